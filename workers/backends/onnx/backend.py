@@ -1,7 +1,7 @@
 """ONNX Runtime.
 
-The rule: the engine reads inputs where they are. Outputs that end up in messages are taken from a plain run, which is
-the fastest call; outputs that end up in shared memory are bound there by pointer, so that the engine writes them once.
+Invariant: the engine reads inputs in place. Outputs that end up in messages come from a plain run, which is the fastest
+call; outputs that end up in shared memory are bound there by address, so that the engine writes them once.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Onnx(StackedBackend):
             raise ModelFailed(f"{type(error).__name__}: {said(error)}") from error
 
     def _given(self, near: DeviceInputs, inputs: Group, index: int) -> Any:
-        """An input, as an array, unless it is on the GPU."""
+        """Returns an input as an array, or as a device address if it is on the GPU."""
         return near.find(inputs, index, self._inputs[index]) or inputs.array(index)
 
     def _compute(self, arrays: list[Any], rows: int, wanted: list[int], outputs: Results) -> None:
@@ -133,7 +133,7 @@ class Onnx(StackedBackend):
             outputs.put(index, value)
 
     def _known_shape(self, index: int, rows: int) -> tuple[int, ...] | None:
-        """The shape of an output before it is computed, where the configuration leaves only the batch open."""
+        """Returns the shape of an output before the run, if only its batch dimension varies."""
         spec = self._outputs[index]
         if not spec.fixed:
             return None
@@ -158,7 +158,7 @@ class Onnx(StackedBackend):
                 outputs.put(index, next(made))
 
     def _place(self, outputs: Results, index: int, shape: tuple[int, ...] | None) -> Array | There | None:
-        """Where its readers read an output, if the engine can write it there: on the GPU, where they are on it, too."""
+        """Returns the memory where readers read an output, on the host or on the GPU, if the engine can write there."""
         if shape is None:
             return None
         address = outputs.near(index, shape) if self._near is not None else None
@@ -172,10 +172,10 @@ class Onnx(StackedBackend):
         return self.context.setting("onnxruntime", key)
 
     def planned(self, config: ModelConfig) -> Plan:
-        """How this instance is to run the model."""
+        """Returns the plan for running the model on this instance."""
         kind, device = device_of(config, self.context.instance)
         device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        # More threads than this process may use cores only take turns.
+        # More threads than CPUs would only compete for them.
         threads = self.context.threads or len(os.sched_getaffinity(0))
         return plan(config, f"KIND_{kind}", device, ort.get_available_providers(), threads, self._setting)
 
@@ -199,7 +199,7 @@ class Onnx(StackedBackend):
             if data:
                 sizes = [len(mapped) for mapped in data.values()]
                 options.add_external_initializers_from_files_in_memory([*data], [*data.values()], sizes)
-            # Else a provider that does not start is replaced by another, and nobody knows.
+            # Without this, a provider that does not start is silently replaced by another.
             session = ort.InferenceSession(os.fspath(path), options, providers=list(found.providers), enable_fallback=0)
         except Exception as error:
             raise ModelFailed(f"unable to load model '{model}': {type(error).__name__}: {said(error)}") from error
@@ -219,7 +219,7 @@ class Onnx(StackedBackend):
         return path
 
     def _library(self, name: str) -> Path:
-        """In the version's directory, in the model's, or where an absolute path says."""
+        """Finds a library in the version's directory or the model's, or by its absolute path."""
         for folder in (self.context.version_folder, self.context.folder):
             path = folder / name
             if path.is_file():
@@ -228,8 +228,8 @@ class Onnx(StackedBackend):
 
 
 def _unreachable(folder: Path) -> dict[str, mmap.mmap]:
-    """Files that were replaced in the repository and are kept by descriptor: ONNX Runtime looks for external data at
-    the path that the link names, where they are no more."""
+    """Maps files that were replaced in the repository and are kept by descriptor: ONNX Runtime looks for external data
+    at the target of the link, which no longer exists."""
     found = {}
     for directory, _, names in os.walk(folder):
         for path in (Path(directory, name) for name in names if not name.endswith(".onnx")):

@@ -1,6 +1,6 @@
-"""What an ONNX model says of its tensors, and what the engine says when it fails.
+"""The tensors of an ONNX model, and readable error texts of the engine.
 
-The rule: a tensor that requests cannot carry is found at load, and the error says what to do about it.
+Invariant: a tensor that requests cannot contain fails the load, and the error says how to change the model.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ DTYPES = {
 }
 
 _WHERE = re.compile(r"\S*/\S+\.(?:cc|cpp|cu|h):\d+ (?:[^\n()]*\([^()]*\)(?: const)?:?)? ?")
-"""The place in the engine's source that its errors begin with."""
+"""The source location at the start of the engine's errors."""
 
 
 def said(error: Exception) -> str:
-    """What the engine says, without the place in its source and what it says twice."""
+    """Returns the engine's error text without the source location and repeated whitespace."""
     return " ".join(_WHERE.sub("", str(error)).split())
 
 
 def facts_of(nodes: Iterable[Any], needed: Collection[str] | None = None) -> list[TensorFacts]:
-    """`needed`: the others may be of any type, and are left out if they are not tensors; None: all are needed."""
+    """`needed`: tensors that must have a supported type; others are left out if they do not. None: all are needed."""
     found = []
     for node in nodes:
         dtype = DTYPES.get(node.type)

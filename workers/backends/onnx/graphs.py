@@ -1,7 +1,7 @@
-"""Runs that the engine has recorded: CUDA graphs.
+"""CUDA graphs: runs that the engine has recorded.
 
-The rule: what was recorded reads and writes the addresses of that time, so each shape has tensors of its own on the
-device that never move; a request's bytes are copied into them. Shapes beyond the first few are run as usual.
+Invariant: a recorded run uses the addresses from its recording, so each shape has its own tensors on the device, which
+never move; inputs are copied into them. After the first MOST_SHAPES shapes, further ones run without graphs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shmserve.workers.batch.specs import Spec
 Array = np.ndarray[Any, np.dtype[Any]]
 GRAPH = "gpu_graph_id"
 MOST_SHAPES = 16
-"""A recorded graph keeps its tensors and its launch on the device."""
+"""Bounded because each recorded graph keeps its tensors in device memory."""
 
 
 class Recorded:
-    """One set of shapes: its tensors, and the number by which the engine knows its graph."""
+    """One set of shapes: its tensors, and the engine's id of its graph."""
 
     def __init__(
         self, session: Any, device: tuple[str, int], number: int, inputs: Sequence[Any], outputs: Sequence[Any]
@@ -56,7 +56,7 @@ class Graphs:
     def __init__(
         self, model: str, session: Any, device: tuple[str, int], inputs: Sequence[Spec], outputs: Sequence[Spec]
     ) -> None:
-        """`device` is what the engine calls it and its number."""
+        """`device` is the engine's name for the device and its number."""
         for what, specs in (("input", inputs), ("output", outputs)):
             for spec in specs:
                 if not spec.item or spec.dtype == "BF16":
@@ -73,7 +73,7 @@ class Graphs:
         self._recorded: dict[Any, Recorded] = {}
 
     def of(self, arrays: Sequence[Array | None], rows: int) -> Recorded | None:
-        """What to run for these shapes; None: there are too many of them, or an input is not there."""
+        """Returns the recorded run for these shapes; None if there are too many shapes or an input is absent."""
         key = tuple(None if array is None else array.shape for array in arrays)
         found = self._recorded.get(key)
         if found is not None or None in key or len(self._recorded) >= MOST_SHAPES:
@@ -82,7 +82,7 @@ class Graphs:
             return None
         inputs = list(zip(self._input_specs, key, strict=True))
         outputs = [(spec, (rows, *spec.shape) if spec.batched else spec.shape) for spec in self._output_specs]
-        # Numbers from 1 on: -1 records nothing, and 0 is what the engine takes by itself.
+        # Ids start at 1: -1 records nothing, and 0 is the engine's default.
         number = len(self._recorded) + 1
         self._recorded[key] = found = Recorded(self._session, self._device, number, inputs, outputs)
         return found

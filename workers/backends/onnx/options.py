@@ -1,8 +1,8 @@
-"""The configuration of a model -> how ONNX Runtime is to run it: providers, session options, run options.
+"""Converts a model's configuration to a plan for ONNX Runtime: providers, session options, run options.
 
-The rule: pure functions from texts to a plan. Nothing of the engine is imported; what it can do here is an argument.
-Every parameter has its row, with the check of its value; `python -m shmserve.workers.backends.onnx.options` prints the
-table that docs/onnx.md shows.
+Invariant: pure functions from texts to a plan. The engine is not imported; its capabilities are arguments. Each
+parameter has a row in the table, with the check of its value; `python -m shmserve.workers.backends.onnx.options` prints
+the tables of docs/onnx.md.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ GRAPH_LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTE
 
 SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 ENTRIES = ("session.", "optimization.", "ep.", "mlas.")
-"""Parameters that begin so go to the session as they are: entries of its configuration."""
+"""Prefixes of parameters that are passed on as entries of the session's configuration."""
 
 
 class Parameter(NamedTuple):
-    """`default` "": the engine's own. `check` gives the value as the engine wants it, or says what is wrong."""
+    """`default` "": the engine's own. `check` returns the value in the engine's form or raises."""
 
     check: Check
     default: str
@@ -94,13 +94,13 @@ SETTINGS = {
     ),
     "inter_op_thread_count": Parameter(whole(_MOST_THREADS), "0", "the same"),
 }
-"""What `--backend-config=onnxruntime,KEY=VALUE` knows."""
+"""The keys of `--backend-config=onnxruntime,KEY=VALUE`."""
 
 
 class Plan(Struct, frozen=True):
-    """`attributes` of the session's options, `entries` of its configuration, `run` of the configuration of each run.
-    `pool`: the threads of the process, `arena`: its host memory pool. `required` providers must be there once the
-    session is. `captures`: runs are recorded as CUDA graphs. `notes` are for the log."""
+    """`attributes` of the session options, `entries` of the session's configuration, `run` of the configuration of each
+    run. `pool`: the threads of the process, `arena`: its host memory pool. `required` providers must have started in
+    the session. `captures`: runs are recorded as CUDA graphs. `notes` are for the log."""
 
     providers: tuple[tuple[str, dict[str, str]], ...]
     required: tuple[str, ...]
@@ -115,12 +115,12 @@ class Plan(Struct, frozen=True):
 
     @property
     def on_host(self) -> bool:
-        """Whether everything is computed from host memory: what is bound is not copied."""
+        """Whether all computation uses host memory, so that bound inputs are not copied."""
         return not any(name in (CUDA, TENSORRT) for name, _ in self.providers)
 
 
 def visible(device: int, variable: str) -> int:
-    """The number that CUDA has for a device, where CUDA_VISIBLE_DEVICES may show this process one only."""
+    """Returns CUDA's number of a device: 0 if CUDA_VISIBLE_DEVICES shows this process only one."""
     return 0 if len([name for name in variable.split(",") if name.strip()]) == 1 else device
 
 
@@ -132,8 +132,9 @@ def plan(
     threads: int,
     setting: Callable[[str], str] = lambda key: "",
 ) -> Plan:
-    """`available`: the providers of this engine. `threads`: how many this instance may use. `setting`: what was given
-    with --backend-config, "" for nothing."""
+    """`available`: the providers of this engine. `threads`: the CPU limit of this instance. `setting`: returns a value
+    of
+    --backend-config, or ""."""
     given = {key: entry.string_value for key, entry in config.parameters.items()}
     values = {key: _value(given, key) for key in PARAMETERS}
     for key in SETTINGS:
@@ -230,7 +231,8 @@ def _arena(values: dict[str, str]) -> dict[str, int] | None:
 
 
 def _run(shrinkage: str, found: Providers, arena: bool, device: int) -> dict[str, str]:
-    """An instance has one GPU at most, whatever its number is elsewhere; the engine refuses those it does not have."""
+    """Returns the run options. An instance has at most one GPU, and the engine refuses other numbers, so any gpu means
+    it."""
     on_gpu = any(name == CUDA for name, _ in found.listed)
     parts = [part for part in shrinkage.split(";") if part.startswith("cpu:")]
     if parts and not arena:
@@ -243,7 +245,7 @@ def _run(shrinkage: str, found: Providers, arena: bool, device: int) -> dict[str
 
 
 def _typos(given: dict[str, str]) -> list[str]:
-    """Parameters may be for others than the engine, so one that nobody knows is no error."""
+    """Returns notes about likely typos. Unknown parameters are not errors, because they may be for other components."""
     notes = []
     for key in given:
         if key not in PARAMETERS and not key.startswith(ENTRIES):
@@ -254,7 +256,7 @@ def _typos(given: dict[str, str]) -> list[str]:
 
 
 def markdown() -> str:
-    """The tables as docs/onnx.md has them."""
+    """Returns the tables of docs/onnx.md."""
     texts = []
     for first, table in (("Parameter", PARAMETERS), ("Setting", SETTINGS)):
         lines = [f"| {first} | Default | Meaning |", "| --- | --- | --- |"]

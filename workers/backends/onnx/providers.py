@@ -1,7 +1,7 @@
-"""`optimization.execution_accelerators` -> the execution providers of ONNX Runtime, with their options.
+"""Converts `optimization.execution_accelerators` to execution providers of ONNX Runtime with their options.
 
-The rule: what is asked for is there, or the load fails and says how to get it; nothing falls back in silence. Values
-that this table does not know go to the engine as they are, which checks them; addresses of memory never do.
+Invariant: a requested provider is available or the load fails with advice on how to install it; there is no silent
+fallback. Unknown options are passed to the engine, which checks them, except memory addresses, which are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ XNNPACK = "XnnpackExecutionProvider"
 DNNL = "DnnlExecutionProvider"
 
 _ON_GPU = {"tensorrt": TENSORRT, "cuda": CUDA}
-"""In the order in which they are asked whether they can run an operator."""
+"""In the order in which they may claim an operator."""
 _ON_CPU = {"openvino": OPENVINO, "xnnpack": XNNPACK, "dnnl": DNNL}
 _HOW = {
     CUDA: "pip install onnxruntime-gpu in place of onnxruntime",
@@ -102,11 +102,11 @@ TENSORRT_OPTIONS: dict[str, Check] = {
     "trt_timing_cache_path": as_it_is,
 }
 _ADDRESSES = ("user_compute_stream", "gpu_external_", "bytestream")
-"""What is in the names of options that are pointers."""
+"""Parts of names of options that are pointers."""
 
 
 class Providers(Struct, frozen=True):
-    """`intra_op` above 0: how many threads are left to the engine itself, as the provider has its own."""
+    """`intra_op` above 0: the number of threads for the engine itself, if the provider has its own pool."""
 
     listed: tuple[tuple[str, dict[str, str]], ...]
     required: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def gpu_providers(
     old: dict[str, str],
     required: bool,
 ) -> Providers:
-    """`old`: options of CUDA that came as parameters of the model. CUDA is always there, below others."""
+    """`old`: CUDA options given as parameters of the model. CUDA is always listed, after other providers."""
     options = _given(model, accelerators, _ON_GPU, "GPU")
     cuda = old | {key: _checked("cuda", CUDA_OPTIONS, key, text) for key, text in options.get("cuda", {}).items()}
     found = [(CUDA, {"device_id": str(device)} | cuda)]
@@ -139,7 +139,7 @@ def gpu_providers(
 def cpu_providers(
     model: str, accelerators: Sequence[Accelerator], available: Collection[str], threads: int
 ) -> Providers:
-    """`threads`: how many this instance may use."""
+    """`threads`: the CPU limit of this instance."""
     options = _given(model, accelerators, _ON_CPU, "CPU")
     found = []
     own_threads = 0
@@ -150,7 +150,7 @@ def cpu_providers(
             given = {"device_type": "CPU", "num_of_threads": str(threads)} | given
         elif name == "xnnpack":
             given = {"intra_op_num_threads": str(threads)} | given
-            own_threads = 1  # two pools of threads would take turns on the same cores
+            own_threads = 1  # two thread pools would compete for the same CPUs
         found.append((_ON_CPU[name], given))
     names = tuple(name for name, _ in found)
     _there(model, names, available, "it")
@@ -185,7 +185,7 @@ def _there(model: str, names: Sequence[str], available: Collection[str], who: st
 
 
 def lost(model: str, name: str) -> Unsupported:
-    """A provider that this engine has, and that did not start."""
+    """The error for a provider that is installed but did not start."""
     libraries = {CUDA: "the libraries of CUDA and cuDNN", TENSORRT: "the libraries of TensorRT and CUDA"}
     return Unsupported(
         f"unable to load model '{model}': {name} did not start. It needs {libraries.get(name, 'its libraries')} of "
@@ -216,7 +216,7 @@ def _tensorrt(given: dict[str, str]) -> dict[str, str]:
 
 
 def _checked(accelerator: str, table: dict[str, Check], key: str, text: str, said: str = "") -> str:
-    """An option that is newer than this table goes through unchecked."""
+    """Checks an option. Options newer than this table are passed on unchecked."""
     _no_address(accelerator, key)
     return table.get(key, as_it_is)(f"{accelerator} parameter {said or key}", text)
 

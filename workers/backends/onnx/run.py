@@ -1,7 +1,7 @@
-"""Runs of an ONNX Runtime session on memory that is ours.
+"""Bound runs of an ONNX Runtime session, on memory that the engine does not own.
 
-The rule: the engine reads inputs where they are and writes outputs where they will be read. What it makes itself lives
-as long as the array that shows it.
+Invariant: the engine reads inputs in place and writes outputs to where they will be read. A value that the engine
+allocates lives as long as the array that refers to it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 GPU = "cuda"
 """The engine's name for the GPU of this process, which is its first one."""
 NOWHERE = (-1, ())
-"""What is bound on a GPU is bound anew each time: nothing on the host has this place."""
+"""The place of tensors on a GPU. No host array has this place, so a change of location always binds again."""
 _BFLOAT16 = 16
-"""Numpy has no bfloat16 that the engine knows, so it is bound by the number of the ONNX type."""
+"""The number of the ONNX type: the engine does not support any numpy type for bfloat16."""
 
 
 def element_of(spec: Spec) -> Any:
@@ -37,29 +37,30 @@ def address_of(array: Array) -> int:
 
 
 def contiguous(array: Array) -> Array:
-    """The array itself, nearly always. numpy's own function would give a scalar a dimension."""
+    """Returns the array itself, nearly always. np.ascontiguousarray would add a dimension to a scalar."""
     return array if array.flags.c_contiguous else array.copy()
 
 
 def runner_of(session: Any) -> Any:
-    """What has `run`. The engine's Python layer checks the names of each run, which are checked here at load, and that
-    takes longer than a small model; its inner session takes the same arguments."""
+    """Returns the object with `run`. The engine's Python layer checks names on each run, which takes longer than a
+    small model and was done at load; its inner session takes the same arguments."""
     return getattr(session, "_sess", session)
 
 
 class Target(NamedTuple):
-    """An output of a bound run. `array` None: its shape is not known, or nobody reads it where it could be written."""
+    """An output of a bound run. `array` None: its shape is unknown, or the engine cannot write it to where
+    it is read."""
 
     spec: Spec
     array: Array | There | None
 
 
 class Binding:
-    """The one binding of a session. What lies where it lay in the run before is not bound again."""
+    """The binding of a session. Tensors at the same place as in the last run are not bound again."""
 
     def __init__(self, session: Any, keeps: bool, once: bool = False) -> None:
-        """`keeps`: inputs are bound by address; else binding copies them to a device, each time. `once`: this binding
-        is for one run, and what the engine has made stays in it."""
+        """`keeps`: inputs are bound by address; otherwise binding copies them to a device each time. `once`: this
+        binding is for one run and keeps the values that the engine allocates."""
         self._once = once
         self._bound = session.io_binding()
         inner = runner_of(session)
@@ -70,7 +71,7 @@ class Binding:
         self._outputs: dict[str, tuple[int, tuple[int, ...]] | None] = {}
 
     def run(self, inputs: Sequence[tuple[Spec, Array | There]], targets: Sequence[Target], options: Any) -> list[Array]:
-        """The outputs of those targets that have no array, in their order."""
+        """Returns the outputs of the targets without an array, in order."""
         try:
             held = self._bind_inputs(inputs)
             self._bind_outputs(targets)
@@ -86,7 +87,7 @@ class Binding:
         except BaseException:
             self._forget()
             raise
-        del held  # what is bound by address must be there until the run is over
+        del held  # memory bound by address must stay valid until the run is over
         return made
 
     def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array | There]]) -> list[Any]:
@@ -133,7 +134,7 @@ class Binding:
             known[spec.name] = place
 
     def _renew(self, targets: Sequence[Target]) -> None:
-        """What the engine has made is not the binding's any more: it would be written again."""
+        """Binds allocated outputs again, so that the next run does not overwrite the returned values."""
         for spec, array in targets:
             if array is None:
                 self._bound.bind_output(spec.name, "cpu")
@@ -146,12 +147,13 @@ class Binding:
 
 
 def needs_own_binding(targets: Sequence[Target]) -> bool:
-    """numpy has no array of these that keeps what the engine has made: only its binding does."""
+    """Whether an output needs a separate binding: numpy arrays of BF16 cannot keep the engine's value alive, only its
+    binding can."""
     return any(array is None and spec.dtype == "BF16" for spec, array in targets)
 
 
 def view_of(value: Any, spec: Spec, owner: Any) -> Array:
-    """What the engine has made. `owner`: who keeps it, if the array does not."""
+    """Returns a value of the engine as an array. `owner`: the object that keeps it alive if the array cannot."""
     if spec.dtype != "BF16":
         array: Array = value.numpy()
         return array

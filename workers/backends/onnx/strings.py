@@ -1,7 +1,7 @@
-"""Strings as values that a run can be bound to.
+"""String values for bound runs.
 
-The rule: for a bound run, the engine takes strings from no array, only from what it has made itself. So they are
-written as the constant of a model that has nothing else, and that model is run.
+A binding does not accept strings from an array, only values that the engine created. So a model that consists of one
+constant with these strings is run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = "strings"
 
 
 def value_of(array: Array) -> Any:
-    """A value of the engine with these strings, which are str."""
+    """Returns a value of the engine with these strings, which must be str."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = options.inter_op_num_threads = 1

@@ -1,6 +1,6 @@
-"""Values of parameters, checked: each check gives the text that the engine wants, or raises what is wrong with it.
+"""Checks of parameter values: each check returns the value in the engine's form or raises.
 
-The rule: an error names the parameter, the value, and what it may be.
+Invariant: an error names the parameter, its value, and the allowed values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from shmserve.errors import InvalidRequest
 
 Check = Callable[[str, str], str]
-"""(what it is, the value) -> the value as the engine wants it."""
+"""(name for errors, value) -> the value in the engine's form."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -40,7 +40,7 @@ def flag(what: str, value: str) -> str:
 
 
 def choice(options: Mapping[str, str]) -> Check:
-    """Numbers, as configurations have them, or the engine's own words."""
+    """Accepts the numbers used in configurations, or the engine's names."""
 
     def check(what: str, value: str) -> str:
         word = value.strip()

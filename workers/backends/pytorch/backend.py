@@ -1,7 +1,7 @@
 """PyTorch: TorchScript (`model.pt`), torch.export programs and compiled packages (`model.pt2`).
 
-The rule: tensors of requests are given to the model where they lie, and its results are copied once, to where they
-will be read. Only what a program may write to or keep is a copy of its own.
+Invariant: the model reads the tensors of requests in place, and its results are copied once, to where they will be
+read. Only inputs that a program may write to or keep are copied.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Torch(StackedBackend):
             torch.cuda.empty_cache()
 
     def _given(self, index: int, spec: Spec, inputs: Group) -> Any:
-        """An input as the model takes it: where it is, also on the GPU."""
+        """Returns an input as a tensor over its memory, on the host or the GPU."""
         there = self._near.find(inputs, index, spec) if self._near is not None else None
         if there is None:
             return self._tensor(index, spec, inputs.array(index))
@@ -120,12 +120,12 @@ class Torch(StackedBackend):
         return tensor.clone() if index in self._copied else tensor
 
     def _stays(self, index: int, value: Any, outputs: Results) -> bool:
-        """Whether all readers of a result want it on the GPU. Then it is copied to where they read it."""
+        """Copies a result on the GPU to where all its readers want it. Returns False if that is not on this GPU."""
         spec = self._outputs[index]
         if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
             return False
         if DTYPES.get(value.dtype) != spec.dtype:
-            return False  # what is wrong with it is said where it is put
+            return False  # `put` raises the error
         shape = tuple(value.shape)
         address = outputs.near(index, shape)
         if address is None:
@@ -134,7 +134,7 @@ class Torch(StackedBackend):
         return True
 
     def _tensor(self, index: int, spec: Spec, array: Array | None) -> Any:
-        """An input as the model takes it: the memory of the array, unless it may be written to."""
+        """Returns an input as a tensor: over the memory of the array, or a copy if the program may write to it."""
         if array is None:
             return None
         if not spec.item:
@@ -144,11 +144,11 @@ class Torch(StackedBackend):
         else:
             tensor = torch.from_numpy(array)
         if self._device.type != "cpu":
-            return tensor.to(self._device)  # a copy, and so the model's own
+            return tensor.to(self._device)  # a copy, so the program may write to it
         return tensor.clone() if index in self._copied else tensor
 
     def _array(self, spec: Spec, value: Any, rows: int) -> Array:
-        """A result as an array of its own memory."""
+        """Returns a result as a host array, after checking its type."""
         if not spec.item:
             return _strings(spec, value, rows)
         if not isinstance(value, torch.Tensor):
@@ -184,7 +184,7 @@ class Torch(StackedBackend):
         return self._program
 
     def _match(self, model: str, program: Program) -> None:
-        """The configuration says of the inputs what the file says, if it does."""
+        """Checks the inputs of the configuration against the file, if the file describes them."""
         facts = program.facts()
         for fact, given in zip(facts[0], self._leaves, strict=True) if facts is not None else ():
             if fact is not None and given is not None:
@@ -192,7 +192,7 @@ class Torch(StackedBackend):
                 match(model, "input", [spec], [fact._replace(name=spec.name)])
 
     def _set_threads(self, parameters: Parameters) -> None:
-        """Before anything is computed: the pools cannot be resized afterwards."""
+        """Called before any computation: the pools cannot be resized afterwards."""
         threads = self.context.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(parameters.whole("INTRA_OP_THREAD_COUNT", 0) or threads)
         between = parameters.whole("INTER_OP_THREAD_COUNT", 0)
@@ -206,10 +206,10 @@ class Torch(StackedBackend):
             parameters.flag(ineffective, False)
 
     def _set_modes(self, parameters: Parameters) -> None:
-        """What holds for all that this thread computes, until `close`."""
+        """Sets the modes for all computation of this thread, until `close`."""
         with warnings.catch_warnings():
-            # Tensors over memory that is not ours to write: `_copied` sees to those that would be written to. This
-            # is said once in a process.
+            # Use up the warning about tensors over read-only memory, which is issued once per process. It does not
+            # apply: inputs that may be written to are copied (`_copied`).
             warnings.simplefilter("ignore", UserWarning)
             fixed = np.zeros(1, np.uint8)
             fixed.flags.writeable = False
@@ -246,5 +246,5 @@ def _device(config: ModelConfig, instance: str) -> torch.device:
             f"instance '{instance}' is to run on GPU {number}, and the PyTorch that is installed sees none: it needs "
             "a build of PyTorch with CUDA and a driver; or choose KIND_CPU"
         )
-    # A process that is shown its own device only knows it as the first.
+    # With CUDA_VISIBLE_DEVICES, the process sees its GPU as number 0.
     return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else number)

@@ -1,6 +1,6 @@
-"""PyTorch's tensors over memory on the GPU that is not PyTorch's.
+"""PyTorch tensors over GPU memory that PyTorch does not own.
 
-The rule: whoever makes one sees to it that the memory outlives it.
+Invariant: the caller keeps the memory valid as long as the tensor exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Memory:
 
 
 def over(address: int, shape: tuple[int, ...], spec: Spec, device: torch.device) -> torch.Tensor:
-    """A tensor of the spec's type at an address."""
+    """Returns a tensor of the spec's type at an address."""
     if spec.dtype == "BF16":
         return as_tensor(_Memory(address, shape, _BITS16), device).view(torch.bfloat16)
     return as_tensor(_Memory(address, shape, spec.numpy.str), device)
@@ -35,5 +35,5 @@ def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
 
 
 def settle(device: torch.device) -> None:
-    """Waits for what this thread has asked of the GPU."""
+    """Waits for the work that this thread has queued on the GPU."""
     torch.cuda.current_stream(device).synchronize()

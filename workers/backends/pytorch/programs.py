@@ -1,7 +1,6 @@
-"""What a PyTorch file holds, as something to call: TorchScript, a torch.export program, or a compiled package.
+"""Programs in PyTorch files: TorchScript, a torch.export program, or a compiled package.
 
-The rule: which tensor of the configuration is which argument, and which result, is settled at load; a call only
-follows it.
+Invariant: the mapping of configured tensors to arguments and results is fixed at load; a call only applies it.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ DTYPES = {
 _BY_PLACE = re.compile(r".+__(\d+)", re.ASCII)
 _STRINGS = "List[str]"
 _THROUGH = frozenset({"aten::dropout", "aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"})
-"""What may give back its input itself, though its schema does not say so."""
+"""Operators that may return their input itself, although their schema does not declare an alias."""
 _KEEPING = ("prim::SetAttr", "aten::append", "aten::insert", "aten::_set_item", "aten::extend")
 
 
 class Argument(NamedTuple):
-    """One tensor that a program takes. `names`: all that it goes by. `optional`: it can be left out or be None."""
+    """One tensor argument of a program. `names`: all its names. `optional`: it can be left out or be None."""
 
     names: tuple[str, ...]
     optional: bool = False
     strings: bool = False
     changed: bool = False
-    """The program writes to it, or keeps it, so that it needs a copy of its own."""
+    """The program writes to it or keeps it, so it needs a copy."""
 
 
 class Program:
@@ -60,20 +59,21 @@ class Program:
 
     arguments: Sequence[Argument] = ()
     results: Sequence[tuple[str, ...]] | None = None
-    """The names of each result, where the file says how many there are."""
+    """The names of each result, if the file contains their number."""
     whole_dict: bool = False
-    """It takes one dict of tensors, by the names of the configuration."""
+    """Whether it takes one dict of tensors with the names of the configuration."""
 
     def call(self, leaves: Sequence[Any]) -> Any:
         raise NotImplementedError
 
     def facts(self) -> tuple[list[TensorFacts | None], list[TensorFacts | None]] | None:
-        """What it says of each argument and each result, None for those that are no tensors; None: nothing."""
+        """Returns the file's description of each argument and result, None for those that are not tensors; None if
+        there is no description."""
         return None
 
 
 def open_program(path: Path, device: torch.device) -> Program:
-    """The program in a file."""
+    """Opens the program in a file."""
     if not zipfile.is_zipfile(path):
         raise InvalidRequest(f"'{path.name}' is no file of PyTorch: neither TorchScript nor a torch.export package")
     with zipfile.ZipFile(path) as archive:
@@ -96,7 +96,7 @@ def open_program(path: Path, device: torch.device) -> Program:
 class Script(Program):
     def __init__(self, path: Path, device: torch.device) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that TorchScript is the older way, not that it fails
+            warnings.simplefilter("ignore", DeprecationWarning)  # only says that TorchScript is deprecated
             module: Any = torch.jit.load(str(path), map_location=device)
         module.eval()
         self._module = module
@@ -125,7 +125,7 @@ class Script(Program):
 
 
 def _changed(graph: Any, aliases: Any, value: Any) -> bool:
-    """Whether running the graph may write to this input or keep it beyond the run. In doubt, yes."""
+    """Whether running the graph may write to this input or keep it beyond the run; True in doubt."""
     if aliases.has_writers(value) or str(value.type()).startswith("Dict"):
         return True
     through = [node for kind in _THROUGH for node in graph.findAllNodes(kind, recurse=True)]
@@ -144,7 +144,7 @@ class _Tree(Program):
     _module: Any
 
     def _shape(self, arguments: Any, results: Any, named: Sequence[str] = ()) -> None:
-        """`arguments`, `results`: the trees' specs. `named`: what the file calls each argument, if it does."""
+        """`arguments`, `results`: the specs of the trees. `named`: the file's name of each argument, if it has one."""
         self._spec = arguments
         paths = _paths(arguments)
         names = [_argument_names(path, place) for place, path in enumerate(paths)]
@@ -184,7 +184,7 @@ class Exported(_Tree):
         ]
 
     def call(self, leaves: Sequence[Any]) -> Any:
-        """What was a constant when the program was exported has to be the same now."""
+        """Calls the program. An argument that was a constant at export must have the same value now."""
         if None in leaves:
             leaves = [
                 constant if leaf is None else leaf for leaf, constant in zip(leaves, self._constants, strict=True)
@@ -207,7 +207,7 @@ class Exported(_Tree):
 
 
 def _written(program: Any) -> set[str] | None:
-    """The inputs that an exported program may write to, by way of views too; None: it cannot be told."""
+    """Returns the inputs that an exported program may write to, also through views; None if unknown."""
     found = {str(name) for name in program.graph_signature.user_inputs_to_mutate.values()}
     for node in program.graph.nodes:
         if node.op != "call_function":
@@ -215,7 +215,7 @@ def _written(program: Any) -> set[str] | None:
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             if node.target is not operator.getitem and any(other.op == "get_attr" for other in node.all_input_nodes):
-                return None  # control flow: what its branches do is in graphs of their own
+                return None  # control flow: its branches are in separate graphs
             continue
         for given, taken in zip(node.args, schema.arguments, strict=False):
             if taken.alias_info is not None and taken.alias_info.is_write:
@@ -224,7 +224,7 @@ def _written(program: Any) -> set[str] | None:
 
 
 def _roots(value: Any) -> set[str]:
-    """The inputs whose memory a value of the graph may be."""
+    """Returns the inputs whose memory a value of the graph may share."""
     found: set[str] = set()
     seen: set[Any] = set()
     waiting = [value]
@@ -244,7 +244,7 @@ def _roots(value: Any) -> set[str]:
 
 
 class Compiled(_Tree):
-    """A package that torch.compile has made for this kind of machine ahead of time."""
+    """A package that torch.compile built ahead of time for this kind of machine."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         from torch._inductor import aoti_load_package
@@ -252,7 +252,7 @@ class Compiled(_Tree):
         self._module = aoti_load_package(str(path), run_single_threaded=True, device_index=device.index or -1)
         arguments, results = self._module.loader.get_call_spec()
         self._shape(pytree.treespec_loads(arguments), pytree.treespec_loads(results))
-        # What a compiled program does with its inputs cannot be looked up.
+        # It is not visible what a compiled program does with its inputs.
         self.arguments = [argument._replace(changed=True) for argument in self.arguments]
 
 
@@ -295,9 +295,9 @@ def _fact(name: str, value: Any) -> TensorFacts | None:
 
 
 def arrange(model: str, program: Program, specs: Sequence[Spec]) -> list[int | None]:
-    """For each argument the input of the configuration that it gets: by name, by place (`NAME__0`), else in order.
+    """Returns for each argument the index of its input: by name, by position (`NAME__0`), else in order.
 
-    None where it gets none. Arguments of a program that takes one dict are the inputs themselves.
+    None for an argument without input. The arguments of a program that takes one dict are the inputs themselves.
     """
     if program.whole_dict:
         return list(range(len(specs)))
@@ -347,12 +347,12 @@ def _places(specs: Sequence[Spec], names: Sequence[Sequence[str]]) -> list[int |
     if all(numbered):
         return [int(match[1]) for match in numbered if match is not None]
     if any(place is not None and place != index for index, place in enumerate(known)):
-        return known  # some are known, and elsewhere: the order cannot be meant
+        return known  # some names match at other positions, so the order does not apply
     return list(range(len(specs)))
 
 
 def picker(model: str, program: Program, specs: Sequence[Spec]) -> Callable[[Any], list[Any]]:
-    """From what a call gives to the outputs, in the order of the configuration."""
+    """Returns a function from the result of a call to the outputs, in the order of the configuration."""
     names = [spec.name for spec in specs]
     strings = any(spec.dtype == "BYTES" for spec in specs)
 

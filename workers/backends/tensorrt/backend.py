@@ -1,11 +1,10 @@
 """TensorRT: plans, on the GPU of this process.
 
-The rule: rows go to the device straight from where their callers have them, and come back straight to where their
-callers read them; a batch waits for the device once, at its end, and nothing of it is used again before that.
+Invariants: rows are copied directly from callers' memory to the device, and back to where they will be read. A batch
+waits for the device once, at its end, and none of its memory is reused before that.
 
-An instance has a context for each of its optimisation profiles, buffers as large as its largest batch, a stream, and
-where the configuration asks for them, CUDA graphs. Nothing is allocated while a batch runs, but for outputs whose shape
-only the run tells.
+An instance has a context for each of its optimisation profiles, buffers for its largest batch, a stream, and CUDA
+graphs if configured. A batch allocates nothing, except for outputs whose shape is known only after the run.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 STRATEGY = "execution_context_allocation_strategy"
 _STRATEGIES = ("STATIC", "ON_PROFILE_CHANGE")
 end_process = os._exit
-"""After the device was lost. The broker starts another process, and finds the request that did it."""
+"""Called after the device was lost. The broker starts another process and finds the request that caused it."""
 
 
 class TensorRT(StackedBackend):
@@ -96,7 +95,7 @@ class TensorRT(StackedBackend):
         self._capture(config)
 
     def close(self) -> None:
-        """In the order in which things refer to each other. Nothing of it is needed when the process ends."""
+        """Releases resources in the order of their references. Not needed when the process ends."""
         self._profiles = []
         for allocator in self._allocators.values():
             allocator.close()
@@ -130,7 +129,7 @@ class TensorRT(StackedBackend):
         return self._trt.ExecutionContextAllocationStrategy.__members__[name]
 
     def _set_up(self, config: ModelConfig) -> None:
-        """Streams and events, and what moves tensors."""
+        """Creates streams and events, and the objects that copy tensors."""
         cuda, optimization = self._cuda, config.optimization
         hints = optimization.cuda if optimization is not None else None
         priority = PRIORITIES[optimization.priority] if optimization is not None else 0
@@ -153,7 +152,7 @@ class TensorRT(StackedBackend):
         self._feed = Feed(cuda, self._pinned, staged, threshold, self._stream)
 
     def _make_buffers(self, config: ModelConfig) -> None:
-        """As large as the largest batch of any profile needs, and bound in every context."""
+        """Allocates buffers for the largest batch of any profile and binds them in each context."""
         engine = self._engine
         assert engine is not None
         self._host = {
@@ -171,7 +170,7 @@ class TensorRT(StackedBackend):
             for index, (spec, shape) in enumerate(zip(self._inputs, shapes, strict=True)):
                 in_bytes[index] = max(in_bytes[index], elements(shape) * spec.item)
             if self._host:
-                unknown.update(range(len(self._outputs)))  # they depend on values, which nobody knows yet
+                unknown.update(range(len(self._outputs)))  # they depend on values that are not known yet
                 continue
             for index, shape in enumerate(profile.prepare(shapes)):
                 out_bytes[index] = max(out_bytes[index], elements(shape) * self._outputs[index].item)
@@ -199,7 +198,7 @@ class TensorRT(StackedBackend):
                 raise ModelFailed(f"the engine takes no memory for output '{spec.name}'")
 
     def _bind_unused(self, engine: Engine) -> None:
-        """Outputs that the configuration leaves out: the engine writes them all the same."""
+        """Provides memory for outputs that the configuration leaves out, because the engine writes them too."""
         configured = {spec.name for spec in self._outputs}
         for number, fact in enumerate(engine.outputs):
             if fact.name in configured:
@@ -215,7 +214,7 @@ class TensorRT(StackedBackend):
         return address
 
     def _capture(self, config: ModelConfig) -> None:
-        """Each graph is captured after a run of the same shapes, in which the library does what it does only once."""
+        """Captures graphs. A run of the same shapes comes first, because the library initialises on first use."""
         engine, cuda = self._engine, self._cuda
         assert engine is not None
         if config.optimization is None or config.optimization.cuda is None or not config.optimization.cuda.graphs:
@@ -269,7 +268,7 @@ class TensorRT(StackedBackend):
         return tuple(found)
 
     def _choose(self, shapes: tuple[Shape, ...]) -> Profile:
-        """Of the profiles that take these shapes, the one that is made for the most similar ones."""
+        """Returns the profile that allows these shapes and is optimised for the most similar ones."""
         profiles = [profile for profile in self._profiles if profile.holds(shapes)]
         if not profiles:
             raise no_profile(self._model, self._profiles, self._inputs, shapes)
@@ -304,7 +303,7 @@ class TensorRT(StackedBackend):
         near: dict[int, int] = {}
         for index in wanted:
             if -1 in made[index]:
-                continue  # its place is found when its shape is known
+                continue  # placed when the shape is known, after the run
             address = outputs.near(index, made[index]) if index not in self._allocators else None
             if address is None:
                 targets[index] = self._target(index, made[index], outputs)
@@ -313,7 +312,7 @@ class TensorRT(StackedBackend):
         if graph is not None:
             cuda.launch(graph.it, stream)
         elif not self._run_profile(profile, near):
-            cuda.synchronize_stream(stream)  # where the device failed, this says so
+            cuda.synchronize_stream(stream)  # raises if the device failed
             raise ModelFailed(f"the engine does not run: {self._logger.last or 'the library gives no reason'}")
         if self._computed:
             cuda.record(self._computed, stream)
@@ -324,14 +323,15 @@ class TensorRT(StackedBackend):
         self._collect([index for index in wanted if index not in near], targets, outputs)
 
     def _run_profile(self, profile: Profile, near: dict[int, int]) -> bool:
-        """Outputs that stay on the device are written where they stay."""
+        """Runs the profile with outputs that stay on the device written to their final place."""
         for index, spec in enumerate(self._outputs):
             if index not in self._allocators:
                 profile.address(spec.name, near.get(index) or self._output_at[index])
         return profile.run(self._stream)
 
     def _target(self, index: int, shape: Shape, outputs: Results) -> tuple[Array, bool]:
-        """Where an output goes: to where its callers read it, or into staging, from where they get their shares."""
+        """Returns where to copy an output: its final place if possible, else staging, from which requests get their
+        shares."""
         spec = self._outputs[index]
         if outputs.direct(index, shape):
             array = outputs.place(index, shape)
@@ -362,7 +362,8 @@ class TensorRT(StackedBackend):
                 outputs.put(index, array)
 
     def _settle(self, error: Exception) -> None:
-        """A batch has failed: nothing may be read or written any more for it when its memory goes to others."""
+        """Waits for the streams after a failed batch, so that its memory can be reused. Ends the process if the device
+        is lost."""
         cuda = self._cuda
         lost = cuda.lost(error)
         if not lost:

@@ -1,8 +1,8 @@
-"""`shmserve build`: ONNX in, a plan for this GPU out. It runs as a process of its own.
+"""`shmserve build`: builds a plan for this GPU from an ONNX file, in a separate process.
 
-The rule: the plan is there when it is complete, and not before; whatever else is at its place stays until then.
+Invariant: the plan appears at its path only when it is complete; an existing file stays until then.
 
-Exit codes: 0 done, 1 it cannot be built, 2 used wrongly, 130 interrupted.
+Exit codes: 0 done, 1 build failed, 2 invalid usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PRECISIONS = {"fp16": "FP16", "bf16": "BF16"}
 
 
 class Order(Struct, forbid_unknown_fields=True):
-    """What `shmserve build` was asked for, by the names of its arguments."""
+    """The arguments of `shmserve build`, by name."""
 
     model: str
     out: str
@@ -104,7 +104,7 @@ def _build(order: Order) -> None:
 
 
 def _source(order: Order) -> tuple[Path, ModelConfig | None]:
-    """The ONNX file, and the configuration where a model's directory was named."""
+    """Returns the ONNX file, and the configuration if a model directory was given."""
     path = Path(order.model)
     if path.is_file():
         return path, None
@@ -127,7 +127,7 @@ def _source(order: Order) -> tuple[Path, ModelConfig | None]:
 def _made(
     order: Order, trt: Any, logger: Any, source: Path, config: ModelConfig | None, monitor: Any, capability: str
 ) -> tuple[Any, list[str]]:
-    """The plan as the library gives it, None where it gives none; and what is to be said of the timing cache."""
+    """Returns the plan, None if the build failed, and the lines to print about the timing cache."""
     builder = trt.Builder(logger)
     flags = 0 if order.precision else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
@@ -157,7 +157,7 @@ def _made(
     if plan is not None and cache is not None:
         try:
             _write(cache, settings.get_timing_cache().serialize())
-        except OSError as error:  # no reason to lose the plan
+        except OSError as error:  # not a reason to lose the plan
             words.append(f"the timing cache cannot be kept: {error.strerror}")
     return plan, words
 
@@ -169,7 +169,7 @@ def _errors(parser: Any) -> Iterator[str]:
 
 
 def _ranges(order: Order, config: ModelConfig | None, network: Any) -> list[Ranges]:
-    """The profiles: as given, else from the configuration, else batches of up to --max-batch."""
+    """Returns the profiles: as given, else from the configuration, else for batches up to --max-batch."""
     inputs = {}
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
@@ -188,7 +188,7 @@ def _ranges(order: Order, config: ModelConfig | None, network: Any) -> list[Rang
 
 
 def _timing_cache(order: Order, trt: Any, settings: Any, capability: str) -> tuple[Path | None, list[str]]:
-    """Gives the builder what was measured in earlier builds: where that is kept, and what is to be said."""
+    """Loads the timing cache of earlier builds. Returns its path and the lines to print."""
     if order.no_timing_cache:
         return None, []
     path = Path(order.timing_cache) if order.timing_cache is not None else _cache_place(trt, capability)
@@ -211,11 +211,11 @@ def _cache_place(trt: Any, capability: str) -> Path:
     return Path(base) / "shmserve" / f"tensorrt-{trt.__version__}-sm{capability}.cache"
 
 
-# ------------------------------------------------------------------------------------------- what comes out
+# ------------------------------------------------------------------------------------------- results
 
 
 def _write(path: Path, data: Any) -> None:
-    """All of it, or nothing: beside it first, then in its place."""
+    """Writes a file atomically: to a temporary file beside it, then a rename."""
     with _beside(path) as file:
         file.write(memoryview(data))
 
@@ -234,7 +234,7 @@ def _beside(path: Path) -> Iterator[Any]:
 
 
 def _report(order: Order, trt: Any, logger: Any, out: Path, seconds: float, cuda: Cuda, words: Sequence[str]) -> None:
-    """What the plan says of itself: it is loaded once, as a server would."""
+    """Loads the plan once, as a server would, and prints its properties."""
     runtime = trt.Runtime(logger)
     runtime.engine_host_code_allowed = order.version_compatible
     loaded = runtime.deserialize_cuda_engine(out.read_bytes())

@@ -1,6 +1,6 @@
-"""How far a build is, and how it is interrupted. The library tells both by calls back, from whichever thread.
+"""Progress and interruption of a build. The library calls back for both, from any thread.
 
-The rule: what is shown never holds up the build; on a terminal it is one line, elsewhere a line for each phase.
+Invariant: the display never blocks the build; it is one line on a terminal, and otherwise a line for each phase.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _CLEAR = "\r\x1b[K"
 
 
 class Interrupted(Exception):
-    """Somebody has pressed Ctrl-C, and the build has ended."""
+    """SIGINT or SIGTERM was received, and the build has ended."""
 
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come. A build is one long call, in which no Python handler runs: the signal is
-    seen by what it has written into a pipe."""
+    """Yields a function that returns whether SIGINT or SIGTERM was received. A build is one long call in which no
+    Python handler runs, so the signal is detected through the wakeup descriptor, a pipe."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     came = False
 
@@ -51,7 +51,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _later(number: int, frame: FrameType | None) -> None:
-    """What matters is in the pipe."""
+    """Does nothing: the wakeup descriptor has recorded the signal."""
 
 
 class Progress:
@@ -61,7 +61,7 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._quiet = quiet
         self._steps: dict[str, tuple[int, int]] = {}
-        """Of each phase that has begun: how many steps are done, and how many there are."""
+        """By running phase: completed steps and all steps."""
         self._shown = 0.0
         self.monitor = _monitor(trt, self, interrupted)
 

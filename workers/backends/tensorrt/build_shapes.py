@@ -1,6 +1,7 @@
 """The shapes that a plan is built for: minimum, best and maximum of each input.
 
-The rule: nothing is guessed. A dimension that neither the words nor the configuration fix is asked for, by name.
+Invariant: nothing is guessed. A dimension that neither the arguments nor the configuration fix is an error with its
+name.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ FORM = "NAME=MIN:BEST:MAX, each like 8x3x224x224, or NAME=SHAPE for all three"
 
 
 class Misuse(Exception):
-    """The command was used wrongly."""
+    """Invalid usage of the command."""
 
 
 def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
-    """`x=1x3:4x3:8x3 mask=1x5:4x5:8x5`: one profile. Inputs whose dims are all fixed need not be named."""
+    """Parses one profile, `x=1x3:4x3:8x3 mask=1x5:4x5:8x5`. Inputs with only fixed dims may be left out."""
     found: Ranges = {}
     for word in words:
         name, equals, text = word.rpartition("=")
@@ -47,7 +48,8 @@ def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
 
 
 def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
-    """Batches up to max_batch_size, best at the largest preferred one, of the dims that the configuration has."""
+    """Returns batches up to max_batch_size, optimised for the largest preferred one, with the dims of the
+    configuration."""
     most = max_batch or config.max_batch_size
     preferred = config.dynamic_batching.preferred_batch_size if config.dynamic_batching is not None else ()
     best = max((size for size in preferred if size <= most), default=most)
@@ -70,7 +72,7 @@ def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: in
 
 
 def with_batch(dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
-    """Batches up to so many rows, of inputs whose other dims are fixed."""
+    """Returns batches up to `max_batch` rows, for inputs whose other dims are fixed."""
     found: Ranges = {}
     for name, dims in dynamic.items():
         if not max_batch or dims[0] != -1 or -1 in dims[1:]:

@@ -1,6 +1,6 @@
-"""A TensorRT engine: found, loaded, and what it says of itself held against the configuration.
+"""A TensorRT engine: finds and loads it and checks it against the configuration.
 
-The rule: an engine that does not fit its configuration is refused here, at load, in words that name both.
+Invariant: an engine that does not match its configuration is refused at load, with an error that names both sides.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ DTYPES = {
     "UINT8": "UINT8",
 }
 _LOADED: set[str] = set()
-"""Libraries of plug-ins that this process has. They register themselves once, and stay."""
+"""Plug-in libraries loaded by this process. They register once and are not unloaded."""
 
 Shape = tuple[int, ...]
 
 
 class Range(Struct, frozen=True):
-    """The shapes that a profile allows an input, with the batch dimension."""
+    """The shapes that a profile allows for an input, with the batch dimension."""
 
     low: Shape
     best: Shape
@@ -60,11 +60,11 @@ class Engine:
     def __init__(self, trt: Any, runtime: Any, engine: Any) -> None:
         self.trt = trt
         self.it = engine
-        self._runtime = runtime  # which the library wants to outlive its engines
+        self._runtime = runtime  # must outlive the engine
         self.inputs: list[TensorFacts] = []
         self.outputs: list[TensorFacts] = []
         self.on_host: set[str] = set()
-        """Tensors whose values shapes are computed from: the library reads them here, and not on the device."""
+        """Tensors whose values determine shapes: the library reads them from host memory."""
         self.profiles: int = engine.num_optimization_profiles
         for index in range(engine.num_io_tensors):
             self._look(engine.get_tensor_name(index))
@@ -87,23 +87,23 @@ class Engine:
             self.on_host.add(name)
 
     def range_of(self, name: str, profile: int) -> Range:
-        """What an input on the device may be like."""
+        """Returns the range of an input in device memory."""
         return Range(*(tuple(shape) for shape in self.it.get_tensor_profile_shape(name, profile)))
 
     def largest_batch(self, profiles: Sequence[int]) -> int:
-        """The most rows that all inputs may have in one of these profiles."""
+        """Returns the most rows that all inputs may have in one of these profiles."""
         names = [fact.name for fact in self.inputs if fact.name not in self.on_host and fact.dims]
         return max(min((self.range_of(name, profile).high[0] for name in names), default=0) for profile in profiles)
 
 
 def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, capability: str) -> Engine:
-    """Reads the file that is for this device."""
+    """Loads the plan for this device."""
     load_plugins(context.setting("tensorrt", "plugins"))
     if not trt.init_libnvinfer_plugins(logger, ""):
         raise Unavailable("the plug-ins of TensorRT cannot be set up")
     runtime = trt.Runtime(logger)
     if context.setting("tensorrt", "version-compatible", "false").lower() in ("true", "1"):
-        # Such an engine brings a runtime of its own, as code that is run: only for files that are trusted.
+        # Such an engine contains its own runtime, as code that is executed: only for trusted files.
         runtime.engine_host_code_allowed = True
     path = _file(config, context, capability)
     with open(path, "rb") as file:
@@ -131,7 +131,7 @@ def _file(config: ModelConfig, context: Context, capability: str) -> Path:
 
 
 def load_plugins(paths: str) -> None:
-    """`a.so;b.so`, as the operator gave them: libraries that register what they have when they are loaded."""
+    """Loads the operator's plug-in libraries, `a.so;b.so`, which register their plug-ins when loaded."""
     for path in filter(None, (part.strip() for part in paths.split(";"))):
         if path in _LOADED:
             continue
@@ -145,7 +145,7 @@ def load_plugins(paths: str) -> None:
 
 
 def logger_of(trt: Any, say: Callable[[str, str], None]) -> Any:
-    """What the library writes its messages to. `last` is the last error, for whoever was told only that it failed."""
+    """Returns the library's logger. `last` is the last error, for calls that only report failure."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -162,11 +162,11 @@ def logger_of(trt: Any, say: Callable[[str, str], None]) -> Any:
     return Logger()
 
 
-# ------------------------------------------------------------------------------------------- which profiles
+# ------------------------------------------------------------------------------------------- profiles
 
 
 def profiles_of(config: ModelConfig, instance: str) -> tuple[int, ...]:
-    """The profiles of an instance, by its name: instances are numbered through the groups of one name."""
+    """Returns the profiles of an instance by its name: instances are numbered across all groups of the same name."""
     name, _, number = instance.rpartition("_")
     found = [
         group.profile
@@ -179,7 +179,7 @@ def profiles_of(config: ModelConfig, instance: str) -> tuple[int, ...]:
 
 
 def largest_batch(config: ModelConfig, engine: Engine) -> int:
-    """The most rows that every instance of the model can run at once."""
+    """Returns the most rows that each instance of the model can run at once."""
     groups = [_numbers(group.profile) for group in config.instance_group] or [(0,)]
     for profiles in groups:
         check_profiles(config.name, engine, profiles)
@@ -199,11 +199,11 @@ def check_profiles(model: str, engine: Engine, profiles: Sequence[int]) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------- does it fit
+# ------------------------------------------------------------------------------------------- checks
 
 
 def match(config: ModelConfig, engine: Engine, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
-    """The configuration must say what the engine says; of the outputs it may leave some out."""
+    """Raises unless the configuration matches the engine; it may leave out outputs."""
     model = config.name
     model_facts.match(model, "input", inputs, engine.inputs, flat=(-1,), whose="engine")
     model_facts.match(model, "output", outputs, engine.outputs, whose="engine")

@@ -1,7 +1,7 @@
-"""CUDA graphs of an engine: which shapes get one, and which one serves a batch.
+"""CUDA graphs of an engine: which shapes get one, and which graph runs a batch.
 
-The rule: a graph reads and writes the buffers that it was captured with, in the shapes that it was captured with. So it
-may run a smaller batch than its own, where the configuration allows that, and nothing else that differs.
+Invariant: a graph uses the buffers and shapes of its capture. So it may run a smaller batch, if the configuration
+allows that, but no other dims may differ.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class Wish(Struct, frozen=True):
-    """Shapes of all inputs that get a graph. `least`: it serves batches from so many rows on; 0: only its own."""
+    """Shapes of all inputs that get a graph. `least`: it runs batches of at least this many rows; 0: only its own
+    shapes."""
 
     shapes: tuple[Shape, ...]
     least: int = 0
 
 
 class Graph(Struct, frozen=True):
-    """A graph that was captured. `outputs` are the shapes in which it writes."""
+    """A captured graph. `outputs` are the shapes that it writes."""
 
     it: int
     shapes: tuple[Shape, ...]
@@ -41,7 +42,7 @@ class Graphs:
     def __init__(self) -> None:
         self._exact: dict[tuple[Shape, ...], Graph] = {}
         self._padding: dict[tuple[Shape, ...], list[Graph]] = {}
-        """By the shapes behind the batch dimension, the smallest batch first."""
+        """By the shapes after the batch dimension, smallest batch first."""
 
     def __len__(self) -> int:
         return len(self._exact)
@@ -57,7 +58,7 @@ class Graphs:
             same.sort(key=lambda one: one.shapes[0][0])
 
     def find(self, shapes: tuple[Shape, ...], rows: int) -> Graph | None:
-        """The graph of these shapes, else the smallest that is meant for such batches too."""
+        """Returns the graph of these shapes, else the smallest one that may run a batch of this size."""
         found = self._exact.get(shapes)
         if found is not None or not self._padding or not rows:
             return found
@@ -67,7 +68,7 @@ class Graphs:
         return None
 
     def take_all(self) -> list[int]:
-        """What is to be destroyed; afterwards there are none."""
+        """Removes and returns all graphs, for the caller to destroy."""
         found = [graph.it for graph in self._exact.values()]
         self._exact.clear()
         self._padding.clear()
@@ -79,8 +80,8 @@ def _tails(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
 
 
 def wishes(config: ModelConfig, engine: Engine, specs: Sequence[Spec], profile: int) -> list[Wish]:
-    """What graph_spec asks for; without any, a graph for one row, for each preferred batch, and for the largest.
-    Dims that the configuration leaves open are those that the profile is best at."""
+    """Returns the graphs of graph_spec; without it, one for one row, for each preferred batch size, and for the largest
+    batch. Dims that the configuration leaves open get the optimum of the profile."""
     cuda = config.optimization.cuda if config.optimization is not None else None
     if cuda is None or not cuda.graphs:
         return []

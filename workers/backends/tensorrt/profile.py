@@ -1,7 +1,7 @@
-"""One optimisation profile of an engine, with the execution context and the addresses that it runs with.
+"""An optimisation profile of an engine, with its execution context and tensor addresses.
 
-The rule: shapes are set before shapes are asked for, and addresses before anything runs; what has not changed since the
-last batch is not set again.
+Invariant: input shapes are set before output shapes are read, and addresses before a run. Values that have not changed
+since the last batch are not set again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Profile:
-    """A context on one profile. Inputs and outputs are known by their index in the configuration."""
+    """A context on one profile. Inputs and outputs are identified by their index in the configuration."""
 
     def __init__(
         self, engine: Engine, number: int, strategy: Any, stream: int, inputs: Sequence[Spec], outputs: Sequence[Spec]
@@ -49,7 +49,7 @@ class Profile:
         return all(self.ranges[index].holds(shapes[index]) for index in self._on_device)
 
     def distance(self, shapes: Sequence[Shape]) -> int:
-        """How far these shapes are from those that the profile is best at."""
+        """Returns how far these shapes are from the optimum of the profile."""
         return sum(
             abs(dim - best)
             for index in self._on_device
@@ -57,7 +57,7 @@ class Profile:
         )
 
     def largest(self, max_batch: int) -> tuple[Shape, ...]:
-        """The largest shapes that can come."""
+        """Returns the largest shapes that a batch can have."""
         found = []
         for index, spec in enumerate(self._inputs):
             limits = self.ranges.get(index)
@@ -71,7 +71,7 @@ class Profile:
         return tuple(found)
 
     def address(self, name: str, address: int) -> None:
-        """Where a tensor is from the next run on."""
+        """Sets the address of a tensor, from the next run on."""
         if self._addresses.get(name) == address:
             return
         if not self.context.set_tensor_address(name, address):
@@ -79,7 +79,8 @@ class Profile:
         self._addresses[name] = address
 
     def prepare(self, shapes: tuple[Shape, ...]) -> list[Shape]:
-        """Sets the shapes of the inputs: those of the outputs, with -1 where only the run will tell."""
+        """Sets the shapes of the inputs. Returns those of the outputs, with -1 for dims that are known only after the
+        run."""
         context = self.context
         if shapes == self._shapes and not self._engine.on_host:
             return self._made
@@ -95,14 +96,14 @@ class Profile:
         return self._made
 
     def run(self, stream: int) -> bool:
-        """Gives the stream the work. False: the engine would not; its logger knows why."""
+        """Enqueues a run in the stream. False: the engine refused; its logger has the reason."""
         return bool(self.context.execute_async_v3(stream))
 
 
 def no_profile(
     model: str, profiles: Sequence[Profile], specs: Sequence[Spec], shapes: Sequence[Shape]
 ) -> InvalidRequest:
-    """The inputs of a request are outside of all profiles."""
+    """The error for inputs outside all profiles."""
     given = ", ".join(f"'{spec.name}' {list(shape)}" for spec, shape in zip(specs, shapes, strict=True))
     allowed = "; ".join(
         f"profile {profile.number}: "
@@ -113,7 +114,7 @@ def no_profile(
 
 
 def allocator_of(trt: Any, cuda: Cuda) -> Any:
-    """Memory for one output whose shape only the run tells. It grows, and stays for the next run."""
+    """Returns an allocator for one output whose shape is known only after the run. Its memory grows and is reused."""
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -145,7 +146,7 @@ def allocator_of(trt: Any, cuda: Cuda) -> Any:
 
 
 class HostValues:
-    """The values of a tensor that the library reads or writes on the host."""
+    """The values of a tensor that the library reads or writes in host memory."""
 
     def __init__(self, spec: Spec, shape: Shape) -> None:
         self._dtype = spec.numpy
