@@ -1,14 +1,8 @@
-"""The services of gRPC: inference.proto and health.proto, which `make proto` turns into grpc.binpb.
+"""The gRPC services of inference.proto and health.proto; `make proto` compiles them to grpc.binpb.
 
-start     the options, and how the door is made
-methods   which path is which call
-calls     calls with one answer
-stream    ModelStreamInfer
-services  what calls share
-rpcs      the table of calls that are answered by documents
-plans     what stands around the tensors of a request -> a Plan
-contents  large typed contents, a slice at a time
-wire      the bytes of a request taken apart, those of an answer put together
-messages  the messages as protobuf has them
-codes     errors of the server as status codes
+`start` has the options and builds the listener. `methods` maps the path of a call to its class and checks access:
+`calls` has the unary calls and health, `stream` has ModelStreamInfer, and `services` holds what they share. Of an
+inference request, `wire` separates the tensors from the fields around them, and `plans` turns these fields into a Plan;
+`contents` converts large typed contents in slices. `rpcs` is the table of the calls that are answered by a document.
+`messages` has the protobuf classes, and `codes` maps errors to status codes.
 """

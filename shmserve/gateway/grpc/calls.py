@@ -1,6 +1,5 @@
-"""Calls with one answer: inference, and everything that the server is asked. The rule of the file: whatever goes wrong
-with a call ends that call, with a code and a text, and no other.
-"""
+"""Unary calls: inference, queries, operations and health. Invariant: an error of a call ends that call only, with a
+status code and a text."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ from shmserve.gateway.upstream.requests import Waiting, not_passed_on, withdraw
 from shmserve.protocol.messages import Reply
 
 ASKED_BYTES = 64 * 1024
-"""Of a message that brings no model along: read, it takes many times as much."""
+"""Maximum size of a message other than a load: decoded, it takes many times as much memory."""
 Targets = Mapping[str, Region | DeviceRegion]
 
 
 def answer_of(
     answers: Answers, plan: RpcPlan, request_id: str, answer: Reply | Held, targets: Targets | None, more: bytes = b""
 ) -> list[Buffer]:
-    """A ModelInferResponse in pieces. `more`: further fields of it. Outputs that have a place are written there."""
+    """A ModelInferResponse in pieces. `more`: encoded fields to add. Outputs with a place are written there instead."""
     buffers: list[list[Buffer]] | None
     if isinstance(answer, Held):
         found, buffers = answer.reply, answer.buffers
@@ -82,7 +81,7 @@ class _Answered(Waiting):
 
 
 class Unary:
-    """A call with one message either way."""
+    """A call with one message in each direction."""
 
     __slots__ = ("_begun", "_payer", "_services", "_stream", "_ticket")
 
@@ -120,7 +119,7 @@ class Unary:
             withdraw(self._services.link, ticket)
 
     def resume(self) -> None:
-        """One answer is sent whether it is read or not."""
+        """Nothing to resume: the single response is queued whether or not the client reads."""
 
 
 class InferCall(Unary):
@@ -176,7 +175,7 @@ class InferCall(Unary):
 
 
 class _Asked(Waiting):
-    """What the broker says of a question goes to `told`, or the error to `failed`."""
+    """A query to the broker: its document is passed to `tell`, an error to `fail`."""
 
     __slots__ = ("_fail", "_question", "_tell")
 
@@ -196,7 +195,7 @@ class _Asked(Waiting):
 
 
 class AskCall(Unary):
-    """Everything that is answered by a document."""
+    """A call that is answered by a document."""
 
     __slots__ = ("_rpc",)
 
@@ -211,7 +210,7 @@ class AskCall(Unary):
                 raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
             route, given = rpc.asked(read(rpc.request, bytes(data)))
             if route.action != rpc.action:
-                services.access.check(route.action, self._stream.metadata.get)  # the message says what is wanted
+                services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
             found = question_of(route, given, services.asker.regions)
             if isinstance(found, Known):
                 self._tell(found.document)
@@ -237,7 +236,7 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     filled(_HEALTH, {"status": name}) for name in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 )
 LOOK_S = 1.0
-"""How often those who watch are looked for."""
+"""Interval at which watched health is checked."""
 
 
 class CheckCall(Unary):
@@ -261,7 +260,7 @@ class CheckCall(Unary):
 
 
 class WatchCall(Unary):
-    """Health: Watch. The status now, and whenever it is another one."""
+    """Health: Watch. Sends the status at once, and again when it changes."""
 
     __slots__ = ("_said", "_timer")
 
@@ -279,13 +278,13 @@ class WatchCall(Unary):
         if service in self._services.names:
             self._look()
         else:
-            self._say(SERVICE_UNKNOWN)  # it may come one day, says the protocol; here it does not
+            self._say(SERVICE_UNKNOWN)  # per the protocol the service may be added later; here none ever is
 
     def _look(self) -> None:
         self._timer = None
         try:
             self._ticket = ask_health(self._services, self._payer, self._tell)
-        except Unavailable:  # over a share: the status is what it was until it can be asked for
+        except Unavailable:  # over a share: keep the last status until the query is accepted
             self._look_again()
 
     def _tell(self, health: bytes) -> None:
@@ -309,7 +308,7 @@ class WatchCall(Unary):
             self._timer = None
 
     def end(self) -> None:
-        """The gateway stops."""
+        """The gateway is stopping."""
         self.cancelled()
         self._say(NOT_SERVING)
         self._stream.finish(Code.UNAVAILABLE, "the gateway is stopping")

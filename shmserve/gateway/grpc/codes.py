@@ -1,4 +1,4 @@
-"""Errors of the server -> how a call ends. The rule of the file: a service says it with a code and a text alone."""
+"""Server errors -> the status code and text that end a call."""
 
 from __future__ import annotations
 

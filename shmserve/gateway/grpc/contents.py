@@ -1,6 +1,5 @@
-"""Large typed contents (InferTensorContents) as tensors, in turns with other work. The rule of the file: protobuf does
-not see them, as it would make an object of each element, all at once.
-"""
+"""Large typed contents (InferTensorContents) -> tensors, in slices. Invariant: protobuf never decodes them, as it would
+create an object per element, all at once."""
 
 from __future__ import annotations
 
@@ -18,26 +17,26 @@ from shmserve.gateway.kserve.json_tensors import CONTENTS
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 AROUND_BYTES = 1 << 20
-"""Of a request, less its tensors."""
+"""Bytes of a request without its tensors."""
 _FIELDS = 4096
-"""Of one input, beside its contents."""
+"""Fields of a request, and of one of its inputs; the contents of an input count as one."""
 _INPUT, _CONTENTS, _LENGTH = 0x2A, 0x2A, 2
 _NUMBERS = {1: "bool_contents", 2: "int_contents", 3: "int64_contents", 4: "uint_contents", 5: "uint64_contents",
             6: "fp32_contents", 7: "fp64_contents", 8: "bytes_contents"}  # fmt: skip
 _WIDE = {"int_contents": np.dtype("int32"), "uint_contents": np.dtype("uint32")}
-"""Elements that are wider than those of the smallest tensors of their kind."""
+"""Element types of fields that also carry narrower types."""
 _REQUEST = "ModelInferRequest"
 
 
 class Cut(Struct):
-    """`around`: a request with empty contents. `contents`: those of each input."""
+    """`around`: the request with empty contents. `contents`: those of each input."""
 
     around: bytes
     contents: list[memoryview | None]
 
 
 def cut(head: bytes) -> Cut:
-    """Takes the contents out of the inputs of a request."""
+    """Separates the contents of the inputs from the request."""
     found = Cut(b"", [])
     parts: list[bytes] = []
     try:
@@ -72,7 +71,7 @@ def _without_contents(head: bytes, start: int, end: int) -> tuple[bytes, memoryv
 
 
 def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Tag, place, place of the value and its end."""
+    """Of each field: its tag, its start, and the start and end of its value."""
     for _ in range(most):
         if at == end:
             return
@@ -117,7 +116,7 @@ def _varint(number: int) -> bytes:
 
 
 def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> Work[bytearray]:
-    """The elements in the tensor's own form: up to `most` bytes of numbers; strings take at most twice as much as in
+    """The elements as the bytes of the tensor: up to `most` bytes of numbers; strings take at most twice as much as in
     the message."""
     field = CONTENTS.get(dtype)
     if field is None:
@@ -141,7 +140,7 @@ def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> Work[byt
             if field == "bytes_contents":
                 found += size.to_bytes(4, "little") + contents[value:at]
                 if len(found) > due:
-                    due = len(found) + SLICE_BYTES // 4  # a slice of short ones is thousands of steps
+                    due = len(found) + SLICE_BYTES // 4  # short strings take thousands of steps per slice
                     yield
             else:
                 for _ in _packed(name, dtype, field, contents[value:at], found):

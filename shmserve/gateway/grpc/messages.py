@@ -1,6 +1,5 @@
-"""The messages of gRPC as protobuf has them: grpc.binpb, which `make proto` writes. The rule of the file: no error
-of protobuf's leaves it.
-"""
+"""The protobuf messages of gRPC, from grpc.binpb, which `make proto` writes. Invariant: errors of protobuf are
+converted here."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ POOL = pool_of(Path(__file__).with_name("grpc.binpb"))
 
 
 def message_class(name: str) -> Any:
-    """`name` with its package."""
+    """`name` includes the package."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
 
 
 def methods(service: str) -> dict[str, Any]:
-    """Name of a method -> its descriptor."""
+    """Method name -> its descriptor."""
     return dict(POOL.FindServiceByName(service).methods_by_name)
 
 
@@ -40,7 +39,7 @@ def unreadable(name: str) -> InvalidRequest:
 
 
 def filled(kind: Any, document: Any) -> bytes:
-    """A document of the server as a message. Fields that the message does not have are left out."""
+    """Encodes a document of the server as a message. Fields that the message does not have are left out."""
     made: Message = kind()
     try:
         json_format.ParseDict(document, made, ignore_unknown_fields=True, descriptor_pool=POOL)

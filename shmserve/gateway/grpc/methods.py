@@ -1,4 +1,4 @@
-"""What the gRPC door offers: paths -> calls. Roles are checked here, before a message is read."""
+"""The gRPC methods: paths -> calls. Access is checked here, before a message is decoded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[Stream, Payer], Call]
 
 
 class Methods:
-    """The application of one gRPC door."""
+    """The application of a gRPC listener."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -1,6 +1,5 @@
-"""What stands around the tensors of a gRPC request -> a Plan of what the broker is asked. The rule of the file: bytes
-in, a Plan or InvalidRequest out, with the limits checked before anything is unrolled into Python.
-"""
+"""The fields around the tensors of a gRPC request -> a Plan. It takes bytes and returns a Plan or raises
+InvalidRequest. Invariant: limits are checked before anything is expanded into Python objects."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ _REMEMBERED_BYTES = 2048
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _REQUEST = message_class("inference.ModelInferRequest")
 _PARAMETERS = 2 * PARAMETERS
-"""Of one map: those of the model, and those that are the server's."""
+"""Parameters in one map: the model's and the server's."""
 
 
 class RpcPlan(Struct):
-    """`raw`: so many tensors come as bytes beside it. It may be used again: nothing of it is ever changed."""
+    """`raw`: number of tensors expected in raw_input_contents. Cached and shared: never modify it."""
 
     model: str
     version: str
@@ -48,7 +47,7 @@ class RpcPlan(Struct):
 
 
 class RpcPlans:
-    """Plans of what came before: callers repeat themselves, and what is equal to the byte means the same."""
+    """Cache of plans: clients repeat requests byte for byte."""
 
     def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
         self._known: dict[bytes, RpcPlan] = {}
@@ -66,7 +65,7 @@ class RpcPlans:
         return made
 
     def in_slices(self, head: bytes) -> Work[RpcPlan]:
-        """The plan of a large one."""
+        """The plan of a large request."""
         return (yield from plan_in_slices(head, self._most_bytes))
 
 
@@ -76,8 +75,8 @@ def plan_of(head: bytes) -> RpcPlan:
 
 
 def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> Work[RpcPlan]:
-    """The same, in turns with other work: contents are not read by protobuf. `most`: bytes of a tensor of numbers,
-    which may take eight times as much as in the message."""
+    """The same, in slices; protobuf does not decode the contents. `most`: bytes of a numeric tensor, which may take
+    eight times its size in the message."""
     found = contents.cut(head)
     request = _request_of(found.around)
     specs = []
@@ -123,7 +122,7 @@ def _described(one: Any) -> tuple[str, str, tuple[int, ...]]:
 
 
 def _place(one: Any) -> Place | None:
-    """Of an input, whose data is then nowhere else."""
+    """The shared memory place of an input. InvalidRequest: it also has contents."""
     place: Place | None = None
     if one.parameters:
         what = f"input '{one.name}'"
@@ -145,7 +144,7 @@ def _spec(one: Any) -> Spec:
 
 
 def parameters_of(what: str, given: Any) -> dict[str, Value]:
-    """A map of InferParameter."""
+    """Decodes a map of InferParameter."""
     if len(given) > _PARAMETERS:
         raise InvalidRequest(f"{what} has {len(given)} parameters; the limit is {PARAMETERS}")
     found: dict[str, Value] = {}

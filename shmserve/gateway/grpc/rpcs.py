@@ -1,6 +1,5 @@
-"""The table of calls that are answered by documents: what each message asks for, and how the document is a message. The
-rule of the file: one row for each call, and nothing is decided here that HTTP would decide in another way.
-"""
+"""The table of calls that are answered by a document, one row per call: what its message asks for, and how the document
+is encoded. Decisions shared with HTTP are made in `upstream.documents`, not here."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ Asked = tuple[Route, Arguments]
 
 
 class Rpc(Struct):
-    """`action`: what a caller needs to be allowed. `asked`: a message -> what is wanted. `shown`: a document -> the
-    fields of the answer."""
+    """`action`: the key of the access rules. `asked`: a message -> what is requested. `shown`: a document -> the fields
+    of the response."""
 
     action: str
     request: Any
@@ -30,7 +29,7 @@ class Rpc(Struct):
     shown: Callable[[Any], dict[str, Any]]
 
 
-# ---------------------------------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------------------------------- requests
 
 
 def _plain(action: str) -> Callable[[Any], Asked]:
@@ -115,7 +114,7 @@ def _log(message: Any) -> Asked:
     return Route("set_log"), Arguments(settings=settings)
 
 
-# ---------------------------------------------------------------------------------------- what is answered
+# ---------------------------------------------------------------------------------------- responses
 
 
 def _same(document: Any) -> dict[str, Any]:

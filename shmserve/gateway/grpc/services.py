@@ -1,4 +1,4 @@
-"""What the calls of one gRPC door share."""
+"""State that the calls of a gRPC listener share."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from shmserve.shm.arena import ALIGN
 
 class Watcher(Protocol):
     def end(self) -> None:
-        """The gateway stops."""
+        """The gateway is stopping."""
 
 
 class RequestStream(Protocol):
     def stop(self) -> None:
-        """The gateway stops: what is here is answered, and then the stream ends."""
+        """The gateway is stopping: requests in flight are answered, then the stream ends."""
 
 
 class Services:
-    """`forward`: which of the caller's metadata models get to see."""
+    """`forward`: which metadata is passed on to models."""
 
     def __init__(
         self, link: GatewayLink, message_bytes: int, access: Access, regions: Regions, forward: Forward | None = None
@@ -47,11 +47,11 @@ class Services:
         self.plan = plans.plan
         self.plan_in_slices = plans.in_slices
         self.names = frozenset(("", INFERENCE, HEALTH))
-        """Services whose health can be asked for."""
+        """Services whose health can be queried."""
         self.watches: set[Watcher] = set()
         self.streams: set[RequestStream] = set()
         self.decoupled: set[str] = set()
-        """Models that are known to be decoupled, by their answers."""
+        """Models known to be decoupled, from their responses."""
         self.stopping = False
         self.access = access
         self._forward = forward
@@ -64,15 +64,15 @@ class Services:
         return None if self._forward is None else self._forward.of(stream.metadata.items())
 
     def room(self, size: int, first: Buffer) -> Room | None:
-        """Shared memory for a request of which only `first` is here, so that its first large tensor is where models
-        can read it, and aligned."""
+        """Shared memory for a request of which only `first` has arrived, such that its first large tensor is aligned
+        and can be read by models in place."""
         start = tensor_at(first)
         if start is None:
             return None
         return early_room(self.link.session.memory, size, -start % ALIGN)
 
     def in_room(self, raw: list[Piece]) -> list[Piece]:
-        """Tensors that need not be copied any more, as they are aligned."""
+        """Passes on without a copy the tensors that are aligned."""
         found = []
         for piece in raw:
             if len(piece) > INLINE_BYTES:
@@ -101,10 +101,10 @@ class Services:
         left = iter(raw)
         return [next(left, b"") if spec.follows else self.asker.given(spec) for spec in specs]
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ shutdown
 
     def close(self) -> None:
-        """No more is asked for: whoever only waits for news is told so; what is asked already is answered."""
+        """Stops accepting requests: ends health watches and idle streams; requests in flight are answered."""
         self.stopping = True
         for watch in list(self.watches):
             watch.end()

@@ -1,6 +1,5 @@
-"""The options of the gRPC door, and how it is made. The rule of the file: names and units are those of Triton, where it
-has the option.
-"""
+"""Options of the gRPC endpoint, and how its listener is built. Option names and units are Triton's where it has the
+option."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from shmserve.gateway.upstream.regions import Regions
 
 _LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
-"""Of zlib."""
+"""zlib levels."""
 Reads = Callable[[str], Any]
 
 

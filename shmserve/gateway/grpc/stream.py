@@ -1,8 +1,9 @@
-"""ModelStreamInfer: requests one after another over one call, and their answers. The rule of the file: an error ends
-its request and not the stream, unless the caller has asked for that.
+"""ModelStreamInfer: a stream of requests and their responses. Invariant: an error ends its request and not the stream,
+unless the client asks for that (metadata triton_grpc_error).
 
-As in Triton, answers of models that are not decoupled are sent in the order of their requests, and those of decoupled
-models as they come. The broker tells them apart: a decoupled model answers with Parts, any other with a Reply.
+As in Triton, responses of models that are not decoupled are sent in the order of the requests, and those of decoupled
+models as they arrive. The broker's answers tell which is which: a decoupled model answers with Parts, another with a
+Reply.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW
 
 MOST = 256
-"""Requests of one stream that are not answered. The next ones wait at the caller."""
+"""Unanswered requests of one stream; flow control holds back further ones."""
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MODELS = 1024
-"""With this in the metadata, an error ends the stream with its code."""
+"""Maximum number of remembered decoupled models."""
 
 
 class _Request(InParts):
@@ -47,11 +48,11 @@ class _Request(InParts):
         self.targets: Targets | None = None
         self.version = 0
         self.final = False
-        """Its last answer is handed on, and had outputs."""
+        """The final response was sent, and had outputs."""
         self.replied = False
-        """Its answer is a Reply: the model is not decoupled."""
+        """The answer was a Reply: the model is not decoupled."""
         self.whole = True
-        """As far as is known, the model is not decoupled."""
+        """The model is not known to be decoupled."""
 
     def settle(self, answer: Any) -> None:
         self.replied = True
@@ -68,17 +69,17 @@ class StreamCall:
         self._stream = stream
         self._live: dict[_Request, None] = {}
         self._in_order: deque[_Request] = deque()
-        """Those whose model is not decoupled, as far as is known."""
+        """Requests of models that are not known to be decoupled, in order."""
         self._no_more = False
         self._paused = False
         self._ends = stream.metadata.get(STREAM_ERROR) == "true"
         self._over = False
         self._room: memoryview | None = None
-        """What the next message is read to."""
+        """Memory into which the next message is read."""
         self._job: Job | None = None
         services.streams.add(self)
 
-    # ------------------------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------------------------ requests
 
     @property
     def awaits(self) -> Awaits:
@@ -107,7 +108,7 @@ class StreamCall:
             self._stream.pause()
 
     def _begin_in_slices(self, ticket: _Request, head: bytes, raw: list[Piece]) -> None:
-        """The next requests wait, as they are begun in order."""
+        """Pauses the stream meanwhile, as requests are started in order."""
         self._stream.pause()
 
         def go_on() -> None:
@@ -168,11 +169,11 @@ class StreamCall:
                 withdraw(link, ticket)
 
     def stop(self) -> None:
-        """The gateway stops: what is here is answered, and then the stream ends."""
+        """The gateway is stopping: requests in flight are answered, then the stream ends."""
         if not self._live:
             self._finish(Code.UNAVAILABLE, "the gateway is stopping")
 
-    # ------------------------------------------------------------------------------------ what is answered
+    # ------------------------------------------------------------------------------------ responses
 
     def news(self, ticket: _Request) -> None:
         if self._over:
@@ -195,7 +196,7 @@ class StreamCall:
         self._send_returns()
 
     def _is_decoupled(self, ticket: _Request) -> None:
-        """No request of its model waits in line, nor do others wait for one."""
+        """Takes the requests of its model out of the ordered queue."""
         assert ticket.plan is not None
         model, known = ticket.plan.model, self._services.decoupled
         if len(known) >= _MODELS:
@@ -214,7 +215,7 @@ class StreamCall:
         waiting = self._in_order
         while waiting and waiting[0].ended and self._stream.writable and not self._over:
             ticket = waiting.popleft()
-            ticket.whole = False  # whatever is left of it goes on by itself
+            ticket.whole = False  # the rest does not hold up later requests
             self._send(ticket)
 
     def _send_returns(self) -> None:
@@ -223,7 +224,7 @@ class StreamCall:
             link.send_soon()
 
     def _send(self, ticket: _Request) -> None:
-        """What has come of it, as far as the caller reads."""
+        """Sends the responses that have arrived, as far as the client reads."""
         stream, session = self._stream, self._services.link.session
         try:
             while ticket.parts and stream.writable:
@@ -246,7 +247,7 @@ class StreamCall:
         self._stream.send(streamed(answer_of(answers, plan, ticket.request_id, part, ticket.targets, more)))
 
     def _give_up(self, ticket: _Request, error: ServeError) -> None:
-        """Nothing more of it is wanted."""
+        """Ends the request with an error and drops its remaining responses."""
         if not ticket.ended:
             withdraw(self._services.link, ticket)
         ticket.parts.clear()
@@ -254,7 +255,7 @@ class StreamCall:
         ticket.error = error
 
     def _end(self, ticket: _Request) -> None:
-        """All that has come of it is sent, and no more will come."""
+        """All responses of the request are sent, and no more will arrive."""
         del self._live[ticket]
         error, plan, stream = ticket.error, ticket.plan, self._stream
         if error is not None:

@@ -1,7 +1,7 @@
-"""Requests to models taken apart, and answers put together, as bytes of protobuf. The rule of the file: the bytes of
-tensors are not touched, only the fields around them.
+"""Splits encoded inference requests, and assembles encoded responses. Invariant: the bytes of tensors are not touched,
+only the fields around them.
 
-What stands around them is understood by protobuf itself, once for all requests where it is the same (`grpc_plans`).
+The fields around the tensors are decoded by protobuf, once for all requests in which they are the same (`plans`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shmserve.gateway.upstream.link import Piece
 from shmserve.protocol.messages import INLINE_BYTES, Tensor, Value
 
 FIELDS = 1024
-"""The most that one request has: inputs, outputs and parameters have lower limits of their own."""
+"""Maximum number of fields in a request: inputs, outputs and parameters have lower limits of their own."""
 _ID, _RAW = 0x1A, 0x3A
 _TAKEN = frozenset((_ID, _RAW))
 _OTHERS = frozenset((0x0A, 0x12, 0x22, 0x2A, 0x32))
@@ -29,7 +29,7 @@ _STREAMED = message_class("inference.ModelStreamInferResponse")
 
 
 class Taken:
-    """A request in two: what says how it is meant, without the id, and the bytes of its tensors."""
+    """A request in parts: the fields around its tensors without the id, the id, and the bytes of the tensors."""
 
     __slots__ = ("head", "id", "raw")
 
@@ -40,7 +40,7 @@ class Taken:
 
 
 def take_apart(data: Buffer) -> Taken:
-    """InvalidRequest: these are not the bytes of a request."""
+    """InvalidRequest: `data` is not an encoded request."""
     size = len(data)
     whole: Buffer = data if size <= INLINE_BYTES else memoryview(data)
     request_id = ""
@@ -79,7 +79,7 @@ def take_apart(data: Buffer) -> Taken:
 
 
 def tensor_at(first: Buffer) -> int | None:
-    """Where in a request the first large tensor begins, as far as `first` of its bytes say."""
+    """Offset of the first large tensor in a request of which `first` has arrived, or None."""
     at = 0
     try:
         for _ in range(FIELDS):
@@ -105,7 +105,7 @@ def _number(data: Buffer, at: int) -> tuple[int, int]:
 
 
 def _behind(data: Buffer, at: int) -> int:
-    """The end of a field that is not one of ours."""
+    """The end of a field that is not in ModelInferRequest."""
     tag, at = _number(data, at)
     kind = tag & 7
     if kind == 0:
@@ -114,13 +114,13 @@ def _behind(data: Buffer, at: int) -> int:
         return at + 8
     if kind == 5:
         return at + 4
-    if kind != 2 or tag >> 3 in range(1, 8):  # groups; and our fields written in a way that nobody writes them
+    if kind != 2 or tag >> 3 in range(1, 8):  # groups; and known fields in a non-canonical encoding
         raise unreadable(_REQUEST)
     length, at = _number(data, at)
     return at + length
 
 
-# ---------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------- responses
 
 
 def varint(number: int) -> bytes:
@@ -139,7 +139,7 @@ def _field(number: int, data: bytes) -> bytes:
 
 
 def parameters_of(given: dict[str, Value]) -> bytes:
-    """The field `parameters` of an answer."""
+    """The encoded field `parameters` of a response."""
     made = _RESPONSE()
     for name, value in given.items():
         parameter = made.parameters[name]
@@ -164,7 +164,7 @@ NOT_FINAL = parameters_of({FINAL: False})
 
 
 class Answers:
-    """Puts answers together; what was written before is looked up."""
+    """Assembles responses; encoded names and tensor headers are cached."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, int], bytes] = {}
@@ -174,7 +174,7 @@ class Answers:
         self, model: str, version: int, request_id: str, more: bytes, outputs: Sequence[Tensor],
         buffers: Sequence[Sequence[Buffer]] | None,
     ) -> list[Buffer]:  # fmt: skip
-        """A ModelInferResponse. `buffers` of None: each output is in its message. `more`: other fields of it."""
+        """A ModelInferResponse. `buffers` None: each output is inline. `more`: encoded fields to add."""
         names = self._names.get((model, version))
         pieces: list[Buffer] = [self._named(model, version) if names is None else names]
         if request_id:
@@ -216,7 +216,7 @@ class Answers:
 
 
 def streamed(answer: list[Buffer]) -> list[Buffer]:
-    """A ModelInferResponse as a ModelStreamInferResponse."""
+    """Wraps a ModelInferResponse in a ModelStreamInferResponse."""
     size = sum([len(piece) for piece in answer])
     return [b"\x12" + varint(size), *answer]
 
