@@ -1,6 +1,5 @@
-"""Memory on GPUs that callers have registered. The rule of the file: it is never opened here, nor anything else of a
-GPU: what a caller says of it goes on to the worker whose model reads or writes it, which alone opens it.
-"""
+"""CUDA shared memory regions that clients have registered. Invariant: the gateway never opens the memory. Its handle
+goes to the worker whose model reads or writes it; here only the UUID of the GPU is queried, through NVML."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _LARGEST = 2**63 - 1
 
 
 class DeviceOrder(Struct):
-    """What a caller says of a region. `device_id`: of the GPU, as the driver lists them."""
+    """A client's registration of a region. `device_id`: index of the GPU in the driver's list."""
 
     raw_handle: bytes
     device_id: int
@@ -29,10 +28,10 @@ class DeviceOrder(Struct):
 
 
 class DeviceRegion:
-    """Requests refer to it by parts, which keep it as it is while they are in flight."""
+    """A registered region. Requests refer to parts of it; it stays registered with the broker until they are over."""
 
     def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], ForeignMemory]) -> None:
-        """Raises what the caller is told, if it cannot be one."""
+        """Raises the error for the client if the registration is invalid."""
         self.name = name
         self.users = 0
         self.unwanted = False
@@ -60,7 +59,7 @@ class DeviceRegion:
         return RegionPart(self._region, place.offset, place.size)
 
     def write(self, place: Place, parts: Sequence[Buffer]) -> None:
-        """The model's worker has written there already."""
+        """The worker has written the output already; host memory is an error."""
         if parts:
             raise Unsupported(f"an output for CUDA shared memory region '{self.name}' was returned in host memory")
 
@@ -69,7 +68,7 @@ class DeviceRegion:
 
 
 def _uuid_of(device: int) -> str:
-    """That of a GPU, as the driver says; "" where it says of none."""
+    """The UUID of a GPU; "" without a driver or such a GPU."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -90,7 +89,7 @@ def _uuid_of(device: int) -> str:
 
 
 def handle_of(text: str) -> bytes:
-    """As it stands in JSON."""
+    """Decodes the handle of a JSON request."""
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError):

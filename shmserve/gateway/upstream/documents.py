@@ -1,6 +1,5 @@
-"""Questions and operations: what the broker is asked, and the document that the caller gets. The rule of the file: no
-door is known here; a request comes as a route and its arguments, an answer as what the broker's JSON said.
-"""
+"""Queries and operations: what to ask the broker, and the document that answers the client. Independent of the
+protocol: a request is a route and its arguments, an answer is the broker's JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ _FILE = "file:"
 _NO_MODEL = "failed to poll from model repository"
 _MEMORY = ("system_shared_memory", "cuda_shared_memory")
 _ASKED_BYTES = 1 << 20
-"""Of a body that brings no model along."""
+"""Maximum size of a body other than a load."""
 _SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
 class Route(Struct, frozen=True):
-    """What is wanted, and of what. `status` other than 200: nothing, and this is why."""
+    """What is requested, and of which model. `status` other than 200: an error, with `text`."""
 
     action: str
     model: str = ""
@@ -35,13 +34,13 @@ class Route(Struct, frozen=True):
     status: int = 200
     text: str = ""
     kind: str = ""
-    """Of memory: system or cuda. `model` is the name of the region then."""
+    """Kind of memory: system or cuda. `model` is then the name of the region."""
     allow: str = ""
-    """The methods that the path has, where another was used."""
+    """The methods of the path, if another was used."""
 
 
 class Flag(Struct):
-    """Yes, or no and why."""
+    """Yes, or no with a reason."""
 
     yes: bool
     text: str = ""
@@ -56,8 +55,8 @@ def _raise(error: ServeError) -> Any:
 
 
 class Question(Struct):
-    """`show` makes the document of what the broker said: a Flag, None for nothing, or what can be JSON. `failed` makes
-    it of an error that is an answer as well, and raises others."""
+    """A query to the broker. `show` converts the broker's answer to a document: a Flag, None for no body, or anything
+    that can be JSON. `failed` converts an error to a document, or raises it."""
 
     what: str
     show: Callable[[Any], Any] = _same
@@ -68,7 +67,7 @@ class Question(Struct):
 
 
 class BadLoad(InvalidRequest):
-    """What came along with a load is no model. Programs look for these words."""
+    """The model that was sent with a load is invalid. Clients match on this text."""
 
     def __init__(self, model: str, error: InvalidRequest) -> None:
         text, begin = str(error), f"failed to load '{model}'"
@@ -80,13 +79,13 @@ class BadLoad(InvalidRequest):
 
 
 class Known(Struct):
-    """A document for which nobody has to be asked."""
+    """A document for which the broker need not be asked."""
 
     document: Any
 
 
 class Arguments(Struct):
-    """What callers say beside the route. Each has those of what he asks for."""
+    """The arguments of a request beside its route. Each action uses its own."""
 
     only_ready: bool = False
     config: str | None = None
@@ -99,7 +98,7 @@ class Arguments(Struct):
 
 
 def question_of(route: Route, given: Arguments, regions: Regions) -> Question | Known:
-    """What to ask; or the answer, where there is nothing to ask. Raises what the caller is told."""
+    """The query, or the document if none is needed. Raises errors for the client."""
     model, version = route.model, route.version
     match route.action:
         case "live" | "ready":
@@ -137,11 +136,11 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> Question | 
     raise Unsupported("not supported by this gateway")
 
 
-# ---------------------------------------------------------------------------------------- as HTTP has it
+# ---------------------------------------------------------------------------------------- HTTP responses
 
 
 def error_body(text: str) -> bytes:
-    if not text.isascii():  # it may say what the caller said, and that may be half a character
+    if not text.isascii():  # it may quote the client, and so contain a lone surrogate
         text = text.encode(errors="replace").decode()
     return _encode({"error": text})
 
@@ -157,11 +156,11 @@ def http_answer(document: Any) -> tuple[int, bytes]:
     return 200, _encode(document)
 
 
-# ---------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------- documents
 
 
 def _server(regions: Regions) -> Callable[[Any], Any]:
-    """With what doors add."""
+    """Adds the extensions that the gateway implements."""
     added = ["binary_tensor_data", *(_MEMORY if regions.allowed else ())]
     return lambda said: said | {"extensions": [*said["extensions"], *added]}
 
@@ -175,7 +174,7 @@ def _flag(name: str, otherwise: str = "") -> Callable[[Any], Any]:
 
 
 def _not_there(error: ServeError) -> Any:
-    """Health of a server that is not there, or about to stop, is an answer and no error."""
+    """For health, a server that is unreachable or stopping is an answer, not an error."""
     if isinstance(error, Unavailable):
         return Flag(False)
     raise error
@@ -188,7 +187,7 @@ def _not_ready(error: ServeError) -> Any:
 
 
 def _was_not_there(error: ServeError) -> Any:
-    """To unload what is not there is no mistake."""
+    """Unloading a model that is not there succeeds."""
     if isinstance(error, NotFound):
         return None
     raise error
@@ -216,7 +215,7 @@ def _index(only_ready: bool) -> Callable[[Any], Any]:
     return show
 
 
-# ---------------------------------------------------------------------------------------- what comes along
+# ---------------------------------------------------------------------------------------- arguments
 
 
 class _Filter(Struct):
@@ -247,7 +246,7 @@ class _DeviceOrder(Struct):
 
 
 def arguments_of(route: Route, body: bytes) -> Arguments:
-    """Of a body of JSON."""
+    """Decodes the arguments in a JSON body."""
     match route.action:
         case "index":
             return Arguments(only_ready=_only_ready(body))
@@ -303,7 +302,7 @@ def _only_ready(body: bytes) -> bool:
 
 
 def _of_load(parameters: dict[str, str | bool]) -> Arguments:
-    """`config`, files under the names "file:PATH", in base64, and `previous`."""
+    """`config`; files in base64 under the names "file:PATH"; and `previous`."""
     found = Arguments(files={})
     for name, value in parameters.items():
         if isinstance(value, bool) is not (name == "previous"):

@@ -1,6 +1,5 @@
-"""The lane to the broker, for tensors that stay bytes. The rule of the file: no array is made of a tensor here, and no
-string taken apart: bytes that came from the network are what the model gets, and the other way round.
-"""
+"""The lane to the broker, with tensors as bytes. Invariant: tensors are not decoded: no typed array is made of them and
+no string is parsed. Bytes pass unchanged from the network to the model and back."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ from shmserve.shm.views import Array
 
 _BYTE = np.dtype("uint8")
 RECONNECT_S = 1.0
-"""So long callers wait for a server that was there and is being started again."""
+"""Time for which calls wait for a server that is being restarted."""
 Piece = bytes | bytearray | memoryview | Array
-"""The bytes of a tensor; an array is one of `space`, and already where the model can read it."""
+"""The bytes of a tensor; an array was allocated by `space`, so the model can read it in place."""
 
 
 class GatewaySession(Session):
-    """Takes inputs that are tensors already, and gives outputs as their bytes."""
+    """Accepts inputs that are encoded already, and returns outputs as their bytes."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -62,7 +61,7 @@ class GatewaySession(Session):
         return super()._on_fail(message)
 
     def _regions_of(self, ticket: Ticket | None) -> list[ForeignRegion]:
-        """Memory of callers that the request goes to or comes from."""
+        """Registered client memory that the request reads or writes."""
         asked = ticket.message if ticket is not None else None
         if not isinstance(asked, Infer):
             return []
@@ -73,12 +72,12 @@ class GatewaySession(Session):
 
 
 def _as_they_are(inputs: Any) -> Any:
-    """What `Inputs.made` gives."""
+    """Inputs are the result of `Inputs.made`."""
     return inputs
 
 
 def _held(reply: Reply | Part, frames: Any, places: Any, memory: SessionMemory) -> Any:
-    """A reply that came inline stays as it is."""
+    """An inline reply is returned unchanged."""
     if type(reply) is Reply and all(type(tensor.data) is bytes for tensor in reply.outputs):
         return reply
     return Held(reply, [_buffers(tensor, memory) for tensor in reply.outputs])
@@ -91,7 +90,7 @@ def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
     if not isinstance(data, tuple):
         return [data]
     if len(data) == 1 and memory.is_own(data[0]):
-        return []  # it is in the caller's region
+        return []  # it is in the client's region
     dropped = memory.drops.dropped
     found: list[Buffer] = []
     left = list(data)
@@ -108,8 +107,8 @@ def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
 
 
 class Inputs:
-    """The inputs of one request, put where the broker's side finds them: small ones inside the message, large ones in
-    this process's arena."""
+    """The inputs of one request, stored for the broker: small ones in the message, large ones in this process's
+    arena."""
 
     __slots__ = ("_kept", "_memory", "_size", "_tensors")
 
@@ -141,12 +140,12 @@ class Inputs:
         self._tensors.append(Tensor(name, dtype, shape, (found[0],)))
 
     def made(self) -> Any:
-        """For `session.infer`."""
+        """The argument of `session.infer`."""
         return tuple(self._tensors), self._kept, self._size
 
 
 def space(memory: SessionMemory, size: int) -> Array:
-    """So many bytes that the broker's side can read; free again when it is dropped. Unavailable: there are no more."""
+    """Allocates bytes that workers can read; they are freed with the array. Unavailable: the arena is full."""
     return memory.empty((size,), _BYTE)
 
 
@@ -156,8 +155,8 @@ the inputs of complete requests, so clients that never finish a body cannot use 
 
 
 def early_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | None:
-    """As `space`, before all of the bytes are here: `size` bytes, `shift` bytes after the beginning of a block. None:
-    they are to be received elsewhere, and copied in the end."""
+    """Like `space`, before all bytes have arrived: `size` bytes, `shift` bytes after the start of a block. None:
+    receive them elsewhere and copy them."""
     if memory.used >= EARLY:
         return None
     try:
@@ -168,7 +167,8 @@ def early_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | None:
 
 
 class GatewayLink(LoopLink):
-    """The one connection of a gateway. All its endpoints share it, and their callers what it may have in flight."""
+    """The connection of a gateway to the broker. All endpoints share it, and clients share what it may have in
+    flight."""
 
     def __init__(
         self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int, bounds: Bounds | None = None
@@ -183,12 +183,12 @@ class GatewayLink(LoopLink):
 
     @cached_property
     def turns(self) -> Turns:
-        """Of all endpoints together."""
+        """Shared by all endpoints."""
         return Turns(self.bind())
 
     @cached_property
     def reads(self) -> ReadTurns:
-        """Of all endpoints together."""
+        """Shared by all endpoints."""
         return ReadTurns(self.bind())
 
     def make_session(self) -> Session:

@@ -1,5 +1,5 @@
-"""Where bytes of an announced length are received. Memory is reserved for what has arrived; an announcement alone
-reserves next to nothing.
+"""Receive buffers for bodies of an announced length. Invariant: memory is reserved for what has arrived; an
+announcement alone reserves next to nothing.
 
 Large tensors are received straight into shared memory that the worker maps, so the client's bytes are not copied. A
 block there can neither grow nor be reserved in part, so it is allocated once a sixteenth has arrived. That part is
@@ -17,26 +17,28 @@ import numpy as np
 from shmserve.gateway.kserve.answers import Buffer
 
 PART = 16
-"""One part in so many has to arrive before memory is reserved for all of them."""
+"""One part in PART must have arrived before memory is reserved for the whole body."""
 FIRST_BYTES = 64 * 1024
 """Reserved at once."""
 WINDOW_BYTES = 256 * 1024
-"""The most that one read may receive."""
+"""Maximum size of one read."""
 
 
 class Room(NamedTuple):
-    """`warm(begin, end)` comes before these bytes are used. Unavailable: the machine has no memory for them."""
+    """`warm(begin, end)` must be called before these bytes are used. Unavailable: the machine has no memory for
+    them."""
 
     memory: memoryview
     warm: Callable[[int, int], None]
 
 
 Place = Callable[[Buffer], Room | None]
-"""Is given the bytes that have arrived; None: there is no better place than private memory."""
+"""Gets the bytes that have arrived; None: use private memory."""
 
 
 class ReceiveBuffer:
-    """`place` finds the memory for all of it. `begin` and `add` raise Unavailable where the machine has no more."""
+    """`place` allocates memory for the whole body. `begin` and `add` raise Unavailable if the machine has no more
+    memory."""
 
     __slots__ = ("_arrived", "_copied", "_end", "_place", "_warm", "filled", "memory", "placed", "size")
 
@@ -44,15 +46,15 @@ class ReceiveBuffer:
         self.size = size
         self.filled = 0
         self.memory = memoryview(b"")
-        """What is reserved, of which `filled` bytes have arrived."""
+        """The reserved memory, of which `filled` bytes have arrived."""
         self.placed = False
-        """It is where `place` has said."""
+        """The memory was allocated by `place`."""
         self._place = place
         self._warm: Callable[[int, int], None] | None = None
         self._end = 0
-        """Up to here it can be written."""
+        """End of the part that can be written."""
         self._arrived: Buffer = b""
-        """What had arrived before all of it was reserved, of which so much is copied."""
+        """Bytes that arrived before the whole body was reserved; `_copied` of them have been copied."""
         self._copied = 0
 
     @property
@@ -60,7 +62,7 @@ class ReceiveBuffer:
         return self.filled == self.size
 
     def begin(self, first: Buffer) -> int:
-        """Takes what has arrived already, and gives how much of it."""
+        """Takes bytes that have arrived already, and returns how many."""
         enough = max(FIRST_BYTES, self.size // PART)
         taken = min(len(first), self.size)
         if max(taken, enough) >= self.size or taken >= enough:
@@ -74,11 +76,11 @@ class ReceiveBuffer:
         return taken
 
     def space(self) -> memoryview:
-        """Where the next bytes go."""
+        """Memory for the next bytes."""
         return self.memory[self.filled : self._end]
 
     def add(self, count: int) -> None:
-        """So many bytes have arrived there."""
+        """`count` bytes have arrived in `space`."""
         self.filled += count
         if self.filled == len(self.memory) < self.size:
             self._reserve_all(self.memory)
@@ -95,12 +97,12 @@ class ReceiveBuffer:
     def _reserve_all(self, arrived: Buffer) -> None:
         found = self._place(arrived) if self._place is not None else None
         self.placed = found is not None
-        # Pages of private memory are the kernel's to give, one by one as they are written.
+        # The kernel commits pages of private memory as they are written.
         self.memory, self._warm = (np.empty(self.size, np.uint8).data, None) if found is None else found
         self._arrived, self._end = arrived, 0
 
     def _copy(self, end: int) -> None:
-        """The rest of what had arrived first, up to `end`."""
+        """Copies the bytes that arrived first, up to `end`."""
         begin, end = self._copied, min(end, len(self._arrived))
         if self._warm is not None:
             self._warm(begin, end)

@@ -1,7 +1,6 @@
-"""Shared memory that callers have registered: their tensors are taken from it, and answers written to it. The rule
-of the file: nothing of it is ever mapped here. Its name goes on to the workers, which read and write it in place; where
-that cannot be, it is read and written by calls. That on GPUs is in `device_regions`.
-"""
+"""Shared memory that clients have registered, for inputs and outputs. Invariant: the gateway never maps it. Its name is
+announced to the workers, which read and write it in place; if that is not possible, it is copied with pread and pwrite.
+CUDA regions are in `device_regions`."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ from shmserve.shm.extents.posix import PREFIX
 
 _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
 _NAME = re.compile(r"/?[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}")
-"""Keys that a message can carry."""
+"""Keys that can be announced in a message."""
 _TRITON_PREFIX = "triton_python_backend_shm_region_"
 _MOST = 1024
 _MOST_PASSED = 512
-"""So many at most are known to the workers, too: a client may have so many segments, and no more."""
+"""Limit on announced regions: a client may have only so many segments."""
 
 
 class Order(Struct):
-    """What a caller says of a region."""
+    """A client's registration of a region."""
 
     key: str
     byte_size: int
@@ -42,12 +41,12 @@ class Order(Struct):
 
 
 class Region:
-    """One of them. Its descriptor is closed when nobody refers to it any more, also no request in flight."""
+    """A registered region. Its descriptor is closed when nothing refers to it, including requests in flight."""
 
     def __init__(
         self, name: str, order: Order, descriptor: int, foreign: Callable[[], ForeignMemory] | None = None
     ) -> None:
-        """`foreign`: that of the link by which its name goes on to the workers; None: it does not."""
+        """`foreign`: the foreign memory of the link that announces its name; None: the region is copied."""
         self.name = name
         self.order = order
         self._descriptor = descriptor
@@ -56,11 +55,11 @@ class Region:
         self.users = 0
         """Uses by requests in flight."""
         self.unwanted = False
-        """It was unregistered."""
+        """Unregistered; to be removed when no request uses it."""
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def part(self, place: Place) -> RegionPart | None:
-        """The place as workers find it. None: its bytes are to be copied."""
+        """The place as workers find it. None: copy its bytes."""
         if self._foreign is None or place.size <= INLINE_BYTES or not self._foreign().takes_names:
             return None
         if self._passed is None:
@@ -91,7 +90,7 @@ class Region:
     def write(self, place: Place, parts: Sequence[Buffer]) -> None:
         at = self.order.offset + place.offset
         end = at + sum([len(part) for part in parts])
-        if os.fstat(self._descriptor).st_size < end:  # to write behind the end would make it longer
+        if os.fstat(self._descriptor).st_size < end:  # writing past the end would extend the file
             raise self._shorter()
         for part in parts:
             left = memoryview(part)
@@ -104,7 +103,7 @@ class Region:
 
 
 class Use:
-    """Regions that one request uses, and who pays for it: the request is over for both at once."""
+    """The regions that a request uses and the account it is charged to, both released when the request is over."""
 
     __slots__ = ("_payer", "_regions", "_used")
 
@@ -119,8 +118,9 @@ class Use:
 
 
 class Regions:
-    """`allowed` false: nothing can be registered. `foreign`: that of the link to the broker, for memory on GPUs, and
-    without `copied` for that on the host, too. `changed` is called when the broker is to be told of an end."""
+    """`allowed`: whether regions can be registered. `foreign`: the foreign memory of the link to the broker, for CUDA
+    regions and, unless `copied`, for host regions. `changed` is called when the broker must be notified of a
+    removal."""
 
     def __init__(
         self,
@@ -157,7 +157,8 @@ class Regions:
             raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway enables it")
 
     def unregister(self, kind: str, name: str) -> None:
-        """Without a name all. One that is not there is no mistake. One that requests use goes when they are over."""
+        """Without a name, all regions. A missing region is not an error. A region in use is removed when its requests
+        are over."""
         self._check_allowed()
         for region in self._of(kind):
             if not name or region.name == name:
@@ -197,7 +198,7 @@ class Regions:
         return [region.status() for region in found]
 
     def find(self, place: Place) -> Region | DeviceRegion:
-        """The region that the place is in, as a whole."""
+        """The region of `place`. Raises errors for the client, also if the place is not entirely inside the region."""
         region = self._regions.get(place.region)
         if region is None:
             raise NotFound(f"Unable to find shared memory region: '{place.region}'")

@@ -1,6 +1,5 @@
-"""Asks the broker for those who came through any door. The rule of the file: whatever goes wrong with one request is
-answered to it, and to nobody else; how, is known by the door.
-"""
+"""Sends requests to the broker on behalf of clients of all endpoints. Invariant: an error of one request is answered to
+that request only; the endpoint decides in which form."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ from shmserve.session.gpu.foreign_memory import RegionPart
 log = logging.getLogger("shmserve.gateway")
 _KNOWN = 1024
 NO_TIME = 0.0
-"""The session looks at the time only of what has a timeout of its own, which requests of doors do not have."""
+"""Passed as the current time: the session uses it only for requests with a timeout of their own."""
 
 
 class Waiting(Ticket):
-    """A call with one answer, charged to the caller who waits for it."""
+    """A call with one answer, charged to the client that waits for it."""
 
     __slots__ = ("input_bytes", "payer")
 
@@ -56,7 +55,7 @@ class Waiting(Ticket):
 
 
 class InParts(StreamTicket):
-    """A request with any number of answers, charged to the caller who waits for them. Each part is a Held."""
+    """A request with any number of answers, charged to the client that waits for them. Each part is a Held."""
 
     __slots__ = ("input_bytes", "payer")
 
@@ -75,7 +74,7 @@ class InParts(StreamTicket):
         super().fail(error)
 
     def settle(self, answer: Any) -> None:
-        """All of it at once."""
+        """The single answer of a model that is not decoupled, as the last part."""
         if type(answer) is Reply:
             answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
         self.part(answer, True)
@@ -85,19 +84,19 @@ Charge = Waiting | InParts
 
 
 def withdraw(link: GatewayLink, ticket: Charge) -> None:
-    """Its caller no longer waits."""
+    """Cancels a request whose client no longer waits."""
     release(ticket)
     link.cancel(ticket)
 
 
 def not_passed_on() -> Internal:
-    """For a mistake of ours, called where it was caught."""
+    """The error for an unexpected exception. Call it where the exception was caught."""
     log.exception("cannot forward a response")
     return Internal("the gateway could not forward the response; see its log")
 
 
 class _Learning(Ticket):
-    """Whether a model is one that has its outputs written where they are wanted."""
+    """Finds out whether the outputs of a model can be written into regions by workers: not those of an ensemble."""
 
     __slots__ = ("_found", "_key")
 
@@ -113,7 +112,7 @@ class _Learning(Ticket):
 
 
 class Asker:
-    """Of one door. `regions` are those of all doors."""
+    """Sends the requests of one endpoint. All endpoints share `regions`."""
 
     def __init__(self, link: GatewayLink, regions: Regions) -> None:
         self.link = link
@@ -121,7 +120,7 @@ class Asker:
         self._plain: dict[tuple[str, str], bool] = {}
 
     def ask(self, payer: Payer, ticket: Charge, question: Question) -> None:
-        """Raises what the caller is told, Unavailable where it is over a share."""
+        """Raises errors for the client; Unavailable if a share is exceeded."""
         link = self.link
         payer.questions.charge(ticket, 0)
         try:
@@ -134,7 +133,8 @@ class Asker:
         link.send_soon()
 
     def given(self, spec: Spec) -> Any:
-        """The bytes of an input that came neither behind nor beside the request; or where workers find them."""
+        """The bytes of an input from the JSON or from a region, or the part of the region that workers read in
+        place."""
         if spec.place is None:
             return spec.data or b""
         region = self.regions.find(spec.place)
@@ -148,11 +148,11 @@ class Asker:
         return target
 
     def targets(self, plan: Plan) -> dict[str, Region | DeviceRegion] | None:
-        """The regions that outputs go to."""
+        """The regions that outputs are written to."""
         return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
 
     def _outputs(self, plan: Plan, model: str, version: str, window: int) -> Any:
-        """Those with a place are written there by the model's worker, as far as that can be."""
+        """The requested outputs; one with a place gets the part that the worker writes, if possible."""
         found = {}
         for name, place in plan.places.items():
             region = self.regions.find(place)
@@ -164,7 +164,8 @@ class Asker:
         return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **found}
 
     def _written_by_workers(self, model: str, version: str) -> bool:
-        """Of an ensemble not every output can be. What a model is, is asked for at its first request, for the next."""
+        """Not every output of an ensemble can be. The first request of a model queries its configuration, for later
+        requests."""
         known = self._plain.get((model, version))
         if known is None:
             if len(self._plain) >= _KNOWN:
@@ -178,8 +179,8 @@ class Asker:
         self, payer: Payer, ticket: Charge, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
         request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
     ) -> None:  # fmt: skip
-        """Raises what the caller is told, Unavailable where it is over a share. `forwarded`: headers that the model
-        gets to see."""
+        """Raises errors for the client; Unavailable if a share is exceeded. `forwarded`: headers to pass on to the
+        model."""
         link, asked = self.link, plan.options
         payer.charge(ticket, sum([len(piece) for piece in pieces if not isinstance(piece, RegionPart)]))
         try:
