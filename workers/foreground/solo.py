@@ -1,9 +1,9 @@
-"""One model in the foreground: what `shmserve run` becomes, `python -m shmserve.workers.foreground.solo ORDER`.
+"""One model in the foreground, the process of `shmserve run`: `python -m shmserve.workers.foreground.solo ORDER`.
 
-The rule: the model meets what it meets in a worker of a server, the same loading, the same batches, the same read-only
-inputs; only the terminal is its own, and what goes wrong is shown in full.
+Invariant: the model runs as in a worker of a server, with the same loading, batches and read-only inputs. The only
+differences are the terminal and full error output.
 
-Exit codes: 0 done, 1 the model failed, 2 used wrongly.
+Exit codes: 0 done, 1 the model failed, 2 invalid usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OWNER = 1
-"""Whose memory the outputs are in: of the only process there is."""
+"""The owner of the output segments: any number, as there is only this process."""
 AUDIENCE = "internal"
 
 
@@ -56,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def resume(arguments: list[str]) -> NoReturn:
-    """Goes on in the interpreter of the model; the argument is the descriptor of the errand."""
+    """Continues in the model's interpreter; the argument is the descriptor of the errand."""
     with open(int(arguments[0]), "rb") as file:
         errand = msgspec.msgpack.decode(file.read(), type=Errand)
     _leave(run(errand.order, errand.chosen))
 
 
 def _leave(code: int) -> NoReturn:
-    # Not by way of the interpreter's end: threads that a model left running must not keep the terminal.
+    # Skip interpreter shutdown: threads that a model left running must not keep the process alive.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -71,7 +71,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def run(order: Order, chosen: Chosen | None = None) -> int:
-    """Everything from the order to the exit code. `chosen`: the model, in whose own interpreter we are."""
+    """Runs an order and returns the exit code. `chosen`: the model, if this is already its own interpreter."""
     faulthandler.enable()
     keep_freed_memory()
     terminal = Terminal(order.json, order.pdb)
@@ -83,7 +83,7 @@ def run(order: Order, chosen: Chosen | None = None) -> int:
         return terminal.end(str(error), 1)
     except SystemExit as error:
         return terminal.end(f"the model called sys.exit({error.code!r}); in a server that ends its worker", 1)
-    except BrokenPipeError:  # who reads our output has had enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except KeyboardInterrupt:
@@ -93,7 +93,7 @@ def run(order: Order, chosen: Chosen | None = None) -> int:
 def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
     source = inputs.InputSource(order.input, order.file, order.random, order.batch, order.shape, order.seed)
     source.check()
-    if order.random:  # not only when inputs are made: a Ctrl-C in the middle of this import is lost
+    if order.random:  # import it early: a Ctrl-C during this import is lost
         importlib.import_module("numpy.random")
     if chosen is None:
         chosen = _choose(order, terminal)
@@ -116,7 +116,7 @@ def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
 
 
 def _choose(order: Order, terminal: Terminal) -> Chosen:
-    """The model, if we are the interpreter that it wants. Else this process goes on as that one."""
+    """Returns the model if it runs in this interpreter. Otherwise replaces this process by the model's interpreter."""
     from shmserve.workers.foreground.solo_find import (
         find,  # reads configurations, for which others may lack what it needs
     )
@@ -150,7 +150,7 @@ def _show(
     parts = []
     for number, outputs in enumerate(answers, 1):
         for name, array in outputs.items():
-            if array.dtype != to_numpy(dtypes[name]):  # not as the configuration says
+            if array.dtype != to_numpy(dtypes[name]):  # output differs from the configuration
                 dtypes[name] = from_numpy(array.dtype)
         folder = None if order.out is None else Path(order.out) / (str(number) if parted else "")
         files = output.write(folder, outputs, dtypes) if folder is not None else {}
@@ -176,7 +176,7 @@ def _decoupled(config: ModelConfig) -> bool:
 
 
 def _show_one_gpu(config: ModelConfig) -> None:
-    """As in a server, an instance on a GPU sees that one only."""
+    """Makes only the instance's GPU visible, as in a server."""
     group = config.instance_group[0] if config.instance_group else None
     uuid = discover().uuids().get(group.gpus[0]) if group is not None and group.gpus else None
     if uuid is not None:
@@ -185,7 +185,7 @@ def _show_one_gpu(config: ModelConfig) -> None:
 
 @contextmanager
 def _loaded(order: Order, chosen: Chosen, mapped: Mapped, terminal: Terminal) -> Iterator[Model]:
-    """The model, finalized at the end, and everything that it has told nobody of."""
+    """Loads the model; finalizes it and frees its memory at the end."""
     config, version = decode_config(chosen.config), chosen.version
     instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
     _show_one_gpu(config)
@@ -210,7 +210,7 @@ def _loaded(order: Order, chosen: Chosen, mapped: Mapped, terminal: Terminal) ->
 
 
 def _settings(order: Order) -> dict[str, str]:
-    """BACKEND,KEY=VALUE, or KEY=VALUE for all backends; and what a server tells its workers."""
+    """Parses BACKEND,KEY=VALUE, or KEY=VALUE for all backends, and adds the backend directory."""
     found = {DIRECTORY: os.path.abspath(order.backend_directory)} if order.backend_directory else {}
     for text in order.backend_config:
         key, separator, value = text.partition("=")
@@ -232,12 +232,12 @@ def _heading(config: ModelConfig, version: int, loading: float) -> str:
 
 
 def _pattern(spec: Spec) -> list[int]:
-    """The shape that callers see, -1 where it varies."""
+    """Returns the shape that callers see, with -1 for variable dims."""
     return [-1, *spec.dims] if spec.batched else list(spec.dims)
 
 
 def _work(order: Order, source: inputs.InputSource, config: ModelConfig) -> Work:
-    """The request, in which everything is as the model's configuration wants it."""
+    """Builds the request and checks it against the configuration."""
     specs = inputs_of(config)
     known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
     most = config.max_batch_size
@@ -252,7 +252,7 @@ def _work(order: Order, source: inputs.InputSource, config: ModelConfig) -> Work
     rows = next(iter(sizes.values()), 1) if most else 0
     if rows > most:
         raise inputs.BadInput(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
-    # More bytes than would travel inside a message, but these do not travel.
+    # The data may exceed the limit for inline tensors, because this request is never encoded.
     tensors = tuple(
         Tensor(spec.name, spec.dtype, given[spec.name].shape, _bytes(given[spec.name], spec))
         for spec in specs
@@ -262,10 +262,10 @@ def _work(order: Order, source: inputs.InputSource, config: ModelConfig) -> Work
 
 
 def _sequence(config: ModelConfig) -> Options | None:
-    """A model of sequences gets one of a single request."""
+    """A sequence model gets a sequence of one request."""
     if config.sequence_batching is None:
         return None
-    named = any(not spec.item for spec in controls_of(config))  # only ids may be strings
+    named = any(not spec.item for spec in controls_of(config))  # only the correlation ID may be a string
     return Options(sequence="1" if named else 1, sequence_start=True, sequence_end=True)
 
 
@@ -287,7 +287,7 @@ def _wanted(order: Order, config: ModelConfig) -> tuple[Wanted, ...] | None:
 def _repeat(
     times: int, work: Work, model: Model, mapped: Mapped, terminal: Terminal
 ) -> tuple[list[dict[str, Array]], list[float]]:
-    """The answers of the last run, nearly always one, and how long each run took."""
+    """Returns the responses of the last run, nearly always one, and the duration of each run."""
     sent: list[Row] = []
     streams = model.backend.streams
     if streams is not None:
@@ -318,7 +318,7 @@ def _repeat(
 
 
 def _array(tensor: Tensor, mapped: Mapped) -> Array:
-    """A copy of an output, as its memory is used again."""
+    """Returns a copy of an output, because its memory is reused."""
     data = tensor.data
     if isinstance(data, tuple):
         data = b"".join(mapped.memory(part).tobytes() for part in data)

@@ -1,6 +1,6 @@
-"""The model that `shmserve run` was asked for, found and its configuration read as a server would.
+"""Finds the model for `shmserve run` and reads its configuration as a server would.
 
-The rule: the model itself is not touched.
+Invariant: no code of the model is run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def find(order: Order) -> Chosen:
 
 
 def _find(order: Order) -> tuple[Found, int]:
-    """The model of the directory, and the version to run: the one that was asked for, or the highest one served."""
-    # Not resolved: the name of the model is that of the link.
+    """Returns the model in the directory and the version to run: the requested one, or the highest one served."""
+    # Not resolved: the model's name is the name of the link.
     path = Path(os.path.abspath(order.model_dir))
     if not path.is_dir():
         raise BadInput(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")

@@ -1,6 +1,6 @@
-"""What a run in the foreground is asked for, and the model that was found for it.
+"""The arguments of a foreground run, and the model that was found.
 
-The rule: both can be written down, as the interpreter of the model may be another one than ours.
+Invariant: both can be serialised, because the model may run in another interpreter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class Order(Struct, forbid_unknown_fields=True):
-    """What `shmserve run` was asked for, by the names of its arguments."""
+    """The arguments of `shmserve run`, by name."""
 
     model_dir: str
     file: str | None = None
@@ -30,12 +30,12 @@ class Order(Struct, forbid_unknown_fields=True):
 
 
 class Failed(Exception):
-    """The model cannot be loaded, or has failed, and the trace was shown if there is one: lines for the user."""
+    """The model cannot be loaded or has failed; the text is for the user, and a traceback was already printed."""
 
 
 class Chosen(Struct):
-    """A model, and the version to run: its configuration, as the worker's orders have it, and what its file says alone.
-    `environment`: where its interpreter is; "": it has ours. `backends`: those that there are."""
+    """A model and the version to run. `config`: the complete configuration, as in Load; `given`: the content of its
+    file alone. `environment`: the model's own interpreter; "": this one. `backends`: the available ones."""
 
     name: str
     path: str
@@ -48,7 +48,7 @@ class Chosen(Struct):
 
 
 class Errand(Struct):
-    """All that the other interpreter is told."""
+    """The data passed to the model's interpreter."""
 
     order: Order
     chosen: Chosen

@@ -1,7 +1,7 @@
-"""CUDA and TensorRT as they are used here. The rule: no other module imports cupy or tensorrt, so that all that is
-asked of these libraries can be seen in this file, and a missing one is a clear error at load.
+"""The interface to CUDA and TensorRT. Invariant: no other module of the worker uses cupy.cuda.runtime or tensorrt, so
+that all uses of these libraries are in this file, and a missing one is a clear error at load.
 
-Addresses, streams and events are plain numbers. Nothing here waits, except what is called synchronize.
+Addresses, streams and events are plain numbers. Only functions named synchronize or settle wait.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from shmserve.shm.extents.cuda import device_id
 
 EXTRA = "gpu"
 ALIGN = 256
-"""What the runtime gives memory at, and engines want tensors at."""
+"""The alignment of allocations by the runtime, and of tensors for engines."""
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _READ_ONLY_REGISTRATION = 113
 _REGISTER_PORTABLE, _REGISTER_READ_ONLY = 0x1, 0x8
 _NO_MEMORY = 2
 _LOST = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719, 999})
-"""Errors after which nothing in this process can use the device again."""
+"""Errors after which this process can no longer use the device."""
 PRIORITIES = {"PRIORITY_DEFAULT": 0, "PRIORITY_MAX": -100, "PRIORITY_MIN": 100}
-"""Of streams: lower numbers go first, and the runtime brings them into the range that the device has."""
+"""Stream priorities: lower numbers run first, and the runtime clamps them to the range of the device."""
 
 
 class DeviceLost(ModelFailed):
-    """The device cannot be used by this process any more: it has to end."""
+    """This process can no longer use the device and must end."""
 
 
 class Cuda:
-    """The device of this process: the broker lets a worker see no other. One thread at a time may use it.
+    """The device of this process: the broker makes only one visible. Only one thread at a time may use it.
 
-    What is called for each tensor is the library's own function, without one of ours in between.
+    Functions called for each tensor are the library's own, without a wrapper.
     """
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class Cuda:
         self.record = runtime.eventRecord
         """(event, stream)"""
         self.wait_for = runtime.streamWaitEvent
-        """(stream, event): what the stream is given from now on is done after the event."""
+        """(stream, event): work queued in the stream after this call starts after the event."""
         self.synchronize = runtime.eventSynchronize
         self.synchronize_stream = runtime.streamSynchronize
         self.settle = runtime.deviceSynchronize
-        """Waits for everything that was ever asked of the device."""
+        """Waits for all work on the device."""
         self.launch = runtime.graphLaunch
         """(graph, stream)"""
         self.free = runtime.free
@@ -84,7 +84,7 @@ class Cuda:
     # ------------------------------------------------------------------------------------ memory
 
     def allocate(self, size: int) -> int:
-        """Device memory; Unavailable, with the numbers, where there is not as much."""
+        """Allocates device memory. Raises Unavailable, with the numbers, if there is not enough."""
         try:
             address: int = self._runtime.malloc(max(size, ALIGN))
         except self._error as error:
@@ -95,7 +95,7 @@ class Cuda:
         return address
 
     def allocate_host(self, size: int) -> int:
-        """Host memory that the device reads and writes by itself."""
+        """Allocates pinned host memory."""
         try:
             address: int = self._runtime.hostAlloc(max(size, ALIGN), 0)
         except self._error as error:
@@ -103,7 +103,7 @@ class Cuda:
         return address
 
     def open(self, exported: bytes) -> int:
-        """Memory of another process, on the same device; HandleLost where that has gone."""
+        """Opens memory of another process on the same device. Raises HandleLost if it no longer exists."""
         try:
             address: int = self._runtime.ipcOpenMemHandle(exported)
         except self._error as error:
@@ -111,7 +111,8 @@ class Cuda:
         return address
 
     def room(self, address: int) -> int:
-        """How many bytes there are from there to the end of the allocation, whoever made it."""
+        """Returns the number of bytes from the address to the end of its allocation, also of other
+        processes' memory."""
         if self._driver is None:
             return sys.maxsize
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
@@ -121,7 +122,7 @@ class Cuda:
         return base.value + size.value - address
 
     def register(self, address: int, size: int, writable: bool) -> bool:
-        """Pins host memory that is mapped already, so that the device copies from it by itself. False: it cannot be."""
+        """Pins host memory that is already mapped, so that the device can copy from it by DMA. False: not possible."""
         if not writable and not self._read_only:
             return False
         flags = _REGISTER_PORTABLE | (0 if writable else _REGISTER_READ_ONLY)
@@ -134,7 +135,7 @@ class Cuda:
         return True
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free, and all."""
+        """Returns free and total bytes."""
         free, total = self._runtime.memGetInfo()
         return free, total
 
@@ -145,7 +146,7 @@ class Cuda:
         return handle
 
     def event(self, spin: bool = False) -> int:
-        """`spin`: who waits for it keeps its core busy, and knows of it some microseconds earlier."""
+        """`spin`: waiting for the event keeps a CPU busy, and notices it some microseconds earlier."""
         flags = self._runtime.eventDisableTiming | (0 if spin else self._runtime.eventBlockingSync)
         handle: int = self._runtime.eventCreateWithFlags(flags)
         return handle
@@ -154,7 +155,7 @@ class Cuda:
         self._runtime.streamBeginCapture(stream, self._runtime.streamCaptureModeThreadLocal)
 
     def end_capture(self, stream: int) -> int:
-        """What was given to the stream since then, as a graph that can be launched again and again."""
+        """Returns the work queued in the stream since `begin_capture`, as a graph that can be launched repeatedly."""
         graph = self._runtime.streamEndCapture(stream)
         try:
             instance: int = self._runtime.graphInstantiate(graph)
@@ -163,34 +164,34 @@ class Cuda:
         return instance
 
     def give_up_capture(self, stream: int) -> None:
-        """Something went wrong between: whatever was captured is forgotten."""
+        """Ends a capture after an error and discards it."""
         try:
             graph = self._runtime.streamEndCapture(stream)
         except self._error:
-            return  # the capture was invalid, and has ended with that
+            return  # the capture was invalid, so this call has ended it
         if graph:
             self._runtime.graphDestroy(graph)
 
-    # ------------------------------------------------------------------------------------ what goes wrong
+    # ------------------------------------------------------------------------------------ errors
 
     def lost(self, error: BaseException) -> bool:
-        """Whether the device cannot be used by this process any more."""
+        """Whether this process can no longer use the device."""
         return isinstance(error, DeviceLost) or (
             isinstance(error, self._error) and getattr(error, "status", 0) in _LOST
         )
 
     def failure(self, error: BaseException) -> ModelFailed:
-        """An error of the runtime as one of ours."""
+        """Converts an error of the runtime."""
         return (DeviceLost if self.lost(error) else ModelFailed)(f"the GPU failed: {error}")
 
     @property
     def errors(self) -> type[Exception]:
-        """What the runtime raises."""
+        """The exception type of the runtime."""
         return self._error
 
 
 def _driver() -> Any:
-    """The driver's library, which is there wherever a device is."""
+    """Loads the driver's library, which exists on each machine with a device."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -198,7 +199,7 @@ def _driver() -> Any:
 
 
 def tensorrt() -> Any:
-    """The module. TensorRT 10 and 11 are known; others are refused, as they have other functions."""
+    """Imports TensorRT. Versions other than 10 and 11 are refused, because their functions differ."""
     try:
         found: Any = importlib.import_module("tensorrt")
     except ImportError as error:

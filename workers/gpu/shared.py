@@ -1,7 +1,7 @@
-"""Tensors on this process's GPU that other processes have made, or will read: opened once for each segment, and copied
-on the device; to the host, and from there, only for a model that can read and write them nowhere else.
+"""Tensors on this process's GPU that other processes wrote or will read. A segment is opened once, and tensors are
+copied on the device; they are copied to or from the host only for models that do not support GPU tensors.
 
-The rule: what is opened stays so until its owner says that nothing of it will be named again.
+Invariant: a segment stays open until its owner reports that no message will refer to it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNIT_BYTES = 2 * 1024 * 1024
 
 
 class DevicePiece:
-    """Rows of an input that are on this process's GPU. What looks like an array's is meant as there."""
+    """Rows of an input on this process's GPU. Attributes with names of numpy's ndarray have the same meaning."""
 
     __slots__ = ("_memory", "address", "dtype", "nbytes", "shape")
 
@@ -46,23 +46,23 @@ class DevicePiece:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Complete: no stream is to be waited for."""
+        """The data is complete: consumers need not wait for a stream."""
         return {
             "shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "strides": None,
             "version": 3, "stream": None,
         }  # fmt: skip
 
     def reshape(self, *shape: int) -> DevicePiece:
-        """Only to one dimension, as ragged inputs are."""
+        """Flattens to one dimension, for ragged inputs; other shapes are not supported."""
         return DevicePiece(self._memory, self.address, self.dtype, (self.nbytes // self.dtype.itemsize,))
 
     def host(self) -> Array:
-        """A copy that the host can read."""
+        """Returns a copy in host memory."""
         return self._memory.fetch(self)
 
 
 class DeviceMemory:
-    """The segments on the GPU that this process knows."""
+    """The segments on the GPU that this process uses."""
 
     def __init__(self, mapped: Mapped) -> None:
         self.cuda = Cuda()
@@ -72,16 +72,17 @@ class DeviceMemory:
         self._opened: dict[int, int] = {}
 
     def make(self, size: int) -> extents.CudaExtent:
-        """At least `size` bytes, in whole units of the driver: what shares a unit is exported together."""
+        """Allocates at least `size` bytes, in whole allocation units of the driver, because memory that shares a unit
+        is exported together."""
         size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
         return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free, self.cuda.uuid)
 
     def own(self, segment: int, address: int) -> None:
-        """One of ours, which may come back as an input."""
+        """Registers a segment of this process, whose tensors may come back as inputs."""
         self._own[segment] = address
 
     def address(self, handle: Handle) -> int:
-        """Where a handle's bytes are. Its segment is opened if it has not been."""
+        """Returns the address of a handle's bytes. Opens the segment on first use."""
         name, size = self._mapped.on_device[handle.segment]
         if handle.offset + handle.size > size:
             raise InvalidRequest(
@@ -93,7 +94,7 @@ class DeviceMemory:
         return address + handle.offset
 
     def _open(self, name: str, size: int) -> int:
-        """What is said of the memory is believed only where it can be looked up."""
+        """Opens a segment and checks the announced size where the driver can report the real one."""
         exported, device = extents.parts_of(name)
         if device != self.cuda.uuid:
             raise HandleLost("the tensor is on another GPU than the model's instance")
@@ -108,7 +109,7 @@ class DeviceMemory:
         return address
 
     def piece(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DevicePiece:
-        """Where a handle's bytes are, as a tensor. Nothing is copied."""
+        """Returns a handle's bytes as a tensor, without a copy."""
         piece = DevicePiece(self, self.address(handle), dtype, shape)
         if piece.nbytes != handle.size:
             raise InvalidRequest(
@@ -129,7 +130,7 @@ class DeviceMemory:
         return array
 
     def store(self, handle: Handle, array: Array) -> None:
-        """Copies from the host to where its reader wants it. It is there when this returns."""
+        """Copies from the host to a handle. Complete when this returns."""
         target, cuda = self.address(handle), self.cuda
         if array.nbytes:
             source = np.ascontiguousarray(array)
@@ -140,11 +141,11 @@ class DeviceMemory:
                 raise HandleLost(f"memory on the GPU cannot be written any more: {error}") from error
 
     def move(self, target: int, piece: DevicePiece) -> None:
-        """Copies on the device. It is there when this returns."""
+        """Copies on the device. Complete when this returns."""
         self._within([(target, piece.address, piece.nbytes)])
 
     def spread(self, source: int, handles: Sequence[Handle], sizes: Sequence[int]) -> None:
-        """Copies what lies one behind the other to where its readers want it. It is there when this returns."""
+        """Copies consecutive parts to several handles. Complete when this returns."""
         parts = []
         for handle, size in zip(handles, sizes, strict=True):
             parts.append((self.address(handle), source, size))
@@ -162,7 +163,7 @@ class DeviceMemory:
             raise cuda.failure(error) from error
 
     def forget(self, segment: int) -> None:
-        """Its owner will name it no more, and every batch that read it has been waited for."""
+        """Closes a segment. Its owner will not refer to it again, and all batches that read it are complete."""
         self._own.pop(segment, None)
         address = self._opened.pop(segment, None)
         if address is not None:
@@ -176,7 +177,8 @@ class DeviceMemory:
 
 
 def memory_of(mapped: Mapped) -> DeviceMemory:
-    """That of this process, made when it is first needed. HandleLost: its model is on no GPU."""
+    """Returns the device memory of this process, created on first use. Raises HandleLost if its model is
+    not on a GPU."""
     found = mapped.device
     if not mapped.on_gpu:
         raise HandleLost("the tensor is on a GPU, and the model's instance is not")
