@@ -1,8 +1,8 @@
-"""An arena: segments of one owner, in which only this owner allocates. The rule of the file: all counts are private to
-the owner; whoever else holds a block gives it back by message, and the owner frees it here.
+"""An arena: segments of one owner, in which only this owner allocates. Invariant: all bookkeeping is private to the
+owner. Other holders return a block by message, and the owner frees it here.
 
-An arena starts with nothing, makes a small first segment when it is needed, and doubles until segments have their
-full size. One thread at a time may call it.
+An arena starts empty, creates a small first segment when needed, and doubles its size until segments have their full
+size. Only one thread at a time may call it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGN = 64
 
 
 class Segment:
-    """One extent of an arena. `id` is never used for another."""
+    """One extent of an arena. An `id` is never reused."""
 
     __slots__ = ("address", "blocks", "cold", "extent", "id", "memory", "pages", "size")
 
@@ -39,7 +39,7 @@ class Segment:
         self.memory = extent.memory
         self.blocks = Blocks(extent.size, getattr(extent, "align", ALIGN))
         self.cold = Cold(extent) if getattr(extent, "cold", False) else None
-        """Pages that cannot be used before they are warmed."""
+        """Pages that must be warmed before use."""
 
     @property
     def name(self) -> str | None:
@@ -50,12 +50,12 @@ class Segment:
         return self.extent.fd
 
     def map(self, audience: str = "") -> Map:
-        """The message that tells others of this segment; without a name, `fd` goes with it."""
+        """Returns the message that announces this segment to others; without a name, `fd` is sent with it."""
         return Map(self.id, self.size, self.extent.name, audience)
 
 
 class Block:
-    """Some bytes of a segment, held until the arena is told to free them."""
+    """A range of bytes in a segment, allocated until it is freed in the arena."""
 
     __slots__ = ("address", "home", "offset", "size")
 
@@ -85,7 +85,8 @@ class Block:
         *,
         on_drop: Callable[[Block], object] | None = None,
     ) -> views.Array:
-        """A writable array over the block. `on_drop(block)`: it and all that was cut from it are gone (see views)."""
+        """Returns a writable array over the block. `on_drop(block)` is called when it and all its views are gone (see
+        views)."""
         size = views.byte_count(dtype, shape)
         if size > self.size:
             raise InvalidRequest(
@@ -95,9 +96,10 @@ class Block:
 
 
 class Arena:
-    """`make(size)` creates an extent, `announce(segment)` is called before the first handle into it is given out,
-    `withdraw(id)` after the arena itself gave a segment up to make room. `knob` is the name of what sets the limit.
-    `numbers`: those of its segments, where an owner has several arenas."""
+    """`make(size)` creates an extent. `announce(segment)` is called before the first handle in a segment is returned,
+    `withdraw(id)` after the arena gave up a segment to make room. `knob` is the name of the setting of the limit.
+    `numbers` is the segment counter, for an owner with several arenas.
+    """
 
     def __init__(
         self,
@@ -120,19 +122,19 @@ class Arena:
         self._knob = knob
         self._numbers = numbers if numbers is not None else count(1)
         self._segments: dict[int, Segment] = {}
-        self._warm: Segment | None = None  # where a block was freed or allocated last
+        self._warm: Segment | None = None  # the segment of the last free or allocation
         self._closed = False
         self.committed = 0
         """Bytes of all segments."""
 
     @property
     def used(self) -> int:
-        """Bytes of the blocks that are not freed, with what alignment adds."""
+        """Bytes of allocated blocks, with alignment."""
         return sum(segment.blocks.used for segment in self._segments.values())
 
     @property
     def held(self) -> int:
-        """Bytes of the segments that have such a block in them, which `trim` cannot give back."""
+        """Bytes of segments with allocated blocks, which `trim` cannot free."""
         return sum(segment.size for segment in self._segments.values() if segment.blocks.used)
 
     @property
@@ -141,12 +143,12 @@ class Arena:
 
     @property
     def cold_bytes(self) -> int:
-        """Of segments, which are not reserved at the machine yet."""
+        """Bytes in segments for which no memory is reserved yet."""
         return sum([segment.cold.bytes for segment in self._segments.values() if segment.cold is not None])
 
     def allocate(self, size: int, *, cold: bool = False) -> Block:
-        """A block of `size` bytes, aligned; Unavailable where the limit, or the machine, has no more. With `cold` its
-        bytes have to be warmed before they are used."""
+        """Allocates an aligned block of `size` bytes. Raises Unavailable if the limit is reached or the machine has no
+        memory. With `cold`, its bytes must be warmed before use."""
         warm = self._warm
         offset = None if warm is None else warm.blocks.allocate(size)
         block = self._allocate_elsewhere(size) if warm is None or offset is None else Block(warm, offset, size)
@@ -159,7 +161,7 @@ class Arena:
         return block
 
     def warm(self, segment: int, begin: int, end: int) -> None:
-        """Makes bytes of a block usable; Unavailable where the machine has no memory for them."""
+        """Makes bytes of a block usable. Raises Unavailable if the machine has no memory for them."""
         home = self._segments[segment]
         if home.cold is not None:
             home.cold.warm(begin, end)
@@ -185,8 +187,8 @@ class Arena:
         return Block(segment, offset, size)
 
     def split(self, block: Block, sizes: Sequence[int]) -> list[Block]:
-        """Turns a block into adjacent blocks, each freed on its own; `block` is no more. Bytes left over belong to
-        the last. A size of 0 gets a block somewhere else, as a holder must be able to name each one."""
+        """Splits a block into adjacent blocks that are freed separately; `block` becomes invalid. Remaining bytes
+        belong to the last one. A size of 0 gets a block elsewhere, because each block needs its own offset."""
         home = block.home
         if home.blocks.size_of(block.offset) < sum(sizes) or (sizes and min(sizes) < 0):
             raise InvalidRequest(f"a block of {block.size} bytes cannot be split into {list(sizes)}")
@@ -212,11 +214,11 @@ class Arena:
         return [next(pieces) if size else next(blanks) for size in sizes]
 
     def look(self, handle: Handle) -> memoryview:
-        """The bytes of a block that is not freed, or of a part of one."""
+        """Returns the bytes of an allocated block, or of a part of one."""
         return self._segments[handle.segment].memory[handle.offset : handle.offset + handle.size]
 
     def free(self, segment: int, offset: int, size: int | None = None) -> None:
-        """Takes a block back. Where `size` is given, as in a handle that came back, it must be the block's."""
+        """Frees a block. `size`, as in a returned handle, must not exceed the block's."""
         home = self._segments.get(segment)
         if home is None:
             raise InvalidRequest(f"segment {segment} is not one of this arena's")
@@ -228,7 +230,7 @@ class Arena:
         self._warm = home
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(segment, offset) if these bytes lie within one segment."""
+        """Returns (segment, offset) if these bytes lie within one segment."""
         for segment in self._segments.values():
             offset = address - segment.address
             if offset >= 0 and nbytes >= 0 and offset + nbytes <= segment.size:
@@ -257,7 +259,7 @@ class Arena:
         except Unavailable:
             if size == needed:
                 raise
-            extent = self._make(needed)  # the machine is nearly full: take no more than must be
+            extent = self._make(needed)  # memory is nearly exhausted: take only what is needed
         segment = Segment((self._owner << OWNER_SHIFT) | next(self._numbers), extent)
         if self._announce is not None:
             try:
@@ -277,7 +279,7 @@ class Arena:
         segment.extent.close()
 
     def trim(self, *, keep_one: bool = True) -> list[int]:
-        """Gives up the segments in which nothing is allocated, except one; says which, for Unmap to be sent."""
+        """Frees the segments without allocated blocks, except one. Returns their ids, for Unmap."""
         idle = [segment for segment in self._segments.values() if not segment.blocks.used]
         if not keep_one:
             pass
@@ -290,8 +292,8 @@ class Arena:
         return [segment.id for segment in idle]
 
     def renumber(self, owner: int) -> None:
-        """The other side knows this owner by a new number, after a new connection: every segment gets a new id and
-        is announced again. Blocks stay as they are and name the new id from now on."""
+        """Changes the owner's number after a reconnect: each segment gets a new id and is announced again. Blocks stay
+        valid and use the new id."""
         self._owner = owner
         segments = self.segments
         self._segments = {}
@@ -303,14 +305,14 @@ class Arena:
                 self._announce(segment)
 
     def check(self) -> None:
-        """Raises Internal unless the books of the arena and of each segment agree."""
+        """Raises Internal if the bookkeeping of the arena or of a segment is inconsistent."""
         for segment in self._segments.values():
             segment.blocks.check()
         if self.committed != sum(segment.size for segment in self._segments.values()):
             raise Internal(f"the arena says {self.committed} bytes committed, its segments have another sum")
 
     def close(self) -> None:
-        """Gives up everything. Arrays over it stay valid, as their pages stay mapped. May be called again."""
+        """Gives up all segments. Arrays stay valid, because their pages stay mapped. May be called again."""
         self._closed = True
         for segment in self.segments:
             self._give_up(segment)

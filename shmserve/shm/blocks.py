@@ -1,11 +1,12 @@
-"""An allocator that hands out offsets. The rule of the file: it knows numbers, never memory.
+"""An offset allocator. It works on numbers only and does not access memory.
 
 A freed block is first kept as it is, in a stack per size: the next request of that size gets the block that was freed
-last, whose pages are warm. Only when none fits, or many have gathered, are these blocks settled: merged with their
-free neighbours into extents, of which the smallest that fits is taken, at its lowest offset.
+last, whose pages are warm. Only if none fits, or many have accumulated, are these blocks settled: merged with their
+free neighbours into extents. Allocation from extents is best fit, at the lowest offset of the extent.
 
-Pieces of a split block may begin and end anywhere. They are settled the moment they are freed, so that the whole block
-is there again when its last piece comes back. A free extent shorter than one aligned unit waits for its neighbours.
+Pieces of a split block may start and end anywhere. They are settled when they are freed, so that the whole block is
+free again when its last piece is freed. A free extent shorter than one aligned unit stays unused until it is merged
+with a neighbour.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from shmserve.errors import Internal, InvalidRequest
 
 RECENT_BLOCKS = 256
-"""So many freed blocks are kept as they are before all of them are settled."""
+"""The most freed blocks that are kept as they are before all of them are settled."""
 
 
 class Blocks:
@@ -30,11 +31,11 @@ class Blocks:
         self.size = size
         self.used = 0
         self._mask = align - 1
-        self._live: dict[int, int] = {}  # offset -> size of what is allocated
+        self._live: dict[int, int] = {}  # offset -> size of allocated blocks
         self._pieces: set[int] = set()  # offsets in _live that came from a split
         self._recent: dict[int, list[int]] = {}  # size -> offsets freed and not settled, latest last
         self._recent_count = 0
-        self._free: dict[int, int] = {}  # start -> end of every free extent
+        self._free: dict[int, int] = {}  # start -> end of each free extent
         self._ends: dict[int, int] = {}  # end -> start of the same
         self._fits: list[tuple[int, int]] = []  # (aligned bytes, start) of those that can hold a block, sorted
         self._add_free(0, size)
@@ -50,7 +51,7 @@ class Blocks:
         return self._fits[-1][0] & ~self._mask if self._fits else 0
 
     def allocate(self, size: int) -> int | None:
-        """The offset of a new block of at least `size` bytes, or None where it does not fit. 0 bytes take one unit."""
+        """Returns the offset of a new block of at least `size` bytes, or None if none fits. 0 bytes take one unit."""
         if size < 0:
             raise InvalidRequest(f"a block of {size} bytes was asked for")
         mask = self._mask
@@ -69,7 +70,7 @@ class Blocks:
         return offset
 
     def free(self, offset: int) -> int:
-        """Takes a block or piece back and says how many bytes it had."""
+        """Frees a block or piece and returns its size."""
         size = self._live.pop(offset, 0)
         if not size:
             raise InvalidRequest(f"no block is held at offset {offset}: it was returned twice, or never given")
@@ -91,9 +92,9 @@ class Blocks:
         return size
 
     def split(self, offset: int, sizes: Sequence[int]) -> list[int]:
-        """Turns a block into adjacent pieces, each freed on its own. Bytes left over belong to the last piece.
+        """Splits a block into adjacent pieces that are freed separately. Remaining bytes belong to the last piece.
 
-        Every size must be above 0: two pieces may not share an offset, for it is all that a holder has to name one.
+        Each size must be above 0: two pieces must not share an offset, because the offset identifies a piece.
         """
         whole = self._live.get(offset)
         if whole is None:
@@ -152,7 +153,7 @@ class Blocks:
         self._recent_count = 0
 
     def _release(self, start: int, end: int) -> None:
-        """[start, end) is free: one extent with the free neighbours."""
+        """Adds the free extent [start, end), merged with its free neighbours."""
         after = self._free.get(end)
         if after is not None:
             self._drop_free(end, after)
@@ -180,7 +181,8 @@ class Blocks:
     # ------------------------------------------------------------------------------------ checking
 
     def check(self) -> None:
-        """Raises Internal unless live blocks, recent blocks and free extents tile [0, size) and the books agree."""
+        """Raises Internal unless live blocks, recent blocks and free extents tile [0, size) and the bookkeeping is
+        consistent."""
         recent = [(offset, size, "recent") for size, stack in self._recent.items() for offset in stack]
         spans = [(offset, size, "live") for offset, size in self._live.items()] + recent
         spans += [(start, end - start, "free") for start, end in self._free.items()]

@@ -1,10 +1,10 @@
-"""Numbers that one process counts, and another reads while it does: a page of records in shared memory.
+"""Counters that one process writes and another reads concurrently: a page of records in shared memory.
 
-The rule of the file: a record is complete before the page says that it is there, and never moves; a reader believes
-nothing that it has not checked.
+Invariants: a record is complete before the page's length includes it, and it never moves. A reader checks all values
+before it uses them.
 
-A page begins with how many of its bytes are used, in 8 bytes. A record is its length and that of its text, 4 bytes
-each; the text, JSON that says what is counted; and 8-byte floats, of which the first is 0 while nothing is counted.
+A page starts with the number of used bytes, 8 bytes. A record is its length and the length of its text, 4 bytes each;
+the text, JSON that describes the metric; and 8-byte floats, of which the first is 0 while the metric is not in use.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ _used = struct.Struct("<Q")
 
 
 class Subject(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is counted. `edges` are the upper ends of a histogram's buckets, rising, without the last, which has none.
+    """The description of a metric. `edges` are the ascending upper bounds of a histogram's buckets, without the last
+    bucket, which is unbounded.
 
-    Its numbers, behind the first: the value of a counter; the value of a gauge, and when it was set (CLOCK_MONOTONIC in
-    seconds, 0: never, only changed); the sum and the count of each bucket of a histogram."""
+    Its numbers after the first: the value of a counter; the value of a gauge, and when it was set (CLOCK_MONOTONIC in
+    seconds, 0: never, only incremented); the sum and the count of each bucket of a histogram.
+    """
 
     name: str
     help: str
@@ -39,11 +41,11 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def count(self) -> int:
-        """Of its numbers, with the first."""
+        """The count of its numbers, including the first."""
         return {COUNTER: 2, GAUGE: 3}.get(self.kind, len(self.edges) + 3)
 
     def check(self) -> None:
-        """ValueError where it could not be written for others."""
+        """Raises ValueError if the metric cannot be exposed."""
         if not _NAME.match(self.name):
             raise ValueError(f"'{self.name}' must be of letters, digits, _ and :, and not begin with a digit")
         for label, _ in self.labels:
@@ -60,7 +62,7 @@ _subject_of = json.Decoder(Subject).decode
 
 
 class Writer:
-    """Of a page that is all zeros."""
+    """Writes records to a page, which must be all zeros."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -68,7 +70,7 @@ class Writer:
         _used.pack_into(memory, 0, _HEAD)
 
     def add(self, subject: Subject) -> memoryview[float] | None:
-        """Its numbers, to be written in place; None: the page is full."""
+        """Adds a record. Returns its numbers, to be written in place; None if the page is full."""
         text = _text_of(subject)
         start = self._end + _HEAD + (len(text) + 7) // 8 * 8
         end = start + 8 * subject.count
@@ -82,7 +84,7 @@ class Writer:
 
 
 def read(memory: memoryview) -> Iterator[tuple[Subject, list[float]]]:
-    """What is counted now. ValueError where the page is not one."""
+    """Returns the metrics in use. Raises ValueError if the page is invalid."""
     (end,) = _used.unpack_from(memory, 0)
     if end > len(memory):
         raise ValueError(f"a page of {len(memory)} bytes uses {end}")

@@ -1,8 +1,8 @@
-"""What this process maps of the segments of others. The rule of the file: nothing that a peer says about its memory is
-believed: sizes, seals and bounds are checked here before any address is made of them.
+"""The segments of other processes that this process maps. Invariant: nothing that a peer reports about its memory is
+trusted: sizes, seals and bounds are checked here before any address is computed from them.
 
-A segment is mapped at once, read-only, and its descriptor closed. Its pages stay mapped until the last view is gone,
-also after `remove`. One thread at a time may add and remove; views may be made and dropped by any.
+A segment is mapped at once, read-only, and its descriptor closed. Its pages stay mapped until the last view is dropped,
+also after `remove`. Only one thread at a time may add and remove; views may be created and dropped in any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE = np.dtype("uint8")
 
 
 class DeviceSegments(Protocol):
-    """What a process has to do with segments on its GPU."""
+    """The interface for segments on the GPU of this process."""
 
     def forget(self, segment: int) -> None: ...
 
@@ -32,7 +32,7 @@ class DeviceSegments(Protocol):
 
 
 class OnDevice(HandleLost):
-    """The bytes are on a GPU: whoever can may have them from there."""
+    """The bytes are on a GPU; callers that can read GPU memory handle this."""
 
 
 class _Mapping:
@@ -46,7 +46,7 @@ class _Mapping:
         self.writable: Pages | None = None
 
     def for_writing(self) -> Pages:
-        """A second mapping, so that a stray write to an array that was given as input still faults."""
+        """Returns a second mapping, so that an accidental write to an input array still faults."""
         if self.writable is None:
             self.writable = self.pages.writable_twin()
         if self.writable is None:
@@ -58,11 +58,11 @@ class Mapped:
     def __init__(self) -> None:
         self._segments: dict[int, _Mapping] = {}
         self.on_device: dict[int, tuple[str, int]] = {}
-        """Segments on a GPU, with their names and sizes. The host maps nothing of them."""
+        """Segments on a GPU, with their names and sizes. They are not mapped on the host."""
         self.on_gpu = True
-        """Whether this process may use its GPU at all: to find out takes some hundred MiB there."""
+        """Whether this process may use its GPU at all: creating a context takes some hundred MiB of GPU memory."""
         self.device: DeviceSegments | None = None
-        """Who reads them, where somebody can."""
+        """The reader of these segments, if there is one."""
         self.committed = 0
         """Bytes of all segments that are mapped and not removed."""
 
@@ -82,8 +82,8 @@ class Mapped:
         writable: bool = False,
         uid: int | None = None,
     ) -> None:
-        """Maps a segment, by its descriptor, which is closed here in every case, or by its name, then with `uid` only
-        if it belongs to that user. `writable`: fail now, and not at the first write, if it cannot be written."""
+        """Maps a segment by its descriptor, which is closed in all cases, or by its name; with `uid`, a named segment
+        must belong to that user. `writable`: fail now, instead of at the first write, if it cannot be written."""
         if segment in self:
             if fd is not None:
                 os.close(fd)
@@ -146,15 +146,15 @@ class Mapped:
         *,
         on_drop: Callable[[Handle], object] | None = None,
     ) -> views.Array:
-        """A read-only array over the handle's bytes. `on_drop(handle)` is called once, when it and all that was cut
-        from it are gone, in whatever thread that happens, and never in a forked child."""
+        """Returns a read-only array over the handle's bytes. `on_drop(handle)` is called once, when the array and all
+        its views are gone, in any thread, and never in a forked child."""
         mapping = self._find(handle)
         if views.byte_count(dtype, shape) != handle.size:
             raise _wrong_size(handle, dtype, shape)
         return views.make(mapping.pages, mapping.address + handle.offset, dtype, shape, False, handle, on_drop)
 
     def writable(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> views.Array:
-        """A writable array over the handle's bytes, for an output that the owner wants placed there."""
+        """Returns a writable array over the handle's bytes, for an output that the owner wants placed there."""
         mapping = self._find(handle)
         if views.byte_count(dtype, shape) != handle.size:
             raise _wrong_size(handle, dtype, shape)
@@ -162,15 +162,15 @@ class Mapped:
         return views.make(pages, pages.address + handle.offset, dtype, shape, True, handle)
 
     def memory(self, handle: Handle) -> memoryview:
-        """The handle's bytes, read-only."""
+        """Returns the handle's bytes, read-only."""
         return self._find(handle).memory[handle.offset : handle.offset + handle.size]
 
     def address(self, handle: Handle) -> int:
-        """Where the handle's bytes begin, for engines that read by pointer. Only reading is allowed there."""
+        """Returns the address of the handle's bytes, for engines that read by pointer. Writing there is not allowed."""
         return self._find(handle).address + handle.offset
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(segment, offset) if these bytes lie within one segment that is mapped."""
+        """Returns (segment, offset) if these bytes lie within one mapped segment."""
         for segment, mapping in self._segments.items():
             offset = address - mapping.address
             if offset >= 0 and nbytes >= 0 and offset + nbytes <= mapping.size:
@@ -178,7 +178,7 @@ class Mapped:
         return None
 
     def locate_base(self, array: views.Array) -> Handle | None:
-        """The handle of the view that the array is, or was cut from: whole, as its holder was given it."""
+        """Returns the complete handle of the view that the array is, or was cut from."""
         hold = views.hold_of(array)
         if hold is None or not isinstance(hold.what, Handle):
             return None

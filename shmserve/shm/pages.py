@@ -1,7 +1,7 @@
-"""Mapped pages: the one place that calls mmap. The rule of the file: pages stay mapped as long as anything refers to
-them, and no longer.
+"""Mapped pages: the only module that calls mmap. Invariant: pages stay mapped as long as there is a reference to them,
+and no longer.
 
-Python's own mmap object is not used, as it keeps a duplicate of the descriptor for as long as a view lives.
+Python's mmap object is not used, because it keeps a duplicate of the descriptor as long as a view exists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _READ_WRITE = constants.PROT_READ | constants.PROT_WRITE
 
 
 class Pages:
-    """`size` bytes mapped at `address` until the last reference goes. Whoever makes a view of them refers to this."""
+    """`size` bytes mapped at `address` until the last reference is dropped. Each view keeps a reference."""
 
     __slots__ = ("address", "before_unmap", "size", "writable")
 
@@ -46,7 +46,7 @@ class Pages:
         self.size = size
         self.writable = writable
         self.before_unmap: Callable[[Pages], object] | None = None
-        """For whoever has told a device of them."""
+        """Called before unmapping, for code that registered the pages with a device."""
 
     def __del__(self, munmap: Callable[[int, int], int] = _munmap) -> None:
         try:
@@ -56,22 +56,22 @@ class Pages:
             munmap(self.address, self.size)
 
     def warm(self, begin: int = 0, end: int | None = None) -> None:
-        """Touches every page once for writing. Only for the maker, before anyone else writes to these pages."""
+        """Touches each page once for writing. Only for the creator, before other processes write to these pages."""
         size = (self.size if end is None else end) - begin
         if _madvise(self.address + begin, size, _MADV_POPULATE_WRITE) == 0:
             return
         number = ctypes.get_errno()
         if number != errno.EINVAL:
             raise Unavailable(f"no memory for {size} bytes: {os.strerror(number)}")
-        # A kernel before 5.14 does not know the advice.
+        # Kernels before 5.14 do not support this advice.
         for page in range(self.address + begin, self.address + begin + size, constants.PAGESIZE):
             byte = ctypes.c_ubyte.from_address(page)
             byte.value = byte.value
 
     def writable_twin(self) -> Pages | None:
-        """The same memory mapped once more, for writing; None where the memory does not allow it.
+        """Maps the same memory again, for writing; None if the memory does not allow it.
 
-        Moving zero bytes of a shared mapping makes a second mapping of the same pages: no descriptor is needed.
+        mremap with an old size of 0 creates a second mapping of the pages of a shared mapping, without a descriptor.
         """
         address = _mremap(self.address, 0, self.size, _MREMAP_MAYMOVE)
         if address == _FAILED:
@@ -81,12 +81,12 @@ class Pages:
 
 
 def map_shared(fd: int, size: int, writable: bool) -> Pages:
-    """Maps the first `size` bytes of `fd`; the descriptor may be closed afterwards. OSError as mmap gives it."""
+    """Maps the first `size` bytes of `fd`; the descriptor may be closed afterwards. Raises mmap's OSError."""
     return _map(fd, size, writable, constants.MAP_SHARED)
 
 
 def map_private(size: int) -> Pages:
-    """Zeroed memory of this process and nobody else."""
+    """Maps zeroed memory that no other process can map; forks share it."""
     return _map(-1, size, True, constants.MAP_SHARED | constants.MAP_ANONYMOUS)
 
 

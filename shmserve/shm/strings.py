@@ -1,6 +1,6 @@
-"""String tensors to bytes and back: each element is its length, 4 bytes little-endian, then its bytes.
+"""Encodes string tensors as bytes and decodes them: each element is its length, 4 bytes little-endian, then its bytes.
 
-The rule of the file: lengths that came from outside are read from a private copy, and checked before they are used.
+Invariant: lengths from other processes are read from a private copy, and checked before they are used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Objects = np.ndarray[Any, np.dtype[np.object_]]
 
 
 def encode_bytes(array: Any, other: Callable[[Any], str] | None = None) -> bytes:
-    """The elements in C order: bytes, or str, which is sent as UTF-8; also numpy arrays of kind S and U. `other` makes
-    text of elements of other types, which are refused without it."""
+    """Encodes the elements in C order: bytes, or str as UTF-8; also numpy arrays of kind S and U. `other` converts
+    elements of other types to str; they are refused without it."""
     if not isinstance(array, np.ndarray):
         array = np.array(array, dtype=object)
     items = array.ravel().tolist()
@@ -57,7 +57,8 @@ def _to_bytes(item: Any, index: int, other: Callable[[Any], str] | None) -> byte
 
 
 def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects:
-    """A read-only array of bytes objects. `what` names the tensor in errors: `inference input 'TEXT' for model 'm'`."""
+    """Returns a read-only array of bytes objects. `what` names the tensor in errors: `inference input 'TEXT' for model
+    'm'`."""
     if any(dim < 0 for dim in shape):
         raise InvalidRequest(f"shape {list(shape)} has a negative dim")
     expected = elements(shape)
@@ -80,7 +81,7 @@ def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects
     array[:] = items
     try:
         array = array.reshape(shape)
-    except (ValueError, OverflowError) as error:  # too many dims, or, beside a dim of 0, too large ones
+    except (ValueError, OverflowError) as error:  # too many dims, or dims that are too large beside a dim of 0
         raise InvalidRequest(f"no array can have the shape {list(shape)}: {error}") from error
     array.flags.writeable = False
     return array

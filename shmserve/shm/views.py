@@ -1,8 +1,8 @@
-"""Arrays over mapped pages. The rule of the file: an array made here keeps its pages mapped, and the moment when it and
-all its views and slices are gone is known.
+"""Arrays over mapped pages. Invariant: an array created here keeps its pages mapped, and `on_drop` reports when it and
+all its views and slices are gone.
 
-numpy asks the ArrayHold for its memory once and keeps it as the last base of the array and of everything cut from it. A
-read-only array cannot be made writeable again, as its last base offers no writable buffer.
+numpy asks the ArrayHold for its memory once and keeps it as the last base of the array and of all its views. A
+read-only array cannot be made writable again, because its last base offers no writable buffer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _typestr: dict[np.dtype[Any], str] = {}
 
 
 class ArrayHold:
-    """The life of one array and of all that is cut from it. `on_drop(what)` is called once, when the last is gone.
+    """The lifetime of an array and all its views. `on_drop(what)` is called once, when the last one is dropped.
 
-    Collection can run in any thread, between any two instructions: `on_drop` should append to a deque and no more.
-    In a forked child it is not called: what the parent holds is not the child's to give back.
+    Finalizers can run in any thread, between any two instructions: `on_drop` should only append to a deque. It is not
+    called in a forked child, because the parent still holds the memory.
     """
 
     __slots__ = ("__array_interface__", "on_drop", "pages", "pid", "what")
@@ -53,7 +53,7 @@ def make(
     what: Any = None,
     on_drop: Callable[[Any], object] | None = None,
 ) -> Array:
-    """An array at `address`. That it lies within `pages` is the caller's to check."""
+    """Returns an array at `address`. The caller must check that it lies within `pages`."""
     hold = ArrayHold()
     hold.on_drop = None  # nothing is held until the array exists
     hold.pages = pages
@@ -70,7 +70,7 @@ def make(
             array = _asarray(hold)
         else:
             array = _make_rare(hold, address, dtype, shape, writable)
-    except (ValueError, OverflowError) as error:  # too many dims, or, beside a dim of 0, too large ones
+    except (ValueError, OverflowError) as error:  # too many dims, or dims that are too large beside a dim of 0
         raise InvalidRequest(f"no array can have the shape {list(shape)}: {error}") from error
     if on_drop is not None:
         hold.pid = _getpid()
@@ -79,7 +79,7 @@ def make(
 
 
 def _make_rare(hold: ArrayHold, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> Array:
-    """A dtype seen for the first time, or one whose type string may not name it (bfloat16)."""
+    """Creates an array of a dtype that is used for the first time, or that has no usable type string (bfloat16)."""
     if dtype.hasobject or not dtype.itemsize:
         raise InvalidRequest(f"numpy dtype {dtype} cannot be read from shared memory: its elements have no fixed size")
     if dtype.isbuiltin == 1 and dtype.kind in "biufc":
@@ -102,7 +102,7 @@ def _make_rare(hold: ArrayHold, address: int, dtype: np.dtype[Any], shape: tuple
 
 
 def byte_count(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """What such an array takes. Python integers cannot overflow; a negative dim is refused."""
+    """Returns the size of such an array. Python integers do not overflow; a negative dim is refused."""
     size = dtype.itemsize
     for dim in shape:
         if dim < 0:
@@ -112,7 +112,7 @@ def byte_count(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 
 def hold_of(array: Array) -> ArrayHold | None:
-    """What the array, or the array it was cut from, keeps alive."""
+    """Returns the hold of the array, or of the array that it was cut from."""
     base: object = array.base
     while isinstance(base, np.ndarray):
         base = base.base

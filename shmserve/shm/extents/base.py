@@ -1,7 +1,7 @@
-"""What an extent is: a piece of memory that processes can share. The rule of the file: an extent never moves, grows or
-shrinks, and closing it never takes pages from under a view.
+"""The interface and common code of extents: pieces of memory that processes can share. Invariant: an extent never
+moves, grows or shrinks, and closing it never unmaps pages that a view uses.
 
-The kinds are in files of their own: memfd (descriptors), posix (names), heap (tests).
+The kinds are in separate modules: memfd (descriptors), posix (names), cuda (GPU memory), heap (tests).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUP = re.compile(rb"^0::(/.*)$", re.MULTILINE)
 
 
 class Extent(Protocol):
-    """`fd` is -1 and `name` None where there is none. `memory` is writable only where `writable` says so."""
+    """`fd` is -1 and `name` None if there is none. `memory` is writable only if `writable`."""
 
     kind: str
     name: str | None
@@ -42,15 +42,16 @@ class Extent(Protocol):
     def pages(self) -> Pages: ...
 
     def close(self) -> None:
-        """Gives up the descriptor and, by the maker, the name. Pages stay mapped for views. May be called again."""
+        """Closes the descriptor and, in the creator, removes the name. Pages stay mapped for views. May be called
+        again."""
 
 
 STEP_BYTES = 256 * 1024
-"""Cold pages are reserved and touched so many bytes at a time: 0.2 to 0.4 ms."""
+"""The step in which cold pages are reserved and touched: 0.2 to 0.4 ms."""
 
 
 class Cold:
-    """Which steps of an extent have neither been reserved nor touched."""
+    """Tracks which steps of an extent are neither reserved nor touched."""
 
     __slots__ = ("_done", "_extent", "bytes")
 
@@ -60,7 +61,7 @@ class Cold:
         self.bytes = extent.size
 
     def warm(self, begin: int, end: int) -> None:
-        """Unavailable: the machine has no memory for them."""
+        """Reserves and touches these bytes. Raises Unavailable if the machine has no memory for them."""
         done, extent = self._done, self._extent
         last = -(-end // STEP_BYTES)
         at = done.find(0, begin // STEP_BYTES, last)
@@ -77,7 +78,7 @@ class Cold:
 
 
 class MappedExtent:
-    """What all kinds have in common."""
+    """The common part of mapped kinds."""
 
     kind = "?"
 
@@ -122,7 +123,8 @@ _REASONS = {
 
 
 def reserve(fd: int, size: int) -> None:
-    """Gives the object behind `fd` its size and pages, so that no later touch can fail; Unavailable if it cannot."""
+    """Sets the size of the object behind `fd` and allocates its pages, so that no later access can fail. Raises
+    Unavailable."""
     resize(fd, size)
     fill(fd, 0, size)
 
@@ -144,8 +146,8 @@ def fill(fd: int, begin: int, size: int) -> None:
 
 
 def check_room(size: int) -> None:
-    """Unavailable where the machine has less. The kernel would not say so: it takes page after page for a descriptor
-    without a name, and then kills processes, perhaps others than the one that asked."""
+    """Raises Unavailable if the machine has less memory. The kernel would not report it: it commits pages of a memfd
+    one by one, and then kills processes, possibly others than the one that allocated."""
     room = _available()
     if size > room:
         raise Unavailable(
@@ -163,7 +165,7 @@ def _available() -> int:
         group = _GROUP.search(file.read())
     if group is not None:
         folder = "/sys/fs/cgroup" + os.fsdecode(group[1]).rstrip("/")
-        # The root group has no limit, and a group above the namespace cannot be seen.
+        # The root group has no limit, and a group above the namespace is not visible.
         with suppress(OSError), open(folder + "/memory.max", "rb") as file:
             limit = file.read().strip()
             if limit.isdigit():
@@ -172,7 +174,7 @@ def _available() -> int:
 
 
 def failed(doing: str, size: int, error: OSError | OverflowError, fd: int = -1) -> Unavailable:
-    """The error for an operation on shared memory that the system refused, in numbers and with what would help."""
+    """Returns the error for a refused operation on shared memory, with the numbers and advice."""
     number = error.errno if isinstance(error, OSError) else errno.EFBIG
     reason = _REASONS.get(number or 0) or str(error.strerror if isinstance(error, OSError) else error)
     if number == errno.ENOSPC and fd >= 0:

@@ -1,7 +1,7 @@
-"""Extents on a GPU: memory of one process that others on the same GPU open by what it exported. The rule of the file:
-nothing here is ever read or written by the host; addresses are numbers for the device.
+"""Extents on a GPU: memory of one process that others on the same GPU open by its export. Invariant: the host never
+reads or writes it; addresses are numbers for the device.
 
-What makes and opens the memory is given by whoever has the library for it.
+Callers pass the functions that allocate and open the memory, so this module needs no CUDA library.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def is_device(name: str) -> bool:
 
 
 def device_id(uuid: bytes) -> bytes:
-    """That of a device as names have it: libraries that take it for a string end it at its first zero."""
+    """Returns a device's id as used in names: cut at the first zero byte, because some libraries treat it as a C
+    string."""
     return uuid.partition(b"\0")[0][:UUID_BYTES].ljust(UUID_BYTES, b"\0")
 
 
 def uuid_bytes(text: str) -> bytes:
-    """Of a uuid as the driver's tools write it, "GPU-8f2c..."."""
+    """Parses a uuid as printed by the driver's tools, "GPU-8f2c..."."""
     try:
         return bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
     except ValueError:
@@ -37,12 +38,12 @@ def uuid_bytes(text: str) -> bytes:
 
 
 def name_of(exported: bytes, uuid: bytes) -> str:
-    """Of memory on that device."""
+    """Returns the segment name for exported memory on that device."""
     return DEVICE + base64.b64encode(exported + device_id(uuid)).decode()
 
 
 def parts_of(name: str) -> tuple[bytes, bytes]:
-    """What was exported, and the device it is on; InvalidRequest for a name that says neither."""
+    """Returns the export and its device. Raises InvalidRequest if the name contains neither."""
     try:
         found = base64.b64decode(name.removeprefix(DEVICE), validate=True)
     except (binascii.Error, ValueError):
@@ -53,7 +54,7 @@ def parts_of(name: str) -> tuple[bytes, bytes]:
 
 
 class DevicePages(Pages):
-    """Device memory until the last reference goes. `size` is 0 for the host, which has nothing there."""
+    """Device memory, freed when the last reference is dropped. `size` is 0, because nothing is mapped on the host."""
 
     __slots__ = ("_free",)
 
@@ -85,7 +86,7 @@ class CudaExtent:
 
     @property
     def memory(self) -> memoryview:
-        """None that the host could read."""
+        """Empty: the host cannot read the memory."""
         return memoryview(b"")
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ def create(
     free: Callable[[int], object],
     uuid: bytes,
 ) -> CudaExtent:
-    """A plain allocation, exported once. `uuid` is that of the device."""
+    """Allocates memory and exports it once. `uuid` is that of the device."""
     if size <= 0:
         raise Internal(f"an extent of {size} bytes was asked for")
     address = allocate(size)

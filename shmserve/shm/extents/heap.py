@@ -1,4 +1,4 @@
-"""Extents of private memory, for tests of what stands on extents. The rule of the file: nobody else can map them."""
+"""Extents of private memory, for tests of code that uses extents. Other processes cannot map them."""
 
 from __future__ import annotations
 

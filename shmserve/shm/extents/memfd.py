@@ -1,6 +1,5 @@
-"""Extents behind a descriptor: no name, nothing left over after any crash. The rule of the file: what is sealed can
-never be cut short under a reader, and what is not sealed is not mapped.
-"""
+"""Extents behind a descriptor: they have no name, and no crash leaves anything behind. Invariant: a sealed extent
+cannot be truncated under a reader, and an unsealed one is not mapped."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from shmserve.shm.extents.base import MappedExtent, failed, reserve, resize
 from shmserve.shm.pages import map_shared
 
 SEAL_FUTURE_WRITE = 0x10
-"""Since kernel 5.1: mappings that exist may write, new ones may not. The standard library does not name it."""
+"""Since kernel 5.1: existing mappings may write, new ones may not. Python's standard library has no constant for it."""
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NOEXEC_SEAL = 0x8
 _TMPFS_MAGIC = 0x01021994
@@ -29,20 +28,21 @@ class MemfdExtent(MappedExtent):
 
 
 def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
-    """A sealed extent with warm pages. With `seal_future_write` only this process, by this mapping, can ever write."""
+    """Creates a sealed extent with warm pages. With `seal_future_write`, only this process can write, through this
+    mapping."""
     return _create(size, seal_future_write, None)
 
 
 def create_cold(size: int, promised: int) -> MemfdExtent:
-    """A sealed extent whose pages its maker has to warm before they are used. `promised`: bytes of other extents that
-    are still cold."""
+    """Creates a sealed extent whose pages the creator must warm before use. `promised`: bytes of other extents that are
+    still cold."""
     made = _create(size, False, promised)
     made.cold = True
     return made
 
 
 def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:
-    """`promised`: of a cold one."""
+    """`promised`: see `create_cold`; None: with warm pages."""
     if size <= 0:
         raise Internal(f"an extent of {size} bytes was asked for")
     fd = _open()
@@ -65,7 +65,7 @@ def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdEx
 
 
 def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
-    """Maps another process's extent. The descriptor is this function's to close, also where it raises."""
+    """Maps another process's extent. Takes ownership of the descriptor, and closes it on errors."""
     try:
         verify(fd, size)
         pages = map_shared(fd, size, writable)
@@ -82,7 +82,7 @@ def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
 
 
 def verify(fd: int, size: int) -> None:
-    """InvalidRequest unless `fd` is a memfd of exactly `size` bytes that nobody can cut short any more."""
+    """Raises InvalidRequest unless `fd` is a memfd of exactly `size` bytes that can no longer be truncated."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or not _is_tmpfs(fd):
         raise InvalidRequest("the descriptor of a segment must be a memfd; this one is something else")
@@ -106,7 +106,7 @@ def _open() -> int:
     try:
         return os.memfd_create("shmserve", flags | _NOEXEC_SEAL)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know the flag
+        if error.errno != errno.EINVAL:  # kernels before 6.3 do not support the flag
             raise Unavailable(f"cannot make shared memory: {error.strerror}") from error
     try:
         return os.memfd_create("shmserve", flags)
@@ -115,7 +115,7 @@ def _open() -> int:
 
 
 def _is_tmpfs(fd: int) -> bool:
-    """Not so for huge pages, where a touch can fail although the size is sealed."""
+    """Whether it is on tmpfs. Huge pages are refused, because an access can fail although the size is sealed."""
     answer = (ctypes.c_long * 32)()
     if _fstatfs(fd, answer) != 0:
         number = ctypes.get_errno()

@@ -1,8 +1,8 @@
-"""Extents with a name, through posix_ipc. The rule of the file: a name tells who made it, so that what a dead process
-left over can be found, and nothing else is ever removed.
+"""Extents with a name, through posix_ipc. Invariant: the name contains the creator, so that segments left by dead
+processes can be found, and no others are removed.
 
-Nothing here stops the maker of a named segment from cutting it short under its readers, who then die by SIGBUS: map
-such segments of others only in a worker, which may die.
+Nothing here prevents the creator of a named segment from truncating it under its readers, which die by SIGBUS: map such
+segments of other processes only in workers, which may die.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class PosixExtent(MappedExtent):
     _maker = 0
 
     def unlink(self) -> None:
-        """Takes the name away; who has it mapped keeps the pages. May be called again. Does nothing but for the maker:
-        neither the other side nor a forked child may take the name from those who still need it."""
+        """Removes the name; existing mappings stay valid. May be called again. Only the creator removes it: neither the
+        other side nor a forked child may remove a name that is still needed."""
         maker, self._maker = self._maker, 0
         if self.name is None or maker != os.getpid():
             return
-        with suppress(posix_ipc.ExistentialError):  # removed by hand: it is gone, which is what was wanted
+        with suppress(posix_ipc.ExistentialError):  # already removed by hand
             posix_ipc.unlink_shared_memory(self.name)
 
     def bequeath(self) -> None:
-        """The name stays when this process goes, as others may not have opened it yet. Somebody will `remove` it."""
+        """Keeps the name when this process exits, because others may not have opened it yet; the broker will `remove`
+        it."""
         self._maker = 0
 
     def close(self) -> None:
@@ -51,7 +52,7 @@ class PosixExtent(MappedExtent):
 
 
 def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExtent:
-    """A named extent with warm pages. `group` is a gid, for whom `mode` (0o640, 0o660) opens it."""
+    """Creates a named extent with warm pages. `group` is the gid for which `mode` (0o640, 0o660) allows access."""
     if size <= 0:
         raise Internal(f"an extent of {size} bytes was asked for")
     pid = os.getpid()
@@ -78,8 +79,8 @@ def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExten
 
 
 def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> PosixExtent:
-    """Maps `size` bytes of what another process made. With `uid`, only what belongs to that user: a caller who names
-    a segment of somebody else must not get at it through us."""
+    """Maps `size` bytes of another process's segment. With `uid`, it must belong to that user: a caller must not use
+    the server to reach a segment of another user."""
     if not _NAME.fullmatch(name) or name.strip("/") in (".", ".."):
         raise InvalidRequest("a shared memory name is up to 250 of the characters A-Z a-z 0-9 _ . - behind one slash")
     name = "/" + name.lstrip("/")
@@ -107,22 +108,22 @@ def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> P
 
 
 def is_made_by(pid: int, name: str) -> bool:
-    """Whether the name is one that the process would give."""
+    """Whether the process `pid` would create a segment of this name."""
     ours = _OURS.fullmatch(name.removeprefix("/"))
     return ours is not None and int(ours[1]) == pid
 
 
 def remove(name: str) -> None:
-    """Takes a name away that was bequeathed, or left behind by a death."""
-    with suppress(posix_ipc.ExistentialError):  # its maker was quicker
+    """Removes a name that was bequeathed, or left behind by a dead process."""
+    with suppress(posix_ipc.ExistentialError):  # already removed by its creator
         posix_ipc.unlink_shared_memory(name)
 
 
 def sweep(pid: int = 0, keep: Container[str] = ()) -> int:
-    """Removes the named segments that dead processes of this machine left behind, or one of them, but for the names in
+    """Removes named segments that dead processes of this machine, or one of them, left behind, except the names in
     `keep`; returns how many.
 
-    A name is judged only where its pid means something here, in the pid namespace that it was made in.
+    A name is checked only in the pid namespace in which it was created, as its pid is meaningless elsewhere.
     """
     here, removed = _namespace(), 0
     for entry in os.listdir(_DIRECTORY):
@@ -134,13 +135,13 @@ def sweep(pid: int = 0, keep: Container[str] = ()) -> int:
         try:
             posix_ipc.unlink_shared_memory("/" + entry)
         except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
-            continue  # another sweep was faster, or it is another user's to remove
+            continue  # removed by another sweep, or owned by another user
         removed += 1
     return removed
 
 
 def _start_time(pid: int) -> int:
-    """When the process began, in clock ticks since boot: pid and this together are never used twice."""
+    """Returns the start time of a process in clock ticks since boot: the pair of pid and start time is unique."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
     fields = text[text.rindex(b")") + 2 :].split()
@@ -155,7 +156,7 @@ def _lives(pid: int, started: int) -> bool:
     except ProcessLookupError:
         return False
     except FileNotFoundError:
-        pass  # dead, or hidden by how /proc is mounted: the signal 0 tells
+        pass  # dead, or hidden by mount options of /proc: signal 0 decides
     except PermissionError:
         return True
     try:
