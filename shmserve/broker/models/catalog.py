@@ -39,7 +39,7 @@ from shmserve.repo.storage.snapshot import Snapshot, take
 from shmserve.repo.storage.store import Found, find_model, model_names, scan_model
 
 PINS = "pins"
-"""Worker setting: the file that describes model files which were not copied, to detect changes."""
+"""Worker setting: path of pins.json, with size and time of model files that were linked, not copied."""
 
 
 class Reading(NamedTuple):

@@ -1,6 +1,6 @@
-"""The settings of the log that can be changed while the server runs, by Triton's names.
+"""Log settings that can be changed at run time, with Triton's names.
 
-The rule of the file: of a change all is done or nothing, and where the log goes is not changed from afar.
+Invariant: a change is applied completely or not at all, and the target of the log cannot be changed by clients.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NAMES = ("log_file", "log_info", "log_warning", "log_error", "log_verbose_level
 
 
 class LogSettings:
-    """`tracing` is told whether each batch is to be logged."""
+    """`tracing` is called with whether to log each batch."""
 
     def __init__(self, settings: argparse.Namespace, tracing: Callable[[bool], None]) -> None:
         self._settings = argparse.Namespace(**vars(settings))
         self._tracing = tracing
 
     def document(self) -> dict[str, Any]:
-        """As Triton has it; of the file only its name, as directories are nobody's business."""
+        """In Triton's form. Only the name of the log file, without its directory, which must not be disclosed."""
         now = self._settings
         return {
             "log_file": Path(now.log_file).name if now.log_file is not None else "",
@@ -39,7 +39,7 @@ class LogSettings:
         }
 
     def change(self, body: bytes) -> dict[str, Any]:
-        """`body`: the settings that change, as JSON. Raises InvalidRequest and Unsupported."""
+        """`body`: the changed settings as JSON. Raises InvalidRequest and Unsupported."""
         changes = {}
         for name, value in setting_names(body, "log", _NAMES).items():
             if value is not None:
@@ -60,7 +60,7 @@ class LogSettings:
 
 
 def setting_names(body: bytes, what: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-    """The JSON object of a change, if it has no other names than these."""
+    """The JSON object of a change. InvalidRequest if it has other names than these."""
     try:
         found = msgspec.json.decode(body or b"{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

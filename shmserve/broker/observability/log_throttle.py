@@ -1,8 +1,7 @@
-"""Limits how much of a child process's output is logged: identical consecutive lines are counted, not repeated, and
-within a second at most so many lines and bytes pass.
+"""Rate limit for logging a child process's output. Consecutive identical lines are counted instead of repeated.
 
-Pure: the caller passes the time. A window of one second, not a token bucket: what is logged is then contiguous, and
-one line says what the rest of that second was.
+Pure: the caller passes the time. The limit applies to windows of one second instead of a token bucket, so that logged
+lines are contiguous and one notice covers the rest of that second.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ WINDOW_S = 1.0
 
 
 class Rate(Struct, frozen=True):
-    """What is logged of one child in a second (--log-worker-lines, --log-worker-bytes). 0: no limit."""
+    """Limits per second and child (--log-worker-lines, --log-worker-bytes). 0: no limit."""
 
     lines: int = 200
     bytes: int = 1 << 20
@@ -31,7 +30,7 @@ class Rate(Struct, frozen=True):
 class Throttle:
     def __init__(self, rate: Rate) -> None:
         self.trailing = 0
-        """Lines dropped since the last one that passed."""
+        """Lines dropped since the last one that was admitted."""
         self._rate = rate
         self._until = float("-inf")
         """End of the window."""
@@ -43,11 +42,11 @@ class Throttle:
 
     @property
     def pending(self) -> bool:
-        """There is something to be said by `flush`."""
+        """Whether `flush` has notices."""
         return bool(self._dropped or self._repeats)
 
     def admit(self, lines: Sequence[bytes], now: float) -> Iterator[bytes | str]:
-        """What is to be logged: lines (bytes), and notices about others (str)."""
+        """What to log: lines (bytes), and notices about other lines (str)."""
         if now >= self._until:
             yield from self.flush()
             self._until = now + WINDOW_S
@@ -70,7 +69,7 @@ class Throttle:
             yield line
 
     def is_full(self, now: float) -> bool:
-        """Nothing passes until the window ends."""
+        """Whether all lines are dropped until the window ends."""
         return self._full and now < self._until
 
     def drop(self, lines: int, size: int) -> None:
@@ -84,7 +83,7 @@ class Throttle:
         return bool((rate.lines and self._lines >= rate.lines) or (rate.bytes and self._bytes + size > rate.bytes))
 
     def flush(self) -> Iterator[str]:
-        """Notices about what has not been logged since the last call."""
+        """Notices about repeated and dropped lines since the last call."""
         yield from self._repeated()
         if self._dropped:
             dropped = f"{self._dropped:,} lines ({bytes_text(self._dropped_bytes)}) of output were dropped"

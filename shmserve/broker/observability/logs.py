@@ -1,8 +1,8 @@
-"""The server's log: levels, format, and the handler that writes to stderr or a file.
+"""The server's log: levels, formats, and the handler that writes to stderr or a file.
 
-Invariant: a record is one line that begins with its time, whatever its text, so none can be forged. Only a traceback
-follows it, line by line and indented. As JSON it is the line alone. A log that cannot be written (disk full, reader
-gone) never raises, prints tracebacks or blocks: it costs one notice when that begins and one when it ends.
+Invariant: a record is one line that begins with its time, whatever its text, so that none can be forged. Only the
+indented lines of a traceback follow it; JSON has no further lines. If the log cannot be written (disk full, reader
+gone), logging neither raises, prints tracebacks nor blocks: one notice reports the beginning and one the end.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shmserve.broker.observability.log_throttle import repeated
 
 FORMATS = ("default", "ISO8601", "json")
 UNESCAPED = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
-"""Environment variable of Triton's: 0 leaves messages as they are."""
+"""Triton's environment variable: 0 disables the escaping of messages."""
 INDENT = "    "
 TRACEBACK = "traceback"
-"""The field with the traceback of a model."""
+"""Name of the field that contains a model's traceback."""
 
 _WAIT_S = 0.1
 """How long a pipe, socket or terminal may take to accept a record before the record is lost."""
 _WAIT_SHARE = 0.1
-"""The part of our time that is spent on such waits at most."""
+"""Most of the process's time that is spent on such waits."""
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -46,7 +46,7 @@ _log = logging.getLogger("shmserve")
 
 
 def set_up(settings: argparse.Namespace) -> None:
-    """Replaces what was set up before. Raises OSError if the file cannot be opened."""
+    """Replaces the previous setup. Raises OSError if the file cannot be opened."""
     handler = Handler(Path(settings.log_file) if settings.log_file is not None else None)
     triton = settings.triton_compatible and settings.log_format != "json"
     handler.setFormatter((TritonFormatter if triton else Formatter)(settings.log_format))
@@ -61,13 +61,13 @@ def set_up(settings: argparse.Namespace) -> None:
 
 
 def flush() -> None:
-    """Logs the count of repeats that have been collapsed so far. To be called now and then."""
+    """Logs the count of collapsed repeats. Call it periodically."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 class _Outage(Struct):
-    """Since when, and why, the log cannot be written."""
+    """Since when and why the log cannot be written."""
 
     began: float
     reason: str
@@ -75,8 +75,8 @@ class _Outage(Struct):
 
 
 class Handler(logging.Handler):
-    """Appends to a file, which is opened again when it was renamed or removed (log rotation), or writes to stderr.
-    Identical consecutive records are counted, not repeated."""
+    """Appends to a file, which it reopens after a rename or removal (log rotation), or writes to stderr. Consecutive
+    identical records are counted instead of repeated."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Handler(logging.Handler):
         self._outage: _Outage | None = None
         self._no_wait_until = 0.0
         self._torn = False
-        """The last record was written in part only."""
+        """The last record was written only in part."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -99,7 +99,7 @@ class Handler(logging.Handler):
             self.flush()
             self._last = key
             self._write(record)
-        except Exception:  # a fault of ours in formatting
+        except Exception:  # a bug in formatting
             self.handleError(record)
 
     def flush(self) -> None:
@@ -138,7 +138,7 @@ class Handler(logging.Handler):
             self._poll.register(self._descriptor, select.POLLOUT)
 
     def _follow(self) -> None:
-        """Opens the file again if another one, or none, has its name now."""
+        """Reopens the file if its name refers to another file, or to none."""
         if self._path is None:
             return
         try:
@@ -169,7 +169,8 @@ class Handler(logging.Handler):
             if self._poll is None:
                 written = os.write(self._descriptor, data)
             elif self._is_writable(self._poll):
-                written = os.write(self._descriptor, data[: select.PIPE_BUF])  # what poll says will not block
+                # After poll, a write of up to PIPE_BUF bytes does not block.
+                written = os.write(self._descriptor, data[: select.PIPE_BUF])
             else:
                 raise BlockingIOError(errno.EAGAIN, "the reader does not read")
             data = data[written:]
@@ -207,20 +208,20 @@ def _record(level: int, text: str) -> logging.LogRecord:
 
 
 def say(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
-    """A record about what `fields` name: model, version, instance, client and more, for programs."""
+    """Logs a record. `fields`: model, version, instance, client and others, for programs that read the log."""
     _log.log(_LEVELS[level], "%s", text, extra={"fields": fields} if fields else None, stacklevel=2)
 
 
 def printable(text: str) -> str:
-    """A line that cannot forge another: control characters are escaped."""
+    """Escapes control characters, so that a line cannot forge another."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class Formatter(logging.Formatter):
-    """`default`: local time, level, message. `ISO8601`: the same with the time in UTC. `json`: an object, for programs,
-    with time (in UTC), level, message, and what the record is about."""
+    """`default`: local time, level, message. `ISO8601`: the same with the time in UTC. `json`: an object with time
+    (UTC), level, message and the record's fields."""
 
     def __init__(self, form: str) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -251,8 +252,8 @@ class Formatter(logging.Formatter):
 
 
 class TritonFormatter(Formatter):
-    """`default` and `ISO8601` as Triton writes them, with the process and the place in the source, and the message as a
-    JSON string: for programs that parse Triton's logs. As with Triton, an operator may turn the escaping off."""
+    """`default` and `ISO8601` in Triton's format, with pid, source location and the message as a JSON string, for
+    programs that parse Triton's logs. Escaping can be turned off as in Triton."""
 
     def __init__(self, form: str) -> None:
         super().__init__(form)

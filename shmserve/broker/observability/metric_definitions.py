@@ -1,7 +1,7 @@
-"""The metrics: their names, kinds, labels and meaning, and the text in which Prometheus reads them.
+"""The server's metrics: names, types, labels and meaning, and the Prometheus text format.
 
-The rule of the file: a metric is a row of FAMILIES, and docs/metrics.md has its tables from here. Rows that begin with
-nv_ have Triton's names and meaning.
+Invariant: each metric is a row of FAMILIES, from which the tables of docs/metrics.md are generated. Rows that begin
+with nv_ have Triton's names and meaning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 VERSION = ("model", "version")
 INSTANCE = ("model", "version", "model_instance")
-"""Prometheus has a label `instance` of its own: where it has read."""
+"""Not `instance`: Prometheus adds a label of this name for the scraped target."""
 
 
 class Family(Struct, frozen=True):
@@ -153,11 +153,11 @@ RESERVED = (
     "nv_pinned_memory_pool_total_bytes",
     "nv_pinned_memory_pool_used_bytes",
 )
-"""Triton's names for what is not here. They stand for nothing else."""
+"""Triton's names of metrics that do not exist here. Models must not use them either."""
 
 
 def label(text: str) -> str:
-    """A label's value between its quotes. It may be anything that a client or a directory is called."""
+    """Escapes a label's value, which may be any name of a client or directory."""
     return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
@@ -167,7 +167,7 @@ def labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
 
 
 class Page:
-    """Collects samples in any order; the text has those of a metric together."""
+    """Collects samples in any order; the text groups them by metric."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {
@@ -176,11 +176,11 @@ class Page:
         }
 
     def add(self, name: str, value: float, labels: str = "") -> None:
-        """One sample; `labels` are written out, without braces."""
+        """Adds one sample; `labels` is text without braces."""
         self._lines[name].append(f"{name}{{{labels}}} {value}" if labels else f"{name} {value}")
 
     def histogram(self, name: str, edges: list[str], counts: list[int], count: int, total: float, labels: str) -> None:
-        """`counts` are cumulative, one for each edge; `count` is of all, also of those beyond the last edge."""
+        """`counts` are cumulative, one for each edge; `count` includes values beyond the last edge."""
         lines = self._lines[name]
         lines += [f'{name}_bucket{{{labels},le="{edge}"}} {below}' for edge, below in zip(edges, counts, strict=True)]
         lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {count}')
@@ -188,7 +188,7 @@ class Page:
         lines.append(f"{name}_count{{{labels}}} {count}")
 
     def summary(self, name: str, quantiles: list[tuple[str, float]], count: int, total: int, labels: str) -> None:
-        """`quantiles`: what their label says, and the value, which may be nan."""
+        """`quantiles`: the label's value, and the value, which may be nan."""
         lines = self._lines[name]
         for quantile, value in quantiles:
             shown = "NaN" if math.isnan(value) else value
@@ -197,7 +197,7 @@ class Page:
         lines.append(f"{name}_count{{{labels}}} {count}")
 
     def text(self) -> str:
-        """Metrics without any sample are left out."""
+        """Omits metrics without samples."""
         return "".join("\n".join(lines) + "\n" for lines in self._lines.values() if len(lines) > 2)
 
 

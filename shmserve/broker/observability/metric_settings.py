@@ -1,4 +1,4 @@
-"""What --metrics-config says: which latencies the metrics have, and how summaries are cut."""
+"""The value of --metrics-config: which latency metrics to collect, and the quantiles of summaries."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class MetricSettings(Struct, frozen=True):
     summary_quantiles: tuple[float, ...] = QUANTILES
     cpu: bool = True
     interval_s: float = 0.0
-    """How often the machine's cores are looked at, at most."""
+    """Minimum interval between samples of the machine's CPU usage."""
 
 
 DEFAULTS = MetricSettings()
 
 
 def config(text: str) -> tuple[str, Any]:
-    """A value of --metrics-config, NAME=VALUE. Raises ValueError."""
+    """Parses a value of --metrics-config, NAME=VALUE. Raises ValueError."""
     name, equals, value = text.partition("=")
     if not equals or name not in _NAMES:
         close = get_close_matches(name, _NAMES, 1)
@@ -43,7 +43,7 @@ def config(text: str) -> tuple[str, Any]:
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
-    """QUANTILE:ERROR,... The error is accepted for Triton's sake: values are always within 1.6 %."""
+    """Parses QUANTILE:ERROR,... The error is accepted as in Triton but not used: values are always within 1.6 %."""
     found = []
     for pair in text.split(","):
         quantile, colon, error = pair.partition(":")
@@ -55,5 +55,5 @@ def _quantiles(text: str) -> tuple[float, ...]:
 
 
 def metric_settings(given: Sequence[tuple[str, Any]], cpu: bool, interval_s: float) -> MetricSettings:
-    """Given twice, the last counts."""
+    """The last value of a repeated setting counts."""
     return MetricSettings(**dict(given), cpu=cpu, interval_s=interval_s)

@@ -1,7 +1,7 @@
-"""What the server counts, as Prometheus reads it. Made when somebody asks; nothing is gathered in between.
+"""The server's metrics in Prometheus format, computed on request; nothing is collected in between.
 
-The rule of the file: it reads the core's tables and the kernel's, and changes neither. Of a version that has several
-generations at a time, or of an instance with two processes, there is one sample.
+Invariant: only reads the core's tables and the kernel's. A version with several generations, or an instance with two
+processes, has one sample.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shmserve.system import procfs
 from shmserve.version import version as installed
 
 SHOWN_CLIENTS = 20
-"""Each client is a series that goes with it: so many are named, and only while they hold something."""
+"""Number of clients with their own series. These end with the client, and exist only while it holds memory."""
 FIRST_BUCKET, LAST_BUCKET = 14, 36
-"""From 16 us to 69 s."""
+"""Buckets from 16 us to 69 s."""
 
 _EDGES = [f"{histogram.edge(bucket) / 1e9:.12g}" for bucket in range(FIRST_BUCKET, LAST_BUCKET + 1)]
 _VERSION_STATES = [(state, f',state="{state.value}"') for state in VersionState]
@@ -53,13 +53,13 @@ _SUMMARIES = (
     (_HITS, "hit", "cache_hit_ns"),
     (_MISSES, "miss", "cache_miss_ns"),
 )
-"""Metric, the window of Summaries that it shows, and the sum."""
+"""Metric, the attribute of Summaries with its window, and that of Statistics with its sum."""
 _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
-"""Of the other summaries it is that of successful requests."""
+"""Attributes with the counts; for the other summaries it is success_count."""
 
 
 class _Place(Struct):
-    """What the instances of one name have together, while one takes over from another."""
+    """Sums over the instances of one name, of which there are two while one replaces the other."""
 
     state: InstanceState
     current: bool
@@ -71,7 +71,7 @@ class _Place(Struct):
 
 
 class Metrics:
-    """`process_of` gives the pid of a worker, 0 for none; `ready` says whether the server is."""
+    """`process_of` returns the pid of a worker, or 0; `ready` whether the server is ready."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Metrics:
             self._instances(page, [version, *same], arenas)
 
     def _latencies(self, page: Page, counted: Statistics, cached: bool, named: str) -> None:
-        """Those that --metrics-config selects."""
+        """Adds the latency metrics that --metrics-config selects."""
         if self._settings.counter_latencies:
             for name, attribute in _TIMES:
                 page.add(name, getattr(counted, attribute) // 1000, named)
@@ -157,7 +157,7 @@ class Metrics:
             page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)
 
     def _instances(self, page: Page, generations: list[Version], arenas: dict[int, int]) -> None:
-        """The first generation is the one that serves."""
+        """`generations`: the first one is being served."""
         places: dict[str, _Place] = {}
         served = generations[0]
         for version in generations:
@@ -196,7 +196,7 @@ class Metrics:
     # ------------------------------------------------------------------------------------ memory and clients
 
     def _segments(self, page: Page) -> dict[int, int]:
-        """Gives the bytes of the segments of each worker."""
+        """Adds the metrics of segments; returns the bytes of segments by worker."""
         found: dict[int, int] = {}
         counts = {"client": 0, "worker": 0, "broker": 0}
         sizes = dict(counts)
@@ -287,7 +287,7 @@ def _times(page: Page, name: str, counts: list[int], ns: int, named: str) -> Non
 
 
 def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
-    """In buckets that double, up to the first that holds the largest."""
+    """Buckets double, up to the first that includes the largest."""
     sizes = counted.batches
     count = sum(batch.count for batch in sizes.values())
     rows = sum(rows * batch.count for rows, batch in sizes.items())
@@ -297,7 +297,7 @@ def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
 
 
 def _served_by(version: Version) -> dict[str, int]:
-    """How many of its instances are in which shape."""
+    """The number of instances in each state of shmserve_model_instances."""
     counts = {"ready": 0, "loading": 0, "lost": 0, "quarantined": 0}
     for instance in version.instances:
         if not (instance.over or instance.spec.passive or instance.replaces):

@@ -1,7 +1,7 @@
-"""What models count by themselves: the pages of their workers, read when metrics are asked for.
+"""Metrics that models define: pages of shared memory that workers write, read when metrics are requested.
 
-The rule of the file: what instances count under one name and the same labels is one sample. Counters and histograms are
-sums, also of processes that have ended, as long as their model is served; of gauges that are set, the last one counts.
+Invariant: one sample per name and labels. Counters and histograms are sums over instances, including exited processes
+as long as their model is served. Of gauges that are set, the value set last counts; others are sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmserve.shm.extents import memfd
 log = logging.getLogger("shmserve")
 
 PAGES = 16
-"""Of one worker, at most."""
+"""Most pages of one worker."""
 _OURS = frozenset([family.name for family in FAMILIES]) | frozenset(RESERVED)
 _Key = tuple[str, tuple[tuple[str, str], ...], str, tuple[float, ...]]
 
@@ -36,17 +36,17 @@ class _Sample(Struct):
 
 
 class Tallies:
-    """`served` says whether a model has anything running."""
+    """`served(model)`: whether the model has running instances."""
 
     def __init__(self, served: Callable[[str], bool]) -> None:
         self._served = served
         self._workers: dict[int, _Worker] = {}
         self._ended: dict[str, dict[_Key, _Sample]] = {}
-        """Of each model, what its workers had counted that have ended."""
+        """Model -> counts of its workers that have exited."""
         self._refused: set[str] = set()
 
     def add(self, peer: int, model: str, descriptor: int, size: int) -> None:
-        """A page, by its descriptor, which is closed here in every case."""
+        """Adds a page. Always closes its descriptor."""
         extent = memfd.attach(descriptor, size, False)
         worker = self._workers.setdefault(peer, _Worker(model))
         if len(worker.pages) < PAGES:
@@ -68,7 +68,7 @@ class Tallies:
             self.gone(peer)
 
     def text(self) -> str:
-        """As Prometheus reads it: families one after another."""
+        """All samples in Prometheus format, grouped by family."""
         for model in [model for model in self._ended if not self._served(model)]:
             del self._ended[model]
         found: dict[_Key, _Sample] = {}

@@ -1,4 +1,4 @@
-"""What a person sees while models load: a line for each version that is READY, then what to try."""
+"""Progress on the console: a line for each version that becomes READY, then commands to try."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ or over HTTP:
 
 
 class Progress:
-    """Called after each turn of the loop until the first round of loading has ended, then calls `ended(failed)`."""
+    """Reports the initial loading. Call `look` after each turn of the loop until it returns True."""
 
     def __init__(self, core: Core, ended: Callable[[int], None], show: Callable[[str], None]) -> None:
         self._core = core
@@ -50,12 +50,12 @@ class Progress:
         return [version for model in self._core.state.models.values() for version in model.versions.values()]
 
     def look(self) -> bool:
-        """True: nothing is loading any more, and the end has been told."""
+        """True: nothing is loading any more, and `ended(failed)` has been called."""
         versions = self.versions()
         for version in versions:
             if version.state is not VersionState.LOADING and version not in self._told:
                 self._told.add(version)
-                if version.state is VersionState.READY:  # of others the log says why they are not
+                if version.state is VersionState.READY:  # the log has the reasons of the others
                     seconds = time.monotonic() - self._started
                     self._show(f"[{len(self._told)}/{len(versions)}] {version.label} READY after {seconds:.1f} s")
         if len(self._told) < len(versions):

@@ -1,7 +1,7 @@
-"""What the service manager is told: what is waited for, ready, alive, reloading, stopping (sd_notify's protocol).
+"""Notifies the service manager (sd_notify): status, readiness, watchdog, reload and stop.
 
-The rule of the file: WATCHDOG=1 is sent by a timer of the broker's own loop and by nothing else, so that a loop that
-hangs is not fed. Without a manager nothing here costs anything.
+Invariant: WATCHDOG=1 is sent only by a timer of the broker's loop, so that a hung loop misses the watchdog. Without a
+service manager there is no cost.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shmserve.core.states import VersionState
 from shmserve.system.service_manager import Manager
 
 BEAT_S = 5.0
-"""How often the manager hears from us, at least."""
+"""Longest interval between heartbeats to the service manager."""
 EXTENSION_S = 60.0
-"""While models load, each beat asks for so much more time. What takes too long to load is ended by the core."""
+"""Start timeout requested with each heartbeat while models load. The core ends loads that take too long."""
 STOP_S = 10.0
-"""Asked for beyond the time that requests in flight have at a stop. The server ends well before (stop_deadline.py)."""
+"""Stop timeout requested beyond that for requests in flight. The server exits well before (stop_deadline.py)."""
 NAMES = 8
-"""Models named in a status, at most; a line is short."""
+"""Most models named in the status line."""
 
 
 class Census(NamedTuple):
-    """How it stands with the models."""
+    """Models by state."""
 
     total: int
     loading: list[str]
@@ -48,7 +48,7 @@ class Census(NamedTuple):
         return cls(total, loading, failed)
 
     def text(self) -> str:
-        """In one line, for `systemctl status`."""
+        """One line, for `systemctl status`."""
         if self.loading:
             text = f"loading {len(self.loading)} of {self.total} models: {_some(self.loading)}"
         else:
@@ -62,7 +62,7 @@ def _some(names: list[str]) -> str:
 
 
 class Announcer:
-    """Tells the manager what there is to tell, from `begin` to `close`. `in_flight` counts requests."""
+    """Sends notifications from `begin` to `close`. `in_flight` returns the number of requests."""
 
     def __init__(
         self, loop: Any, manager: Manager, models: Callable[[], Iterable[Model]], in_flight: Callable[[], int]
@@ -79,37 +79,37 @@ class Announcer:
         self._reloading = False
 
     def begin(self) -> None:
-        """Before the repositories are read."""
+        """Called before the repositories are read."""
         if self._manager:
             self._beat()
 
     def look(self) -> None:
-        """Something may have changed: tells the status, if it is another one."""
+        """Sends the status if it has changed."""
         if self._manager:
             self._say()
 
     def ready(self) -> None:
-        """The first round of loading has ended."""
+        """Called when the initial loading has finished."""
         self._ready = True
         if self._manager:
             self._say("READY=1", once=True)
 
     def reloading(self) -> None:
-        """The repositories are read again."""
+        """Called when the repositories are reread."""
         self._reloading = True
         if self._manager and self._ready and not self._stopping:
             now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
             self._say("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
 
     def reloaded(self) -> bool:
-        """What came of it is served, or has failed. False: that is known already."""
+        """Called when the reread models are served or have failed. False: this was reported already."""
         known, self._reloading = not self._reloading, False
         if self._manager and self._ready and not (self._stopping or known):
             self._say("READY=1", once=True)
         return not known
 
     def stopping(self, limit_s: float) -> None:
-        """No request is taken any more; those in flight have so long."""
+        """Called when requests are no longer accepted; `limit_s` is the time for those in flight."""
         first, self._stopping = not self._stopping, True
         if self._manager and first:
             self._say("STOPPING=1", _extension(limit_s + STOP_S), once=True)

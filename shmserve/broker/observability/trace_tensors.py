@@ -1,4 +1,4 @@
-"""Tensors in the file of traces, in Triton's form: numbers as text, separated by commas."""
+"""Tensors in the trace file, in Triton's format: numbers as text, separated by commas."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from shmserve.protocol.messages import Handle, Tensor
 
 ELEMENTS = 1000
-"""More of a tensor are not written: a large one would keep the broker from its requests."""
+"""Most elements written of a tensor, so that a large one does not block the broker."""
 STRING_BYTES = 65536
-"""Of a tensor of strings."""
+"""Most bytes written of a tensor of strings."""
 _CODES = {
     "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i",
     "INT64": "q", "FP16": "e", "FP32": "f", "FP64": "d", "BF16": "H",
 }  # fmt: skip
 
 Read = Callable[[tuple[Handle, ...]], bytes | None]
-"""The bytes of a tensor's parts; None if the broker cannot read them: they have a name, or are on a GPU."""
+"""The bytes of a tensor's parts; None if the broker cannot read them: named segments, or GPU memory."""
 
 
 def activities(number: int, activity: str, tensors: Iterable[Tensor], read: Read) -> Iterator[dict[str, Any]]:
@@ -29,7 +29,7 @@ def activities(number: int, activity: str, tensors: Iterable[Tensor], read: Read
 
 
 def _data(tensor: Tensor, read: Read) -> str:
-    """The first elements. "": it cannot be read."""
+    """The first elements; "" if they cannot be read."""
     code = _CODES.get(tensor.dtype)
     most = struct.calcsize(f"<{ELEMENTS}{code}") if code else STRING_BYTES
     if isinstance(tensor.data, bytes):

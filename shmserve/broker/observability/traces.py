@@ -1,6 +1,6 @@
-"""Samples of requests, traced: their settings, by Triton's names, and the file that they are written to, in its format.
+"""Request traces: the settings, with Triton's names, and the trace file, in Triton's format.
 
-The rule of the file: while nothing is sampled, the core's table of samples is empty, and requests pay nothing.
+Invariant: while nothing is traced, the core's table of samples is empty, and requests incur no cost.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shmserve.errors import InvalidRequest, Unsupported
 NAMES = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency", "trace_mode")
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _OLD_LEVELS = {"MIN": "TIMESTAMPS", "MAX": "TIMESTAMPS"}
-"""Names that Triton's flags take as well."""
+"""Values that Triton's flags accept as well."""
 OFF = ("OFF",)
 MOST = 2**31 - 1
 FLUSH_S = 0.2
-"""How long a trace waits for others before all of them are written."""
+"""How long traces are buffered before they are written."""
 _LEAST = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
 _KEYS = {"rate": "trace_rate", "count": "trace_count", "level": "trace_level", "mode": "trace_mode"}
 _FILE_KEYS = {"file": "trace_file", "log-frequency": "log_frequency"}
@@ -36,7 +36,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Setting(Struct):
-    """None: as the wider one has it."""
+    """None: use the server's value, or that of the command line."""
 
     trace_level: tuple[str, ...] | None = None
     trace_rate: int | None = None
@@ -44,7 +44,7 @@ class Setting(Struct):
     log_frequency: int | None = None
 
     def under(self, other: Setting) -> Setting:
-        """The same, with what it leaves open taken from the other."""
+        """A copy with unset values taken from `other`."""
         names = self.__struct_fields__
         return Setting(*(getattr(other if getattr(self, name) is None else self, name) for name in names))
 
@@ -53,7 +53,7 @@ DEFAULTS = Setting(OFF, 1000, -1, 0)
 
 
 class TraceSettings:
-    """`samples` is the core's table, kept as the settings say. `known` gives the names of the models that there are."""
+    """`samples` is the core's table, kept in line with the settings. `known` returns the names of models."""
 
     def __init__(
         self, given: Mapping[str, Any], samples: dict[str, Sample], known: Callable[[], Collection[str]]
@@ -65,15 +65,15 @@ class TraceSettings:
         self._server = self._at_start = Setting(**at_start).under(DEFAULTS)
         self._models: dict[str, Setting] = {}
         self._made_of: dict[str, Setting] = {}
-        """Model -> what its sample was made of."""
+        """Model -> the setting of its current sample."""
         self._arrange()
 
     def of(self, model: str) -> Setting:
-        """What counts for the model; "" is for those without settings of their own."""
+        """The effective setting for a model; "" for models without their own."""
         return self._models.get(model, Setting()).under(self._server)
 
     def document(self, model: str) -> dict[str, Any]:
-        """In Triton's form, where numbers are texts. The count is of what is left."""
+        """In Triton's form, with numbers as strings. The count is what remains."""
         if model:
             self._find(model)
         now = self.of(model)
@@ -88,7 +88,7 @@ class TraceSettings:
         }
 
     def change(self, model: str, body: bytes) -> dict[str, Any]:
-        """`body`: the settings that change, as JSON; null: the wider one counts again. Raises InvalidRequest and
+        """`body`: the changed settings as JSON; null restores the inherited value. Raises InvalidRequest and
         Unsupported."""
         if model:
             self._find(model)
@@ -103,7 +103,7 @@ class TraceSettings:
         else:
             self._models[model] = after
         if found:
-            self._made_of.pop(model, None)  # what is set counts from now on, even if it was so before
+            self._made_of.pop(model, None)  # restart the sample even if the values are equal
         self._arrange()
         if found:
             whose = f"of model '{model}'" if model else "of the server"
@@ -115,7 +115,7 @@ class TraceSettings:
             raise InvalidRequest(f"Request for unknown model : {model}")
 
     def _arrange(self) -> None:
-        """Samples of which the settings have changed begin anew, others go on."""
+        """Restarts samples whose settings have changed; the others continue."""
         wanted = {model: self.of(model) for model in ("", *self._models)}
         if all(setting.trace_level == OFF for setting in wanted.values()):
             wanted.clear()
@@ -134,8 +134,8 @@ class TraceSettings:
 
 
 class TraceFile:
-    """Where traces go: to the log if there is no file. With a frequency each so many of them fill a file of their own,
-    FILE.0, FILE.1 and so on. A file is JSON at any time."""
+    """Writes traces to a file, or to the log if there is none. With log_frequency N, a new file starts after every N
+    traces: FILE.0, FILE.1 and so on. A file is valid JSON at any time."""
 
     def __init__(self, loop: Any, path: Path | None, frequency: Callable[[str], int], read: Read) -> None:
         self._loop = loop
@@ -145,9 +145,9 @@ class TraceFile:
         self._lines: list[bytes] = []
         """Not written yet."""
         self._ends: dict[Path, int] = {}
-        """File -> where its array goes on."""
+        """File -> offset at which its array continues."""
         self._now = path
-        """The file that is written to."""
+        """The current file."""
         self._in_file = 0
         self._files = 0
         self._timer: Any = None
@@ -166,7 +166,7 @@ class TraceFile:
             self._flush()
             self._now, self._in_file = place, 0
         self._lines += lines(traced, self._read)
-        if not traced.parent:  # a step or call stands with the trace of its request
+        if not traced.parent:  # the trace of a step or call belongs to that of its request
             self._in_file += 1
         if frequency and self._in_file >= frequency:
             self._flush()
@@ -176,7 +176,7 @@ class TraceFile:
             self._timer = self._loop.call_later(FLUSH_S, self._flush_soon)
 
     def _log(self, traced: Traced) -> None:
-        """Not more than some in a second: logs are read by people."""
+        """Logs a limited number per second, as people read the log."""
         second = traced.answered // 1_000_000_000
         if second != self._second:
             self._second, self._in_second = second, 0
@@ -209,15 +209,14 @@ class TraceFile:
             self._ends[self._now] = end + len(data)
 
     def close(self) -> None:
-        """What has not been written is written now."""
+        """Writes what is buffered."""
         if self._timer is not None:
             self._timer.cancel()
         self._flush()
 
 
 def lines(traced: Traced, read: Read) -> list[bytes]:
-    """Of one trace, as Triton writes it: who it was, then its times, in nanoseconds of the monotonic clock, and its
-    tensors."""
+    """The lines of one trace in Triton's format: its identity, tensors, and timestamps in ns of the monotonic clock."""
     fields, number = traced.fields, traced.number
     who: dict[str, Any] = {"id": number, "model_name": fields["model"], "model_version": fields["version"]}
     if "id" in fields:
@@ -241,8 +240,8 @@ def lines(traced: Traced, read: Read) -> list[bytes]:
 
 
 def config(text: str) -> tuple[str, Any]:
-    """A value of --trace-config: `triton,file=PATH`, `triton,log-frequency=N`, `level=L`, `rate=N`, `count=N` or
-    `mode=triton`, as setting and value. Raises ValueError."""
+    """Parses a value of --trace-config: `triton,file=PATH`, `triton,log-frequency=N`, `level=L`, `rate=N`, `count=N` or
+    `mode=triton`. Returns setting and value. Raises ValueError."""
     name, comma, rest = text.rpartition(",")
     key, equals, value = rest.partition("=")
     keys = _FILE_KEYS if comma else _KEYS
@@ -264,7 +263,7 @@ def _checked(name: str, value: Any) -> Any:
         raise Unsupported(
             "trace file location can not be updated through network protocol; --trace-config triton,file= names it"
         )
-    if isinstance(value, list) and name != "trace_level":  # as gRPC has all values
+    if isinstance(value, list) and name != "trace_level":  # gRPC sends every value as a list
         if len(value) > 1:
             raise InvalidRequest(f"expect only 1 value for '{name}'")
         value = value[0] if value else None
@@ -281,7 +280,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Those of --trace-config together. Levels add up, as in Triton; of the rest the last counts."""
+    """All values of --trace-config as settings. Levels add up, as in Triton; otherwise the last value counts."""
     found = dict(values)
     levels = [level for name, value in values if name == "trace_level" for level in value or OFF]
     if levels:
