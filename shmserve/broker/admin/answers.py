@@ -1,4 +1,4 @@
-"""Questions that the core passes on: answered at once, or when what they wait for is known."""
+"""Answers queries that the core passes on: at once, or when what they wait for is known."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shmserve.broker.models.operations import Operations
 from shmserve.protocol.messages import Answer, Ask, Cancel
 
 NOTIFIED = 64
-"""Questions that have waited and are answered in one turn."""
+"""Most deferred queries answered per turn."""
 
 Waiting = dict[int, list[Ask]]
-"""Questions by peer."""
+"""Queries by peer."""
 
 
 class Answers:
-    """`roles_of` gives the roles of a peer, bits of shmserve.protocol.roles."""
+    """`roles_of` returns the roles of a peer, as bits of shmserve.protocol.roles."""
 
     def __init__(
         self, control: Control, probes: Probes, tell: Callable[[int, Any], None], roles_of: Callable[[int], int]
@@ -28,15 +28,15 @@ class Answers:
         self._probes = probes
         self._tell = tell
         self._shared: Shared | None = None
-        """Answers built in this turn, in which nothing changes that they say. None between turns."""
+        """Answers built in this turn, during which they cannot change. None between turns."""
         self._awaiting: Waiting = {}
-        """Asked to be notified when all is loaded."""
+        """To be answered when loading has finished."""
         self._models: Waiting = {}
-        """Wait for a look at the disk."""
+        """Wait until the repositories have been read."""
         self._due: Waiting = {}
         """What they waited for is known."""
         self._held: Waiting = {}
-        """Due as well, but the peer is behind."""
+        """Due as well, but the peer is behind with reading."""
         self._behind: set[int] = set()
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class Answers:
         self._shared = None
 
     def notify(self) -> None:
-        """Sending puts an event, so another turn follows for those that are left."""
+        """Answers queries that are due. Sending adds an event, so another turn follows for the rest."""
         if self._awaiting and not self._control.is_loading():
             self._move(self._awaiting)
         if self._due:
@@ -58,7 +58,7 @@ class Answers:
                 asks = self._due.pop(peer)
                 ask = asks.pop(0)
                 if asks:
-                    self._due[peer] = asks  # behind the others
+                    self._due[peer] = asks  # after the other peers
                 self._answer(peer, ask, shared)
 
     def query(self, peer: int, ask: Ask | Cancel, operations: Operations) -> None:
@@ -102,7 +102,7 @@ class Answers:
         waiting.clear()
 
     def _answer_ready(self, peer: int, ask: Ask, ready: bool) -> None:
-        if ready:  # as far as the model knows
+        if ready:  # according to the model
             self._answer(peer, ask)
         else:
             self._tell(peer, Answer(ask.request, b'{"ready":false}'))

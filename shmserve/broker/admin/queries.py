@@ -1,4 +1,4 @@
-"""Answers to questions about the server and its models. Reads the core's tables, changes nothing."""
+"""Answers to queries about the server and its models. Only reads the core's tables."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""Of the KServe protocol: what of them is here."""
+"""Extensions of the KServe protocol that are supported."""
 METRICS_PERIOD_S = 1.0
 METRICS_SHARE = 0.05
-"""Of the broker's time, what building metrics may take."""
+"""Most of the broker's time to spend on building metrics."""
 CHUNK = FIELD_BYTES // 2
 Shared = dict[tuple[str, str, int, bool], list[bytes]]
 
@@ -44,19 +44,19 @@ Shared = dict[tuple[str, str, int, bool], list[bytes]]
 class Control:
     def __init__(self, core: Core, catalog: Catalog, name: str, version: str, strict: bool) -> None:
         self.process_of: Callable[[int], int] = lambda peer: 0
-        """The pid of a worker."""
+        """Returns the pid of a worker."""
         self.differences: Container[int] = ()
         """The sources of versions that differ from what is in the repository."""
         self.failed = False
-        """The server could not be initialized: it runs so that its operator can ask why, and is not live."""
+        """Initialization failed: the server is not live, and runs only so that its operator can query the reason."""
         self.metrics: Callable[[], str] = lambda: ""
-        """Builds the text."""
+        """Builds the metrics text."""
         self.metrics_budget = True
-        """Building it takes at most a twentieth of the time: beyond that, clients get the last one."""
+        """Whether to spend at most METRICS_SHARE of the time on it; beyond that, clients get the last text."""
         self.clock: Callable[[], float] = time.monotonic
         self._metrics = msgspec.Raw(b'""')
         self._metrics_spent = 0.0
-        """Seconds, since the budget was last renewed."""
+        """Seconds since the budget was renewed."""
         self._metrics_renewal = 0.0
         self._core = core
         self._catalog = catalog
@@ -76,12 +76,12 @@ class Control:
         }
 
     def add(self, answers: Mapping[str, Callable[[Ask], Any]]) -> None:
-        """Questions, and small operations, that others answer."""
+        """Adds queries and small operations that other modules answer."""
         self._answers.update(answers)
 
     def answer(self, ask: Ask, roles: int, shared: Shared) -> list[Answer | Fail]:
-        """The messages of the answer, in order. `shared`: answers that were built while nothing could change; equal
-        questions get the same."""
+        """The messages of the answer, in order. `shared`: answers built while nothing could change, reused for equal
+        queries."""
         operator = bool(roles & OPERATE)
         key = (ask.what, ask.model, ask.version, operator)
         pieces = shared.get(key)
@@ -107,11 +107,11 @@ class Control:
         body = msgspec.json.encode(found)
         return [body[start : start + CHUNK] for start in range(0, len(body), CHUNK)]
 
-    # ------------------------------------------------------------------------------------ the questions
+    # ------------------------------------------------------------------------------------ queries
 
     def server_ready(self) -> bool:
-        """With strict readiness every version must be READY; without it, loading must only have ended. A version that
-        is loaded beside others of its model, which are served, is not waited for."""
+        """Strict: every version is READY. Otherwise: loading has finished. Versions that load while others of their
+        model are served are ignored."""
         states = [
             version.state
             for model in self._core.state.models.values()
@@ -120,12 +120,12 @@ class Control:
         ]
         if self.failed or self._core.state.draining or VersionState.LOADING in states:
             return False
-        # One that goes on as before, because what should replace it cannot be read, is served.
+        # A model that continues to be served because its replacement cannot be read does not count.
         refused = any(model.reason and model.default() is None for model in self._core.state.models.values())
         return not self._strict or (not refused and all(state is VersionState.READY for state in states))
 
     def is_loading(self) -> bool:
-        """Something is loaded that was not served before: who asks whether all is loaded has to wait."""
+        """Whether a model is loading that was not served before; then callers that wait for loading must wait."""
         models = self._core.state.models.values()
         return any(
             version.state is VersionState.LOADING
@@ -162,7 +162,8 @@ class Control:
         return {"ready": ready, "settled": ready or (failed and self._are_settled(others))}
 
     def _are_settled(self, models: Iterable[Model]) -> bool:
-        """Nothing is being loaded, restarted or unloaded: what is not READY stays so without an operation."""
+        """Whether nothing is loaded, restarted or unloaded: versions that are not READY stay so without an
+        operation."""
         moving = (VersionState.LOADING, VersionState.UNLOADING)
         return not self._core.state.draining and not any(
             model.operation is not None
@@ -171,7 +172,7 @@ class Control:
         )
 
     def serving(self, ask: Ask) -> list[int]:
-        """The workers that run the model that is asked about."""
+        """The workers that run the model."""
         try:
             found = self._find(ask)
         except NotFound:
@@ -218,13 +219,13 @@ class Control:
         return sorted(index, key=lambda entry: entry["name"])
 
     def _degraded(self, version: Version) -> str:
-        """Of a version that is READY without some of its instances: how many serve, and why the others do not."""
+        """For a READY version without some of its instances: how many serve, and why the others do not."""
         trouble = version.trouble if version.state is VersionState.READY else ""
         ready, wanted = version.counts
         return f"degraded, {ready} of {wanted} instances: {trouble}" if trouble else ""
 
     def _is_of_interest(self, version: Version) -> bool:
-        """What was unloaded is, as long as it could be loaded again."""
+        """An unloaded version is listed only while it could be loaded again."""
         return version.reason != UNLOADED or version.model in self._catalog.names
 
     def _loading_seconds(self, version: Version) -> float:
@@ -252,7 +253,7 @@ class Control:
         }
 
     def _retry_seconds(self, instance: Instance) -> float:
-        """Until it is restarted; 0: no restart is planned."""
+        """Time until the restart; 0: no restart is planned."""
         if instance.state is not InstanceState.BACKOFF:
             return 0.0
         return round(max(instance.retry_at - time.monotonic_ns(), 0) / 1e9, 1)
@@ -321,7 +322,7 @@ class Control:
         return {"model_stats": [self._of(version) for version in found]}
 
     def _resident_bytes(self, version: Version) -> int:
-        """Of all processes that run this version now."""
+        """The resident bytes of all processes that run this version."""
         peers = [instance.peer for instance in version.instances if instance.peer]
         return sum(procfs.usage(self.process_of(peer)).resident_bytes for peer in peers)
 
@@ -330,7 +331,7 @@ class Control:
         made = self._core.state.models[version.model].generations()
         generations = [other for other in made if other.number == version.number]
         last_ns = 0
-        if counted.last_inference_ns:  # from the monotonic clock to that on the wall
+        if counted.last_inference_ns:  # convert from the monotonic clock to wall-clock time
             last_ns = time.time_ns() - (time.monotonic_ns() - counted.last_inference_ns)
         return {
             "name": version.model,
@@ -379,13 +380,13 @@ class Control:
 
 
 def _has_failed(model: Model) -> bool:
-    """Something of it was to be served, and none of that can be."""
+    """Whether the model should be served and no version can be."""
     wanted = [version for version in model.versions.values() if version.reason != UNLOADED]
     return bool(model.reason or wanted) and all(version.state is VersionState.UNAVAILABLE for version in wanted)
 
 
 def _failed_change(model: Model) -> dict[str, Any] | None:
-    """When the last change of a model failed, in seconds since 1970, and why. None: it has succeeded."""
+    """Time (seconds since 1970) and reason of the last change if it failed, otherwise None."""
     if model.failed is None:
         return None
     seconds_ago = (time.monotonic_ns() - model.failed.at) / 1e9
@@ -397,7 +398,7 @@ def _duration(count: int, ns: int) -> dict[str, int]:
 
 
 def _leave_out_words(index: Any) -> None:
-    """What a model printed may be about any user's request: it is for operators."""
+    """Removes models' output, which may contain data of any user's requests: only operators may read it."""
     for entry in index:
         for instance in entry.get("instances", ()):
             instance["last_words"] = []

@@ -1,6 +1,6 @@
-"""What models say themselves of whether they are ready: their workers are asked, and have so long to answer.
+"""Readiness as reported by models themselves: sends probes to their workers and waits for the results.
 
-The rule of the file: every question is answered once, whatever its workers do.
+Invariant: every query is answered once, whatever the workers do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Struct
 from shmserve.protocol.messages import Probe, Probed
 
 LIMIT_S = 5.0
-"""A model that does not answer for so long is not ready."""
+"""A model that does not answer in this time is not ready."""
 
 
 class _Question(Struct, eq=False):
@@ -23,7 +23,7 @@ class _Question(Struct, eq=False):
 
 
 class Probes:
-    """`send(peer, message)` tells a worker."""
+    """`send(peer, message)` sends a message to a worker."""
 
     def __init__(self, loop: Any, send: Callable[[int, Probe], None]) -> None:
         self._loop = loop
@@ -33,7 +33,8 @@ class Probes:
         self._open: dict[int, _Question] = {}
 
     def ask(self, peers: Iterable[int], answer: Callable[[bool], None]) -> bool:
-        """Asks those of these workers whose models have something to say. False: there are none."""
+        """Probes the workers among `peers` whose models support it. False: there are none, and `answer` is not
+        called."""
         asked = self._able.intersection(peers)
         if not asked:
             return False
