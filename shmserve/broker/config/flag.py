@@ -1,4 +1,4 @@
-"""What a flag of `shmserve serve` is. The tables of them are flags.py and gateway_flags.py."""
+"""A flag of `shmserve serve`. The tables of flags are in flags.py, gateway_flags.py and triton_flags.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 class Flag(Struct, frozen=True):
-    """`kind` selects the parser, in flags.from_text. `triton`: its default there, where ours differs, and why.
-    `compatible`: the value that it has with --triton-compatible. `instead`: deprecated, what to say now; `setting`: as
-    which setting of that flag. `private`: for programs that start us. `gateway`: the option of `shmserve gateway` that
-    it is passed on as. `note`: it has no effect, and what happens instead. `refused`: why it cannot be true."""
+    """`kind` selects the parser in flags.from_text. `triton`: Triton's default where it differs, and why.
+    `compatible`: the default with --triton-compatible. `instead`: the flag is deprecated, and this is its replacement;
+    `setting`: the replacement's setting. `private`: only for programs that start the server. `gateway`: the option of
+    `shmserve gateway` that gets the value. `note`: the flag has no effect, and what happens instead. `refused`: why it
+    cannot be true."""
 
     name: str
     kind: str
@@ -46,7 +47,7 @@ class Flag(Struct, frozen=True):
 
     @property
     def default_text(self) -> str:
-        """As people write it; empty if there is none."""
+        """The default as shown to users; empty if there is none."""
         if self.shown or self.default in (None, [], ""):
             return self.shown
         if isinstance(self.default, bool):

@@ -1,8 +1,7 @@
 """The flags of `shmserve serve`, with Triton's names: one table for the command line, the environment, the file and
 docs/settings.md.
 
-The rule of the file: a flag is a row, and nothing about a flag stands anywhere else. What the values mean together is
-in settings.py.
+Invariant: a flag is defined only by its row. settings.py checks how values relate to each other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shmserve.repo.storage.generation import FILE_BYTES, TOTAL_BYTES
 
 REQUIRED = "required"
 SECONDS = 1e6
-"""The longest time that a flag takes."""
+"""The longest time that a flag accepts."""
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 
@@ -172,7 +171,7 @@ BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if n
 
 
 def unknown(name: str, shown: str, prefix: str = "--") -> str:
-    """What to say of a name that is not a flag. `shown` is how it was written, `prefix` how the nearest one is."""
+    """Error text for an unknown name. `shown`: the name as it was written. `prefix`: prefix of the suggested name."""
     close = nearest(name.replace("_", "-").lower())
     return f"{shown} is unknown" + (f"; did you mean {prefix}{written(close, prefix)}?" if close else "")
 
@@ -183,7 +182,7 @@ def nearest(name: str, cutoff: float = 0.6) -> str:
 
 
 def written(name: str, prefix: str) -> str:
-    """A flag's name as it is written behind that prefix."""
+    """A flag's name as it is written after that prefix."""
     return name.replace("-", "_").upper() if prefix == ENVIRONMENT else name
 
 
@@ -191,7 +190,7 @@ def written(name: str, prefix: str) -> str:
 
 
 def from_text(flag: Flag, text: str) -> Any:
-    """One value, as it stands on the command line or in a variable. Raises ValueError."""
+    """Parses one value from the command line or a variable. Raises ValueError."""
     match flag.kind:
         case "boolean":
             return _boolean(text)
@@ -231,14 +230,14 @@ def from_text(flag: Flag, text: str) -> Any:
 
 
 def from_environment(flag: Flag, text: str) -> Any:
-    """Directories are separated by ':', other values of a flag that may be given several times by ';'."""
+    """Values of a repeatable flag are separated by ':' if they are paths, else by ';'."""
     if not flag.repeatable:
         return from_text(flag, text)
     return [from_text(flag, part) for part in text.split(":" if flag.kind == "path" else ";") if part]
 
 
 def from_toml(flag: Flag, value: Any, folder: Path) -> Any:
-    """A value of the file in `folder`, where relative paths begin. Raises ValueError."""
+    """Checks a value of the file. Paths are relative to `folder`, where the file is. Raises ValueError."""
     if flag.repeatable:
         values = value if isinstance(value, list) else [value]
         return [_one_from_toml(flag, one, folder) for one in values]
@@ -277,7 +276,7 @@ def _toml_type(value: Any) -> str:
 
 
 def _cache(text: str) -> int:
-    """Bytes of the response cache."""
+    """Size of the response cache in bytes."""
     name, _, setting = text.partition(",")
     key, _, value = setting.partition("=")
     if name != "local":
@@ -288,7 +287,7 @@ def _cache(text: str) -> int:
 
 
 def _pool(text: str) -> tuple[int, int]:
-    """A GPU, -1 for all of them, and how many bytes."""
+    """(GPU, bytes); GPU -1: all GPUs."""
     gpu, _, size = text.rpartition(":")
     if gpu and not (gpu.isascii() and gpu.isdecimal()):
         raise ValueError(f"found '{text}', expected N or GPU:N, as in 0:67108864")
@@ -329,7 +328,7 @@ def _number(text: str, is_bytes: bool, least: int | None) -> int:
 
 
 def _limit(text: str) -> tuple[str, int]:
-    """NAME=VALUE. Names may be written with dashes too."""
+    """Parses NAME=VALUE. Names may be written with dashes too."""
     given, equals, value = text.partition("=")
     name = given.strip().replace("-", "_")
     rows = {row.name: row for row in limits.NAMED}
@@ -352,7 +351,7 @@ def _seconds(text: str) -> float:
 
 
 def _choice(flag: Flag, text: str) -> str:
-    """In upper or lower case, as in Triton."""
+    """Ignores case, as Triton does."""
     for choice in flag.choices:
         if text.lower() == choice.lower():
             return choice
@@ -371,11 +370,11 @@ def _setting(text: str) -> tuple[str, str]:
     return f"{backend},{key}", value
 
 
-# ------------------------------------------------------------------------------------------------- the page
+# ------------------------------------------------------------------------------------------------- documentation
 
 
 def page() -> str:
-    """The part of docs/settings.md that is made from the table."""
+    """The generated part of docs/settings.md."""
     lines: list[str] = []
     for group in GROUPS:
         lines += [f"### {group}", "", "| Flag | Default | |", "| --- | --- | --- |"]
@@ -387,7 +386,7 @@ def page() -> str:
 
 
 def differences() -> str:
-    """Where a default is not Triton's."""
+    """Flags whose defaults differ from Triton's."""
     return "\n".join(f"- `--{flag.name}`: {flag.default_text}; Triton: {flag.triton}." for flag in FLAGS if flag.triton)
 
 

@@ -1,6 +1,6 @@
-"""The flags of `shmserve serve` about its doors to the network: most are passed on to the gateways as they are.
+"""The flags of `shmserve serve` for network endpoints. Most are passed on to the gateways unchanged.
 
-The rule of the file: what a value means is the gateway's to say; here is only that there is one.
+Invariant: only the gateway interprets their values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _told(
     triton: str = "",
     compatible: Any = None,
 ) -> Flag:
-    """One that gateways have under the same name."""
+    """A flag with the same name in the gateway."""
     return Flag(
         name, kind, DOORS, help_, None, metavar, shown=shown, triton=triton, gateway=name, compatible=compatible
     )

@@ -1,6 +1,6 @@
-"""The server's settings: command line, then SHMSERVE_* in the environment, then the file, then the defaults.
+"""The server's settings. Precedence: command line, SHMSERVE_* variables, configuration file, defaults.
 
-The rule of the file: what is wrong is said before anything starts, all of it, with the nearest name; exit code 2.
+Invariant: all errors are reported together, with suggestions, before anything starts; the exit code is 2.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ else:
 OUTPUT_LIMIT = "worker-output-bytes"
 NEAR_LIMIT = "cuda-memory-pool-byte-size"
 PINNED_LIMIT = "pinned-memory-pool-byte-size"
-"""The key under which workers are told their limit."""
+"""Key of the worker setting with this limit."""
 _OTHERS = frozenset(
     (
         "SHMSERVE_URL", "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE", "SHMSERVE_THREADS", "SHMSERVE_REWRITE",
         "SHMSERVE_EXPLORE",
     )
 )  # fmt: skip
-"""Variables that are not the server's. Those that begin with SHMSERVE_MODEL_ are for the models."""
+"""Variables that are not for the server. Those with the prefix SHMSERVE_MODEL_ are for models."""
 _MODELS = "SHMSERVE_MODEL_"
 _SURELY = 0.9
-"""How alike a variable for models must be to one of the server's to be taken for it."""
+"""Similarity above which a variable for models is taken for a misspelled server variable."""
 
 _EPILOG = """
 Each flag is also an environment variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the --config file,
@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its namespace has what was given, and no defaults."""
+    """A parser whose namespace contains only given flags, without defaults."""
     found = _Parser(
         prog="shmserve serve",
         usage="shmserve serve --model-repository DIR [FLAG ...]",
@@ -115,10 +115,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The settings, by the names of the flags with underscores; `warnings` and `notes` are texts for the log,
-    `failed` those that keep it from serving any model.
+    """The settings as attributes named like the flags, with underscores. `warnings` and `notes` are texts for the log;
+    `failed`: reasons for serving no model at all.
 
-    Wrong use ends the process with code 2 and says what is wrong.
+    On errors exits with code 2 and lists them.
     """
     found = parser()
     given, rest = found.parse_known_args(argv)
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _defaults(compatible: bool) -> dict[str, Any]:
-    """`compatible`: Triton's where they differ."""
+    """`compatible`: with Triton's defaults where they differ."""
     flags = [flag for flag in FLAGS if not flag.instead]
     found = {flag.dest: copy(flag.default) for flag in flags}
     if compatible:
@@ -154,8 +154,8 @@ def _defaults(compatible: bool) -> dict[str, Any]:
 
 
 def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems: list[str]) -> list[str]:
-    """Why the server runs without serving a model: with --exit-on-error=false on the command line, as in Triton, a
-    missing repository does not end it. Elsewhere one is a problem."""
+    """Reports missing repositories. They are errors, except with an explicit --exit-on-error=false, as in Triton: then
+    the server runs without models, for the returned reasons."""
     texts = [f"--model-repository {root} is not a directory" for root in settings.model_repository if not root.is_dir()]
     if is_given and not settings.exit_on_error:
         return texts
@@ -164,12 +164,12 @@ def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems
 
 
 def access(settings: argparse.Namespace) -> Access:
-    """Who has which roles."""
+    """The table of roles."""
     return Access(settings.access, settings.socket_group)
 
 
 def limits(settings: argparse.Namespace) -> Limits:
-    """Of the core: those of --limit, and those that have a flag of their own. Given twice, the last counts."""
+    """The core's limits: those of --limit and those with flags of their own. If repeated, the last value counts."""
     return Limits(
         loading=settings.model_load_thread_count,
         load_retries=settings.model_load_retry_count,
@@ -195,7 +195,8 @@ def metrics_interval_s(settings: argparse.Namespace) -> float:
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
-    """For the workers: 'backend,key' -> value, ',key' -> value for all backends, and what is for workers themselves."""
+    """Settings for workers: 'backend,key' -> value, ',key' -> value for all backends, and those of workers
+    themselves."""
     found = dict(settings.backend_config)
     found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     found[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
@@ -209,12 +210,12 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
 
 
 def log_rate(settings: argparse.Namespace) -> Rate:
-    """How much of what one child process prints is logged."""
+    """Limits on logging the output of one child process."""
     return Rate(settings.log_worker_lines, settings.log_worker_bytes)
 
 
 def terms(settings: argparse.Namespace) -> Terms:
-    """Of worker processes, where models say nothing else."""
+    """Defaults for worker processes; models may override them."""
     place = settings.environment_dir or environments_dir(settings.runtime_dir)
     return Terms(
         settings.instance_memory_limit,
@@ -224,7 +225,7 @@ def terms(settings: argparse.Namespace) -> Terms:
 
 
 def doors(settings: argparse.Namespace) -> Doors:
-    """The gateways that are to be started."""
+    """The gateways to start."""
     if settings.no_gateway:
         return Doors(0, ())
     given = {flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_told(flag, settings)}
@@ -232,7 +233,7 @@ def doors(settings: argparse.Namespace) -> Doors:
 
 
 def _is_told(flag: Flag, settings: argparse.Namespace) -> bool:
-    """Whether a gateway has to be told, as it was given and is not so anyway."""
+    """Whether to pass the flag to gateways: it was given, and is not the default false."""
     value = getattr(settings, flag.dest)
     return not (value is None or value == [] or (value is False and flag.shown == "false"))
 
@@ -270,7 +271,7 @@ def _help(flag: Flag) -> str:
 
 
 def _strays(rest: Sequence[str]) -> list[str]:
-    """Without the values of flags that are unknown, which only look like words of their own."""
+    """Skips words after unknown flags, which are probably their values."""
     return [word for at, word in enumerate(rest) if word.startswith("-") or not at or not _is_bare(rest[at - 1])]
 
 
@@ -289,8 +290,8 @@ def _stray(word: str) -> str:
 
 
 def _environment(environment: Mapping[str, str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values, and warnings about variables that nobody reads. They are no errors: a container's host may set some
-    of its own for a service that has our name."""
+    """The values, and warnings about unknown variables. These are not errors: a container's host may set variables of
+    its own for a service with this server's name."""
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for variable, text in sorted(environment.items()):
@@ -334,15 +335,15 @@ def _take(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems:
     except ValueError as error:
         problems.append(f"{where}: {error}")
         return
-    # An alias beside the name: both count where there may be several.
+    # A flag and its alias may both be given: a repeatable flag gets the values of both.
     values[flag.dest] = [*values.get(flag.dest, ()), *found] if flag.repeatable else found
 
 
-# ------------------------------------------------------------------------------------------- what they mean together
+# ------------------------------------------------------------------------------------------- checks and deprecation
 
 
 def _renamed(source: dict[str, Any], where: str) -> list[str]:
-    """Moves values of deprecated flags to the flags of now, and warns."""
+    """Moves values of deprecated flags to their replacements, and returns warnings."""
     warnings = []
     for flag in FLAGS:
         if flag.instead and flag.dest in source:

@@ -1,5 +1,5 @@
-"""Triton's flags for what works differently here: accepted, so that a command line can move as it is, with one line in
-the log on what happens instead; or refused where a server without them would not do what is expected of it.
+"""Triton's flags without an equivalent here. Most are accepted, with a line in the log on what happens instead, so that
+command lines can be reused. Those without which the server would not do what is expected are refused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TRITON_FLAGS = (
 
 
 def fraction(text: str) -> tuple[int, float]:
-    """DEVICE:FRACTION. Raises ValueError."""
+    """Parses DEVICE:FRACTION. Raises ValueError."""
     device, _, share = text.partition(":")
     try:
         if device.isascii() and device.isdecimal() and 0 <= float(share) <= 1:
@@ -74,7 +74,7 @@ def decimal(text: str) -> float:
 
 
 def notes(values: dict[str, Any]) -> list[str]:
-    """What the log says of the flags that were given and have no effect."""
+    """Log lines for flags that were given and have no effect."""
     given = [flag for flag in TRITON_FLAGS if flag.note and values.get(flag.dest) is not None]
     return [f"--{flag.name} has no effect: {flag.note}" for flag in given]
 
