@@ -1,7 +1,7 @@
-"""The C library's allocator, told to keep what a busy process takes and frees all the time.
+"""Configures the C library's allocator to keep freed memory.
 
-By default it hands packets' worth of memory back to the kernel and fetches it again, page fault by page fault, many
-thousand times a second. For processes of ours only, never in a user's.
+By default it returns memory to the kernel after each packet and faults it in again, many thousand times a second. Only
+for the server's own processes, never for processes of users.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 64 << 20
-"""Freed memory at the top of the heap that stays."""
+"""Freed memory to keep at the top of the heap."""
 HEAP_BYTES = 1 << 20
-"""Blocks up to this size come from the heap: five of the largest packets."""
+"""Blocks up to this size are allocated on the heap: five of the largest packets."""
 
 
 def keep_freed_memory() -> bool:
-    """False where the C library has no such knob (musl); then nothing changes."""
+    """False if the C library has no mallopt (musl); then nothing changes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -1,4 +1,4 @@
-"""What a process settles about itself with the kernel."""
+"""prctl(2): settings of the calling process in the kernel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ PDEATHSIG, NAME, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 15, 36, 38
 
 
 def prctl(option: int, value: int | bytes) -> int:
-    """0, or the errno."""
+    """Returns 0 or the errno."""
     failed = ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
     return ctypes.get_errno() if failed else 0

@@ -1,6 +1,6 @@
-"""What the kernel says of processes and of the machine.
+"""CPU time and memory of processes and of the machine, from /proc.
 
-The rule of the file: a process that has ended meanwhile has used nothing; that is no error.
+Invariant: a process that has exited counts as using nothing; it is not an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PROC = Path("/proc")
 class Usage(Struct, frozen=True):
     cpu_seconds: float = 0.0
     resident_bytes: int = 0
-    """What of it is in memory, shared pages included."""
+    """Resident memory, including shared pages."""
     started: float = 0.0
-    """In seconds after the start of the machine."""
+    """Seconds after boot."""
 
 
 NOTHING = Usage()
@@ -37,13 +37,13 @@ def usage(pid: int) -> Usage:
         return NOTHING
     finally:
         os.close(descriptor)
-    fields = text.rpartition(b")")[2].split()  # its name, which comes before, may hold anything
+    fields = text.rpartition(b")")[2].split()  # the process name before it may contain anything
     ticks = int(fields[11]) + int(fields[12])
     return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
 
 
 def own_bytes(pid: int) -> int:
-    """What a process has in memory for itself: without files, and without memory that was made to be shared."""
+    """Private resident memory of a process: without files and shared memory."""
     try:
         descriptor = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,12 +58,12 @@ def own_bytes(pid: int) -> int:
 
 
 def descriptors() -> int:
-    """How many this process has open."""
-    return len(os.listdir("/proc/self/fd")) - 1  # without the one of the listing
+    """The number of open descriptors of this process."""
+    return len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
 
 
 def boot_time() -> float:
-    """When the machine was started, in seconds of the epoch."""
+    """Boot time in seconds since the epoch."""
     for line in (_PROC / "stat").read_text().splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -71,7 +71,7 @@ def boot_time() -> float:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of the machine's memory, and of them those that nobody else could have."""
+    """The machine's memory in bytes, and how much of it is not available."""
     found: dict[str, int] = {}
     for line in (_PROC / "meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -81,16 +81,16 @@ def memory() -> tuple[int, int]:
 
 
 class Cores:
-    """How busy all cores together were, from one look to the next."""
+    """Utilization of all cores together, between two samples."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
-        """`interval_s`: looks that are closer together see the same."""
+        """`interval_s`: minimum interval between samples; in between, the last result is returned."""
         self._least = max(TICKS // 10, int(interval_s * TICKS * (os.cpu_count() or 1)))
         self._busy, self._total = _times()
         self._share = 0.0
 
     def share(self) -> float:
-        """From 0 to 1."""
+        """Utilization from 0 to 1."""
         busy, total = _times()
         if total - self._total >= self._least:
             self._share = min(1.0, max(0.0, (busy - self._busy) / (total - self._total)))
@@ -99,7 +99,7 @@ class Cores:
 
 
 def _times() -> tuple[int, int]:
-    """Ticks of all cores since the start of the machine: busy, and all."""
+    """Ticks of all cores since boot: busy, total."""
     with (_PROC / "stat").open() as file:
         ticks = [int(text) for text in file.readline().split()[1:9]]
     total = sum(ticks)

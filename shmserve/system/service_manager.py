@@ -1,6 +1,6 @@
-"""The service manager that has started this process, if one has: how it is told something (sd_notify's protocol).
+"""Notifications to the service manager that started this process, if any (sd_notify).
 
-The rule of the file: without a manager nothing here costs anything.
+Without a service manager there is no cost.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import MutableMapping
 log = logging.getLogger("shmserve")
 
 PATIENCE_MS = 1000
-"""How long a message that is sent only once waits for a manager that is busy."""
+"""How long to wait for a busy manager with a message that is sent only once."""
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Manager:
-    """The service manager that has started us, if one has. Takes its variables out of the environment: they are
-    meant for this process alone."""
+    """The service manager that started this process, if any. Removes its variables from the environment, as children
+    must not inherit them."""
 
     def __init__(self, environment: MutableMapping[str, str], pid: int) -> None:
         given = {name: environment.pop(name, "") for name in VARIABLES}
         self._socket: socket.socket | None = None
         self._address = ""
         self.watchdog_s = 0.0
-        """The manager ends us if it has not heard for so long; 0: it does not mind."""
+        """The manager kills the process if it gets no heartbeat for this time; 0: no watchdog."""
         address = given["NOTIFY_SOCKET"]
         if not address:
             return
@@ -43,7 +43,7 @@ class Manager:
         return self._socket is not None
 
     def tell(self, *fields: str, once: bool = False) -> None:
-        """`once`: it is not said again soon, so a manager that is busy is waited for."""
+        """`once`: the message is not repeated soon, so wait for a busy manager."""
         if self._socket is None:
             return
         message = "\n".join(fields).encode()
@@ -56,7 +56,8 @@ class Manager:
         try:
             sock.sendto(message, self._address)
         except BlockingIOError:
-            # A datagram socket is writable when there is room for it here; only the peer's queue can be full there.
+            # poll reports an unconnected datagram socket as writable although the peer's queue is full, so connect
+            # first.
             sock.connect(self._address)
             poll = select.poll()
             poll.register(sock, select.POLLOUT)
