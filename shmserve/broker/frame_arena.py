@@ -80,8 +80,7 @@ class Own:
         return arena
 
     def _make(self, size: int) -> memfd.MemfdExtent:
-        """The cache limits the bytes of entries; with many audiences the segments are only partly filled, hence
-        twice."""
+        """Twice the limit of the cache, as segments of many audiences are only partly filled."""
         if size + sum(arena.committed for arena in self._kept.values()) > 2 * self._kept_bytes:
             raise Unavailable(f"cached responses occupy twice the {self._kept_bytes} bytes of --cache-config")
         return memfd.create(size, seal_future_write=True)

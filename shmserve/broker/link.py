@@ -150,8 +150,7 @@ class Link:
             self._waiting = None
 
     def drain(self) -> None:
-        """Reads the remaining packets of a peer that has closed, in one go: event loops do not watch a socket in
-        error."""
+        """Reads what a closed peer has sent, in one go: event loops stop watching a socket that has an error."""
         while self._sock is not None:
             before = self._sock
             self._readable()
@@ -202,8 +201,7 @@ class Link:
             )
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
-        """False if the socket is full. A broken link counts as sent: reading reports it, after the peer's last
-        packets."""
+        """False if the socket is full. A broken link counts as sent: reading reports it, after the last packets."""
         sock = self._sock
         assert sock is not None
         try:

@@ -179,8 +179,7 @@ class Broker:
         return self._workers.names()
 
     def waited_elsewhere(self, pids: Set[int]) -> None:
-        """Sets the pids of other children, such as gateways: they are reaped elsewhere as long as they are in the
-        set."""
+        """Sets the pids of other children, such as gateways. While a pid is in the set, it is reaped elsewhere."""
         self._workers.others = pids
 
     # ------------------------------------------------------------------------------------ listeners

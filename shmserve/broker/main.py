@@ -349,8 +349,7 @@ class Server:
 
 
 def _doors(settings: argparse.Namespace) -> Doors:
-    """Gateway settings; count 0 if a required package is missing. CannotStart if gateways were configured
-    explicitly."""
+    """Gateway settings. If a package is missing: none, or CannotStart if gateways were configured."""
     doors = setting.doors(settings)
     missing = [name for name in NEEDED if doors.count and find_spec(name) is None]
     if not missing:

@@ -80,8 +80,7 @@ class Control:
         self._answers.update(answers)
 
     def answer(self, ask: Ask, roles: int, shared: Shared) -> list[Answer | Fail]:
-        """The messages of the answer, in order. `shared`: answers built while nothing could change, reused for equal
-        queries."""
+        """The messages of the answer, in order. `shared`: answers that are still valid, reused for equal queries."""
         operator = bool(roles & OPERATE)
         key = (ask.what, ask.model, ask.version, operator)
         pieces = shared.get(key)
@@ -162,8 +161,7 @@ class Control:
         return {"ready": ready, "settled": ready or (failed and self._are_settled(others))}
 
     def _are_settled(self, models: Iterable[Model]) -> bool:
-        """Whether nothing is loaded, restarted or unloaded: versions that are not READY stay so without an
-        operation."""
+        """Whether nothing is loaded, restarted or unloaded: without an operation, no other version becomes READY."""
         moving = (VersionState.LOADING, VersionState.UNLOADING)
         return not self._core.state.draining and not any(
             model.operation is not None

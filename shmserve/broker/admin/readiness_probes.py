@@ -33,8 +33,7 @@ class Probes:
         self._open: dict[int, _Question] = {}
 
     def ask(self, peers: Iterable[int], answer: Callable[[bool], None]) -> bool:
-        """Probes the workers among `peers` whose models support it. False: there are none, and `answer` is not
-        called."""
+        """Probes those of the workers whose models support it. False: there are none; `answer` is not called."""
         asked = self._able.intersection(peers)
         if not asked:
             return False

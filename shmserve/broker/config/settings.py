@@ -195,8 +195,7 @@ def metrics_interval_s(settings: argparse.Namespace) -> float:
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
-    """Settings for workers: 'backend,key' -> value, ',key' -> value for all backends, and those of workers
-    themselves."""
+    """Settings for workers: 'backend,key' -> value, ',key' -> value for all backends, and the workers' own limits."""
     found = dict(settings.backend_config)
     found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     found[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)

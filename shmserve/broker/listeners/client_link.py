@@ -24,8 +24,7 @@ _one_byte = bytearray(1)
 
 
 class ClientLink(Link):
-    """Invariant: while messages are left over, the link is queued in `turns` (or paused or behind) and its socket is
-    not read."""
+    """Invariant: while messages are left over, the link is queued in `turns`, paused or behind, and not read."""
 
     def __init__(
         self,

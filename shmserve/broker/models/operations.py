@@ -420,8 +420,7 @@ class Operations:
     # ------------------------------------------------------------------------------------ the reader thread
 
     def _in_thread(self, work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
-        """Calls `then` on the loop with the result of `work`. Errors go to the job's client, or to the log without a
-        job."""
+        """Calls `then` on the loop with the result. Errors go to the job's client, or to the log without a job."""
         self._reader.submit(work).add_done_callback(
             lambda future: self._loop.call_soon_threadsafe(self._back, future, then, job)
         )

@@ -88,8 +88,7 @@ class TraceSettings:
         }
 
     def change(self, model: str, body: bytes) -> dict[str, Any]:
-        """`body`: the changed settings as JSON; null restores the inherited value. Raises InvalidRequest and
-        Unsupported."""
+        """`body`: the changes as JSON; null restores the inherited value. Raises InvalidRequest and Unsupported."""
         if model:
             self._find(model)
         found = {name: _checked(name, value) for name, value in setting_names(body, "traces", NAMES).items()}

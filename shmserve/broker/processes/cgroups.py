@@ -57,8 +57,7 @@ class Group:
         return {key: int(value) for key, _, value in (line.partition(" ") for line in lines) if value.isdecimal()}
 
     def remove(self) -> bool:
-        """Kills what the exited worker left running and removes the group. False: some processes remain, call it
-        again."""
+        """Kills what the exited worker left running and removes the group. False: call it again, some still run."""
         _write_if_there(self._path / "cgroup.kill", "1")
         try:
             self._path.rmdir()
@@ -131,7 +130,7 @@ def _is_delegated(top: Path) -> bool:
         with contextlib.suppress(OSError):
             if os.getxattr(top, mark) == b"1":
                 return True
-    # Managers that leave no mark for users to read give the directory itself to the service's user.
+    # Without a mark that users can read, a manager delegates by giving the directory to the service's user.
     return 0 != os.geteuid() == top.stat().st_uid
 
 

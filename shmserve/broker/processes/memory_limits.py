@@ -31,8 +31,7 @@ class Watched(Struct):
 
 
 class Memory:
-    """`kill(peer, reason)` kills a worker that exceeds its limit. One instance is for host memory, one for GPU
-    memory."""
+    """`kill(peer, reason)` kills a worker over its limit. One object is for host memory, one for GPU memory."""
 
     def __init__(
         self,
