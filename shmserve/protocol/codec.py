@@ -1,8 +1,8 @@
-"""Packets to messages and back. No socket is known here: somebody else has the bytes and the descriptors.
+"""Converts packets to messages and back, without I/O.
 
-A packet is a MessagePack array of messages. Decoding is typed and capped. When a packet has one bad message in it,
-the others are kept: `decode` gives each bad one as a `Refused`, with the number of its request if it can be found,
-so that an honest client's mistake costs it that request and nothing else.
+A packet is a MessagePack array of messages. Decoding is typed and bounded. Bad messages do not affect the others of
+their packet: `decode` returns each as a `Refused`, with its request number if that can be found, so that a client's
+mistake fails only that request.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Message = Any
 
 
 class Refused(Struct):
-    """A message that could not be decoded. `request` 0: not even its request number could be read."""
+    """A message that could not be decoded. `request` 0: its request number could not be read either."""
 
     request: int
     text: str
 
 
 REFUSED = 64
-"""A packet with more bad messages than this is refused whole: that is no honest mistake, and each costs time."""
+"""Limit of bad messages in one packet, as each costs time; beyond it the whole packet is refused."""
 
 encode = msgspec.msgpack.Encoder().encode
-"""A list of messages -> the bytes of a packet."""
+"""Encodes a list of messages as a packet."""
 
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw], strict=True)
 _integer = msgspec.msgpack.Decoder(int)
 
 
 class Codec:
-    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`, up to `most` of a packet."""
+    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`. `most`: messages per packet."""
 
     def __init__(self, union: Any, most: int = PACKET_BYTES) -> None:
         self._most = most
@@ -51,7 +51,7 @@ class Codec:
         self._by_tag = {kind.__struct_config__.tag: kind for kind in get_args(union)}
 
     def decode(self, packet: bytes) -> list[Message]:
-        """All messages of a packet, bad ones as Refused. ProtocolError where it is no packet at all."""
+        """All messages of a packet, bad ones as Refused. ProtocolError if it is not a packet."""
         if len(packet) > PACKET_BYTES:
             raise ProtocolError(f"packet of {len(packet)} bytes is over the limit of {PACKET_BYTES}")
         try:
@@ -79,8 +79,8 @@ class Codec:
         return found
 
     def _refuse(self, raw: msgspec.Raw, reason: str) -> Refused:
-        """Finds the request number of a bad message, and says in names, not indexes, which field is wrong. Of the
-        message no more is read than that: it may be large, and somebody may send many such."""
+        """Finds the request number of a bad message, and names the wrong field instead of its index. Reads no more of
+        the message than that, as it may be large and clients may send many."""
         try:
             fields = _raw_list.decode(raw)
             tag = _integer.decode(fields[0])
@@ -138,7 +138,7 @@ _ELEMENT: dict[tuple[type[Struct], str], type[Struct]] = {
 
 
 def pack(batch: Sequence[Message]) -> list[bytes]:
-    """Messages -> as few packets as they fit in, in order."""
+    """Encodes messages as few packets, in order."""
     packet = encode(batch)
     if len(packet) <= PACKET_BYTES and len(batch) <= PACKET_MESSAGES:
         return [packet]

@@ -1,4 +1,4 @@
-"""Descriptors that travel with a packet (SCM_RIGHTS): what all three ends of SEQPACKET links need to receive them."""
+"""File descriptors attached to packets (SCM_RIGHTS): received in the same way at all ends of SEQPACKET links."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ DESCRIPTORS = 253
 
 _INT = array.array("i").itemsize
 ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS * _INT)
-"""Room for that many beside a packet."""
+"""Ancillary buffer size for that many descriptors."""
 
 
 LOST = (
     "descriptors were lost on the way, as this process has too many open files; close some, or raise its limit "
     "(RLIMIT_NOFILE; LimitNOFILE= of a systemd unit)"
 )
-"""What to say on MSG_CTRUNC: ANCILLARY_BYTES has room for all descriptors, so the process has run out of them."""
+"""Error text for MSG_CTRUNC: ANCILLARY_BYTES suffices for all descriptors, so the process has run out of them."""
 
 
 def received(ancillary: Iterable[tuple[int, int, Any]]) -> list[int]:
-    """The descriptors in what recvmsg gave. They are the caller's to close."""
+    """The descriptors in recvmsg's ancillary data; the caller closes them."""
     found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -1,11 +1,10 @@
-"""The messages: everything that travels between client, broker and worker, as typed structs.
+"""The messages between clients, broker and workers, as typed structs. docs/wire.md describes them.
 
-On the wire a message is a MessagePack array [tag, field, field, ...] in the order written here; a packet is an array
-of messages. docs/wire.md is the prose of this file. The rule of the file: it imports msgspec and nothing of ours, and
-a field is only ever added at the end, with a default.
+On the wire a message is a MessagePack array [tag, field, field, ...] in the order written here; a packet is an array of
+messages. Tags 1-31 are sent from clients to the broker, 32-63 back; 64-95 from the broker to workers, 96-127 back.
+Messages for several directions (Map, Unmap, Return) have one tag.
 
-Tags 1-31 go from a client to the broker, 32-63 back; 64-95 from the broker to a worker, 96-127 back. A message that
-goes several ways (Map, Unmap, Return) has one tag.
+Invariant: fields are only added, at the end and with a default. This module imports msgspec only.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 PROTOCOL = 1
-"""Hello and Welcome carry it. Another number on the other side ends the connection with a clear text."""
+"""Sent in Hello and Welcome. On a mismatch the connection ends with an error that says so."""
 
 INLINE_BYTES = 4096
-"""A tensor up to this size travels inside its message: no memory to map, nothing to give back."""
+"""A tensor up to this size is sent inside its message: no memory to map or to return."""
 PACKET_BYTES = 192 * 1024
-"""The largest packet. The kernel refuses a SEQPACKET packet above its send buffer, about 200 KB by default."""
+"""The largest packet. The kernel refuses SEQPACKET packets above the send buffer, about 200 KB by default."""
 PACKET_MESSAGES = 1024
-"""The most messages of a client in one packet: what is decoded at once, though clients have small turns."""
+"""The most messages in a packet of a client: a packet is decoded in one go, even if its share of a turn is less."""
 FIELD_BYTES = 64 * 1024
-"""The largest single field. What is bigger travels as a handle or, for answers, in several messages."""
+"""The largest single field. Larger data is sent as a handle or, for answers, in several messages."""
 FRAME_BYTES = 1024 * 1024
-"""The most bytes of frames that one ZeroMQ message may carry beside its packet."""
+"""The most bytes of frames in one ZeroMQ message, besides its packet."""
 CHUNK_BYTES = 96 * 1024
-"""Makers of batched messages (Execute, Rows) start the next message when this many inline bytes are in one."""
+"""Batched messages (Execute, Rows) are split when they reach this many inline bytes."""
 NAME_LENGTH = 128
 TENSORS = 256
 DIMS = 32
@@ -37,20 +36,20 @@ OWNER_SHIFT = 32
 """segment id >> OWNER_SHIFT is the number of the peer that owns the segment; 0 is the broker itself."""
 
 DEVICE = "cuda:"
-"""How the name of a segment on a GPU begins."""
+"""Prefix of the names of segments on a GPU."""
 
 Name = Annotated[str, Meta(max_length=NAME_LENGTH)]
 Text = Annotated[str, Meta(max_length=FIELD_BYTES)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Level = Annotated[int, Meta(ge=0)]
-"""A priority level: all that MessagePack can carry, which is 64 bits."""
+"""A priority level, limited only by MessagePack's 64 bits."""
 Field = Annotated[bytes, Meta(max_length=FIELD_BYTES)]
 Inline = Annotated[bytes, Meta(max_length=INLINE_BYTES)]
 Value = str | int | float | bool
 
 
 class Handle(Struct, array_like=True, frozen=True, gc=False):
-    """A place in a segment. The one who is given a handle must give it back with Return, once, as it was given."""
+    """A range of a segment. Its holder must return it with Return, once and unchanged."""
 
     segment: Id
     offset: Id
@@ -61,10 +60,10 @@ Parts = Annotated[tuple[Handle, ...], Meta(max_length=4096)]
 
 
 class Tensor(Struct, array_like=True, gc=False):
-    """A named tensor and where its bytes are.
+    """A named tensor and the location of its bytes.
 
-    `data` is the bytes themselves (up to INLINE_BYTES), or its parts along axis 0 in shared memory (nearly always
-    one), or, over ZeroMQ only, the index of the frame behind the packet that holds them.
+    `data` is the bytes themselves (up to INLINE_BYTES), or handles of its parts along axis 0 in shared memory (nearly
+    always one), or, over ZeroMQ only, the index of the frame behind the packet that contains them.
     """
 
     name: Name
@@ -77,10 +76,11 @@ Tensors = Annotated[tuple[Tensor, ...], Meta(max_length=TENSORS)]
 
 
 class Wanted(Struct, array_like=True, gc=False):
-    """An output that the caller asks for, and optionally where in its own memory it wants it written.
+    """A requested output; `place`: write it there, in the client's own memory.
 
-    `classes` above 0: not the tensor, but its so many largest values of each batch item, as BYTES "value:index:label"
-    (without ":label" where the model has none). `optional`: no error if the model does not make it."""
+    `classes` above 0: instead of the tensor, that many of the largest values per batch item, as BYTES
+    "value:index:label" (without ":label" if the model has no labels). `optional`: no error if the model does not
+    produce it."""
 
     name: Name
     place: Handle | None = None
@@ -92,10 +92,10 @@ WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]
 
 
 class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """What few requests need. A map on the wire, so that only what is set travels.
+    """Less common options of a request. A map on the wire, so that only fields that are set are sent.
 
-    `window` above 0: the request is answered with Parts, of which so many may come before the caller says More.
-    `caller`: whose the sequence is, of those for whom the client asks. Each of them has ids of its own."""
+    `window` above 0: the request is answered with Parts, at most this many until the client sends More. `caller`: which
+    of the client's callers the sequence belongs to; each caller has its own sequence ids."""
 
     id: Name = ""
     priority: Level = 0
@@ -108,16 +108,15 @@ class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     caller: Name = ""
 
 
-# ---------------------------------------------------------------------------------------------- several ways
+# ---------------------------------------------------------------------------------------------- several directions
 
 
 class Map(Struct, array_like=True, tag=1, gc=False):
-    """A segment exists; comes before the first handle into it.
+    """Announces a segment, before the first handle into it.
 
     Without a name its descriptor is attached to the packet: the n-th nameless Map of a packet has the n-th descriptor.
-    With a name it is a POSIX shared memory object; or, between workers, memory on a GPU, where the name begins with
-    "cuda:" and goes on with what its owner exported, in base64. `audience` is filled by workers: who may be given
-    handles into it.
+    With a name it is a POSIX shared memory object or, between workers, GPU memory; then the name is "cuda:" followed by
+    the exported handle in base64. `audience` is set by workers: who may get handles into the segment.
     """
 
     segment: Id
@@ -127,19 +126,19 @@ class Map(Struct, array_like=True, tag=1, gc=False):
 
 
 class Unmap(Struct, array_like=True, tag=2, gc=False):
-    """No handle into this segment will come any more; mappings that views still use may stay until they are dropped."""
+    """No more handles into this segment will follow; mappings may remain while views use them."""
 
     segment: Id
 
 
 class Return(Struct, array_like=True, tag=3, gc=False):
-    """Handles given back by their holder."""
+    """Returns handles that the sender holds."""
 
     handles: Parts
 
 
 class Ping(Struct, array_like=True, tag=4, gc=False):
-    """Are you there? Answered with Pong and the same number."""
+    """Heartbeat. Answered with a Pong of the same number."""
 
     number: Id
 
@@ -149,7 +148,7 @@ class Pong(Struct, array_like=True, tag=5, gc=False):
 
 
 class More(Struct, array_like=True, tag=11, gc=False):
-    """So many more parts of this request may come: from its client, and on to the worker that makes them."""
+    """Allows `count` more Parts of this request: sent by its client, and passed on to the worker that computes them."""
 
     request: Id
     count: Id
@@ -159,7 +158,7 @@ class More(Struct, array_like=True, tag=11, gc=False):
 
 
 class Hello(Struct, array_like=True, tag=6, gc=False):
-    """The first message of a connection. `outputs`: how large outputs come back: memfd (lane), posix, or frames."""
+    """First message of a connection. `outputs`: how large outputs are returned: memfd (lane), posix, or frames."""
 
     protocol: int
     pid: Id
@@ -170,7 +169,7 @@ class Hello(Struct, array_like=True, tag=6, gc=False):
 class Infer(Struct, array_like=True, tag=7, gc=False):
     """One request. `request` is the client's own number, unique among its requests in flight.
 
-    `version` 0 is the model's default version. `outputs` None is all. `timeout_us` 0 is none; it counts from arrival.
+    `version` 0: the default version. `outputs` None: all. `timeout_us` counts from arrival; 0: none.
     """
 
     request: Id
@@ -187,11 +186,12 @@ class Cancel(Struct, array_like=True, tag=8, gc=False):
 
 
 class Ask(Struct, array_like=True, tag=9, gc=False):
-    """What is not inference. Questions: live, ready, models, metadata, config, origins, statistics, metrics, log and
-    trace. Operations: load, unload, restart, set_log, set_trace. Answered with Answer, an operation when it is over.
+    """A query about the server (live, ready, loaded, models, metadata, config, origins, statistics, metrics, log,
+    trace), or an operation (load, unload, restart, rollback, set_log, set_trace). Answered with Answer; operations when
+    they have completed.
 
-    `body`: what they need beyond the model, as docs/wire.md says. `more`: another Ask of the same request follows, and
-    the body goes on there; the other fields count in the first one."""
+    `body`: arguments besides the model, see docs/wire.md. `more`: another Ask of the same request continues the body;
+    the other fields are taken from the first one."""
 
     request: Id
     what: Name
@@ -202,7 +202,7 @@ class Ask(Struct, array_like=True, tag=9, gc=False):
 
 
 class Bye(Struct, array_like=True, tag=10, gc=False):
-    """The client ends the connection; what it still has in flight is cancelled."""
+    """The client disconnects; its requests in flight are cancelled."""
 
 
 ClientMessage = Hello | Infer | Cancel | Ask | Bye | Map | Unmap | Return | Ping | Pong | More
@@ -211,7 +211,7 @@ ClientMessage = Hello | Infer | Cancel | Ask | Bye | Map | Unmap | Return | Ping
 
 
 class Welcome(Struct, array_like=True, tag=32, gc=False):
-    """The answer to Hello. `owner` is the number above OWNER_SHIFT in the ids of segments that this client creates."""
+    """Reply to Hello. `owner`: the number above OWNER_SHIFT in the ids of segments that this client creates."""
 
     protocol: int
     owner: Id
@@ -220,7 +220,7 @@ class Welcome(Struct, array_like=True, tag=32, gc=False):
 
 
 class Reply(Struct, array_like=True, tag=33, gc=False):
-    """The answer to Infer. Handles in it are the client's to hold, until it returns them."""
+    """Result of Infer. The client holds the handles in it until it returns them."""
 
     request: Id
     version: Id
@@ -229,7 +229,7 @@ class Reply(Struct, array_like=True, tag=33, gc=False):
 
 
 class Fail(Struct, array_like=True, tag=34, gc=False):
-    """The request failed. Request 0: a packet that could not be read at all."""
+    """The request failed. Request 0: a packet that could not be decoded."""
 
     request: Id
     code: Name
@@ -237,13 +237,13 @@ class Fail(Struct, array_like=True, tag=34, gc=False):
 
 
 class Released(Struct, array_like=True, tag=35, gc=False):
-    """A request that ended with FailHeld is done with its inputs: the client may reuse them."""
+    """After FailHeld: the inputs of the request are no longer in use and the client may reuse them."""
 
     request: Id
 
 
 class FailHeld(Struct, array_like=True, tag=36, gc=False):
-    """Like Fail, but a worker may still read the inputs: Released(request) follows when it no longer does."""
+    """Like Fail, but a worker may still read the inputs; Released(request) follows when it has finished."""
 
     request: Id
     code: Name
@@ -251,7 +251,7 @@ class FailHeld(Struct, array_like=True, tag=36, gc=False):
 
 
 class Answer(Struct, array_like=True, tag=37, gc=False):
-    """The answer to Ask: a JSON document, in as many messages as it needs; `more` says that another follows."""
+    """Answer to Ask: a JSON document in one or several messages; `more`: another one follows."""
 
     request: Id
     body: Field
@@ -259,18 +259,18 @@ class Answer(Struct, array_like=True, tag=37, gc=False):
 
 
 class Reclaim(Struct, array_like=True, tag=38, gc=False):
-    """Please return what you no longer hold now, instead of with the next message."""
+    """Asks the client to return unused handles at once instead of with its next message."""
 
 
 class Goodbye(Struct, array_like=True, tag=39, gc=False):
-    """The broker ends the connection, and says why."""
+    """The broker disconnects, for this reason."""
 
     code: Name
     text: Text
 
 
 class Part(Struct, array_like=True, tag=40, gc=False):
-    """One of the answers to an Infer with a window. Fail ends them as well as the `last`, which may have no outputs."""
+    """One of the responses to an Infer with a window. Fail ends them, or `last`, which may have no outputs."""
 
     request: Id
     version: Id
@@ -287,7 +287,7 @@ BrokerMessage = (
 
 
 class Load(Struct, array_like=True, tag=64, gc=False):
-    """Load the model. A descriptor is attached: a memfd with the configuration as JSON (`repo.schema`)."""
+    """Load the model. A descriptor is attached: a memfd with the configuration as JSON (`repo.config.schema`)."""
 
     owner: Id
     model: Name
@@ -298,7 +298,7 @@ class Load(Struct, array_like=True, tag=64, gc=False):
 
 
 class LabelFile(Struct, array_like=True, frozen=True, gc=False):
-    """The labels of an output that is wanted as classes, where an ensemble has its own: a file in a directory of the
+    """Labels for an output that is requested as classes, if an ensemble has its own: a file in a directory of the
     server."""
 
     output: Name
@@ -307,12 +307,12 @@ class LabelFile(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Work(Struct, array_like=True, gc=False):
-    """One request of a batch. `request` is the broker's number. `rows` is its share of axis 0; 0: not batched.
+    """One request of a batch. `request` is the broker's number. `rows` is its size along axis 0; 0: not batched.
 
     `near`: outputs whose readers are all on this worker's GPU and can read them there.
-    `aliases`: only workers read the outputs, so that an input, wherever it is, may be an output as it is.
-    `slot`: where in the batch its sequence stands; -1: anywhere. `inline` false: small outputs are put into
-    shared memory, too, but for those of one byte."""
+    `aliases`: only workers read the outputs, so an input in any memory may be passed on as an output.
+    `slot`: the position of its sequence in the batch; -1: any. `inline` false: small outputs are placed in shared
+    memory, too, except those of one byte."""
 
     request: Id
     rows: Id
@@ -328,12 +328,12 @@ class Work(Struct, array_like=True, gc=False):
 
 
 class Execute(Struct, array_like=True, tag=65, gc=False):
-    """Run these together. Numbers (`batch`) rise; a batch is known by the number of its first Execute.
+    """Run these requests as a batch. Numbers (`batch`) increase; a batch has the number of its first Execute.
 
-    `join` 0 starts a new batch; else the works extend the batch that waits at the worker. If none waits any more, as
-    it has just started, they are a waiting batch of their own, known by this Execute's number.
-    `more`: do not start before the next Execute, which joins. `open`: the broker thinks that the worker is busy, so
-    this batch may be extended, and its start must be told (Done.next or Started)."""
+    `join` 0 starts a new batch; otherwise the works extend the batch that waits at the worker. If that has already
+    started, they form a new waiting batch with this Execute's number.
+    `more`: do not start before the next Execute, which joins. `open`: the broker assumes that the worker is busy, so
+    the batch may be extended, and the worker must report its start (Done.next or Started)."""
 
     batch: Id
     join: Id
@@ -343,23 +343,23 @@ class Execute(Struct, array_like=True, tag=65, gc=False):
 
 
 class Withdraw(Struct, array_like=True, tag=66, gc=False):
-    """Take these requests out of what waits. Answered with Withdrawn, which names those that were still there."""
+    """Remove these requests from waiting batches. Answered with Withdrawn, which lists those that were removed."""
 
     requests: tuple[Id, ...]
 
 
 class EndSequences(Struct, array_like=True, tag=68, gc=False):
-    """These sequences are over without an END: what is kept for them can go."""
+    """These sequences ended without an END: release their state."""
 
     sequences: tuple[int | Name, ...]
 
 
 class Stop(Struct, array_like=True, tag=67, gc=False):
-    """Finish what you have, finalize the model, exit with 0."""
+    """Finish running requests, finalize the model, exit with 0."""
 
 
 class Probe(Struct, array_like=True, tag=69, gc=False):
-    """Does the model say that it is ready? Answered with Probed, with the same number, by who has offered it."""
+    """Asks the model whether it is ready. Answered with a Probed of the same number by workers that support it."""
 
     number: Id
 
@@ -368,13 +368,13 @@ WorkerOrder = (
     Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe
     | Reply | Part | Fail | FailHeld | Released | Answer
 )  # fmt: skip
-"""The last six answer the worker's own calls, and say what they say to a client."""
+"""The last six answer the worker's own calls, with the same meaning as for a client."""
 
 # ------------------------------------------------------------------------------------------- worker -> broker
 
 
 class Loaded(Struct, array_like=True, tag=96, gc=False):
-    """The model is ready. A descriptor is attached: a memfd with the completed configuration as JSON."""
+    """The model is loaded. A descriptor is attached: a memfd with the completed configuration as JSON."""
 
 
 class LoadFailed(Struct, array_like=True, tag=97, gc=False):
@@ -390,8 +390,8 @@ class Failure(Struct, array_like=True, gc=False):
 
 
 class Row(Struct, array_like=True, gc=False):
-    """What became of one request of a batch. Streamed only: `more`, it will be answered again; `times`, how many ns the
-    model took for this answer, and the worker to place its outputs."""
+    """The result of one request of a batch. In Streamed only: `more`: further responses follow; `times`: ns that the
+    model took for this response, and that the worker took to place its outputs."""
 
     request: Id
     outputs: Tensors
@@ -402,20 +402,20 @@ class Row(Struct, array_like=True, gc=False):
 
 
 class Rows(Struct, array_like=True, tag=98, gc=False):
-    """Some results of a batch that has too many bytes for one message; Done brings the rest."""
+    """Some results of a batch that are too large for one message; Done has the rest."""
 
     batch: Id
     rows: tuple[Row, ...]
 
 
 class Done(Struct, array_like=True, tag=99, gc=False):
-    """The batch has run. Times are CLOCK_MONOTONIC ns: taken up, inputs ready, outputs computed, outputs placed.
+    """The batch has run. `times` are CLOCK_MONOTONIC ns: taken up, inputs ready, outputs computed, outputs placed.
 
-    `next` is the batch that the worker has started after this one, 0 for none; `through` the last Execute number that
-    is part of it. Executes after `through` that wanted to join it are a waiting batch of their own, together.
+    `next` is the batch that the worker has started after this one, 0 for none; `through` is the last Execute number
+    that is part of it. Later Executes that should have joined it form a new waiting batch together.
 
-    `again`: requests of an iterative model that want to be run once more. Where a model answers as often as it likes,
-    Done says nothing of those whose last answer has not come."""
+    `again`: requests of an iterative model that are to be run once more. For decoupled models, Done omits requests
+    whose last response has not been sent."""
 
     batch: Id
     rows: tuple[Row, ...]
@@ -426,15 +426,15 @@ class Done(Struct, array_like=True, tag=99, gc=False):
 
 
 class Streamed(Struct, array_like=True, tag=102, gc=False):
-    """Answers of a model that gives as many as it likes, while its batch runs or later, each request by itself."""
+    """Responses of a decoupled model, during its batch or later, each for a single request."""
 
     rows: tuple[Row, ...]
 
 
 class Started(Struct, array_like=True, tag=100, gc=False):
-    """An `open` batch has started that no Done announced; the fields mean what `next` and `through` mean there.
+    """An `open` batch has started without being reported by Done.next. Fields as `next` and `through` of Done.
 
-    Not sent for a batch that is not open: the broker knows that such a batch starts at once."""
+    Not sent for other batches, as the broker expects them to start at once."""
 
     batch: Id
     through: Id
@@ -445,11 +445,11 @@ class Withdrawn(Struct, array_like=True, tag=101, gc=False):
 
 
 class Call(Struct, array_like=True, tag=103, gc=False):
-    """A model asks another one, as a client would with Infer: `call` is the worker's own number, and the answer carries
-    it. Handles may lie in the worker's own segments, in what an earlier answer gave it, or in the inputs of `parent`.
+    """A model calls another model, like a client with Infer. `call` is the worker's own number, repeated in the answer.
+    Handles may refer to the worker's own segments, to earlier answers, or to the inputs of `parent`.
 
-    `parent` is the broker's number of the request that the model runs meanwhile, 0 for none (a warm-up, a thread of its
-    own): whoever is waited for by it is known from that. `held`: the model's instance waits for the answer."""
+    `parent` is the broker's number of the request that the model is running, 0 for none (a warm-up, or a thread of its
+    own); it is used to detect deadlocks. `held`: the model's instance waits for the answer."""
 
     call: Id
     parent: Id
@@ -463,13 +463,13 @@ class Call(Struct, array_like=True, tag=103, gc=False):
 
 
 class Counted(Struct, array_like=True, tag=104, gc=False):
-    """A page of what the model counts (`shm.tally`), read when metrics are asked for. Its memfd is attached."""
+    """A page of the model's metrics (`shm.counters`), read when metrics are requested. Its memfd is attached."""
 
     size: Id
 
 
 class Probed(Struct, array_like=True, tag=105, gc=False):
-    """What the model says. Number 0, before Loaded: it has something to say."""
+    """The model's own readiness. Number 0, sent before Loaded: the worker supports Probe."""
 
     number: Id
     ready: bool
@@ -479,4 +479,4 @@ WorkerReport = (
     Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong | Counted | Probed
     | Call | Cancel | More | Ask
 )  # fmt: skip
-"""The last four are what a worker says as a client of the broker; numbers in them are its calls'."""
+"""In the last four the worker acts as a client of the broker; their numbers are those of its calls."""

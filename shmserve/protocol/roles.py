@@ -1,6 +1,6 @@
-"""Who may do what: one table from actions to roles. Every action of every door is looked up here, and nowhere else.
+"""Roles: one table from actions to the roles that allow them, used by all listeners and gateways.
 
-The rule of the file: what is not in the table nobody may do.
+Invariant: an action that is not in the table is denied.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ INFER, OBSERVE, OPERATE = 1, 2, 4
 NOBODY = 0
 EVERYTHING = INFER | OBSERVE | OPERATE
 ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
-"""As they are written in --access. Roles are bits, so that the test on the way of each request is one `and`."""
+"""Names in --access. Roles are bits, so that the check of each request is a single `and`."""
 
 _ANY = EVERYTHING
 _LOOK = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
-"""What only concerns what the connection itself has done."""
+"""Actions that concern only the connection itself."""
 QUESTIONS = {
     "live": _ANY,
     "ready": _ANY,
@@ -36,12 +36,12 @@ QUESTIONS = {
     "set_log": OPERATE,
     "set_trace": OPERATE,
 }
-"""Ask.what -> the roles of which one is enough."""
+"""Ask.what -> roles, any of which is sufficient."""
 OPERATIONS = frozenset(("load", "unload", "restart", "rollback", "set_log", "set_trace"))
-"""Those that change something, and may have a body."""
+"""Queries that change something and may have a body."""
 ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS
-"""The same for all that a client can want. `map`: memory by descriptor, which is the client's own. `register`: memory
-by its name, which a worker opens in the server's name."""
+"""All actions of clients. `map`: map the client's own memory by descriptor. `register`: map memory by name, which a
+worker opens with the server's rights."""
 
 
 def allows(action: str, roles: int) -> bool:
@@ -56,7 +56,7 @@ GIVEN_BY = "--access when the server is started"
 
 
 def refusal(action: str, roles: int, given_by: str = GIVEN_BY) -> ServeError:
-    """The error for one who may not."""
+    """The error for a denied action."""
     enough = ACTIONS.get(action, NOBODY)
     return Denied(
         f"'{action}' needs the role {' or '.join(names(enough))}, and this connection has {_have(roles)}; "
@@ -65,7 +65,7 @@ def refusal(action: str, roles: int, given_by: str = GIVEN_BY) -> ServeError:
 
 
 def stranger() -> ServeError:
-    """For a connection without any role."""
+    """The error for a connection without any role."""
     return Denied("this user has no role here; roles are given by --access when the server is started")
 
 
@@ -74,7 +74,7 @@ def names(roles: int) -> list[str]:
 
 
 def roles_of(text: str) -> int:
-    """ROLE,ROLE as it is written in flags and files. ValueError."""
+    """Parses ROLE,ROLE as written in flags and files. Raises ValueError."""
     roles = NOBODY
     for name in text.split(","):
         if name not in ROLES:

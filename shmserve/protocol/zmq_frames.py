@@ -1,5 +1,6 @@
-"""Messages in and out of ZeroMQ's sockets. The rule: flags are plain numbers, and whether more is to come is asked of
-the parts: what pyzmq does for that with enumerations takes longer than the sockets do.
+"""Sends and receives multipart messages on ZeroMQ sockets without blocking.
+
+Flags are plain integers, and each part tells whether another follows: pyzmq's enums take longer than the sockets.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ _EVENTS = zmq.EVENTS
 
 
 def receive(socket: Any) -> list[Any]:
-    """A message: its first part as bytes, and the others, which may be large, as read-only views. zmq.Again: none is
-    there."""
+    """Receives a message: the first part as bytes, the others, which may be large, as read-only views. Raises zmq.Again
+    if there is none."""
     frame = socket.recv(NOBLOCK, False)
     parts = [frame.bytes]
     while frame.more:
@@ -27,13 +28,13 @@ def receive(socket: Any) -> list[Any]:
 
 
 def receive_from(socket: Any) -> list[Any]:
-    """The same of a ROUTER: the identity, and the message."""
+    """Receives from a ROUTER: the identity, then the message."""
     identity = socket.recv(NOBLOCK)
     return [identity, *receive(socket)]
 
 
 def send(socket: Any, parts: Sequence[Any]) -> None:
-    """zmq.Again: there is no room."""
+    """Raises zmq.Again if the queue is full."""
     *first, last = parts
     for part in first:
         socket.send(part, _MORE)
@@ -41,6 +42,6 @@ def send(socket: Any, parts: Sequence[Any]) -> None:
 
 
 def events(socket: Any) -> int:
-    """IN and OUT: what can be done now. To ask swallows the signal on the socket's descriptor."""
+    """The possible operations, IN and OUT. The query resets the edge-triggered signal of the socket's descriptor."""
     found: int = socket.get(_EVENTS)
     return found
