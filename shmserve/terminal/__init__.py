@@ -1,4 +1,6 @@
-"""What people type and read in a terminal: inputs for models, outputs, and tables.
+"""Terminal input and output: inputs for models, their outputs, and tables.
 
-The CLI, `shmserve run` and the server's log share it.
+The CLI, `shmserve run` and the server's log share it. `inputs` turns arguments, JSON and .npy files into arrays that
+fit a model's metadata. After the request, `output` prints the results, as a table or as JSON, or writes them to files.
+`tables` formats text and numbers, and `errors` has the exceptions that end a command with one line.
 """

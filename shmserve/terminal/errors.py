@@ -2,8 +2,8 @@
 
 
 class Failed(Exception):
-    """The command could not do it: one line for the user, exit code 1."""
+    """The command failed: one line for the user, exit code 1."""
 
 
 class Misuse(Exception):
-    """The command was used wrongly: one line for the user, exit code 2."""
+    """Usage error: one line for the user, exit code 2."""

@@ -1,6 +1,6 @@
-"""Inputs of a model from what a person types, from files, and from a random generator.
+"""Inputs of a model from arguments, from files, and from a random generator.
 
-The rule of the file: dtype and shape are the model's; what does not fit them is refused by name, never bent.
+Invariant: dtype and shape come from the model's metadata; a value that does not fit is an error, never converted.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from shmserve.terminal.output import from_bfloat16
 from shmserve.terminal.tables import shape_text
 
 Spec = Mapping[str, Any]
-"""A tensor as the metadata describes it: name, datatype, shape."""
+"""A tensor in the metadata: name, datatype, shape."""
 Given = dict[str, NDArray[Any]]
-"""Input name -> array. BF16 is given as its bits, uint16."""
+"""Input name -> array. BF16 as its bits, uint16."""
 
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 RANDOM_BELOW = 100
 RANDOM_LETTERS = 8
 SHOWN = 60
-"""So many characters of a refused value are shown."""
+"""The most characters of a refused value to show."""
 
 
 class BadInput(Exception):
-    """What was typed or read does not fit the model: one line for the user."""
+    """An input cannot be read or does not fit the model; one line for the user."""
 
 
 class InputSource(NamedTuple):
-    """Where a person says that inputs come from. `texts` and `shapes` are as they were typed."""
+    """Command-line arguments that select inputs. `texts` and `shapes` are unparsed."""
 
     texts: Sequence[str] = ()
     file: str | None = None
@@ -48,7 +48,7 @@ class InputSource(NamedTuple):
     seed: int | None = None
 
     def check(self) -> None:
-        """Refuses what makes no sense whatever the model is."""
+        """Checks what does not depend on the model."""
         if not self.random:
             for name, value in (("batch", self.batch), ("seed", self.seed), ("shape", self.shapes or None)):
                 if value is not None:
@@ -70,11 +70,11 @@ def _spec(known: Mapping[str, Spec], name: str) -> Spec:
     return spec
 
 
-# ------------------------------------------------------------------------------------------ where they come from
+# ------------------------------------------------------------------------------------------ sources
 
 
 def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Given:
-    """All inputs of one request. `largest` says the model's max_batch_size, and is asked only where it matters."""
+    """All inputs of one request. `largest` returns the model's max_batch_size; it is only called if needed."""
     given: Given = {}
     if source.file is not None:
         given.update(from_json(source.file, known))
@@ -96,7 +96,7 @@ def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: 
 
 
 def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
-    """Each text is NAME=VALUE or NAME=@FILE.npy."""
+    """Parses texts of the form NAME=VALUE or NAME=@FILE.npy."""
     found: Given = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -108,7 +108,7 @@ def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
 
 
 def from_json(file: str, known: Mapping[str, Spec]) -> Given:
-    """A JSON document: {"inputs": {NAME: VALUE}}, or the list of tensors of the KServe protocol. `-` is stdin."""
+    """Reads a JSON document: {"inputs": {NAME: VALUE}}, or the KServe protocol's list of tensors. `-` is stdin."""
     where = "standard input" if file == "-" else file
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
@@ -132,13 +132,13 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Given:
 def random(
     known: Mapping[str, Spec], batch: int | None, shapes: Mapping[str, tuple[int, ...]], seed: int | None
 ) -> Given:
-    """Random data for these inputs. A dim of any size is 1; the first one is `batch`."""
+    """Random data for these inputs. Variable dims are 1, the first one `batch`."""
     generator = np.random.default_rng(seed)
     return {name: _random(spec, shapes.get(name) or _shape(spec, batch), generator) for name, spec in known.items()}
 
 
 def shapes_from(texts: Sequence[str], known: Mapping[str, Spec]) -> dict[str, tuple[int, ...]]:
-    """Each text is NAME=D1,D2,...: the whole shape of an input, where random data shall not be 1 in its free dims."""
+    """Parses texts of the form NAME=D1,D2,...: full shapes of inputs whose variable dims should not be 1."""
     found = {}
     for text in texts:
         name, _, dims = text.partition("=")
@@ -179,7 +179,7 @@ def _random(spec: Spec, shape: tuple[int, ...], generator: np.random.Generator) 
 
 
 def from_text(text: str, spec: Spec) -> Any:
-    """A JSON literal, or words with commas or spaces between them; for BYTES, if it is neither, the text itself."""
+    """A JSON literal, or values separated by commas or spaces; for BYTES, the text itself if it is not JSON."""
     try:
         value = json.loads(text, parse_float=_float)
     except (ValueError, RecursionError):
@@ -188,7 +188,7 @@ def from_text(text: str, spec: Spec) -> Any:
         )
     else:
         if spec["datatype"] == "BYTES" and not isinstance(value, (str, list)):
-            value = text  # 42 is a fine string
+            value = text  # 42 is a valid string
     return from_value(value, spec)
 
 
@@ -204,7 +204,7 @@ def _word(word: str, spec: Spec) -> int | float | bool:
 
 
 def _float(text: str) -> float:
-    """ValueError for digits that only infinity would do justice to."""
+    """ValueError if a finite number overflows to infinity."""
     value = float(text)
     if math.isinf(value) and "inf" not in text.lower():
         raise ValueError(f"{_short(text)} is too large for a number")
@@ -216,7 +216,7 @@ def _short(text: str) -> str:
 
 
 def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> Any:
-    """Numbers, strings or nested lists of them -> a tensor of the model's dtype and shape."""
+    """Converts numbers, strings or nested lists of them to a tensor of the model's dtype and shape."""
     flat: list[Any] = []
     found = _flatten(value, flat, spec["name"], DIMS)
     if shape is not None:
@@ -247,7 +247,7 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
 
 
 def _flatten(value: Any, flat: list[Any], name: str, dims: int) -> tuple[int, ...]:
-    """Appends the leaves to `flat`, and gives the shape. Lists of unequal lengths are no tensor."""
+    """Appends the leaves to `flat` and returns the shape. BadInput if lists have different lengths."""
     if not isinstance(value, list):
         flat.append(value)
         return ()
@@ -279,7 +279,7 @@ def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:
 
 
 def _floats(values: NDArray[np.float64], spec: Spec) -> Any:
-    """In the model's precision; a finite number that it cannot hold is refused."""
+    """Converts to the model's precision; BadInput if a finite number overflows."""
     dtype = spec["datatype"]
     single = np.dtype(np.float32) if dtype == "BF16" else to_numpy(dtype)
     with np.errstate(over="ignore"):
@@ -294,7 +294,7 @@ def _floats(values: NDArray[np.float64], spec: Spec) -> Any:
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper half of each float, rounded to nearest, halves to even."""
+    """The upper half of each float, rounded to nearest, ties to even."""
     wide = values.view(np.uint32).astype(np.uint64)
     rounded = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
@@ -340,8 +340,8 @@ def _matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:
 
 
 def fit(array: NDArray[Any], spec: Spec) -> NDArray[Any]:
-    """The array in the model's shape: as it is, as a batch of one, or, if it is flat, in the only shape that it can
-    have (its first dim 1 where that must be said)."""
+    """Adapts the array to the model's shape: unchanged, as a batch of one, or, if flat, reshaped to the only possible
+    shape (with a first dim of 1 if that resolves it)."""
     pattern = spec["shape"]
     if _matches(array.shape, pattern):
         return array

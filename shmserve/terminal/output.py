@@ -1,6 +1,6 @@
-"""The answer of a model for a person, a program or a file.
+"""Prints the outputs of a model as a table or as JSON, or writes them to files.
 
-The rule of the file: nothing is lost on the way but what the target cannot hold, and then it is said.
+Invariant: values are never changed silently; what the target cannot represent is an error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shmserve.terminal.tables import duration_text, plain_text, shape_text, tabl
 
 Outputs = Mapping[str, NDArray[Any]]
 Dtypes = Mapping[str, str]
-"""Output name -> wire type, as the model's metadata says."""
+"""Output name -> wire type, as in the model's metadata."""
 Files = Mapping[str, Path]
-"""Output name -> where it was written to; empty where it was not."""
+"""Output name -> file it was written to; empty if none was written."""
 
 
 class NotWritten(Exception):
-    """Outputs cannot be kept in files as they are: one line for the user."""
+    """Outputs cannot be written to files; one line for the user."""
 
 
 def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
@@ -39,7 +39,7 @@ def _plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def from_bfloat16(bits: NDArray[Any]) -> NDArray[np.float32]:
-    """What 16 bits of each element mean; also for the arrays of ml_dtypes."""
+    """Converts BF16 bits to float32; also for arrays of ml_dtypes."""
     wide = np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16
     return wide.view(np.float32).reshape(bits.shape)
 
@@ -54,7 +54,7 @@ def outputs_table(outputs: Outputs, dtypes: Dtypes, files: Files) -> str:
 
 
 def timing(seconds: Sequence[float]) -> str:
-    """One request: how long it took. More: median and 99th percentile, one after another."""
+    """One request: its duration. Several: median and 99th percentile of sequential requests."""
     if len(seconds) == 1:
         return duration_text(seconds[0])
     median, p99 = statistics.median(seconds), percentile(seconds, 99)
@@ -62,14 +62,14 @@ def timing(seconds: Sequence[float]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` percent of all do not exceed."""
+    """The smallest value that is not exceeded by at least `share` percent of the values."""
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
 def document(
     model: str, version: int, outputs: Outputs, dtypes: Dtypes, files: Files, seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """For programs, as JSON."""
+    """The result as a JSON document."""
     described = {}
     for name, array in outputs.items():
         dtype = _dtype(name, array, dtypes)
@@ -85,7 +85,7 @@ def document(
 
 
 def as_json(value: Any) -> Any:
-    """JSON has no NaN and no bytes: they become strings."""
+    """JSON has neither NaN nor bytes: they become strings."""
     if isinstance(value, list):
         return [as_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -94,12 +94,12 @@ def as_json(value: Any) -> Any:
 
 
 def file_name(output: str) -> str:
-    """An output's name may hold slashes and more; its file stays in the directory."""
+    """Replaces slashes and other characters, so that the file stays in its directory."""
     return re.sub(r"[^\w.-]", "_", output).lstrip(".") + ".npy"
 
 
 def write(folder: Path, outputs: Outputs, dtypes: Dtypes) -> dict[str, Path]:
-    """Each output in DIR/NAME.npy."""
+    """Writes each output to DIR/NAME.npy."""
     files: dict[str, Path] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def write(folder: Path, outputs: Outputs, dtypes: Dtypes) -> dict[str, Path]:
 
 
 def storable(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """What .npy can hold without pickle: strings of one width, and the bits of BF16."""
+    """Converts to what .npy can hold without pickle: strings of fixed width, and the bits of BF16."""
     if dtype == "BF16":
         return np.ascontiguousarray(array).view(np.uint16).reshape(array.shape)
     if dtype != "BYTES":

@@ -1,4 +1,4 @@
-"""Tables and arrays for people. The rule of the file: text in, text out, and no line is longer for being a number."""
+"""Formats tables, arrays and numbers as text for people."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 GAP = "  "
 FIRST = 6
-"""So many values of an array are shown."""
+"""The most values of an array to show."""
 STRING = 40
-"""So many characters of a string are shown."""
+"""The most characters of a string to show."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Columns as wide as they need to be; those in `right` are aligned to the right. The last one is not padded."""
+    """Columns are as wide as their widest cell; those in `right` are right-aligned. The last one is not padded."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     made = []
@@ -31,12 +31,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """[2, 3], as the server writes shapes."""
+    """[2, 3], the server's notation for shapes."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def values_text(array: np.ndarray[Any, Any], first: int = FIRST) -> str:
-    """The first values of an array, in the order of memory, and how many there are if there are more."""
+    """The first values in memory order, and the number of values if there are more."""
     shown = " ".join(value_text(value) for value in array.reshape(-1)[:first].tolist())
     return f"{shown} ... ({array.size:,} values)" if array.size > first else shown or "(no values)"
 
@@ -53,12 +53,12 @@ def value_text(value: object) -> str:
 
 
 def plain_text(value: bytes | str) -> str:
-    """A string as text; bytes that are no UTF-8 are shown as \\x.."""
+    """A string as text; bytes that are not UTF-8 are shown as \\x.."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
 
 
 def duration_text(seconds: float) -> str:
-    """Three digits and the unit that fits."""
+    """Up to three significant digits, with a suitable unit."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     if seconds >= 0.001:
@@ -68,7 +68,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """Three digits and the unit that fits."""
+    """Up to three significant digits, with a suitable unit."""
     value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1024
