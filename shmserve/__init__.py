@@ -5,8 +5,7 @@
     with shmserve.Client() as c:
         y = c.infer("mlp", {"x": x})["y"]
 
-The rule of the file: importing it imports nothing. What it offers is looked up at first use, so that a worker never
-loads the clients.
+Invariant: importing it imports nothing else. Names are resolved at first use, so that a worker never loads the clients.
 """
 
 from __future__ import annotations

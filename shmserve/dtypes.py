@@ -1,4 +1,4 @@
-"""The data types of tensors: their names on the wire, their sizes, and their numpy twins.
+"""Data types of tensors: wire names, sizes, and corresponding numpy types.
 
 numpy is imported inside functions only, so that the core can use the sizes without it.
 """
@@ -26,7 +26,7 @@ ITEM_BYTES = {
     "BF16": 2,
     "BYTES": 0,
 }
-"""Bytes of one element; 0 where elements differ in length (BYTES: 4-byte little-endian length, then the bytes)."""
+"""Bytes of one element; 0 if elements differ in length (BYTES: 4-byte little-endian length, then the bytes)."""
 
 FROM_CONFIG = {f"TYPE_{name}": name for name in ITEM_BYTES if name != "BYTES"} | {"TYPE_STRING": "BYTES"}
 TO_CONFIG = {name: config for config, name in FROM_CONFIG.items()}
@@ -59,7 +59,7 @@ def _fill() -> None:
     try:
         import ml_dtypes
     except ImportError:
-        # Without ml_dtypes, BF16 is its raw 16 bits. uint16 arrays stay UINT16 when sent.
+        # Without ml_dtypes, BF16 arrays are raw 16 bits (uint16). uint16 arrays are sent as UINT16.
         _to_numpy["BF16"] = np.dtype("uint16")
     else:
         _to_numpy["BF16"] = np.dtype(ml_dtypes.bfloat16)
@@ -69,7 +69,7 @@ def _fill() -> None:
 
 
 def to_numpy(name: str) -> np.dtype[Any]:
-    """The numpy dtype for a wire name; KeyError for a name that is not ours."""
+    """The numpy dtype for a wire name; KeyError if unknown."""
     if not _to_numpy:
         _fill()
     found: np.dtype[Any] = _to_numpy[name]
@@ -77,7 +77,7 @@ def to_numpy(name: str) -> np.dtype[Any]:
 
 
 def from_numpy(dtype: np.dtype[Any]) -> str:
-    """The wire name of a numpy dtype; TypeError, naming the dtype, where there is none."""
+    """The wire name of a numpy dtype; TypeError, with the dtype's name, if it has none."""
     if not _from_numpy:
         _fill()
     name = _from_numpy.get(dtype)
@@ -92,7 +92,7 @@ def from_numpy(dtype: np.dtype[Any]) -> str:
 
 
 def elements(shape: tuple[int, ...]) -> int:
-    """The product of the dims. Python integers cannot overflow, so neither can this."""
+    """The product of the dims. Does not overflow, as Python integers are unbounded."""
     count = 1
     for dim in shape:
         count *= dim

@@ -1,31 +1,31 @@
-"""Every error that shmserve raises or sends, in one tree; each class has the code that travels on the wire.
+"""All errors that shmserve raises or sends; each class has its code on the wire.
 
     ServeError
-    |-- InvalidRequest      INVALID_ARG         the caller asked wrongly
-    |   `-- ProtocolError   PROTOCOL            the caller's bytes are not our protocol
+    |-- InvalidRequest      INVALID_ARG         the request is invalid
+    |   `-- ProtocolError   PROTOCOL            the bytes do not follow the protocol
     |-- NotFound            NOT_FOUND           no such model, version, request
     |-- AlreadyExists       ALREADY_EXISTS
-    |-- Unsupported         UNSUPPORTED         understood, but not done here
-    |-- Denied              DENIED              understood, but not for you
-    |-- Unavailable         UNAVAILABLE         not now: a limit, a stop, a model that is not ready
-    |   |-- QueueTimeout    QUEUE_TIMEOUT       waited in the queue for longer than its policy allows
-    |   `-- ConnectionLost  CONNECTION_LOST     the link ended before the answer came
+    |-- Unsupported         UNSUPPORTED         valid, but not supported by this server
+    |-- Denied              DENIED              valid, but the caller lacks the role
+    |-- Unavailable         UNAVAILABLE         temporary: a limit, a stop, a model that is not ready
+    |   |-- QueueTimeout    QUEUE_TIMEOUT       queued for longer than the queue's policy allows
+    |   `-- ConnectionLost  CONNECTION_LOST     the link ended before the response
     |-- DeadlineExceeded    DEADLINE_EXCEEDED   the caller's own timeout passed
-    |-- Cancelled           CANCELLED           the caller took it back
-    |-- HandleLost          HANDLE_LOST         the memory behind a tensor has gone with its owner
-    |-- ModelFailed         MODEL_FAILED        the model, or the process it ran in, failed
-    |-- Internal            INTERNAL            our fault
-    `-- UnknownError        UNKNOWN             a code this version does not know
+    |-- Cancelled           CANCELLED           the caller cancelled the request
+    |-- HandleLost          HANDLE_LOST         the memory of a tensor was lost with its owner
+    |-- ModelFailed         MODEL_FAILED        the model, or its process, failed
+    |-- Internal            INTERNAL            a bug in shmserve
+    `-- UnknownError        UNKNOWN             a code that this version does not define
 
-Texts go to callers who may not be trusted: they carry public names, numbers and the knob, never a path of the
-server, the name of a segment, or an address.
+Invariant: callers may be untrusted, so texts contain public names, numbers and the setting to change, but no path of
+the server, name of a segment, or address.
 """
 
 from __future__ import annotations
 
 
 class ServeError(Exception):
-    """The root. `code` is what travels; `str(error)` is the text for a person."""
+    """Base class. `code` is sent on the wire; `str(error)` is the text for people."""
 
     code = "UNKNOWN"
 
@@ -102,9 +102,9 @@ def _tree(root: type[ServeError]) -> dict[str, type[ServeError]]:
 
 
 BY_CODE = _tree(ServeError)
-"""Wire code -> class. What `from_wire` looks in."""
+"""Wire code -> class."""
 
 
 def from_wire(code: str, text: str) -> ServeError:
-    """The exception for a code and a text that came in a message."""
+    """The exception for a received code and text."""
     return BY_CODE.get(code, UnknownError)(text)

@@ -1,6 +1,6 @@
-"""Where the runtime directory is: the one rule that server and clients share.
+"""The location of the runtime directory, by the same rule for server and clients.
 
-The rule of the file: no directory is made or changed here by only asking for its name.
+Invariant: only `make_runtime_dir` creates a directory.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from shmserve.errors import Denied
 
 LANE = "lane.sock"
-"""The unix lane inside the runtime directory."""
+"""The lane's socket in the runtime directory."""
 BROKER = "broker.sock"
-"""The ZeroMQ socket inside the runtime directory."""
+"""The ZeroMQ socket in the runtime directory."""
 SERVICE = Path("/run/shmserve")
-"""Where the system service lives."""
+"""Runtime directory of the system service."""
 
 
 def default_runtime_dir() -> Path:
     """$SHMSERVE_RUNTIME_DIR, else /run/shmserve for a system service, else $XDG_RUNTIME_DIR/shmserve, else temporary.
 
-    A client takes /run/shmserve when it is there; a server when it may write there (`server_runtime_dir`).
+    Clients use /run/shmserve if they may enter it; servers if they may write there (`server_runtime_dir`).
     """
     named = os.environ.get("SHMSERVE_RUNTIME_DIR")
     if named:
@@ -35,7 +35,7 @@ def default_runtime_dir() -> Path:
 
 
 def client_runtime_dir() -> Path:
-    """The same, but not a directory in the temporary one that somebody else has made there to catch our tensors."""
+    """As above; Denied for a directory below the temporary one that another user may have created to catch tensors."""
     found = default_runtime_dir()
     if found.parent == Path(tempfile.gettempdir()):
         try:
@@ -48,7 +48,7 @@ def client_runtime_dir() -> Path:
 
 
 def server_runtime_dir() -> Path:
-    """The same for a server that is started by hand: the service's directory only if it may write in it."""
+    """As above, for a server that is started manually: /run/shmserve only if it may write there."""
     named = os.environ.get("SHMSERVE_RUNTIME_DIR")
     if named:
         return Path(named)
@@ -58,8 +58,8 @@ def server_runtime_dir() -> Path:
 
 
 def environments_dir(runtime_dir: Path) -> Path:
-    """Where archives of interpreters are unpacked to, if nobody says where: in the first directory that a service
-    manager gives for caches, else in the user's, else in the runtime directory."""
+    """The default directory for unpacked environments: in the service manager's first cache directory, else in the
+    user's, else in the runtime directory."""
     given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     own = user / "shmserve" if user.is_absolute() else runtime_dir
@@ -67,7 +67,7 @@ def environments_dir(runtime_dir: Path) -> Path:
 
 
 def make_runtime_dir(path: Path) -> None:
-    """Makes it, for its owner alone. One that somebody else owns, or that others may write in, is refused."""
+    """Creates it for its owner only. PermissionError if another user owns it or everyone may write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_uid != os.geteuid():
@@ -77,7 +77,7 @@ def make_runtime_dir(path: Path) -> None:
 
 
 def python() -> list[str]:
-    """The command of another interpreter like this one. It can import from the current directory only if we can."""
+    """The command for another such interpreter, which imports from the current directory only if this one does."""
     safe = sys.version_info >= (3, 11) and os.getcwd() not in sys.path and "" not in sys.path
     return [sys.executable, "-P"] if safe else [sys.executable]
 

@@ -1,5 +1,6 @@
-"""Descriptors of messages, from the files that `make proto` writes. The rule of the file: they live in pools of their
-own. Other packages register files of the same names in the process-wide pool, where two would be an error at import.
+"""Descriptors of protobuf messages, from the files that `make proto` writes, each in a pool of its own.
+
+Other packages register files of the same names in the process-wide pool, where duplicates fail at import.
 """
 
 from __future__ import annotations

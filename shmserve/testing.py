@@ -14,7 +14,7 @@
             scores = client.infer("mlp", {"x": np.zeros((1, 64), np.float32)})["y"]
         assert scores.sum() == pytest.approx(1)
 
-The rule of the file: nothing outlives the `with` block. A server that does not end well is an error with its log.
+Invariant: nothing outlives the `with` block. A server that does not exit cleanly is an error that contains its log.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from shmserve.paths import BROKER, LANE
 _SHM = Path("/dev/shm")
 _KILLED_S = 30.0
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
-"""Whatever ports are free, for the doors of a gateway."""
+"""Options for free ports, chosen by the kernel."""
 
 
 class Server:
-    """A server of its own process, with sockets in a directory of its own; ready when the block begins.
+    """A server in its own process, with sockets in a directory of its own; ready when the block begins.
 
-    `options` are those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`: without that one, a
-    model that fails to load does not keep the others from being served. With `runtime_dir` the sockets are there
-    instead of in a temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that needs longer is
-    killed, and the error shows its log. With `gateway=True` there are doors to the network too, on ports that are free:
-    `doors` says which.
+    `options` are those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`: without this one, a
+    model that fails to load does not stop the server from serving the others. With `runtime_dir` the sockets are there
+    instead of in a temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that exceeds them is
+    killed, and the error contains its log. With `gateway=True` there are network endpoints too, on free ports, see
+    `doors`.
     """
 
     def __init__(
@@ -68,54 +68,54 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._log = ""
 
-    # ------------------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------------------- properties
 
     @property
     def runtime_dir(self) -> Path:
-        """The directory of its sockets: what `Client(runtime_dir=...)` and `shmserve --runtime-dir` take."""
+        """The directory of its sockets, for `Client(runtime_dir=...)` and `shmserve --runtime-dir`."""
         return self._named or self._directory() / "run"
 
     @property
     def url(self) -> str:
-        """The unix lane, for `Client(url)`."""
+        """The lane's URL, for `Client(url)`."""
         return f"unix://{self.runtime_dir / LANE}"
 
     @property
     def zmq_url(self) -> str:
-        """The ZeroMQ socket, for `Client(url)`."""
+        """The ZeroMQ URL, for `Client(url)`."""
         return f"ipc://{self.runtime_dir / BROKER}"
 
     @property
     def doors(self) -> dict[str, str]:
-        """With `gateway=True`: door -> address, e.g. {"http": "127.0.0.1:41234", "metrics": "127.0.0.1:41235"}."""
+        """With `gateway=True`: endpoint -> address, e.g. {"http": "127.0.0.1:41234", "metrics": "127.0.0.1:41235"}."""
         return {door: f"127.0.0.1:{port}" for door, port in self._ports.items()}
 
     @property
     def pid(self) -> int:
-        """The broker's process."""
+        """The broker's pid."""
         if self._process is None:
             raise RuntimeError("the server is not running")
         return self._process.pid
 
     @property
     def log(self) -> str:
-        """All that the server and its models have printed, over restarts; also after the end."""
+        """The output of the server and its models, across restarts; also after the end."""
         if self._temporary is not None:
             self._log = self._log_file().read_text(errors="replace")
         return self._log
 
     def client(self, **options: Any) -> shmserve.Client:
-        """A client of this server; `options` are those of `shmserve.Client`. Close it before the server ends."""
+        """A client of this server; `options` are those of `shmserve.Client`. Close it before the server stops."""
         return shmserve.Client(runtime_dir=self.runtime_dir, **options)
 
     def async_client(self, **options: Any) -> shmserve.AsyncClient:
         """The same for asyncio."""
         return shmserve.AsyncClient(runtime_dir=self.runtime_dir, **options)
 
-    # ------------------------------------------------------------------------------------- its start and end
+    # ------------------------------------------------------------------------------------- start and stop
 
     def start(self) -> None:
-        """Starts it and waits until its models have been loaded. `with` does so."""
+        """Starts the server and waits until its models are loaded. Called by `with`."""
         if self._process is not None:
             raise RuntimeError("the server is running already")
         if self._temporary is None:
@@ -127,19 +127,19 @@ class Server:
             raise
 
     def stop(self) -> None:
-        """Lets it finish what is in flight and waits for its end. `with` does so. Not running: nothing to do."""
+        """Stops the server after its requests in flight. Called by `with`. Does nothing if it is not running."""
         try:
             self._stop()
         finally:
             self._remove()
 
     def restart(self) -> None:
-        """Stops it, unless it was killed, and starts it with the same sockets: clients connect again by themselves."""
+        """Stops the server, unless it was killed, and starts it with the same sockets, so that clients reconnect."""
         self._stop()
         self.start()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would be, and waits for the end of its workers, which follows from it."""
+        """Kills the server with SIGKILL, like a crash, and waits until its workers have exited as a consequence."""
         if self._process is None:
             raise RuntimeError("the server is not running")
         workers = _open(_children(self._process.pid))
@@ -161,7 +161,7 @@ class Server:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    # ------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------- internals
 
     def _start(self) -> None:
         reader, writer = os.pipe()
@@ -185,7 +185,7 @@ class Server:
             os.close(reader)
             if writer >= 0:
                 os.close(writer)
-        if readable:  # the end of the pipe: it has ended, or is about to
+        if readable:  # end of file: the server has exited, or is about to
             code = self._process.wait(self._stop_timeout)
             self._process = None
             raise RuntimeError(f"the server ended with code {code} before it was ready:\n{self.log}")
@@ -238,12 +238,12 @@ class Server:
 def _children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:  # it has ended
+    except FileNotFoundError:  # it has exited
         return []
 
 
 def _open(pids: list[int]) -> dict[int, int]:
-    """pid -> pidfd, of those that still run."""
+    """pid -> pidfd of processes that still run."""
     opened = {}
     for pid in pids:
         try:

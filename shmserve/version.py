@@ -1,4 +1,4 @@
-"""The version of what is installed."""
+"""The installed version."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from importlib import metadata
 def version() -> str:
     try:
         return metadata.version("shmserve")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
+    except metadata.PackageNotFoundError:  # a checkout without an installation
         return "0+unknown"
