@@ -1,8 +1,7 @@
-"""Which requests of sequences run next: direct (each sequence has its place in the batch) and oldest (dynamic batches
-of at most one request of each).
+"""The sequence scheduler, with the strategies direct (each sequence has a fixed batch slot) and oldest (dynamic batches
+with at most one request per sequence).
 
-The rule of the file: what happens to a sequence is noted in it when it happens, and seen to here, when its version is
-dispatched after all events of the turn.
+Invariant: events only mark a sequence as changed; `dispatch` processes the change after all events of the turn.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from shmserve.protocol.messages import EndSequences, Options
 _S = SequenceState
 
 _REMEMBERED = 4096
-"""Sequences that were ended before their END, so that who goes on with one of them can be told why."""
+"""Sequences that ended without END and are remembered, so that later requests get the reason."""
 
 _OWN_IDS = 1 << 30
-"""Ids for requests that have none begin here: far from those that callers count, and int32 all the same."""
+"""First id for requests without a sequence id: far above the ids that callers count up, and still an int32."""
 
 
 class Sequencer:
@@ -35,20 +34,20 @@ class Sequencer:
         self._ends = ends
         self._dispatcher = dispatcher
         self._lost: dict[Key, tuple[str, str]] = {}
-        """Code and text."""
+        """Error code and text."""
 
     # ------------------------------------------------------------------------------------ in
 
     def version_of(self, client: Client, model: str, number: int, options: Options) -> Version | None:
-        """The generation where the sequence of this request lives, if it goes on. None: a new one begins, or none is
-        known."""
+        """The generation of the sequence that this request continues. None: it starts a new one, or the sequence is
+        unknown."""
         sequence = self._find(model, number, options.sequence, _owner(client, options))
         if sequence is None or options.sequence_start or sequence.broken is not None:
             return None
         return sequence.version
 
     def _find(self, model: str, number: int, key: int | str, user: str) -> Sequence | None:
-        """The one that callers mean who name the version by `number`: 0 for the default one."""
+        """The sequence meant by callers that name the version by `number`; 0 is the default version."""
         sequences = self._state.sequences
         found = sequences.get((model, number, key, user))
         if found is not None:
@@ -60,7 +59,7 @@ class Sequencer:
         return sequences.get((model, default.number, key, user)) if default is not None else None
 
     def check(self, client: Client, version: Version, number: int, options: Options | None, rows: int) -> None:
-        """Raises if the request cannot be one of a sequence's."""
+        """Raises if the request is not valid as part of a sequence."""
         policy = version.policy
         assert policy is not None
         assert policy.sequence is not None
@@ -97,7 +96,7 @@ class Sequencer:
             self._refuse((model, number, key, owner), sequence)
 
     def _refuse(self, key: Key, sequence: Sequence | None) -> None:
-        """There is nothing that a request without START could go on with."""
+        """Raises: a request without START has no sequence to continue."""
         model, _, name, _ = key
         code, text = self._lost.get(key, ("", ""))
         if sequence is not None and sequence.broken is not None:
@@ -110,7 +109,7 @@ class Sequencer:
         )
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
-        """One that was found good, and is in the tables."""
+        """Appends a validated request that is already in the tables."""
         given = request.options
         own = given is None or not given.sequence
         options = self._with_id(version, request) if given is None or own else given
@@ -138,7 +137,7 @@ class Sequencer:
         self._state.dirty[version] = None
 
     def _with_id(self, version: Version, request: Request) -> Options:
-        """Of an iterative model: a request that names no sequence is one of its own."""
+        """For iterative models: a request without a sequence id becomes a sequence of its own."""
         assert version.places is not None
         control = version.places.policy.id_control
         key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
@@ -147,8 +146,8 @@ class Sequencer:
         return made
 
     def _leave_behind(self, sequence: Sequence) -> None:
-        """A START has come where one of the same id lives elsewhere, has had its END, or is being ended: what it has is
-        finished, and nothing comes any more."""
+        """A START arrived for an id whose sequence has had its END, is ending, or belongs to another generation: that
+        sequence finishes its requests and gets no more."""
         self._forget(sequence)
         sequence.cut = not sequence.over
         sequence.over = True
@@ -180,7 +179,7 @@ class Sequencer:
             self._state.wakes.pop(version, None)
 
     def _look_at(self, places: Places, sequence: Sequence, now: int) -> None:
-        """Something of it has ended."""
+        """Processes a change of the sequence."""
         if sequence.state is _S.ENDED:
             return
         sequence.active = now
@@ -199,7 +198,7 @@ class Sequencer:
             request = sequence.requests.popleft()
             places.gone(request)
             self._ends.end_early(request, code, text, now)
-        if sequence.running is None:  # else once its worker is done with that one, which is answered
+        if sequence.running is None:  # else when its worker is done with that request
             self._tell_worker(sequence)
             self._end(places, sequence)
 
@@ -209,7 +208,7 @@ class Sequencer:
             del self._lost[next(iter(self._lost))]
 
     def _tell_worker(self, sequence: Sequence) -> None:
-        """It ends without an END."""
+        """Notifies the worker of a sequence that ends without END."""
         instance = sequence.instance
         if instance is not None and instance.peer and instance.usable:
             self._state.send(instance.peer, EndSequences((sequence.worker_id,)))
@@ -219,7 +218,7 @@ class Sequencer:
         self._forget(sequence)
 
     def _run(self, version: Version, places: Places, instance: Instance, now: int) -> None:
-        """The next batch of an instance with nothing to do, if there is one."""
+        """Starts the next batch of an idle instance, if there is one."""
         heads = [s for s in places.at(instance) if s.requests and s.running is None and s.broken is None]
         if not heads:
             return
@@ -263,21 +262,21 @@ class Sequencer:
         if version.shape is None:
             return Plan(1, 1, Reason.SINGLE)
         plan = form([sequence.requests[0] for sequence in heads], version.shape, now)
-        if not plan.count and len(heads) == policy.slots:  # nobody else can come meanwhile
+        if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot meanwhile
             return Plan(len(heads), len(heads), Reason.FULL)
         return plan
 
     # ------------------------------------------------------------------------------------ what ends sequences
 
     def backlog_timeout(self, sequence: Sequence) -> None:
-        """The queue timeout of its first request. It counts for the time in the backlog alone."""
+        """The queue timeout of a sequence's first request. It covers only the time in the backlog."""
         if sequence.state is _S.WAITING:
             sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
             sequence.stirred()
             self._state.dirty[sequence.version] = None
 
     def idle(self, sequence: Sequence, now: int) -> None:
-        """The timer of a sequence: has nothing come for it for too long?"""
+        """The idle timer: fails the sequence if it had no request for too long."""
         places = sequence.version.places
         if sequence.state is _S.ENDED or places is None:
             return
@@ -298,12 +297,12 @@ def _arrival(sequence: Sequence) -> int:
 
 
 def _owner(client: Client, options: Options) -> str:
-    """Whose ids these are: a user's or, where the client says for whom it asks, one caller's."""
+    """The owner of the ids: the user or, if the client acts for several callers, one caller."""
     return f"{client.user} {options.caller}" if options.caller else client.user
 
 
 def _worker_id(version: Version, wanted: int | str, user: str, request: Request) -> int | str:
-    """Workers and models keep states by this id, so no two users' sequences may have the same."""
+    """Returns an id unique among users, because workers and models keep state by this id."""
     assert version.places is not None
     other = version.places.latest.get(wanted)
     if other is None or other.user == user:

@@ -1,4 +1,4 @@
-"""What versions and instances do at this moment, for every view of it. Reads the core's tables, changes nothing."""
+"""Current activity of versions and instances. Read-only functions over the core's tables, shared by all views."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from shmserve.core.records import Instance, Version
 
 BUSY_NS = 1_000_000_000
 BUSY_BATCHES = 10
-"""A batch takes longer than usual after both: that time, and so many times what batches of its version take."""
+"""A batch counts as slow after BUSY_NS and BUSY_BATCHES times the mean batch time of its version, whichever is
+later."""
 
 
 def queued(versions: Iterable[Version]) -> int:
-    """Requests that no process has started: in the queue here, or waiting at a worker behind another batch."""
+    """Requests that no worker has started: in the broker's queue, or in a batch that waits at a worker."""
     found = 0
     for version in versions:
         found += version.waits
@@ -21,7 +22,7 @@ def queued(versions: Iterable[Version]) -> int:
 
 
 def in_flight(versions: Iterable[Version]) -> int:
-    """Requests that have been started. Of ensembles: all, as their steps wait elsewhere."""
+    """Requests that have started. For ensembles all of them, because waiting happens in their steps."""
     found = 0
     for version in versions:
         found += sum(running(instance) for instance in version.instances)
@@ -34,8 +35,8 @@ def running(instance: Instance) -> int:
 
 
 def busy_ns(version: Version, instance: Instance, now: int) -> int:
-    """How long the instance has run a batch that takes longer than usual; 0: it does not. Time in which its model
-    waits for another one does not count."""
+    """How long the instance has been running a slow batch; 0: it is not. Time spent waiting for other models does not
+    count."""
     batch = instance.running
     if batch is None or instance.waits:
         return 0
@@ -44,7 +45,7 @@ def busy_ns(version: Version, instance: Instance, now: int) -> int:
 
 
 def waits_for(versions: Iterable[Version], now: int) -> str:
-    """Why an unload is not over yet."""
+    """Why an unload has not completed."""
     versions = list(versions)
     started, waiting = in_flight(versions), queued(versions)
     found = [f"{started} request(s) in flight and {waiting} queued"] if started or waiting else []

@@ -1,7 +1,7 @@
-"""Durations in buckets that double: one shift of a duration says where it is counted.
+"""Histograms of durations with power-of-two buckets.
 
-The rule of the file: bucket k counts durations of 2**(k-1) up to 2**k - 1 ns, bucket 0 those of none; so what is
-counted where is `ns.bit_length()`, and nobody needs a function for it.
+Invariant: bucket k counts durations from 2**(k-1) to 2**k - 1 ns, bucket 0 those of 0 ns; so the index is
+`ns.bit_length()`, without a function call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 BUCKETS = 66
-"""A difference of any two times that fit in 63 bits has one, also a wrong one."""
+"""Enough for the difference of any two 63-bit times, valid or not."""
 
 
 def empty() -> list[int]:
@@ -18,19 +18,19 @@ def empty() -> list[int]:
 
 
 def edge(bucket: int) -> int:
-    """The longest duration in it, in ns."""
+    """The longest duration of the bucket, in ns."""
     return (1 << bucket) - 1
 
 
 def cumulative(counts: Sequence[int], first: int, last: int) -> list[int]:
-    """How many durations are at most `edge(bucket)` long, for the buckets from `first` to `last`."""
+    """The number of durations up to `edge(bucket)`, for the buckets from `first` to `last`."""
     return list(accumulate(counts))[first : last + 1]
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """About the duration in ns that `share` of all do not exceed: spread evenly over the bucket that it lies in.
+    """Estimates the duration in ns that `share` of all do not exceed, by interpolation within its bucket.
 
-    It is in the same bucket as the true one, and so wrong by less than a factor of two. 0 where nothing was counted.
+    The error is less than a factor of two. 0 if nothing was counted.
     """
     total = sum(counts)
     rank = share * total

@@ -1,7 +1,7 @@
-"""Latencies beyond sums and histograms: quantiles of the last minute, and times to the first response. Off by default.
+"""Optional latency metrics: quantiles of the last minute, and first response times. Off by default.
 
-Quantiles come from counts in log-linear buckets, as in HDR histograms: 32 for each power of two, so a value is wrong by
-at most 1.6 %, and counting one is a shift, an addition and an update of a dict. The window slides in steps of 12 s.
+Quantiles come from log-linear buckets as in HDR histograms: 32 per power of two, for an error of at most 1.6 %.
+Counting a value takes a shift, an addition and a dict update. The window slides in steps of 12 s.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _STEP_NS = 12_000_000_000
 _STEPS = 5
 _BITS = 5
 BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
-"""Triton's, for times to the first response."""
+"""Triton's bucket bounds for first response times."""
 
 
 def bucket(us: int) -> int:
-    """Values below 64 have one each."""
+    """Values below 64 have a bucket each."""
     shift = us.bit_length() - _BITS - 1
     return us if shift <= 0 else (shift << _BITS) + (us >> shift)
 
 
 def middle(bucket: int) -> int:
-    """Of the values that are counted there."""
+    """The middle of the bucket's values."""
     shift = (bucket >> _BITS) - 1
     if shift <= 0:
         return bucket
@@ -35,7 +35,7 @@ def middle(bucket: int) -> int:
 
 
 class Window(Struct):
-    """Counts of the last minute, of durations in us. `steps`: number of a step of 12 s -> bucket -> count."""
+    """Counts of durations in us over the last minute. `steps`: number of a 12 s step -> bucket -> count."""
 
     steps: dict[int, dict[int, int]] = {}
 
@@ -53,7 +53,7 @@ class Window(Struct):
             del self.steps[old]
 
     def quantiles(self, shares: Sequence[float], now: int) -> list[float]:
-        """In us, nan where nothing was counted."""
+        """In us; nan if nothing was counted."""
         self._forget(now // _STEP_NS)
         counts: Counter[int] = Counter()
         for part in self.steps.values():
@@ -73,7 +73,7 @@ class Window(Struct):
 
 
 class Summaries(Struct):
-    """Of one model version. Each request counts at most once in each of them."""
+    """The windows of one model version. Each request counts at most once in each of them."""
 
     request: Window = field(default_factory=Window)
     queue: Window = field(default_factory=Window)
@@ -81,9 +81,9 @@ class Summaries(Struct):
     infer: Window = field(default_factory=Window)
     output: Window = field(default_factory=Window)
     hit: Window = field(default_factory=Window)
-    """Requests that the response cache answered."""
+    """Requests answered from the response cache."""
     miss: Window = field(default_factory=Window)
-    """Lookup in the response cache and keeping of the answer, of requests that it did not answer."""
+    """Cache lookup and insertion time of requests that missed the cache."""
 
     def answered(self, arrivals: Sequence[int], taken: int, now: int) -> None:
         for arrived, count in Counter(arrivals).items():
@@ -95,14 +95,14 @@ class Summaries(Struct):
             self.queue.add(taken - arrived, 1, taken)
 
     def computed(self, answered: int, times: Sequence[int], now: int) -> None:
-        """Requests that were answered have these times of input, inference and output."""
+        """Counts input, inference and output times for this many answered requests."""
         if answered:
             for window, ns in zip((self.input, self.infer, self.output), times, strict=True):
                 window.add(ns, answered, now)
 
 
 class FirstResponses(Struct):
-    """How long requests waited for their first response. `counts` has one more than there are `edges_ms`."""
+    """Histogram of first response times. `counts` has one more element than `edges_ms`, for longer times."""
 
     edges_ms: tuple[float, ...]
     counts: list[int]

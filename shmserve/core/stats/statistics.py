@@ -1,7 +1,7 @@
-"""What is counted of a model version, and of the server. The rule of the file: counts only rise, and they belong to
-the number of a version, whatever generation of it serves.
+"""Statistics of a model version.
 
-Durations are sums in ns, over requests that were answered well unless another thing is said.
+Invariant: counters never decrease, and belong to the version number, across generations. Durations are sums in ns over
+successful requests, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shmserve.core.stats.latencies import FirstResponses, Summaries
 
 
 class Failure(IntEnum):
-    """Why a request was not answered well."""
+    """Why a request failed."""
 
-    REJECTED = 0  # by a limit or a policy, before any worker had it
-    CANCELED = 1  # by its caller, or as that has gone
-    BACKEND = 2  # by the model, or by the end of its process
+    REJECTED = 0  # by a limit or a policy, before a worker had it
+    CANCELED = 1  # by its caller, or because the caller disconnected
+    BACKEND = 2  # by the model, or because its process ended
     OTHER = 3
 
 
@@ -34,7 +34,7 @@ _LIMIT = re.compile(rf"\(({'|'.join(row.name for row in NAMED)})\)")
 
 
 def limit_in(text: str) -> str:
-    """The limit that the text of an error names, as all that speak of one do: in brackets. Empty if it names none."""
+    """The limit that an error text names in parentheses, as all texts about limits do. Empty if it names none."""
     found = _LIMIT.search(text)
     return found[1] if found else ""
 
@@ -44,8 +44,8 @@ def _none() -> list[int]:
 
 
 RESPONSES = 64
-"""Responses of a request that are counted by their index; later ones count as the last. Callers say how many there are,
-so without a limit the statistics would grow with the longest request."""
+"""Responses counted separately by their index within the request; later ones count as the last. Without this limit the
+statistics would grow with the longest request."""
 
 
 class BatchCount(Struct):
@@ -56,7 +56,7 @@ class BatchCount(Struct):
 
 
 class ResponseCount(Struct):
-    """Of the responses with one index, each the same one of its request. Every field is a count and a sum in ns."""
+    """Responses with the same index within their requests. Every field is a count and a sum in ns."""
 
     compute_infer: tuple[int, int] = (0, 0)
     compute_output: tuple[int, int] = (0, 0)
@@ -79,7 +79,7 @@ class ResponseCount(Struct):
 
 
 class Loads(Struct):
-    """How often versions of a model were loaded."""
+    """Loads of a model's versions."""
 
     done: int = 0
     failed: int = 0
@@ -102,33 +102,33 @@ class Statistics(Struct):
     cache_hit_ns: int = 0
     cache_misses: int = 0
     cache_miss_ns: int = 0
-    """Of their lookups, and of keeping the answers."""
+    """Cache lookup and insertion time of the misses."""
     restarts: dict[str, int] = {}
-    """By the name of the instance: how often its process has ended, and another one was started."""
+    """Instance name -> number of restarts."""
     failures: list[int] = field(default_factory=_none)
-    """By Failure; their sum is fail_count."""
+    """By Failure; the sum is fail_count."""
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}
     """By rows."""
     responses: list[ResponseCount] = []
-    """Of a decoupled model, by their index in the request. At most RESPONSES."""
+    """For decoupled models: by index within the request. At most RESPONSES elements."""
     elements: int = 0
-    """Rows x padded length, of all batches of a model whose inputs are padded."""
+    """For models with padding: sum of rows x padded length of all batches."""
     padded_elements: int = 0
-    """Of these, how many are padding."""
+    """Padding among these elements."""
     request_times: list[int] = field(default_factory=histogram.empty)
-    """From arrival to answer, of each request."""
+    """Per request: from arrival to response."""
     queue_times: list[int] = field(default_factory=histogram.empty)
-    """From arrival until its batch was taken up, of each request."""
+    """Per request: from arrival until its batch was taken."""
     batch_times: list[int] = field(default_factory=histogram.empty)
-    """From taken up to outputs placed, of each batch."""
+    """Per batch: from taken until its outputs are placed."""
 
     summaries: Summaries | None = None
     first: FirstResponses | None = None
-    """None: not collected, which is the default."""
+    """None: not collected, the default."""
 
     def collect(self, summaries: bool, first: FirstResponses | None) -> None:
-        """Which latencies the operator wants. What is collected goes on, as long as it has the same buckets."""
+        """Turns on the latencies configured by the operator. Counters are kept unless the bucket bounds change."""
         if summaries and self.summaries is None:
             self.summaries = Summaries()
         if first is not None and (self.first is None or self.first.edges_ms != first.edges_ms):
@@ -143,7 +143,8 @@ class Statistics(Struct):
         return self.failures[Failure.CANCELED]
 
     def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
-        """Requests of a batch, answered well now. Those that came together stand together, and are counted at once."""
+        """Counts successful requests of a batch, answered now. Equal arrival times are adjacent, and are counted
+        together."""
         count = len(arrivals)
         if not count:
             return
@@ -167,7 +168,7 @@ class Statistics(Struct):
             self.summaries.answered(arrivals, taken, now)
 
     def answered_early(self, arrived: int, rows: int, now: int) -> None:
-        """A request answered before it is known when its batch was taken up: `queued` follows."""
+        """Counts a request that is answered before the time is known when its batch was taken: `queued` follows."""
         self.success_count += 1
         self.inference_count += rows
         self.success_ns += now - arrived
@@ -184,7 +185,8 @@ class Statistics(Struct):
             self.summaries.queued(arrivals, taken)
 
     def responded(self, index: int, outcome: str, times: tuple[int, int] | None) -> None:
-        """One of a decoupled model; `outcome` as in ResponseCount.add. `times`: ns to compute, ns to place outputs."""
+        """Counts a response of a decoupled model; `outcome` as in ResponseCount.add. `times`: ns to compute, ns to
+        place outputs."""
         index = min(index, RESPONSES - 1)
         while len(self.responses) <= index:
             self.responses.append(ResponseCount())
@@ -196,11 +198,11 @@ class Statistics(Struct):
         self.failures[why] += 1
 
     def failed_as(self, code: str, ns: int) -> None:
-        """Here, not at a worker."""
+        """Counts a request that failed in the broker, not at a worker."""
         self.failed(_FAILURES.get(code, Failure.OTHER), ns)
 
     def cache_hit(self, ns: int, now: int) -> None:
-        """Answered well, with nothing run."""
+        """Counts a request answered from the cache."""
         self.cache_hits += 1
         self.cache_hit_ns += ns
         self.success_count += 1
@@ -217,7 +219,7 @@ class Statistics(Struct):
             self.summaries.miss.add(ns, 1, now)
 
     def ensemble_done(self, rows: int, times: Sequence[int], now: int) -> None:
-        """A request whose steps took so long together: input, infer, output ns. It counts as a batch of its own."""
+        """Counts an ensemble request, as a batch of its own, with the total input, infer and output ns of its steps."""
         self._add_batch(rows, *times)
         self.input_ns += times[0]
         self.infer_ns += times[1]
@@ -238,7 +240,7 @@ class Statistics(Struct):
         count.output_ns += output_ns
 
     def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
-        """The times of a batch count once for the batch, and for each of its requests that was answered well."""
+        """Counts a batch. Its times count once for the batch, and for each of its requests that succeeded."""
         taken, ready, computed, placed = times
         self._add_batch(rows, ready - taken, computed - ready, placed - computed)
         self.input_ns += (ready - taken) * answered
