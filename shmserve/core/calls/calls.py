@@ -1,11 +1,11 @@
-"""Models that call others: their worker is a client, on its own link, and what it asks for is a request like any other.
+"""Models that call other models: the worker becomes a client on its own link, and its calls are ordinary requests.
 
-What is different: an instance that calls may do nothing else before it is answered. So nothing waits at it meanwhile,
-its time limit stands still, what it has of resources is lent to others, and a call that closes a circle of instances
-that wait for each other is refused (deadlock.py).
+The difference is that a calling instance may block until it is answered. Therefore nothing is queued at it meanwhile,
+its execution limit is paused, its resources are lent to others, and a call that would close a cycle of waiting
+instances fails (deadlock.py).
 
-The rule of the file: a worker is given what its parent request, the one that it runs meanwhile, may be given, and
-nothing else.
+Invariant: a call may use only memory that its parent request, the one that the worker is running, may use, and memory
+that the worker itself holds or owns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shmserve.protocol import roles
 from shmserve.protocol.messages import Ask, Call, Cancel, Fail, Handle, More, Return
 
 USER = "worker"
-"""Of sequences that models begin."""
+"""The user of sequences that models start."""
 
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
@@ -85,7 +85,7 @@ class Calls:
 
     def cancel(self, peer: int, message: Cancel, now: int) -> None:
         request = self._of(peer, message.request)
-        if request is None:  # it has been answered, and the two have crossed; or it is no call but an operation
+        if request is None:  # already answered (the messages crossed), or an operation instead of a call
             self._state.effects.append(Query(peer, message))
         else:
             self._ends.fail_early(request, "CANCELLED", "the call was cancelled by the model that made it", now)
@@ -106,7 +106,8 @@ class Calls:
             kill_for_protocol_error(self._state, version, instance, "Return of what it does not hold")
 
     def ask(self, peer: int, message: Ask, now: int) -> None:
-        """A model's question about the server, or an operation. Whoever waits for another to load is not loading."""
+        """A model's query about the server, or an operation. An instance that waits for another model to load does not
+        count as loading."""
         _, instance = self._state.instances[peer]
         try:
             if message.what and message.what not in roles.QUESTIONS:
@@ -165,7 +166,7 @@ class Calls:
         return request
 
     def _parent(self, instance: Instance, number: int) -> Request | None:
-        """The request that the instance has, and runs or still answers."""
+        """The request with this number, if the instance is running it or still answering it."""
         request = self._state.requests.get(number)
         if request is None or request.instance is not instance:
             return None
@@ -174,7 +175,8 @@ class Calls:
         return None
 
     def _check_room(self, caller: Caller) -> None:
-        """What many share is not asked about: whoever calls has been let in, and would only hold what it has longer."""
+        """Checks only limits of the caller itself. Shared quotas are not applied: the caller's request has been
+        admitted, and rejecting its call would only make it hold its resources longer."""
         limit = self._state.limits.client_requests
         if len(caller.requests) >= limit:
             raise Unavailable(
@@ -203,7 +205,7 @@ class Calls:
     def _memory(
         self, caller: Caller, parent: Request | None, message: Call
     ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
-        """The segments that a worker must have mapped for this call, and the holds that it pins."""
+        """Returns the segments that a worker must map for this call, and the holds that it pins."""
         ledger = self._state.ledger
         handles = [part for tensor in message.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
         places = []
@@ -219,7 +221,7 @@ class Calls:
         return segments, tuple([ledger.pin(place) for place in places])
 
     def _of_frame(self, parent: Request, handle: Handle) -> tuple[int, int] | None:
-        """What came in a frame belongs to one request. From now on it is a block that several use."""
+        """A frame belongs to a single request. Turns it into a block that several requests can use."""
         while parent.step_of:
             parent = self._state.requests[parent.step_of]
         for block in parent.blocks:
@@ -233,7 +235,7 @@ class Calls:
     # ------------------------------------------------------------------------------------ to wait
 
     def _hold(self, caller: Caller) -> None:
-        """The instance does nothing before it is answered."""
+        """The instance blocks until it is answered."""
         caller.waits_for += 1
         if caller.waits_for > 1:
             return
@@ -241,14 +243,14 @@ class Calls:
         version, instance = state.instances[caller.number]
         caller.since = state.now
         state.waiting[instance] = None
-        version.prefetch = False  # whatever is sent ahead to it would wait, too
+        version.prefetch = False  # batches sent ahead to it would wait, too
         state.dirty[version] = None
         if state.limiter is not None:
             for other in state.limiter.release(instance):
                 state.dirty[other] = None
 
     def settle_answered(self) -> None:
-        """Instances whose last call has been answered go on with their batches."""
+        """Resumes the instances whose last call has been answered."""
         answered = self._state.answered_calls
         while answered:
             self._go_on(answered.pop())
@@ -271,7 +273,7 @@ class Calls:
                 self._dispatcher.look_at(version, instance, state.now)
 
     def regard(self, now: int) -> None:
-        """Something may have closed a circle of those that wait already: the call in it that came last fails."""
+        """Fails the newest call of each cycle of waiting instances."""
         while True:
             request, text = self._waits.last_in_circle()
             if request is None:
@@ -279,7 +281,7 @@ class Calls:
             self._ends.fail_early(request, "UNAVAILABLE", text, now)
 
     def ended(self, instance: Instance) -> Caller | None:
-        """Its process has ended: the client, if it was one, is told nothing any more."""
+        """The process has ended: its client, if it had one, gets no further messages."""
         caller, instance.caller = instance.caller, None
         if caller is not None:
             caller.gone = True
@@ -287,17 +289,17 @@ class Calls:
         return caller
 
     def forget_questions(self, peer: int) -> None:
-        """The worker's process has ended."""
+        """Drops the queries of a worker whose process has ended."""
         self._admission.questions.gone(peer)
 
     def gone(self, caller: Caller, now: int) -> None:
-        """What it had under way here has ended with it; now the rest."""
+        """Releases the rest of a caller whose process has ended: its calls, holds and segments."""
         self._admission.give_up_all(caller, now)
         self._state.ledger.client_died(caller)
 
 
 def _first_of(deadline: int, parent: Request | None) -> int:
-    """Whoever asked the caller waits no longer than that."""
+    """The earlier of the call's own deadline and its parent's."""
     if parent is None or not parent.deadline:
         return deadline
     return min(deadline, parent.deadline) if deadline else parent.deadline
@@ -312,7 +314,7 @@ def _contains(outer: Handle, inner: Handle) -> bool:
 
 
 def _has(parent: Request, handle: Handle) -> bool:
-    """Are these bytes of what the parent was asked with?"""
+    """Are these bytes part of the parent's inputs?"""
     return any(
         _contains(part, handle) for tensor in parent.inputs if isinstance(tensor.data, tuple) for part in tensor.data
     )

@@ -1,10 +1,11 @@
-"""Instances that wait for other models: is there a circle in which each waits for the next?
+"""Deadlock detection among instances that wait for other models.
 
-An instance goes on if all that it waits for is answered. A request is answered if whoever has it goes on or, where
-nobody has it yet, one of those that may run it. What is left when no more can be said to go on waits for ever.
+An instance can continue if all of its calls will be answered. A request will be answered if the instance that has it
+can continue or, while it is queued, one of those that may run it. Instances for which this cannot be shown are
+deadlocked.
 
-The rule of the file: where nobody waits for ever, one more call can only change that for the one who makes it. So that
-one is refused. Everybody is looked at only when something else may have closed a circle (`State.doubt`).
+Invariant: if there is no deadlock, a new call can only deadlock its own caller, so only that call is checked. All
+instances are checked only if something else may have formed a deadlock (`State.doubt`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Waits:
         self._state = state
 
     def closes_circle(self, request: Request) -> str:
-        """For a new call, which its instance waits for. Not empty: it would wait for ever, and why."""
+        """For a new call that blocks its instance: why it would wait forever, or ""."""
         version, waiting = request.version, self._state.waiting
         usual = version.graph is None and version.order is None and version.places is None
         if usual and any(instance.usable and instance not in waiting for instance in version.instances):
@@ -33,7 +34,7 @@ class Waits:
         return self._story(self._path(request, stuck)[0], stuck) if self._blocked_by(request, stuck) is not None else ""
 
     def last_in_circle(self) -> tuple[Request | None, str]:
-        """Of the calls that close a circle, if there is one, the newest, and what to say of it."""
+        """The newest call of a cycle of waiting instances, if there is one, and its error text."""
         stuck = self._stuck()
         for instance in stuck:
             calls, circle = self._path(self._blocked_call(instance, stuck), stuck)
@@ -42,8 +43,8 @@ class Waits:
         return None, ""
 
     def _stuck(self) -> Stuck:
-        """Instances that will never go on."""
-        stuck = {i: None for i in self._state.waiting if i.state is not InstanceState.KILLED}  # whose calls end with it
+        """Instances that can never continue. Killed ones are left out, because their calls end with them."""
+        stuck = {i: None for i in self._state.waiting if i.state is not InstanceState.KILLED}
         found = True
         while found:
             found = False
@@ -57,7 +58,7 @@ class Waits:
         return next(request for request in self._held(instance) if self._blocked_by(request, stuck) is not None)
 
     def _path(self, request: Request, stuck: Stuck) -> tuple[list[Request], int]:
-        """The call, one of whoever it waits for, and so on; and where in this the circle begins."""
+        """The chain of calls that starts with this one, and the index where the cycle in it begins."""
         calls, seen = [request], {self._caller(request)[1]: 0}
         while True:
             blocker = self._blocked_by(calls[-1], stuck)
@@ -68,7 +69,7 @@ class Waits:
             calls.append(self._blocked_call(blocker, stuck))
 
     def _blocked_by(self, request: Request, stuck: Stuck) -> Instance | None:
-        """One of those that are stuck, without which this request is not answered."""
+        """A deadlocked instance without which this request is not answered."""
         order = request.version.order
         if order is not None:
             for before in order:
@@ -86,9 +87,9 @@ class Waits:
         if run is not None:
             return self._held_up_by(run, stuck)
         instance, batch = request.instance, request.batch
-        if instance is None and request.suspect:  # which are run one at a time
+        if instance is None and request.suspect:  # suspects run one at a time
             instance = request.version.trial
-        elif instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it can still go elsewhere
+        elif instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it may still move
             sequence = request.sequence
             while sequence is not None and sequence.before is not None:
                 sequence = sequence.before
@@ -98,13 +99,13 @@ class Waits:
         return self._served_by(request.version, stuck)
 
     def _held_up_by(self, run: Run, stuck: Stuck) -> Instance | None:
-        """For a request to an ensemble: its steps, those under way and those that have not begun."""
+        """For a request to an ensemble: checks its steps in flight and those that have not started."""
         blockers = [self._blocked_by(step, stuck) for step in run.out.values()]
         blockers += [self._served_by(member, stuck) for member in run.to_come()]
         return next((blocker for blocker in blockers if blocker is not None), None)
 
     def _served_by(self, version: Version, stuck: Stuck) -> Instance | None:
-        """None: somebody will run what waits there, or tell it that nobody will."""
+        """None: an instance will run what is queued there, or the requests will fail."""
         if version.graph is not None:
             blockers = [self._served_by(member, stuck) for member in version.members]
             return next((blocker for blocker in blockers if blocker is not None), None)
@@ -118,7 +119,7 @@ class Waits:
             assert blocker is not None
             version, _ = self._state.instances[blocker.peer]
             names += [call.version.model]
-            if version.model != names[-1]:  # a step of an ensemble, or before it in the order of answers
+            if version.model != names[-1]:  # a step of an ensemble, or an earlier request in order
                 names.append(version.model)
         return (
             f"model '{names[0]}' would wait for ever for '{names[1]}': {' -> '.join(names)}, and every instance there "
@@ -127,11 +128,11 @@ class Waits:
         )
 
     def _caller(self, request: Request) -> tuple[Version, Instance]:
-        """Whose call it is."""
+        """The caller of the request."""
         return self._state.instances[request.client.number]
 
     def _held(self, instance: Instance) -> list[Request]:
-        """The calls that it waits for."""
+        """The calls that block the instance."""
         caller, requests = instance.caller, self._state.requests
         calls = [requests[number] for number in caller.requests.values()] if caller is not None else []
         return [request for request in calls if request.held]
