@@ -1,12 +1,11 @@
-"""Ensembles run: each step starts when its inputs are there, and the tensors stay where they were made.
+"""Runs ensembles: starts each step when its inputs are there. Tensors stay in the memory of the worker that made them.
 
-A Run (`core.runs`) is one request to an ensemble. Its steps are requests like any other, in the queues of their models,
-except that they are answered to the run. The rule of the file: an answer to a step is only noted when it comes
-(`Run.results`); what follows from it is done by `advance`, after all events of the turn, and so never in the midst of a
-batch.
+A Run (`core.ensembles.run`) is one request to an ensemble. Its steps are ordinary requests in the queues of their
+models, except that their results go to the run. Invariant: a result is only recorded when it arrives (`Run.results`);
+`advance` processes it after all events of the turn, never while a batch is being processed.
 
-A tensor that a step made is kept until the last step that reads it has left its worker, or for the caller's answer.
-Of what a step answers that answers many times so much is under way at most (`Steps`): the caller's pace is its own.
+A tensor made by a step is kept until the last step that reads it has left its worker, or until the caller's response. A
+step with many responses may only be a limited number ahead of the caller (`Steps`), which gives backpressure.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _NONE: frozenset[int] = frozenset()
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 _CLASSES = (-1,)
-"""Dims of an output that is wanted as classes."""
+"""Dims of a classification output."""
 ROWS_TOGETHER = 32
-"""So many rows of a run's mapped steps are asked for before it is another one's turn."""
+"""Rows of a run's mapped steps that are requested before another run gets its turn."""
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 
@@ -45,8 +44,8 @@ class Ensembles:
     # ------------------------------------------------------------------------------------ going on
 
     def advance(self, run: Run, now: int) -> None:
-        """After answers have come, or the caller has gone."""
-        if self._state.runs.get(run.request.number) is not run:  # it has been closed
+        """Processes the results that have arrived and starts steps, or ends a run that has failed."""
+        if self._state.runs.get(run.request.number) is not run:  # already closed
             return
         results, run.results = run.results, []
         for spot, message in results:
@@ -104,7 +103,8 @@ class Ensembles:
         self._finish_step(run, iteration, index, outputs)
 
     def _answered_again(self, run: Run, iteration: Iteration, index: int, message: Reply | Part) -> None:
-        """A source: with each answer all that reads it begins once more. The last one may have nothing in it."""
+        """A response of a source: starts another iteration of everything that depends on it. The last one may be
+        empty."""
         last = not isinstance(message, Part) or message.last
         if message.outputs or not (last and isinstance(message, Part)):
             made = {tensor.name: tensor for tensor in message.outputs}
@@ -116,7 +116,7 @@ class Ensembles:
             self._have_read(run, iteration, index)
 
     def _gathered(self, run: Run, index: int, rows: dict[int, tuple[Tensor, ...]]) -> list[Tensor]:
-        """The answers of all rows of a mapped step, put together."""
+        """Concatenates the results of all rows of a mapped step."""
         policy = run.members[index].policy
         assert policy is not None
         tensors: dict[str, list[Tensor]] = {}
@@ -129,9 +129,9 @@ class Ensembles:
         return [graph.together(found, policy.max_batch > 0) for found in tensors.values()]
 
     def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
-        """It has left its worker: what it read may go, what it made is there."""
+        """The step has left its worker: stores its outputs and releases its inputs."""
         made = {tensor.name: tensor for tensor in outputs}
-        skipped = run.members[index].graph is not None  # an ensemble may have had its reasons
+        skipped = run.members[index].graph is not None  # a nested ensemble may have skipped it
         for own, name in run.graph.steps[index].outputs:
             unread = run.appear(iteration, name, made.get(own), True, skipped)
             if unread is not None:
@@ -140,9 +140,9 @@ class Ensembles:
         self._have_read(run, iteration, index)
 
     def _have_read(self, run: Run, iteration: Iteration, index: int) -> None:
-        """The step is over."""
+        """Ends a step: releases the tensors that no other step will read."""
         iteration.left -= 1
-        for name in run.graph.waits[index]:  # what is not there is of a level above, and stays as long as that
+        for name in run.graph.waits[index]:  # tensors not found are of a level above, and stay until it ends
             kept = iteration.tensors.get(name)
             if kept is not None:
                 kept.readers -= 1
@@ -205,7 +205,8 @@ class Ensembles:
         self._state.mapped.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
 
     def ask_rows(self, most: int, now: int) -> int:
-        """For rows of mapped steps, `most` in all, a few of each user and run in turn. Gives how many there were."""
+        """Requests rows of mapped steps, up to `most`, round robin between users and runs. Returns the number of
+        requests."""
         mapped = self._state.mapped
         asked = 0
         while mapped and asked < most:
@@ -226,7 +227,7 @@ class Ensembles:
         return asked
 
     def _ask_row(self, run: Run, mapped: Mapped, now: int) -> None:
-        """The next one. After the last one the step has only to be waited for."""
+        """Requests the next row."""
         number, index = mapped.next, mapped.step
         mapped.next += 1
         if mapped.next == mapped.count:
@@ -244,7 +245,7 @@ class Ensembles:
 
     def _skip(self, run: Run, iteration: Iteration, index: int) -> None:
         nothing: list[tuple[str, Tensor | None]] = [(name, None) for _, name in run.graph.steps[index].outputs]
-        if run.is_source(iteration, index):  # what does not need it goes on, once
+        if run.is_source(iteration, index):  # steps that do not need it run once
             run.begin(iteration.level + 1, nothing, True, True)
         else:
             for name, _ in nothing:
@@ -255,7 +256,7 @@ class Ensembles:
     # ------------------------------------------------------------------------------------ the end
 
     def _move_on(self, run: Run, now: int) -> bool:
-        """Of a run with sources the first iteration of a level may be over. True: it was, and others may go on."""
+        """Closes the first iteration of a level, if it is done. True: one was closed, and others may continue."""
         for level in range(len(run.open) - 1, -1, -1):
             if not run.open[level]:
                 continue
@@ -279,7 +280,8 @@ class Ensembles:
         return False
 
     def _give_way(self, run: Run, level: int) -> None:
-        """An iteration is over: its source may make one more, and the next one may start a source of its own."""
+        """After the end of an iteration: its source may send another response, and the next iteration may start its
+        source."""
         request = run.sources.get(level - 1)
         if request is not None:
             self._streams.more(request, 1)
@@ -287,7 +289,7 @@ class Ensembles:
             run.ready.append((run.open[level][0], run.levels.sources[level]))
 
     def _outputs(self, run: Run, iteration: Iteration) -> tuple[Tensor, ...]:
-        """An answer to the caller."""
+        """The outputs for a response to the caller."""
         policy = run.request.version.policy
         assert policy is not None
         assert policy.steps is not None
@@ -312,7 +314,7 @@ class Ensembles:
         return tuple(outputs)
 
     def _answer(self, run: Run, iteration: Iteration, now: int) -> None:
-        """The only one: all steps are done."""
+        """Sends the only response: all steps are done."""
         request = run.request
         outputs = self._outputs(run, iteration)
         self._count(run, now)
@@ -322,7 +324,8 @@ class Ensembles:
         self._ends.deliver(request, reply)
 
     def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
-        """One of many. The last one says so, if that is known already, and if there is something in it."""
+        """Sends one of several responses. The last one is marked as last if that is already known and it has
+        outputs."""
         outputs = self._outputs(run, iteration)
         last = bool(outputs) and run.is_last
         run.room -= 1
@@ -332,7 +335,7 @@ class Ensembles:
             self._finish(run, now)
 
     def _finish(self, run: Run, now: int) -> None:
-        """It has had its last part."""
+        """Ends the request after its last part."""
         self._count(run, now)
         run.over = True
         self._ends.finish(run.request, "")
@@ -343,7 +346,7 @@ class Ensembles:
         statistics.ensemble_done(request.cost, run.times, now)
 
     def _answer_failure(self, run: Run, now: int) -> None:
-        """Steps under way are dropped, or left alone where a worker has them; the caller is told now."""
+        """Reports the failure to the caller now. Queued steps are dropped; workers may still run others."""
         assert run.failure is not None
         run.over = True
         request, (code, text) = run.request, run.failure
@@ -383,13 +386,13 @@ class Ensembles:
                 self._drop(run, graph.handles_of(tensors))
 
     def _close(self, run: Run) -> None:
-        """No worker has anything of it any more."""
+        """Removes the run: no worker has any of its steps."""
         request = run.request
         if request.state is _LINGERING:
             self._ends.released(request)
         for iteration in run.iterations():
             self._close_iteration(run, iteration)
-        for _, message in run.results:  # as one of its steps made way for another one
+        for _, message in run.results:  # results of steps that were dropped
             if not isinstance(message, Fail):
                 self._drop(run, graph.handles_of(message.outputs))
         run.results.clear()
@@ -404,7 +407,7 @@ class Ensembles:
 
 
 def _sequence_of(request: Request) -> dict[str, Value] | None:
-    """Parameters of an answer in a sequence. Triton gives them with every answer of an ensemble."""
+    """The response parameters for a sequence. Triton includes them in every response of an ensemble."""
     options = request.options
     if options is None or not options.sequence:
         return None

@@ -1,6 +1,7 @@
-"""A request to an ensemble begins: the versions of its steps are fixed, and its first tensors are there.
+"""Begins a request to an ensemble: fixes the versions of its steps and stores its inputs.
 
-A request of an ensemble is run to its end by the versions that it found when it began.
+Invariant: all steps run on the versions found here, even if newer ones take over meanwhile. Sequences are the exception
+(`Steps.follow`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 def begin(state: State, request: Request) -> None:
-    """The request is valid and in the tables. `advance` starts the first steps."""
+    """Creates the run of a validated request. `advance` starts the first steps."""
     version = request.version
     assert version.graph is not None
     graph = version.graph
@@ -51,7 +52,7 @@ def _take_members(state: State, run: Run) -> None:
     if not many:
         return
     names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
-    if request.options is None or not request.options.window:  # it does so since this very turn
+    if request.options is None or not request.options.window:  # it has only become decoupled in this turn
         raise Unavailable(f"{names} of a step may answer a request many times from now on; call it with stream()")
     if any(run.graph.steps[index].mapped for index in many):
         raise Unavailable(f"{names} may answer a request many times from now on; a step that does cannot be mapped")
@@ -60,7 +61,7 @@ def _take_members(state: State, run: Run) -> None:
 
 
 def _hold(state: State, held: Held, name: str, number: int) -> Version:
-    """The version that all steps of this name and number are run by, also when another has taken over."""
+    """The version that runs all steps with this name and number, even after another one has taken over."""
     member = held.get((name, number))
     if member is None:
         member = held[name, number] = state.look_up(name, number)
@@ -71,7 +72,7 @@ def _hold(state: State, held: Held, name: str, number: int) -> Version:
 
 
 def _inner(request: Request, tensor: Tensor) -> Tensor:
-    """An input as the steps see it."""
+    """An input in the shape that the steps see."""
     policy = request.version.policy
     assert policy is not None
     for spec in policy.inputs:

@@ -1,6 +1,6 @@
-"""The graph of an ensemble, ready to be followed, and what becomes of tensors on their way from model to model.
+"""The graph of an ensemble, precomputed, and operations on tensors between its steps.
 
-The rule of the file: nothing here has a state.
+Invariant: nothing here depends on a request in progress.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from shmserve.errors import InvalidRequest, Unavailable, Unsupported
 from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor
 
 ROWS = 4096
-"""The most requests that a mapped step makes of one tensor; an answer has so many parts at most."""
+"""The most requests that a mapped step makes from one tensor; a response has at most as many parts."""
 
 PARTS = 8192
-"""What one message has room for: handles of all tensors of a request, or of an answer."""
+"""The most handles that fit in one message, for all tensors of a request or response."""
 HANDLE_BYTES = 22
-"""The most that a handle takes in a message."""
+"""The most bytes that a handle takes in a message."""
 
 _LENGTH = 4
 
 
 class Graph:
-    """Who makes and who reads which tensor. Whether it makes sense was seen to when the ensemble was loaded."""
+    """Which steps make and read which tensor. Consistency was checked when the ensemble was loaded."""
 
     __slots__ = ("_levels", "_needed", "maker", "outputs", "readers", "steps", "waits")
 
@@ -37,7 +37,7 @@ class Graph:
         self.outputs = tuple(spec.name for spec in policy.outputs)
         self.maker = {name: index for index, step in enumerate(self.steps) for _, name in step.outputs}
         self.waits = tuple(_waits(step) for step in self.steps)
-        """For each step the tensors that must be there, or be known never to come, before it starts."""
+        """For each step: the tensors that must exist, or be known never to exist, before it starts."""
         self.readers: dict[str, list[int]] = {}
         for index, names in enumerate(self.waits):
             for name in names:
@@ -46,7 +46,7 @@ class Graph:
         self._levels: dict[tuple[frozenset[int], frozenset[int]], Levels] = {}
 
     def needed(self, wanted: tuple[str, ...]) -> frozenset[int]:
-        """The steps without which these outputs of the ensemble cannot be made."""
+        """The steps required for these outputs of the ensemble."""
         found = self._needed.get(wanted)
         if found is None:
             steps: set[int] = set()
@@ -57,12 +57,12 @@ class Graph:
                     steps.add(index)
                     todo += [self.maker[name] for name in self.waits[index] if name in self.maker]
             found = frozenset(steps)
-            if len(self._needed) < 64:  # callers that ask for ever other outputs just look again
+            if len(self._needed) < 64:  # bounds the cache: other combinations are computed each time
                 self._needed[wanted] = found
         return found
 
     def levels(self, needed: frozenset[int], many: frozenset[int]) -> Levels:
-        """Of these steps, some of whose models answer many times."""
+        """The levels of these steps, `many` of which have decoupled models."""
         found = self._levels.get((needed, many))
         if found is None:
             found = Levels(self, needed, many)
@@ -72,15 +72,15 @@ class Graph:
 
 
 class Levels:
-    """What is done how often: a step whose model answers many times (`many`) is the source of the next level, and each
-    of its answers is one iteration of all steps there. A tensor is of the level in which it comes to be."""
+    """Levels of steps by how often they run. A step with a decoupled model (`many`) is the source of the next level,
+    and each of its responses is one iteration of all steps there. A tensor belongs to the level in which it is made."""
 
     __slots__ = ("readers", "reads", "sources", "steps", "tensors", "waits")
 
     def __init__(self, graph: Graph, needed: frozenset[int], many: frozenset[int]) -> None:
         found: dict[int, int] = {}
         self.tensors: dict[str, int] = {}
-        """Those of level 0 that no step makes are left out."""
+        """Tensor -> level. Tensors that no step makes are left out; they are of level 0."""
         waiting = sorted(needed)
         while waiting:
             later = []
@@ -97,7 +97,7 @@ class Levels:
         count = 1 + max([0, *self.tensors.values()])
         self.steps = tuple(tuple(index for index in sorted(needed) if found[index] == level) for level in range(count))
         self.sources: tuple[int, ...] = ()
-        """The step of each level, but the last, that answers many times."""
+        """The decoupled step of each level except the last."""
         for level in range(count):
             sources = [index for index in self.steps[level] if index in many]
             if len(sources) > 1:
@@ -105,7 +105,7 @@ class Levels:
                 raise Unavailable(f"{names} answer a request many times, and what is asked for is made of both")
             self.sources += tuple(sources)
         self.waits = {index: sum(name in graph.maker for name in graph.waits[index]) for index in needed}
-        """For each step how many of the tensors that it waits for are made by others."""
+        """For each step: how many of the tensors that it waits for are made by other steps."""
         self.readers = [
             {
                 name: tuple(index for index in readers if found.get(index) == level)
@@ -113,18 +113,18 @@ class Levels:
             }
             for level in range(count)
         ]
-        """Of each level: tensor -> the steps there that read it."""
+        """For each level: tensor -> the steps there that read it."""
         self.reads = {name: self._reads(name, found, readers) for name, readers in graph.readers.items()}
 
     def _reads(self, name: str, found: dict[int, int], readers: list[int]) -> int:
-        """How often the tensor is read before it may go. All that is below counts once."""
+        """The number of reads after which the tensor can be released. All levels below count as one."""
         level = self.tensors.get(name, 0)
         levels = [found[index] for index in readers if index in found]
         return levels.count(level) + (max(levels, default=0) > level)
 
 
 def _waits(step: StepPolicy) -> tuple[str, ...]:
-    """Each once, and in an order that is always the same."""
+    """Without duplicates, in a deterministic order."""
     names = [name for _, name in step.inputs]
     return tuple(dict.fromkeys([*names, step.condition] if step.condition else names))
 
@@ -133,7 +133,7 @@ def _waits(step: StepPolicy) -> tuple[str, ...]:
 
 
 def fit(shape: tuple[int, ...], dims: Sequence[int], batches: bool) -> tuple[int, ...]:
-    """The shape as a model takes it that batches, or does not: a leading 1 comes or goes."""
+    """Adapts the shape to a model with or without batching: adds or removes a leading 1."""
     if batches:
         return (1, *shape) if len(shape) == len(dims) else shape
     return shape[1:] if len(shape) == len(dims) + 1 and shape[0] == 1 else shape
@@ -142,7 +142,8 @@ def fit(shape: tuple[int, ...], dims: Sequence[int], batches: bool) -> tuple[int
 def reshape(
     shape: tuple[int, ...], dims: Sequence[int], reshaped: Sequence[int] | None, batches: bool
 ) -> tuple[int, ...]:
-    """From `dims` to `reshaped`, of which the nth -1 is that of `dims`. A shape that is not of `dims` stays."""
+    """Reshapes from `dims` to `reshaped`, whose nth -1 takes the size of the nth -1 of `dims`. Shapes that do not match
+    `dims` are returned unchanged."""
     if reshaped is None:
         return shape
     lead, own = (shape[:1], shape[1:]) if batches else ((), shape)
@@ -153,13 +154,13 @@ def reshape(
 
 
 def empty(name: str, spec: TensorSpec) -> Tensor:
-    """What comes of no rows at all."""
+    """The output for zero rows."""
     dims = tuple(max(dim, 0) for dim in spec.dims)
     return Tensor(name, spec.dtype, (0, *dims), b"")
 
 
 def is_true(tensor: Tensor) -> bool:
-    """A condition: one BOOL."""
+    """The value of a condition, which must be a single BOOL."""
     if tensor.dtype == "BOOL" and not isinstance(tensor.data, bytes):
         raise InvalidRequest(
             f"condition '{tensor.name}' lies in shared memory, where the server does not look; send it as an ordinary "
@@ -176,7 +177,7 @@ def is_true(tensor: Tensor) -> bool:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
-    """Along axis 0, each with a leading 1. They are made as they are needed: there may be thousands."""
+    """The rows along axis 0, each with a leading 1. Generated lazily, because there may be thousands."""
     if tensor.shape[:1] == (0,):
         return 0, iter(())
     if not tensor.shape:
@@ -207,7 +208,7 @@ def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
 
 
 def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
-    """Where each row of strings ends, and 0 before them all."""
+    """The end of each row of strings, preceded by 0."""
     ends, at = [0], 0
     for _ in range(rows):
         for _ in range(each):
@@ -221,7 +222,7 @@ def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
 
 
 def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Handle, ...] | bytes]:
-    """What lies in these parts, one after another, in pieces of `size` bytes."""
+    """Cuts the concatenation of these parts into pieces of `size` bytes."""
     at = start = 0
     for _ in range(count):
         left = size
@@ -239,7 +240,7 @@ def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Ha
 
 
 def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
-    """Rows put one after another along axis 0; `batches`: they have a leading dimension each."""
+    """Concatenates rows along axis 0; `batches`: each has a leading dimension."""
     first = tensors[0]
     shapes = [tensor.shape if batches else (1, *tensor.shape) for tensor in tensors]
     for row, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
@@ -264,7 +265,7 @@ def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
 
 
 def check_parts(tensors: Sequence[Tensor]) -> list[int]:
-    """The segments in which they lie, one for each part. Raises if these are more than go into a message."""
+    """The segments of the tensors, one for each part. Raises if there are more parts than fit in a message."""
     segments = [handle.segment for handle in handles_of(tensors)]
     if len(segments) > PARTS:
         names = ", ".join(f"'{tensor.name}'" for tensor in tensors)

@@ -1,8 +1,8 @@
-"""Ensembles are ready when the models of their steps are, and those fit together.
+"""Readiness of ensembles: an ensemble is READY when the models of its steps are and fit together.
 
-The rule of the file: looked at again whenever anything about any model has changed (`State.regard`), from scratch: no
-step that is missed can be missed for good. Whether shapes fit is for the shell to say (Compose, Composed), as it has
-the configurations; it is asked once for each set of members.
+Invariant: all ensembles are evaluated from scratch whenever any model changes (`State.regard`), so no change can be
+missed. Whether shapes fit is decided by the shell, which has the configurations (Compose, Composed); it is asked once
+for each set of members.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Members:
         self._operations = operations
 
     def regard(self, now: int) -> None:
-        """All ensembles, until nothing changes any more: some are steps of others."""
+        """Evaluates all ensembles until nothing changes, because some are steps of others."""
         while self._state.regard:
             self._state.regard = False
             for version in list(self._state.ensembles):
@@ -31,13 +31,13 @@ class Members:
                     self._look_at(version, now)
 
     def composed(self, peer: int, event: Composed, now: int) -> None:
-        """The shell has looked whether the models of the steps fit together."""
+        """The shell's answer: whether the models of the steps fit together."""
         for version in list(self._state.ensembles):
             if version.source == event.source and version.asked == event.number:
                 if event.problem:
                     members = version.members
                     self._lost(version, event.problem, now)
-                    version.members = members  # not asked for again
+                    version.members = members  # do not ask again
                 else:
                     self._found(version, now)
 
@@ -66,7 +66,7 @@ class Members:
             self._state.effects.append(Compose(version.source, version.asked))
 
     def _set_decoupled(self, version: Version, members: tuple[Version, ...]) -> None:
-        """It answers many times if one of its steps does."""
+        """An ensemble is decoupled if one of its steps is."""
         assert version.policy is not None
         decoupled = version.policy.decoupled or any(member.decoupled for member in members)
         if decoupled != version.decoupled:
@@ -75,8 +75,8 @@ class Members:
             self._state.regard = True
 
     def _member(self, name: str, number: int) -> tuple[Version | None, str, bool]:
-        """The version that runs a step; or None, why there is none ("": it is being loaded), and whether it returns
-        by itself."""
+        """The version that runs a step; or None, the reason ("": it is being loaded), and whether it will recover
+        without intervention."""
         model = self._state.models.get(name)
         if model is None:
             return None, ": there is no model of that name, or it has not been loaded yet", False
@@ -95,7 +95,7 @@ class Members:
         return None, f": it has no version {number}" if number and version is None else ": it is unloaded", recovers
 
     def _circle(self, version: Version) -> str:
-        """Ensembles that wait for each other would do so for ever. The way from this one to itself, or ""."""
+        """Ensembles that need each other would wait forever. Returns the path from this one to itself, or ""."""
         assert version.graph is not None
         way, seen = [version.model], {version.model}
         todo = [(step.model, way) for step in version.graph.steps]
@@ -143,6 +143,6 @@ class Members:
         if model.versions.get(version.number) is version:
             text = f"{version.label} is UNAVAILABLE: {reason}"
             self._state.log("error", text, model=version.model, version=version.number)
-        else:  # another one is served in its place, and goes on
+        else:  # another generation is served, and continues
             self._state.ensembles.pop(version, None)
         self._operations.has_failed(version, reason)

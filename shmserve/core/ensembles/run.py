@@ -1,11 +1,11 @@
-"""How far a request to an ensemble is: which tensors are there, which steps wait for what, and what has come.
+"""The state of a request to an ensemble: existing tensors, steps in progress, and results not yet processed.
 
-A step whose model answers many times is a *source*: with each of its answers all that comes after it is done anew, and
-that is an Iteration. What does not depend on a source is done once, in the one iteration of level 0; what a source of
-level 0 feeds is level 1, and so on. The rule of the file: bookkeeping only, what follows from it is `core.ensembles`'.
+A step whose model is decoupled is a *source*: each of its responses starts an Iteration, in which everything that
+depends on the source runs once. Steps that depend on no source run in the single iteration of level 0; those fed by a
+source of level 0 are level 1, and so on. This module only keeps records; `core.ensembles.advance` acts on them.
 
-The answers keep their order: only the first open iteration of a level starts a source of its own. So those above the
-first one of a level are always the first ones, too.
+Invariant: responses stay in order, because only the first open iteration of a level starts its source. So the
+iterations above the first one of a level are also the first ones of their levels.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ Held = dict["tuple[str, int] | Version", Version]
 
 
 class Kept(Struct, eq=False):
-    """A tensor of the ensemble that exists. `readers`: steps that have not read it yet; all of the levels below, and
-    the answer, count as one more, which has read it when the iteration is over."""
+    """An existing tensor of the ensemble. `readers`: steps that have not read it yet. All levels below, and the
+    response, count as one more, which ends with the iteration."""
 
     tensor: Tensor
     readers: int
     made: bool
-    """By a step, and so held here; otherwise it is the caller's."""
+    """Made by a step, and so pinned here; otherwise it is the caller's."""
 
 
 class Iteration(Struct, eq=False):
-    """The steps of a level, done once. `left`: how many of them are not over."""
+    """One execution of the steps of a level. `left`: steps that are not done."""
 
     level: int
     left: int
     tensors: dict[str, Kept] = {}
     skipped: set[str] = set()
-    """Tensors that will not be made, as a condition said no."""
+    """Tensors that will not be made, because a condition was false."""
     absent: set[str] = set()
-    """Tensors that a model was to make, and did not."""
+    """Tensors that a model should have made and did not."""
     pending: dict[int, int] = {}
-    """For each step that has not started the tensors that it waits for."""
+    """For each step that has not started: how many tensors it waits for."""
     due: dict[int, int] = {}
-    """For each step that has started the rows whose answers have not come."""
+    """For each step that has started: how many results (one per row) are missing."""
     rows: dict[int, dict[int, tuple[Tensor, ...]]] = {}
-    """For each mapped step the answers that have come, by row."""
+    """For each mapped step: the results so far, by row."""
     held_back: bool = False
-    """Its source could start, but for the iterations before it."""
+    """Its source is ready, but must wait for earlier iterations."""
 
     def knows(self, name: str) -> bool:
-        """Is the tensor there, or will it never be?"""
+        """Does the tensor exist, or is it known never to exist?"""
         return name in self.tensors or name in self.skipped or name in self.absent
 
 
 class Spot(NamedTuple):
-    """What the request of a step is for. `row`: of what the step is mapped over (0 if it is not)."""
+    """The purpose of a step's request. `row`: index in the tensor over which the step is mapped, 0 otherwise."""
 
     step: int
     row: int
@@ -66,8 +66,8 @@ class Spot(NamedTuple):
 
 
 class Mapped(Struct, eq=False):
-    """A mapped step not all of whose rows have been asked for. `rows` are those left, `next` the number of the first;
-    `inputs` are (name of the model, name of the ensemble, tensor)."""
+    """A mapped step with rows left to request: `rows`, of which the first is number `next`. `inputs` are (name for the
+    model, name in the ensemble, tensor)."""
 
     step: int
     iteration: Iteration
@@ -78,36 +78,36 @@ class Mapped(Struct, eq=False):
 
 
 class Run(Struct, eq=False):
-    """`out` are the requests of steps that have not ended. `over`: the caller has been answered, for the last time."""
+    """`out`: requests of steps that have not ended. `over`: the caller has received its last response."""
 
     request: Request
     graph: Graph
     needed: frozenset[int]
     wanted: dict[str, Wanted | None]
     held: Held
-    """The models of all its steps, and of the steps of these. A run inside of another has what that one has."""
+    """Versions of all its steps and of nested ensembles' steps, by name and number. Nested runs share it."""
     levels: Levels
     times: list[int]
-    """What the batches of its steps took: input, infer, output ns."""
+    """Total input, infer and output ns of its steps' batches."""
     members: dict[int, Version] = {}
     open: list[deque[Iteration]] = []
-    """Of each level, those that are not over, in their order."""
+    """For each level: the open iterations, in order."""
     ready: list[tuple[Iteration, int]] = []
     mapped: deque[Mapped] = field(default_factory=deque)
-    """Not empty, and the run has not failed: it is in State.mapped."""
+    """If this is not empty and the run has not failed, the run is in State.mapped."""
     out: dict[int, Request] = {}
     spots: dict[int, Spot] = {}
-    """Number of a request in `out` -> what it is for."""
+    """Number of a request in `out` -> its purpose."""
     sources: dict[int, Request] = {}
-    """Of each level the request to the source that is under way."""
+    """Level -> the request in flight to its source."""
     room: int = 0
-    """So many answers may be given before the caller says more."""
+    """Responses that the caller accepts before it sends More."""
     results: list[tuple[Spot, Reply | Part | Fail]] = []
     failure: tuple[str, str] | None = None
     over: bool = False
 
     def told(self, request: Request, message: Reply | Part | Fail, inner: Run | None) -> None:
-        """An answer to a step. `inner`: the step is an ensemble itself."""
+        """Records a result of a step. `inner`: the run of a step that is an ensemble itself."""
         self.results.append((self.spots[request.number], message))
         if isinstance(message, Part) and not message.last:
             return
@@ -121,18 +121,18 @@ class Run(Struct, eq=False):
             self.times[index] += ns
 
     def ended(self, request: Request) -> None:
-        """A step has been answered for the last time, and no worker has it any more."""
+        """A step has had its last result, and no worker has it any more."""
         del self.out[request.number], self.spots[request.number]
 
     def fail(self, code: str, text: str) -> None:
-        """The first failure is the one that is told."""
+        """The first failure is the one that is reported."""
         if self.failure is None:
             self.failure = code, text
 
     # ------------------------------------------------------------------------------------ tensors
 
     def home(self, iteration: Iteration, name: str) -> Iteration:
-        """Where the tensor is that this iteration reads: there, or in one above."""
+        """The iteration with the tensor that this one reads: itself, or one of a level above."""
         level = self.levels.tensors.get(name, 0)
         return iteration if level == iteration.level else self.open[level][0]
 
@@ -140,14 +140,15 @@ class Run(Struct, eq=False):
         return self.home(iteration, name).tensors.get(name)
 
     def keep(self, iteration: Iteration, name: str, tensor: Tensor, made: bool) -> bool:
-        """False: nobody will read it."""
+        """Stores the tensor. False: no step will read it."""
         readers = self.levels.reads.get(name, 0) + (made and name in self.wanted)
         if readers:
             iteration.tensors[name] = Kept(tensor, readers, made)
         return readers > 0
 
     def settle(self, iteration: Iteration, name: str) -> None:
-        """The tensor is there, or will never be: who waits for it, here or below, waits for one thing less."""
+        """The tensor exists, or never will: the steps of this level and below that wait for it have one less to wait
+        for."""
         level, levels = iteration.level, self.levels
         self._one_less(iteration, levels.readers[level].get(name, ()))
         if level < len(levels.sources) and self.open[level][0] is iteration:  # only the first one has any below
@@ -185,9 +186,9 @@ class Run(Struct, eq=False):
         return None
 
     def wait(self, iteration: Iteration) -> None:
-        """Its first tensors are there: what waits for others?"""
+        """Initializes the counts of missing tensors of all steps."""
         for index in self.levels.steps[iteration.level]:
-            # An input that the caller may leave out, and has left out, is nothing to wait for.
+            # An optional input that the caller has left out is not waited for.
             count = self.levels.waits[index]
             if iteration.level:
                 waits = self.graph.waits[index]
@@ -202,7 +203,7 @@ class Run(Struct, eq=False):
         return iteration.level < len(self.levels.sources) and self.levels.sources[iteration.level] == index
 
     def is_done(self, iteration: Iteration) -> bool:
-        """The first one of its level: is nothing more to be done in it, or below?"""
+        """For the first iteration of its level: is it done, including everything below?"""
         if iteration.left:
             return False
         below = iteration.level + 1
@@ -212,18 +213,18 @@ class Run(Struct, eq=False):
 
     @property
     def is_last(self) -> bool:
-        """Is nothing left but the first iteration of each level, and in these nothing to be done?"""
+        """Is there only one iteration left in each level, with all steps done?"""
         return all(len(level) == 1 and not level[0].left for level in self.open)
 
     @property
     def waits_for_room(self) -> bool:
-        """Nothing is under way, as the caller has not asked for more."""
+        """Nothing is in flight, because the caller has not asked for more."""
         if not self.levels.sources or self.room or not self.open or not self.open[-1]:
             return False
         return self.is_done(self.open[-1][0])
 
     def to_come(self) -> Iterable[Version]:
-        """The models of steps that may begin yet. Below a source nobody knows how often."""
+        """The versions of steps that may still start. With a source this is unknown, so all of them."""
         if self.levels.sources:
             return self.members.values()
         return (self.members[i] for done in self.iterations() for i in done.pending if i not in done.due)

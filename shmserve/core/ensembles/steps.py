@@ -1,6 +1,6 @@
-"""Requests of steps: which model they are for, what is asked of it, and how they come into its queue.
+"""Builds the requests of steps: version, inputs, wanted outputs and options, and queues them.
 
-The rule of the file: a request of an ensemble is run by the versions that it found when it began, to its end.
+Invariant: a step runs on the version that was found when the request began, except for sequences (`follow`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
 from shmserve.protocol.messages import LabelFile, Options, Tensor, Wanted
 
 WINDOW = 16
-"""So many answers of a step that answers many times may be under way to the caller."""
+"""Default number of responses that a source may be ahead of the caller."""
 
 
 class Steps:
@@ -26,8 +26,8 @@ class Steps:
         self._intake = intake
 
     def follow(self, run: Run, index: int) -> None:
-        """A sequence goes on where it began: that may be another generation than the one that would be asked now, or
-        the one that this run has held since it began."""
+        """Continues a sequence where it started, which may be another generation than the current one or than the one
+        that this run has held since it began."""
         step, options = run.graph.steps[index], run.request.options
         if options is None or not options.sequence:
             return
@@ -37,12 +37,12 @@ class Steps:
                 text = f"'{member.model}' of a step may answer a request many times, unlike what has replaced it"
                 raise Unavailable(f"{text}; the ensemble cannot follow that")
             run.members[index] = member
-            if member not in run.held:  # beside those that were named
+            if member not in run.held:  # in addition to those held by name
                 run.held[member] = member
                 member.users += 1
 
     def ask(self, run: Run, spot: Spot, given: list[tuple[str, Tensor]], outside: bool, now: int) -> None:
-        """One request to the model of a step."""
+        """Queues one request to the model of a step."""
         index, _, iteration = spot
         state, parent, member = self._state, run.request, run.members[index]
         step, policy, checker = run.graph.steps[index], member.policy, member.checker
@@ -60,7 +60,7 @@ class Steps:
         try:
             rows, signature, inline, _, length = checker.check(inputs, outputs)
         except ServeError as error:
-            if step.mapped:  # the caller names it
+            if step.mapped:  # the caller adds the position
                 raise
             raise type(error)(f"step {index}: {error.message}") from None
         source = run.is_source(iteration, index)
@@ -99,7 +99,7 @@ class Steps:
         self._intake.put(member, step.version, request, now)
 
     def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
-        """What is asked of the model of a step; and whether some of it is for the caller."""
+        """The outputs to request from the model of a step, and whether some of them are for the caller."""
         step = run.graph.steps[index]
         found, final = [], False
         for own, name in step.outputs:
@@ -123,7 +123,7 @@ class Steps:
         return tuple(found), final
 
     def _near(self, run: Run, index: int, member: Version) -> tuple[str, ...]:
-        """Those outputs whose readers all are on the GPU on which the model of the step is, and can read them there."""
+        """Outputs whose readers are all on the GPU of the step's model and can read device memory."""
         device = _gpu_of(member)
         if device is None or member.cached:
             return ()
@@ -135,7 +135,7 @@ class Steps:
         return tuple(found)
 
     def _window(self, run: Run) -> int:
-        """How far a source may be ahead."""
+        """How many responses a source may be ahead."""
         options, policy = run.request.options, run.request.version.policy
         assert options is not None
         assert policy is not None
@@ -143,7 +143,7 @@ class Steps:
 
 
 def _needs(run: Run, index: int, name: str) -> bool:
-    """Whether the step cannot do without the tensor: the model's input is not optional, or the step itself reads it."""
+    """Does the step need the tensor: as a required input of the model, or for its own mapping or condition?"""
     step, policy = run.graph.steps[index], run.members[index].policy
     assert policy is not None
     optional = {spec.name for spec in policy.inputs if spec.optional}
@@ -153,7 +153,7 @@ def _needs(run: Run, index: int, name: str) -> bool:
 
 
 def _gpu_of(version: Version) -> int | None:
-    """The one GPU on which all instances are."""
+    """The GPU on which all instances run, if it is the same one."""
     places = {
         instance.spec.device if instance.spec.kind == "KIND_GPU" else None
         for instance in version.instances
@@ -167,19 +167,20 @@ def _reads_on(version: Version, device: int) -> bool:
 
 
 def _passed_on(options: Options | None, window: int) -> Options | None:
-    """What a step is told of the caller's options: all but what only concerns the ensemble's own answers."""
+    """The caller's options for a step, with the window that applies to it."""
     if options is None or options.window == window:
         return options
     return replace(options, window=window)
 
 
 def _without_sequence(options: Options | None) -> Options | None:
-    """For a model that takes none: it may still look at the id, as it may for any request of an ensemble."""
+    """Options for the admission check of a model without sequences. The request keeps the id, which any model in an
+    ensemble may read."""
     return options if options is None or not options.sequence else replace(options, sequence=0)
 
 
 def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:
-    """Of the classes that a step makes: those of the outermost ensemble that has some."""
+    """Label files for the classification outputs of a step; the outermost ensemble that has some decides."""
     policy = run.request.version.policy
     assert policy is not None
     files = {spec.name: spec.labels for spec in policy.outputs}
