@@ -53,8 +53,7 @@ def main(words: list[str]) -> NoReturn:
 
 
 def lack(name: str, least: str) -> str:
-    """Returns the requirement that is not met, or "". Imports nothing: CPUs and threads are chosen before
-    any import."""
+    """Returns the requirement that is not met, or "". Imports nothing: CPUs and threads are chosen before imports."""
     from importlib.metadata import PackageNotFoundError, version
 
     if find_spec(name) is None:

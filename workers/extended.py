@@ -214,8 +214,7 @@ class ExtendedRunner(Runner):
         return rows, (taken, first or ready, computed, clock()), ()
 
     def _turns(self, works: Sequence[Work], found: dict[int, Row]) -> list[list[Work]]:
-        """Returns the works that can run together, in order; adds a row to `found` for each request with invalid
-        options."""
+        """Returns batches to run one after the other; adds a row to `found` for each request with invalid options."""
         if not self._extension.sequences:
             return [list(works)]
         self._members = members = {}

@@ -108,8 +108,7 @@ class Orders:
 
 
 class Early(Orders):
-    """Handles orders while the model is loading, when it may already make calls. All but replies are kept
-    in `later`."""
+    """Handles orders while the model is loading. Keeps those other than replies and segment maps in `later`."""
 
     def __init__(
         self,

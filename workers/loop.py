@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 
 class Loop(Orders):
-    """Runs until Stop. Ends with ConnectionLost if the broker is gone, and with ProtocolError if it violates the
-    protocol."""
+    """Runs until Stop. Raises ConnectionLost if the broker is gone, ProtocolError if it violates the protocol."""
 
     def __init__(
         self,

@@ -124,8 +124,7 @@ def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
 
 
 def prepare(name: str) -> None:
-    """Ties the process to the broker: it dies with the broker, ignores SIGINT and SIGTERM, and prints to
-    stderr only."""
+    """Ties the process to the broker: dies with it, leaves SIGINT and SIGTERM to it, prints to stderr only."""
     faulthandler.enable()
     prctl(PDEATHSIG, signal.SIGKILL)
     prctl(NO_NEW_PRIVS, 1)
@@ -138,7 +137,7 @@ def prepare(name: str) -> None:
 
 
 def _limit_threads(threads: int) -> None:
-    """Sets the variables that engines read. The operator's OMP_NUM_THREADS takes precedence."""
+    """Sets the variables that engines read. Values set by the operator take precedence."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if first.isdecimal() and int(first) > 0:
         threads = int(first)

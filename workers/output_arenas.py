@@ -55,7 +55,7 @@ class _AudienceArena(Arena):
         audience: str,
         near: str = "",
     ) -> None:
-        """`near` marks GPU memory. It must not be freed while other processes have it open, so it is kept
+        """`near`: in GPU memory, which must not be freed while other processes have it open, so it is kept
         until close."""
         super().__init__(
             owner,
@@ -97,7 +97,7 @@ class Arenas:
         return arena.allocate(size)
 
     def allocate_near(self, audience: str, size: int) -> Block:
-        """Allocates on this process's GPU, for readers that can map device memory. The block's address is a device
+        """Allocates on this process's GPU, for readers that can map its memory. The block's address is a device
         address."""
         arena = self._arenas.get(audience + NEAR) or self._new_near(audience)
         return arena.allocate(size)
@@ -120,8 +120,7 @@ class Arenas:
                 say(f"a handle came back that cannot be freed: {error}")
 
     def close(self, bequeath: bool = False) -> None:
-        """`bequeath`: POSIX segments with blocks in use keep their names; the broker unlinks them when they are no
-        longer used."""
+        """`bequeath`: POSIX segments in use keep their names, which the broker removes when they are no longer used."""
         for arena in self._arenas.values():
             for segment in arena.segments if bequeath else ():
                 if isinstance(segment.extent, posix.PosixExtent) and segment.blocks.used:

@@ -84,8 +84,7 @@ def main() -> NoReturn:
 
 
 def _import() -> SetThreads | None:
-    """Imports what workers need, with one thread for numpy, and returns the function that sets numpy's number of
-    threads."""
+    """Imports what workers need, with one thread for numpy. Returns the function that sets numpy's thread count."""
     given = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:

@@ -85,8 +85,8 @@ class Block:
         *,
         on_drop: Callable[[Block], object] | None = None,
     ) -> views.Array:
-        """Returns a writable array over the block. `on_drop(block)` is called when it and all its views are gone (see
-        views)."""
+        """Returns a writable array over the block. `on_drop(block)` is called when its last view is gone
+        (see views)."""
         size = views.byte_count(dtype, shape)
         if size > self.size:
             raise InvalidRequest(

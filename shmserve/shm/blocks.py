@@ -181,8 +181,7 @@ class Blocks:
     # ------------------------------------------------------------------------------------ checking
 
     def check(self) -> None:
-        """Raises Internal unless live blocks, recent blocks and free extents tile [0, size) and the bookkeeping is
-        consistent."""
+        """Raises Internal unless live, recent and free blocks tile [0, size) and the bookkeeping is consistent."""
         recent = [(offset, size, "recent") for size, stack in self._recent.items() for offset in stack]
         spans = [(offset, size, "live") for offset, size in self._live.items()] + recent
         spans += [(start, end - start, "free") for start, end in self._free.items()]

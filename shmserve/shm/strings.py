@@ -57,8 +57,7 @@ def _to_bytes(item: Any, index: int, other: Callable[[Any], str] | None) -> byte
 
 
 def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects:
-    """Returns a read-only array of bytes objects. `what` names the tensor in errors: `inference input 'TEXT' for model
-    'm'`."""
+    """Returns a read-only array of bytes. `what` names the tensor in errors: `inference input 'x' for model 'm'`."""
     if any(dim < 0 for dim in shape):
         raise InvalidRequest(f"shape {list(shape)} has a negative dim")
     expected = elements(shape)

@@ -1,6 +1,6 @@
 """The interface of a backend.
 
-A backend derives from StackedBackend or SeparateBackend. It handles arrays and configurations, and never sees messages,
+A backend derives from StackedBackend or SeparateBackend. It handles arrays and configurations, and never messages,
 links or segments.
 """
 
@@ -44,8 +44,7 @@ class Context(Struct, frozen=True):
 
 
 class Backend:
-    """One instance of one model version. Calls `complete`, `load`, batches and `close` come in this order, in one
-    thread."""
+    """One instance of one model version. Called in one thread: `complete`, `load`, batches, `close`, in this order."""
 
     text = False
     """Whether elements of BYTES inputs are str instead of bytes."""
@@ -109,7 +108,7 @@ class SeparateBackend(Backend):
     """Gets the requests of a batch one by one and answers each."""
 
     def execute(self, requests: list[Request]) -> list[Answer | None]:
-        """Returns one answer for each request, in order; None if the answer is sent separately. An exception fails the
+        """Returns one answer per request, in order; None if it is sent separately. An exception fails the
         whole batch."""
         raise NotImplementedError
 

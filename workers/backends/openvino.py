@@ -330,6 +330,5 @@ def _writable(array: Array) -> Array:
 
 
 def _raw(array: Array) -> Array:
-    """Returns the array as bytes: the engine does not support all numpy types, so the element type is passed
-    separately."""
+    """Returns the array as bytes: the engine lacks some numpy types, so the element type is passed separately."""
     return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(array.shape, np.uint8)

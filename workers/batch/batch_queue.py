@@ -15,8 +15,7 @@ from shmserve.protocol.messages import Execute, Work
 
 
 class Batch(Struct):
-    """Requests that will run together. `number` is the number of its first Execute, `through` of the last one that
-    joined."""
+    """Requests that will run together. `number` is the first Execute's number, `through` that of the last to join."""
 
     number: int
     through: int
@@ -66,7 +65,7 @@ class Waiting:
         return len(batches) == 1 and not (batches[0].open or batches[0].more)
 
     def withdraw(self, requests: tuple[int, ...]) -> tuple[int, ...]:
-        """Removes requests and returns those that were still waiting, in the order of the order.
+        """Removes requests and returns those that were still waiting, in the order given.
 
         A batch that becomes empty can still be joined, because the broker may not know yet that it is empty; it is
         never started empty. Nothing is withdrawn from a batch that is not open: the broker counts it as running.
@@ -89,8 +88,7 @@ class Waiting:
                     batch.works[index] = replace(work, options=replace(options, window=options.window + count))
 
     def start(self, *, last: bool = False) -> Batch | None:
-        """Returns the batch to run now, or None. `last`: no more orders will come, so an unfinished batch runs as it
-        is."""
+        """Returns the batch to run now, or None. `last`: no more orders will come, so run an unfinished batch."""
         for index, batch in enumerate(self._batches):
             if batch.works and (last or not batch.more):
                 del self._batches[: index + 1]

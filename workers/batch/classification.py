@@ -32,16 +32,14 @@ _NOT_NUMBERS = ("BYTES", "BOOL")
 
 
 class Top(Struct, frozen=True):
-    """A request for the `count` largest values of each batch item. `labels` are those of an ensemble and replace the
-    model's."""
+    """A request for the `count` largest values of each batch item. `labels`: those of an ensemble, if given."""
 
     count: int
     labels: tuple[str, ...] | None = None
 
 
 def top(model: str, spec: Spec, wanted: Wanted, labels: Sequence[LabelFile]) -> Top:
-    """Returns the Top for an output. `labels`: the label files of an ensemble. Raises if the output cannot be
-    classified."""
+    """Returns the Top for an output. `labels`: label files of an ensemble. Raises if it cannot be classified."""
     if (error := refusal(model, spec, wanted)) is not None:
         raise error
     for file in labels:

@@ -170,8 +170,7 @@ class Gather:
         return buffer[:size]
 
     def groups(self, works: Sequence[Work]) -> tuple[list[Group], list[tuple[int, ServeError]]]:
-        """Returns the batch as groups that stack, nearly always one, and the errors of unreadable requests
-        by position."""
+        """Returns the batch as groups that stack, nearly always one, and errors of unreadable requests by position."""
         uniform = self._uniform(works)
         if uniform is not None:
             return [uniform], []
@@ -208,8 +207,7 @@ class Gather:
         return 0
 
     def read(self, work: Work, length: int = 0) -> list[Array | None]:
-        """Returns the inputs of one request as one array each, None for an absent optional input. `length`: the length
-        to pad to."""
+        """Returns the inputs of a request as one array each, None for an absent one. `length`: the length to pad to."""
         arrays: list[Array | None] = []
         found = self._pieces(work)
         own = self._length(found)

@@ -61,8 +61,7 @@ class PaddedResults(Results):
         return super().alias(index, source, shape)
 
     def _is_cut(self, index: int, shape: tuple[int, ...]) -> bool:
-        """Also checks shapes if nothing is cut: an error must not stay hidden until the first batch of different
-        lengths."""
+        """Also checks shapes if nothing is cut, so that an error shows before the first batch of different lengths."""
         spec = self._scatter.specs[index]
         for axis in spec.cut:
             if self._length >= 0 and axis < len(shape) and shape[axis] != self._length:

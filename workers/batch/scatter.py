@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
 _Place = Handle | Top | None | bool
-"""Where a request wants an output: a Handle to its own memory, a Top for classes, None for anywhere, False
-for nowhere."""
+"""Where a request wants an output: a Handle to its memory, a Top for classes, None: anywhere, False: nowhere."""
 
 
 class Scatter:
@@ -70,8 +69,7 @@ class Scatter:
         return buffer[:size]
 
     def let_go(self, tensors: Sequence[Tensor | None]) -> None:
-        """Frees outputs that will not be sent, as far as they are in this worker's arenas and not in memory of the
-        caller."""
+        """Frees outputs that will not be sent, as far as they are in this worker's arenas."""
         for tensor in tensors:
             if tensor is None or not isinstance(tensor.data, tuple):
                 continue
@@ -272,8 +270,8 @@ class Results:
         return True
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
-        """Uses an input as the output without a copy, possible if only workers read it. Returns False if it must be
-        copied."""
+        """Uses an input as the output without a copy, which only workers may read. Returns False if it must
+        be copied."""
         spec, arenas = self._scatter.specs[index], self._scatter.arenas
         check_shape(self._scatter.model, spec, shape, self._rows)
         column = []
@@ -321,8 +319,7 @@ class Results:
         return [self._row(position, columns, parameters) for position in range(len(works))]
 
     def _missing(self, index: int) -> None:
-        """Handles an output that the model did not produce. Unless outputs are strict, only the requests that name it
-        fail."""
+        """Handles a missing output. Unless outputs are strict, only the requests that name it fail."""
         pairs = zip(self._ready, self._columns, strict=True)
         made = sum(ready is not None or any(done or ()) for ready, done in pairs)
         name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))

@@ -41,8 +41,7 @@ NULL = -1
 
 
 class Member(Struct, gc=False):
-    """The sequence options of a request. `key` is the key of its states, `id` the correlation ID that the
-    model gets."""
+    """The sequence options of a request. `key` is the key of its states, `id` the correlation ID for the model."""
 
     key: Key
     id: Key
@@ -195,8 +194,7 @@ class States:
         return [self._gathered(index, kept, some) for index in range(len(self.specs))]
 
     def taken(self, index: int, array: Any, rows: int, fresh: bool) -> Array:
-        """Checks and returns a state that the model produced. `fresh`: the array is not shared and need not
-        be copied."""
+        """Checks and returns a state from the model. `fresh`: the array is not shared and need not be copied."""
         spec = self.outputs[index]
         what = f"state output '{spec.name}' of model '{self._model}'"
         if not isinstance(array, np.ndarray):
@@ -215,8 +213,7 @@ class States:
         return kept
 
     def keep(self, members: Sequence[Member], arrays: Sequence[Array], good: Sequence[bool]) -> None:
-        """Keeps the states that a run produced, one row for each member; only members with `good` continue
-        from them."""
+        """Keeps the states of a run, one row for each member; only members with `good` continue from them."""
         apart = len(members) > 1 and sum(array.nbytes for array in arrays) > WHOLE_BYTES
         for place, member in enumerate(members):
             if member.null:

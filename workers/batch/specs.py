@@ -152,8 +152,7 @@ def new_states_of(config: ModelConfig) -> tuple[Spec, ...]:
 
 
 def batch_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """The inputs computed from the shapes in a batch. Their first dim counts requests or items and is not the batch
-    dimension."""
+    """The inputs computed from the shapes in a batch. Their first dim counts requests or items; it is never batched."""
     ranks = {entry.name: len(entry.dims if entry.reshape is None else entry.reshape.shape) for entry in config.input}
     return tuple(
         _made(name, entry.data_type, _batch_input_dims(entry, ranks), False)

@@ -118,7 +118,7 @@ def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
 def _choose(order: Order, terminal: Terminal) -> Chosen:
     """Returns the model if it runs in this interpreter. Otherwise replaces this process by the model's interpreter."""
     from shmserve.workers.foreground.solo_find import (
-        find,  # reads configurations, for which others may lack what it needs
+        find,  # the model's interpreter may lack the packages that it needs
     )
 
     chosen = find(order)

@@ -55,8 +55,7 @@ class Terminal:
         return code
 
     def read_again(self) -> None:
-        """Reopens standard input for the debugger, from the terminal if there is one, after it was read as
-        a document."""
+        """Reopens standard input on the terminal, if there is one, for the debugger: it was read as a document."""
         try:
             terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
         except OSError:

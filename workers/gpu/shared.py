@@ -177,8 +177,7 @@ class DeviceMemory:
 
 
 def memory_of(mapped: Mapped) -> DeviceMemory:
-    """Returns the device memory of this process, created on first use. Raises HandleLost if its model is
-    not on a GPU."""
+    """Returns this process's device memory, created on first use. Raises HandleLost if its model is not on a GPU."""
     found = mapped.device
     if not mapped.on_gpu:
         raise HandleLost("the tensor is on a GPU, and the model's instance is not")

@@ -154,8 +154,8 @@ class Calls:
         return parent, tuple(tensors), pending
 
     def _parent(self, inputs: Sequence[Given], places: Sequence[Handle | None], running: Sequence[Work]) -> Work | None:
-        """Returns the request that the call is made for. None if it is unknown and the audience of the reply depends on
-        it."""
+        """Returns the request that the call is made for. None if it is unknown and the reply's audience
+        depends on it."""
         found: Work | None = None
         for given, place in zip(inputs, places, strict=True):
             if place is not None and gift_of(given.array) is not None:
@@ -227,8 +227,8 @@ class Calls:
             return pending.answers.popleft()
 
     async def wait_soon(self, pending: Pending, ready: Callable[[], bool], coroutines: bool) -> None:
-        """Waits until `ready()`. `coroutines`: called in the worker's own event loop, while the main thread reads the
-        link."""
+        """Waits until `ready()`. `coroutines`: called in the worker's event loop, while the main thread
+        reads the link."""
         loop = asyncio.get_running_loop()
         while True:
             with self._streams.turn:

@@ -1,5 +1,4 @@
-"""The pages of counters that a worker shares with the broker. Invariant: a page is announced before it is
-written to."""
+"""The pages of counters that a worker shares with the broker. Invariant: a page is announced before it is written."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from shmserve.protocol.messages import Work
 
 KEPT = 1024
-"""The most responses of one request that are queued for a caller that does not read, if the model does not
-wait for it."""
+"""The most queued responses of a request whose caller does not read, if the model does not wait for it."""
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
 
@@ -66,8 +65,7 @@ class Streams:
         """Called, with the turn, when nothing more will arrive."""
 
     def listen(self, descriptor: int, read: Callable[[], object]) -> None:
-        """Allows waiting for orders that `read` handles, before `connect`: a model may make calls while it
-        is loading."""
+        """Allows waiting for orders that `read` handles before `connect`: a model may make calls while loading."""
         self._read = read
         self.listening = True
         self._poll.register(descriptor, select.POLLIN)
@@ -201,8 +199,7 @@ class Streams:
         return stream.answer
 
     def collect(self, stream: Stream) -> Answer | None:
-        """Waits until the model has sent its last response, and returns the response of a model that is not
-        decoupled."""
+        """Waits for the model's last response; returns the response of a model that is not decoupled."""
         while not (stream.final or stream.over):
             self._end_forgotten()
             if not stream.over:
@@ -358,8 +355,7 @@ class Streams:
         self._out(stream, self._made(stream, answer, final, sent_at))
 
     def _made(self, stream: Stream, answer: Answer | None, final: bool, sent_at: int) -> Row:
-        """`sent_at`: when the model called send. Time spent waiting for room after that does not count as
-        compute time."""
+        """`sent_at`: when the model called send. Waiting for room after that does not count as compute time."""
         computed_ns = max(0, sent_at - stream.since)
         if answer is None:
             return Row(stream.work.request, (), times=(computed_ns, 0))

@@ -26,15 +26,13 @@ BYTES = 64 << 30
 """The most bytes that an archive may contain."""
 READY, SOURCE, LOCK = "ready", "source", ".lock"
 MAKING = ".making.lock"
-"""Held while an archive is unpacked. A separate lock: workers hold the other one until they exit, so waiting for it
-would block."""
+"""Held while an archive is unpacked. Separate, because workers hold the other lock until they exit."""
 RELOCATE = "bin/conda-unpack"
 """A program in archives made by conda-pack; it replaces the original prefix in files with the new one."""
 
 
 def unpacked(archive: Path, cache: Path, find_python: Callable[[Path], str]) -> Path:
-    """Returns the directory of the unpacked archive. Its lock is inherited by exec, so it stays until this process
-    exits."""
+    """Returns the directory of the unpacked archive. Its lock survives exec, so it stays until this process exits."""
     look = archive.stat()
     mark = f"{archive.resolve()}\0{look.st_ino}\0{look.st_size}\0{look.st_mtime_ns}"
     _own(cache)

@@ -38,8 +38,8 @@ def say_trace(what: str, error: BaseException) -> None:
 
 def trace_of(error: BaseException) -> list[str]:
     """Returns the lines of a traceback without this package's frames, so that those of the model and its libraries
-    remain. If none remains and the error text does not explain itself, the fault is in this package and all frames
-    are kept."""
+    remain. If none remains and the error is neither a ServeError nor a SyntaxError, the fault is in this package:
+    keep all frames."""
     found = traceback.TracebackException.from_exception(error)
     parts = found.format()
     if not _cut(found):

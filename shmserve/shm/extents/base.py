@@ -42,8 +42,7 @@ class Extent(Protocol):
     def pages(self) -> Pages: ...
 
     def close(self) -> None:
-        """Closes the descriptor and, in the creator, removes the name. Pages stay mapped for views. May be called
-        again."""
+        """Closes the descriptor; the creator removes the name. Pages stay mapped for views. May be called again."""
 
 
 STEP_BYTES = 256 * 1024
@@ -123,8 +122,7 @@ _REASONS = {
 
 
 def reserve(fd: int, size: int) -> None:
-    """Sets the size of the object behind `fd` and allocates its pages, so that no later access can fail. Raises
-    Unavailable."""
+    """Sizes the object behind `fd` and allocates its pages, so that no later access can fail. Raises Unavailable."""
     resize(fd, size)
     fill(fd, 0, size)
 

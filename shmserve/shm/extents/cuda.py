@@ -24,8 +24,7 @@ def is_device(name: str) -> bool:
 
 
 def device_id(uuid: bytes) -> bytes:
-    """Returns a device's id as used in names: cut at the first zero byte, because some libraries treat it as a C
-    string."""
+    """Returns a device's id as used in names, cut at the first zero byte: some libraries treat it as a C string."""
     return uuid.partition(b"\0")[0][:UUID_BYTES].ljust(UUID_BYTES, b"\0")
 
 

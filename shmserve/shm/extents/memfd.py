@@ -28,14 +28,12 @@ class MemfdExtent(MappedExtent):
 
 
 def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
-    """Creates a sealed extent with warm pages. With `seal_future_write`, only this process can write, through this
-    mapping."""
+    """Creates a sealed extent with warm pages. With `seal_future_write`, no other mapping can ever be written."""
     return _create(size, seal_future_write, None)
 
 
 def create_cold(size: int, promised: int) -> MemfdExtent:
-    """Creates a sealed extent whose pages the creator must warm before use. `promised`: bytes of other extents that are
-    still cold."""
+    """Creates a sealed extent whose pages must be warmed before use. `promised`: bytes of other extents still cold."""
     made = _create(size, False, promised)
     made.cold = True
     return made

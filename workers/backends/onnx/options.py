@@ -231,8 +231,7 @@ def _arena(values: dict[str, str]) -> dict[str, int] | None:
 
 
 def _run(shrinkage: str, found: Providers, arena: bool, device: int) -> dict[str, str]:
-    """Returns the run options. An instance has at most one GPU, and the engine refuses other numbers, so any gpu means
-    it."""
+    """Returns the run options. An instance has at most one GPU, so any `gpu:` in the parameter means that one."""
     on_gpu = any(name == CUDA for name, _ in found.listed)
     parts = [part for part in shrinkage.split(";") if part.startswith("cpu:")]
     if parts and not arena:

@@ -48,8 +48,7 @@ def runner_of(session: Any) -> Any:
 
 
 class Target(NamedTuple):
-    """An output of a bound run. `array` None: its shape is unknown, or the engine cannot write it to where
-    it is read."""
+    """An output of a bound run. `array` None: its shape is unknown, or it cannot be written to where it is read."""
 
     spec: Spec
     array: Array | There | None
@@ -147,8 +146,7 @@ class Binding:
 
 
 def needs_own_binding(targets: Sequence[Target]) -> bool:
-    """Whether an output needs a separate binding: numpy arrays of BF16 cannot keep the engine's value alive, only its
-    binding can."""
+    """Whether an output needs a separate binding: only its binding can keep the engine's BF16 value alive."""
     return any(array is None and spec.dtype == "BF16" for spec, array in targets)
 
 

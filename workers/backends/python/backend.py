@@ -42,8 +42,7 @@ _CODES = (
     "ALREADY_EXISTS",
     "CANCELLED",
 )
-"""Wire codes of TritonError codes, by number. INTERNAL maps to MODEL_FAILED, because the model failed, not
-the server."""
+"""Wire codes by the number of a TritonError's code. INTERNAL maps to MODEL_FAILED: the model failed, not the server."""
 SEND_WAITS = "send_waits"
 """The configuration parameter that decides whether senders outside coroutines wait for slow callers."""
 STACKED = "stacked"
@@ -163,7 +162,7 @@ class Python(PythonModel, SeparateBackend):
     # ------------------------------------------------------------------------------------ decoupled
 
     def _begin(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[Stream], list[bool]]:
-        """Starts a batch of a decoupled model; returns which requests it wants to run again."""
+        """Starts a batch of a decoupled model; returns which requests are to run again."""
         host = self._streams
         streams = [host.begin(request._work) for request in given]
         for request, stream in zip(given, streams, strict=True):

@@ -165,8 +165,7 @@ class PythonModel(Backend):
         return self._coroutines
 
     def _as_declared(self, name: str, array: Array) -> Array:
-        """Converts integers to the configured type if outputs are strict and the values fit: numpy's default integers
-        have 64 bits."""
+        """Converts integers to the configured type if outputs are strict and they fit: numpy's default has 64 bits."""
         declared = self._integers.get(name)
         if declared is None or array.dtype == declared or array.dtype.kind not in "iu":
             return array

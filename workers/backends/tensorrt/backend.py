@@ -330,8 +330,7 @@ class TensorRT(StackedBackend):
         return profile.run(self._stream)
 
     def _target(self, index: int, shape: Shape, outputs: Results) -> tuple[Array, bool]:
-        """Returns where to copy an output: its final place if possible, else staging, from which requests get their
-        shares."""
+        """Returns where to copy an output: its final place if possible, else staging, which `put` splits."""
         spec = self._outputs[index]
         if outputs.direct(index, shape):
             array = outputs.place(index, shape)
@@ -362,8 +361,7 @@ class TensorRT(StackedBackend):
                 outputs.put(index, array)
 
     def _settle(self, error: Exception) -> None:
-        """Waits for the streams after a failed batch, so that its memory can be reused. Ends the process if the device
-        is lost."""
+        """Waits for the streams of a failed batch, so that its memory can be reused. Exits if the device is lost."""
         cuda = self._cuda
         lost = cuda.lost(error)
         if not lost:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class Wish(Struct, frozen=True):
-    """Shapes of all inputs that get a graph. `least`: it runs batches of at least this many rows; 0: only its own
-    shapes."""
+    """Shapes of all inputs that get a graph. `least`: it runs batches from this many rows on; 0: only its own."""
 
     shapes: tuple[Shape, ...]
     least: int = 0

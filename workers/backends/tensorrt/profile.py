@@ -79,8 +79,7 @@ class Profile:
         self._addresses[name] = address
 
     def prepare(self, shapes: tuple[Shape, ...]) -> list[Shape]:
-        """Sets the shapes of the inputs. Returns those of the outputs, with -1 for dims that are known only after the
-        run."""
+        """Sets the input shapes. Returns the output shapes, with -1 for dims that are known only after the run."""
         context = self.context
         if shapes == self._shapes and not self._engine.on_host:
             return self._made
