@@ -253,7 +253,7 @@ class Broker:
         self._put(0, event)
 
     def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
-        """Queues the messages of a packet; first handles those with a descriptor and those that cannot be decoded."""
+        """Queues the messages of a packet, after taking their descriptors and replacing undecodable ones by events."""
         inbox = self._inbox
         for message in messages:
             kind = type(message)

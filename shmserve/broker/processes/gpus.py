@@ -44,7 +44,7 @@ class GpuMetrics:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError:
             self._nvml = None
-            return  # discovery, where it did not fail, has logged all there is to say
+            return  # NVML worked during discovery; serve without GPU metrics
         self._look()
         self._thread = threading.Thread(target=self._run, name="gpu-metrics", daemon=True)
         self._thread.start()

@@ -28,7 +28,7 @@ NAMES = 10
 
 class Deadline:
     """`names`: names of the broker's processes by pid. `requests`: the number of requests in flight. `killed` is called
-    from the thread when no process is left."""
+    from the thread after all child processes were killed."""
 
     def __init__(
         self, names: Callable[[], Mapping[int, str]], requests: Callable[[], int], killed: Callable[[], object]
