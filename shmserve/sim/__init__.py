@@ -1,9 +1,12 @@
-"""The core, run over simulated time: what a server with these models would do with this load.
+"""The simulator: runs the core over simulated time, to see what a server with these models does under a given load.
 
     result = simulate(Plan((model,), (load,), seconds=10, seed=1))
 
-Everything that decides is the very core that serves; clients, links, workers and the clock are simulated. The rule of
-the package: what happens depends on the plan and its seed alone, so a failure is a seed that somebody can run again.
+The core is the one that serves; clients, links, workers and the clock are simulated. `plan` and `load` describe what to
+simulate; `run` executes the core's effects, `world` holds the clock and the links, `clients` and `worker` react to
+messages, and `results` collects the numbers.
+
+Invariant: the result depends only on the plan and its seed, so a failure can be reproduced from its seed.
 """
 
 from shmserve.sim.faults import Faults

@@ -1,4 +1,4 @@
-"""`python -m shmserve.sim`; all of it is in command.py."""
+"""Entry point of `python -m shmserve.sim`; see command.py."""
 
 import sys
 

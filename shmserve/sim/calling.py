@@ -1,6 +1,6 @@
-"""A simulated model that calls others, for each request of a batch, before it computes.
+"""A simulated model that calls other models for each request of a batch, before it computes.
 
-The rule of the file: what its calls are answered with is given back at once; the instance goes on when all have been.
+It returns response memory immediately, and the batch continues when all calls have been answered.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shmserve.sim.world import World
 
 ANSWERS = frozenset((Reply, Part, Fail, FailHeld, Released))
 _OWN = 1 << 20
-"""The lower half of the number of the segment for what it asks with: far from those of its outputs."""
+"""Lower half of the segment number for its inputs to calls, far above those of its outputs."""
 _ENOUGH = 1 << 20
-"""Room for answers of those that give many."""
+"""Response window for decoupled models, large enough never to matter."""
 
 
 class Calling:
-    """`models`: those that it calls, one after the other."""
+    """`models`: the models that it calls, one after the other."""
 
     def __init__(self, world: World, peer: int, models: list[SimModel], draws: Random) -> None:
         self._world = world
@@ -49,13 +49,13 @@ class Calling:
         self._step = 0
         self._works: list[Work] = []
         self._open: dict[int, int] = {}
-        """Call -> the request that it is made for."""
+        """Call -> the request for which it is made."""
         self._done: Callable[[], None] = lambda: None
         self.failed: dict[int, Failure] = {}
-        """Requests whose calls have failed."""
+        """Requests with a failed call."""
 
     def begin(self, works: list[Work], done: Callable[[], None]) -> None:
-        """`done` is called when the last answer has come."""
+        """Starts the calls for these requests. `done` is called after the last response."""
         self._works, self._done, self._step = works, done, 0
         self.failed.clear()
         self._ask()

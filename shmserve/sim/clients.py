@@ -1,6 +1,6 @@
-"""Clients that ask, and keep book of what they are owed.
+"""Simulated clients: they send requests and track the responses that they are owed.
 
-The rule of the file: an answer to what was not asked, or has been answered before, ends the simulation.
+Invariant: a response to an unknown or already answered request ends the simulation.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ AUDIENCE = "uid:1000"
 
 
 class Chain(Struct):
-    """A sequence: its id, and how many requests it still has."""
+    """A sequence: its id, and the number of requests left."""
 
     number: int
     left: int
 
 
 class SimRequest(Struct):
-    """A request in flight. `until` is its deadline, 0 for none."""
+    """A request in flight. `until`: its deadline, 0 for none."""
 
     source: LoadSource
     sent: int
@@ -100,7 +100,7 @@ class SimClient:
         return self._next
 
     def hear(self, message: Any, at: int) -> None:
-        """A message from the broker, which is there `at` that time."""
+        """Processes a message from the broker that arrives at time `at`."""
         kind = type(message)
         if kind is Reply:
             self._answered(message.request, message.outputs, at, "")
@@ -152,7 +152,7 @@ class SimClient:
         self._world.send(at, self.peer, More(part.request, 1))
 
     def _keep(self, handles: tuple[Handle, ...], at: int) -> None:
-        """Answers in shared memory go back when they have been looked at."""
+        """Holds outputs in shared memory for the client's hold time, then returns them."""
         made = tuple(handle for handle in handles if handle.segment != self.segment)
         if made:
             self.holds += len(made)
@@ -169,8 +169,7 @@ class SimClient:
 
 
 class LoadSource:
-    """Whoever asks as one Load says: arrivals are drawn, and made requests of one of its clients. `connect` makes
-    these."""
+    """Sends the requests of one Load, spread over its clients, which `connect` creates."""
 
     def __init__(
         self,
@@ -198,7 +197,8 @@ class LoadSource:
         self._window = load.window if answers_many(model, world.plan.models) else 0
         self._special = bool(self._sequences or self._window or world.fate.of_requests)
         self._way_ns = 0 if self._special else world.plan.link_ns
-        """Arrivals need one event less if they are planned for when they are at the broker."""
+        """If nothing depends on the time of sending, arrivals are scheduled at the time when they reach the broker,
+        which saves an event."""
         self._closed = isinstance(load.arrivals, Closed)
         self._timeout_us = load.timeout_ns // 1000
         self._chains = 0
@@ -228,7 +228,7 @@ class LoadSource:
             self.world.at(self.world.began + at + self._way_ns, self._arrive, rows)
 
     def _arrive(self, rows: int) -> None:
-        """It is sent now or, where nothing hangs on that moment, has arrived now."""
+        """Sends a request now or, if nothing depends on the time of sending, delivers it to the broker now."""
         if not self._way_ns:
             if self._call(rows):
                 self._next_arrival()
@@ -240,7 +240,7 @@ class LoadSource:
             self._next_arrival()
 
     def _call(self, rows: int) -> bool:
-        """False: no more are to be sent."""
+        """Sends a request. False: the load is finished."""
         now = self.world.now
         if not self.world.may_send(now):
             return False
@@ -275,7 +275,7 @@ class LoadSource:
         return client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options)
 
     def _rarely(self, client: SimClient, number: int, asked: SimRequest, first: bool) -> Options:
-        """Options of a request that is more than an input and an output."""
+        """The options of requests with sequences, windows or faults."""
         options = Options(priority=self.load.priority, window=self._window)
         if asked.chain is not None:
             asked.chain.left -= 1
@@ -309,7 +309,7 @@ class LoadSource:
             self._go_on(asked, at, not code)
 
     def _go_on(self, asked: SimRequest, at: int, well: bool) -> None:
-        """With the sequence, or the caller's next request."""
+        """Continues the sequence, or sends the closed-loop caller's next request."""
         chain = asked.chain
         if chain is not None and chain.left and well:
             self.world.owed += 1
@@ -324,7 +324,7 @@ class LoadSource:
             self.world.send(now, *self._ask(0, chain, False, now))
 
     def replace(self, dead: SimClient) -> None:
-        """The client has died: another one takes over. Sequences that it had go with it."""
+        """Replaces a client that has died. Its sequences end."""
         at = self.clients.index(dead)
         self.clients[at] = self._connect(self)
         self.result.abandoned += len(dead.open)

@@ -1,6 +1,6 @@
-"""`python -m shmserve.sim`: what a model would do under a load, in a table or as JSON.
+"""`python -m shmserve.sim`: simulates a model under a load and prints a table or JSON.
 
-The rule of the file: it only reads words and prints numbers; every number comes from a simulation.
+It only parses arguments and prints numbers; all of them come from a simulation.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
 
 
 def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimModel], list[str]]:
-    """All that are needed, and the names of those that are asked."""
+    """All models that are needed, and the names of those that get requests."""
     services = _services(args)
     if args.calls and not args.repository:
         raise InvalidRequest("--calls is for models of a repository")
@@ -329,7 +329,8 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0: all is well, 1: something was lost, or the core has contradicted itself, 2: it cannot be simulated."""
+    """Returns the exit status: 0 for success, 1 if requests were lost, 2 for arguments that cannot be simulated. An
+    internal error of the core is raised as an AssertionError."""
     made = parser()
     args = made.parse_args(words)
     if sum(bool(given) for given in (args.rate, args.callers, args.recording, args.sweep)) > 1:

@@ -1,7 +1,7 @@
-"""What goes wrong, how often.
+"""Fault injection: kinds of faults and their frequencies.
 
-The rule of the file: every fault has its own random numbers, so that a plan with one more kind of fault meets the same
-arrivals and service times as before.
+Invariant: every kind of fault has random numbers of its own, so adding one to a plan does not change arrivals or
+service times.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from msgspec import Struct
 
 SECOND = 1_000_000_000
 POISON = "poison"
-"""A parameter of requests that end whoever runs them."""
+"""Parameter of requests that crash the worker that runs them."""
 
 
 class Faults(Struct, frozen=True):
-    """Shares are probabilities, 0 is never."""
+    """Shares are probabilities; 0 is never."""
 
     death_every_s: float = 0.0
-    """Mean time until a worker process ends by itself, at work or not."""
+    """Mean time until a worker process dies by itself, busy or idle."""
     crash_share: float = 0.0
-    """Batches in whose midst the worker ends."""
+    """Batches during which the worker crashes."""
     poison_share: float = 0.0
-    """Requests that end any worker that runs them."""
+    """Requests that crash every worker that runs them."""
     hang_share: float = 0.0
-    """Batches that are never done, until the worker is killed (the model's execution limit)."""
+    """Batches that never finish, until the worker is killed (execution limit of the model)."""
     failure_share: float = 0.0
     """Requests that the model answers with an error."""
     late_share: float = 0.0
     """Worker processes that take `late_ns` longer to load."""
     late_ns: int = 10 * SECOND
     client_every_s: float = 0.0
-    """Mean time until a client dies; another one takes over from it."""
+    """Mean time until a client dies; another one replaces it."""
     slow_share: float = 0.0
-    """Clients that keep answers in shared memory for `hold_ns`."""
+    """Clients that hold outputs in shared memory for `hold_ns`."""
     hold_ns: int = SECOND
     cancel_share: float = 0.0
     """Requests that are cancelled `cancel_ns` after they were sent."""
@@ -42,7 +42,7 @@ class Faults(Struct, frozen=True):
 
 
 class Fate:
-    """What the faults of a plan mean for one batch, request, process or client."""
+    """Draws the faults of a plan for each batch, request, process and client."""
 
     def __init__(self, faults: Faults, seed: int) -> None:
         self.faults = faults
@@ -56,14 +56,14 @@ class Fate:
         self.of_answers = faults.failure_share > 0
 
     def batch(self) -> tuple[str, float]:
-        """ "" or "crash" or "hang", and after which share of the batch's time."""
+        """The fault ("", "crash" or "hang"), and the share of the batch's time after which it happens."""
         share, where = self._batches.random(), self._batches.random()
         if share < self.faults.crash_share:
             return "crash", where
         return ("hang", 0.0) if share < self.faults.crash_share + self.faults.hang_share else ("", 0.0)
 
     def request(self) -> tuple[bool, bool]:
-        """Does it end workers? Is it cancelled?"""
+        """Does the request crash workers? Is it cancelled?"""
         poison, cancel = self._requests.random(), self._requests.random()
         return poison < self.faults.poison_share, cancel < self.faults.cancel_share
 
@@ -71,14 +71,14 @@ class Fate:
         return self._answers.random() < self.faults.failure_share
 
     def worker(self) -> tuple[int, int]:
-        """How much later a process is ready, and how long after its start it ends (0: not by itself)."""
+        """How much later the process is ready, and how long after that it dies (0: not by itself)."""
         faults, draw = self.faults, self._workers
         late = faults.late_ns if draw.random() < faults.late_share else 0
         every = faults.death_every_s
         return late, round(draw.expovariate(1 / every) * SECOND) + 1 if every else 0
 
     def client(self) -> tuple[int, int]:
-        """How long it keeps answers, and how long after its start it dies (0: not)."""
+        """How long the client holds outputs, and how long after its start it dies (0: it does not)."""
         faults, draw = self.faults, self._clients
         hold = faults.hold_ns if draw.random() < faults.slow_share else 0
         every = faults.client_every_s

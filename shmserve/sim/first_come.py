@@ -1,8 +1,8 @@
-"""The plainest server there could be, to hold the core against: one queue, first come first served.
+"""The simplest possible server, as a baseline for the core: a single queue, first come first served.
 
-An instance that is idle takes what has waited longest, as many rows as fit. Deadlines are known to the callers only,
-who stop waiting; their requests are run all the same. Messages take no time. The rule of the file: nothing of the
-core is used here, so that it can also be an oracle.
+An idle instance takes the oldest requests, as many rows as fit. Only callers have deadlines: they stop waiting, but
+their requests run nevertheless. Messages take no time. Invariant: this module uses nothing of the core, so it can also
+be an oracle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shmserve.sim.service import Service
 def first_come(
     load: Load, service: Service, max_batch: int = 1, instances: int = 1, seconds: float = 10.0, seed: int = 0
 ) -> ModelResult:
-    """The same arrivals and rows as `simulate` draws for this load, if it is the first one of a plan with this seed."""
+    """Serves the arrivals and rows that `simulate` draws for this load, if it is the first one of a plan with this
+    seed."""
     if isinstance(load.arrivals, Closed):
         raise InvalidRequest("a closed loop never offers more than is served; compare with another kind of arrivals")
     source = f"{seed} load 0 {load.model}"
@@ -31,7 +32,7 @@ def first_come(
     now = end = 0
 
     def serve() -> None:
-        """Starts batches as long as somebody waits and an instance is idle."""
+        """Starts batches while requests are queued and an instance is idle."""
         nonlocal end
         while waiting and len(done) < instances:
             rows = 0

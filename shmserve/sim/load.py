@@ -1,6 +1,6 @@
-"""Who asks, when, and for how much: synthetic arrivals, a closed loop of callers, or a recording.
+"""Loads: synthetic arrivals, a closed loop of callers, or a recording.
 
-The rule of the file: arrivals are drawn one after another, never all at once, so that a long run needs no memory.
+Invariant: synthetic arrivals are generated lazily, so a long run needs no memory for them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shmserve.errors import InvalidRequest
 SECOND = 1_000_000_000
 
 Arrival = tuple[int, int]
-"""When, in ns from the beginning, and how many rows (0: as the load draws them)."""
+"""Time in ns since the start, and number of rows (0: drawn by the load)."""
 
 
 class Regular(Struct, frozen=True):
-    """One every 1/rate seconds."""
+    """One request every 1/rate seconds."""
 
     rate: float
 
@@ -33,7 +33,7 @@ class Regular(Struct, frozen=True):
 
 
 class Poisson(Struct, frozen=True):
-    """`rate` a second, each independent of all others."""
+    """`rate` requests per second, independent of each other."""
 
     rate: float
 
@@ -46,7 +46,7 @@ class Poisson(Struct, frozen=True):
 
 
 class Bursts(Struct, frozen=True):
-    """`rate` a second on average, but always `size` at once."""
+    """`rate` requests per second on average, in bursts of `size`."""
 
     rate: float
     size: int
@@ -61,7 +61,7 @@ class Bursts(Struct, frozen=True):
 
 
 class Replay(Struct, frozen=True):
-    """As it was recorded: (when, rows), rising."""
+    """Recorded arrivals: (time, rows), in ascending order."""
 
     recorded: tuple[Arrival, ...]
 
@@ -70,7 +70,7 @@ class Replay(Struct, frozen=True):
 
 
 class Closed(Struct, frozen=True):
-    """`callers`, each of which asks, waits for the answer, thinks, and asks again."""
+    """A closed loop of `callers`: each sends a request, waits for the response, thinks, and repeats."""
 
     callers: int
     think_ns: int = 0
@@ -79,10 +79,11 @@ class Closed(Struct, frozen=True):
 class Load(Struct, frozen=True):
     """Requests to one model.
 
-    `rows` is drawn evenly from the two numbers and all between them, and so is the length of inputs, which have it in
-    place of each dim of -1, from `lengths`. With `sequence` (from, to) each arrival begins a
-    sequence of so many requests, each sent `gap_ns` after the answer to the one before. Of `distinct` different inputs
-    each request has one, which matters to a response cache only; 0: no two are alike."""
+    `rows` and `lengths` are ranges from which the number of rows and the size of each -1 dim of the inputs are drawn
+    uniformly. With `sequence` (min, max) each arrival starts a sequence with so many requests, each sent `gap_ns` after
+    the response to the one before. `distinct`: number of different inputs, which matters for the response cache only;
+    0: all differ.
+    """
 
     model: str
     arrivals: Regular | Poisson | Bursts | Replay | Closed
@@ -93,13 +94,13 @@ class Load(Struct, frozen=True):
     sequence: tuple[int, int] = (0, 0)
     gap_ns: int = 0
     window: int = 8
-    """Of a decoupled model: so many answers may come before the caller asks for more."""
+    """For decoupled models: the response window, i.e. how many responses may arrive before the caller asks for more."""
     distinct: int = 0
     lengths: tuple[int, int] = (1, 1)
 
 
 def read_recording(path: Path) -> dict[str, Replay]:
-    """A JSON object a line: {"at": seconds, "model": name, "rows": 1}. Lines need not be in order."""
+    """Reads one JSON object per line: {"at": seconds, "model": name, "rows": 1}. Lines may be in any order."""
     found: dict[str, list[Arrival]] = {}
     try:
         lines = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What is simulated: models, loads, faults, and what the machine between them takes. Frozen values, nothing else."""
+"""What to simulate: models, loads, faults, and the costs of messages and turns. Immutable values only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ MS = 1_000_000
 
 
 class SimModel(Struct, frozen=True):
-    """A model that is served. An ensemble (`policy.steps`) has no instances, and its steps' models are in the plan too.
+    """A served model. An ensemble (`policy.steps`) has no instances, and the models of its steps are also in the plan.
 
-    `free` is what dimensions of outputs are drawn from where the policy says -1: so many crops, say, over which a step
-    is mapped. `answers`: how often a decoupled model answers a request. `runs`: how often an iterative one runs it."""
+    `free`: range from which -1 dims of outputs are drawn, e.g. the number of crops over which a step is mapped.
+    `answers`: number of responses of a decoupled model. `runs`: how often an iterative model runs a request.
+    """
 
     policy: ModelPolicy
     instances: tuple[InstanceSpec, ...] = ()
@@ -27,7 +28,7 @@ class SimModel(Struct, frozen=True):
     load: Service = Constant(0)
     free: tuple[int, int] = (1, 1)
     true_share: float = 0.5
-    """Of outputs of one BOOL: how often it is true."""
+    """Probability that an output of a single BOOL is true."""
     answers: tuple[int, int] = (1, 1)
     runs: int = 1
     calls: tuple[str, ...] = ()
@@ -35,10 +36,13 @@ class SimModel(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """Arrivals end after `seconds`, or with so many `requests` (0: no such limit); then what is left is answered.
+    """Arrivals end after `seconds`, or after `requests` requests (0: no limit); then the remaining requests are
+    answered.
 
-    A message takes `link_ns` from process to process. The broker takes `turn_ns` for a turn and `message_ns` for each
-    message in it; what comes meanwhile is in the next turn. `check_every`: `Core.check` after every n-th turn."""
+    A message between processes takes `link_ns`. A turn of the broker takes `turn_ns`, plus `message_ns` for each
+    message in it; messages that arrive meanwhile are in the next turn. `check_every`: call `Core.check` after every
+    n-th turn.
+    """
 
     models: tuple[SimModel, ...]
     loads: tuple[Load, ...]
@@ -52,20 +56,20 @@ class Plan(Struct, frozen=True):
     message_ns: int = 4_000
     check_every: int = 0
     reload_every_s: float = 0.0
-    """Mean time until one of the models is loaded again, beside what is served; 0: never."""
+    """Mean time until one of the models is reloaded while it is served; 0: never."""
     patience_s: float = 600.0
-    """Simulated time after the last arrival; what has not been answered then is lost."""
+    """Simulated time after the last arrival; requests unanswered by then are lost."""
 
 
 def simple_model(
     policy: ModelPolicy, instances: int = 1, service: Service | None = None, load: Service | None = None
 ) -> SimModel:
-    """With so many instances that are all alike."""
+    """A model with this many equal instances."""
     specs = tuple(InstanceSpec(f"{policy.name}_{index}") for index in range(instances))
     return SimModel(policy, specs, service or Constant(MS), load or Constant(0))
 
 
 def answers_many(model: SimModel, models: Sequence[SimModel]) -> bool:
-    """Is it decoupled, or an ensemble that has such a step?"""
+    """Is the model decoupled, or an ensemble with a decoupled step?"""
     names = {step.model for step in model.policy.steps or ()}
     return model.policy.decoupled or any(answers_many(other, models) for other in models if other.policy.name in names)

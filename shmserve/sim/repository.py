@@ -1,7 +1,7 @@
-"""Models of a repository, compiled from their config.pbtxt as a server compiles them.
+"""Models of a repository, compiled from config.pbtxt as in a server.
 
-The rule of the file: nothing is loaded. What a worker would only find in a model file (inputs that the configuration
-leaves out) must be in the configuration.
+Invariant: no model file is loaded, so the configuration must contain everything, including inputs that a worker would
+find in the model file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shmserve.sim.plan import MS, SimModel
 from shmserve.sim.service import Constant, Service
 
 GPUS = tuple(range(64))
-"""A configuration may name any: it is not their number that is simulated."""
+"""GPUs that a configuration may name. Their number does not affect the simulation."""
 
 
 def names(roots: Sequence[Path]) -> list[str]:
-    """The models that there are."""
+    """The names of all models in the repository."""
     for root in roots:
         if not root.is_dir():
             raise InvalidRequest(f"{root} is not a directory")
@@ -36,8 +36,8 @@ def names(roots: Sequence[Path]) -> list[str]:
 def models(
     roots: Sequence[Path], wanted: Iterable[str], services: Mapping[str, Service], instances: int = 0
 ) -> list[SimModel]:
-    """These models, and those of their steps. `services`: by model, "" for all others. `instances` above 0: so many,
-    whatever the configuration says."""
+    """These models and those of their steps. `services`: by model name, "" for all others. `instances` above 0 replaces
+    the number in the configuration."""
     known = names(roots)
     found: dict[str, SimModel] = {}
     todo = list(wanted)
@@ -72,7 +72,7 @@ def _model(
 
 
 def _read(path: Path) -> tuple[ModelConfig, int]:
-    """The completed configuration, whatever engine it names, and the highest version (1 if there is none yet)."""
+    """The completed configuration, with whatever engine it names, and the highest version (1 if there is none yet)."""
     try:
         text = (path / CONFIG_FILE).read_bytes()
         versions = sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdecimal() and entry.is_dir())

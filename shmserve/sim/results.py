@@ -1,6 +1,6 @@
-"""What came of it: counts, times, batch sizes, and a digest of all answers.
+"""Results: counts, durations, batch sizes, and a digest of all responses.
 
-The rule of the file: no number here depends on the machine that computed it.
+Invariant: no number here depends on the machine that runs the simulation.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from zlib import crc32
 from msgspec import Struct, field
 
 _BITS = 7
-"""Durations are told apart to 1/64 of their size."""
+"""Histogram resolution: 1/64 of the value."""
 _PENDING = 1 << 14
 SECOND = 1_000_000_000
 
 
 class Histogram:
-    """Durations in ns, each counted to within 1/64 of it; the mean is exact."""
+    """A histogram of durations in ns with a resolution of 1/64; the mean is exact."""
 
     __slots__ = ("count", "counts", "largest", "total")
 
@@ -42,7 +42,8 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> int:
-        """What `share` of all do not exceed: the upper end of the bucket that it lies in, or the largest of all."""
+        """The duration that `share` of all do not exceed: the upper bound of its bucket, or the maximum if that is
+        less."""
         below, rank = 0, share * self.count
         for bucket in sorted(self.counts):
             below += self.counts[bucket]
@@ -60,46 +61,46 @@ def _upper(bucket: int) -> int:
 
 
 class ModelResult(Struct):
-    """Of the requests that callers sent to one model, and of the batches that its instances ran."""
+    """Results of the requests that clients sent to a model, and of the batches that its instances ran."""
 
     name: str
     sent: int = 0
     answered: int = 0
     in_time: int = 0
-    """Answered before the deadline; those without one count too."""
+    """Answered before their deadline, or without one."""
     good: int = 0
-    """Of those in time, the ones that came while requests were still being sent."""
+    """Those in time that were answered while requests were still being sent."""
     overdue_ns: int = 0
-    """The most that an answer, of whatever kind, came after the deadline."""
+    """The longest delay of a response of any kind after the deadline."""
     failed: dict[str, int] = {}
-    """Answered with an error, by its code."""
+    """Error code -> number of responses."""
     abandoned: int = 0
-    """Their client died first."""
+    """Requests whose client died first."""
     parts: int = 0
     latency: Histogram = field(default_factory=Histogram)
-    """From call to answer, of those answered."""
+    """From request to response, for successful responses."""
     batches: dict[int, int] = {}
     """Rows -> batches."""
     elements: int = 0
-    """Rows x padded length, of the batches of a model whose inputs are padded."""
+    """For models with padding: sum of rows x padded length of all batches."""
     padded_elements: int = 0
-    """Of these, how many were padding."""
+    """Padding among these elements."""
     instances: int = 0
     busy_ns: int = 0
     deaths: int = 0
     seconds: float = 0.0
-    """The load's."""
+    """Duration of the load."""
     elapsed_s: float = 0.0
-    """Until the last answer."""
+    """Time until the last response."""
 
     @property
     def goodput(self) -> float:
-        """Answers in time, a second, while requests are being sent."""
+        """Responses in time per second, while requests are being sent."""
         return self.good / self.seconds if self.seconds else 0.0
 
     @property
     def utilisation(self) -> float:
-        """The share of its time that an instance ran batches."""
+        """The share of time during which an instance runs batches."""
         return self.busy_ns / SECOND / self.elapsed_s / self.instances if self.elapsed_s and self.instances else 0.0
 
     @property
@@ -137,8 +138,8 @@ class ModelResult(Struct):
 
 
 class Result(Struct):
-    """`lost` were never answered though their client lived. `digest` is of all answers, in their order: whom, when,
-    and with what code."""
+    """`lost`: requests never answered although their client lived. `digest`: of all responses in order, with client,
+    time and code."""
 
     models: dict[str, ModelResult]
     seconds: float
@@ -147,7 +148,7 @@ class Result(Struct):
     lost: int
     digest: str
     log: list[str]
-    """What an operator would have read, of warnings and errors, the first few."""
+    """The first warnings and errors of the log."""
     cache_hits: int = 0
     cache_misses: int = 0
 
@@ -167,7 +168,7 @@ class Result(Struct):
 
 
 class Digest:
-    """Of answers, in their order."""
+    """A digest of all responses, in order."""
 
     __slots__ = ("_codes", "_hash", "_pending")
 

@@ -1,6 +1,6 @@
-"""A simulation: the core, in the place of a broker, with the clients and workers that are simulated around it.
+"""A simulation: the core in place of a broker, with simulated clients and workers around it.
 
-Here the effects of the core are carried out. What clients and workers do by themselves is in their own modules.
+This module executes the effects of the core. The behaviour of clients and workers is in their own modules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from shmserve.sim.worker import SimWorker
 from shmserve.sim.world import START, World
 
 SPINS = 1000
-"""So many turns without time passing, and it will never pass."""
+"""Turns without progress of time after which the simulation is considered stuck."""
 
 
 def simulate(plan: Plan) -> Result:
-    """The whole of it. Unavailable: the models cannot be served. AssertionError: the core has contradicted itself."""
+    """Runs the plan. Raises Unavailable if the models cannot be served, AssertionError if an invariant of the core is
+    broken."""
     simulation = Simulation(plan)
     simulation.deploy()
     simulation.run()
@@ -77,7 +78,7 @@ class Simulation:
     # ------------------------------------------------------------------------------------ from the broker
 
     def _carry_out(self, effects: list[Any]) -> None:
-        """They leave when the turn is over; what goes to one worker goes in one packet."""
+        """Executes effects at the end of the turn. All messages for one worker travel in one packet."""
         self._turns += 1
         world = self._world
         now, free = world.now, world.free
@@ -157,7 +158,7 @@ class Simulation:
             self._end_worker(worker, f"killed: {effect.reason}")
 
     def _end_worker(self, worker: SimWorker, reason: str) -> None:
-        """Its process has ended. What it had said before arrives before that does."""
+        """A worker process ends. Messages that it sent before arrive first."""
         worker.dead = True
         result = self._results[worker.model.policy.name]
         if worker.running is not None:
@@ -196,7 +197,7 @@ class Simulation:
     # ------------------------------------------------------------------------------------ the whole
 
     def deploy(self) -> None:
-        """All models, and waits until they are READY."""
+        """Deploys all models and waits until they are READY."""
         _check_calls(self._plan.models)
         names = list(dict.fromkeys(model.policy.name for model in self._plan.models))
         for name in names:
@@ -227,7 +228,7 @@ class Simulation:
             self._plan_reload()
 
     def run(self) -> None:
-        """Sends all, has all answered, and lets the server stop: nothing may be left of any of it."""
+        """Sends all requests, waits for all responses, and stops the server, after which nothing may be left."""
         world = self._world
         patience = round(self._plan.patience_s * SECOND)
         world.begin_load()
@@ -255,7 +256,7 @@ class Simulation:
         return sources
 
     def _at_rest(self) -> bool:
-        """Every request has left its worker too, and every answer has been given back."""
+        """Every request has left its worker, and every output has been returned."""
         return not self.core.state.requests and not any(
             client.holds or client.held_inputs for client in self._clients.values()
         )
@@ -270,7 +271,7 @@ class Simulation:
         state = self.core.state
         assert self._drained, "the server does not stop"
         assert not state.requests, "requests are left"
-        if not len(state.cache):  # which keeps what it has; the memory goes with the process
+        if not len(state.cache):  # else the cache still holds memory, which is freed with the process
             assert not state.ledger.holds, "memory is held by nobody"
             assert not state.ledger.segments, "segments are left"
 

@@ -1,6 +1,6 @@
-"""How long things take: a batch of so many rows, padded to some length, or the loading of a model.
+"""Service times: the duration of a batch with some number of rows and padded length, or of loading a model.
 
-The rule of the file: a time is drawn from the random numbers that are handed in, and from nothing else.
+Invariant: random times use only the generator that is passed in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMS = "5ms, 1ms+0.2ms/row, 1ms+5us/element (rows x length), lognormal:5ms,0.4 
 
 
 class Constant(Struct, frozen=True):
-    """Always the same, whatever the batch is."""
+    """The same time for every batch."""
 
     time_ns: int
 
@@ -31,7 +31,7 @@ class Constant(Struct, frozen=True):
 
 
 class Affine(Struct, frozen=True):
-    """So much for a batch, and so much for each of its rows."""
+    """A fixed time for a batch, plus a time for each row."""
 
     batch_ns: int
     row_ns: int
@@ -41,7 +41,7 @@ class Affine(Struct, frozen=True):
 
 
 class PerElement(Struct, frozen=True):
-    """So much for a batch, and so much for each of its elements: rows x padded length."""
+    """A fixed time for a batch, plus a time for each element (rows x padded length)."""
 
     batch_ns: int
     element_ns: int
@@ -51,7 +51,7 @@ class PerElement(Struct, frozen=True):
 
 
 class Lognormal(Struct, frozen=True):
-    """`median_ns` times exp(sigma * z), z normal: mostly about the median, now and then much more."""
+    """`median_ns` times exp(sigma * z) with z normally distributed: mostly near the median, sometimes much longer."""
 
     median_ns: int
     sigma: float
@@ -62,8 +62,8 @@ class Lognormal(Struct, frozen=True):
 
 
 class Table(Struct, frozen=True):
-    """Times that were measured: (rows, times in ns), both rising. One of them is drawn; between two numbers of rows the
-    time lies between theirs, beyond the last it grows as the rows do."""
+    """Measured times: (rows, times in ns), both ascending. One of them is drawn. Times are interpolated between
+    entries, and extrapolated in proportion to the rows beyond the last one."""
 
     entries: tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -89,7 +89,7 @@ def _drawn(times: tuple[int, ...], share: float) -> int:
 
 
 def mean_ns(service: Service, rows: int) -> float:
-    """What a batch of so many rows takes on average."""
+    """The mean duration of a batch with this many rows."""
     if isinstance(service, Lognormal):
         return service.median_ns * math.exp(service.sigma**2 / 2) + service.row_ns * rows
     if isinstance(service, Table):
@@ -99,7 +99,7 @@ def mean_ns(service: Service, rows: int) -> float:
 
 
 class _Even(Random):
-    """Gives one number, for going through a table from end to end."""
+    """Always returns the same number, to step through a table."""
 
     def __init__(self, share: float) -> None:
         super().__init__(0)
@@ -113,7 +113,7 @@ class _Even(Random):
 
 
 def time_ns(text: str) -> int:
-    """300us, 5ms, 1.5s"""
+    """Parses a duration: 300us, 5ms, 1.5s."""
     found = _TIME.fullmatch(text.strip())
     if found is None:
         raise InvalidRequest(f"'{text}' is no time; write 300us, 5ms or 1.5s")
@@ -121,7 +121,7 @@ def time_ns(text: str) -> int:
 
 
 def parse(text: str) -> Service:
-    """What `--service` says."""
+    """Parses the value of `--service`."""
     kind, colon, rest = text.partition(":")
     if colon and kind == "table":
         return read_table(Path(rest))
@@ -142,7 +142,7 @@ def parse(text: str) -> Service:
 
 
 def read_table(path: Path) -> Table:
-    """A JSON object: rows -> one time or a list of times, in milliseconds."""
+    """Reads a JSON object: rows -> one time or a list of times, in milliseconds."""
     try:
         given = json.loads(path.read_text())
         entries = []

@@ -1,7 +1,7 @@
-"""Tensors with no numbers in them: the right names, types, shapes and sizes, and where their bytes would be.
+"""Tensors without data: names, types, shapes and sizes are real, and so are the places of their bytes.
 
-What is small is inside the message, as in a server; what is larger is a place in a segment. The rule of the file: two
-requests of the same kind share their tensors, which nobody changes, so that a million requests cost no memory.
+Small tensors are inside the message, as in a server; larger ones are places in a segment. Invariant: requests of the
+same kind share tensors, which are immutable, so that a million requests need no memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor, Work
 
 LENGTH = 4
-"""Of a string of no bytes: its length."""
+"""Encoded size of an empty string: its length field."""
 MANY = 1 << 48
-"""Segments are as large as that: simulated arenas never run out, and no place is used twice."""
+"""Size of each segment: simulated arenas never run out, and no place is used twice."""
 
 
 def size_of(dtype: str, shape: tuple[int, ...]) -> int:
@@ -24,17 +24,17 @@ def size_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 class SimInputs:
-    """Of one load: what a client sends to a model."""
+    """Inputs that the clients of a load send to a model."""
 
     def __init__(self, policy: ModelPolicy, distinct: int) -> None:
         self._policy = policy
         self._distinct = distinct if policy.cached else 1
-        """Contents matter to a cache only."""
+        """Contents matter for the response cache only."""
         self._known: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
         self._newest = 0
 
     def make(self, rows: int, segment: int, random: Random, length: int = 1) -> tuple[Tensor, ...]:
-        """`segment` is that of the client, `length` stands in place of each dim of -1."""
+        """The inputs of a request. `segment`: the client's; `length` replaces each -1 dim."""
         if self._distinct != 1:
             return self._various(rows, random, length)
         found = self._known.get((rows, length, segment))
@@ -73,7 +73,7 @@ class SimInputs:
 
 
 def length_of(policy: ModelPolicy, work: Work) -> int:
-    """Of a request: what its first dim of -1 is. 1 if it has none."""
+    """The size of the first -1 dim of the request's inputs, 1 if there is none."""
     specs = {spec.name: spec.dims for spec in policy.inputs}
     lead = 1 if policy.max_batch else 0
     for tensor in work.inputs:
@@ -83,7 +83,7 @@ def length_of(policy: ModelPolicy, work: Work) -> int:
 
 
 class SimOutputs:
-    """Of one worker process: what its model makes, placed in arenas of its own, one for each audience."""
+    """Outputs of one worker process, placed in arenas of its own, one for each audience."""
 
     def __init__(self, policy: ModelPolicy, first_segment: int, free: tuple[int, int], true_share: float) -> None:
         self._policy = policy
@@ -97,9 +97,9 @@ class SimOutputs:
         self._offset = 0
         self.arenas: dict[str, int] = {}
         self.new: list[tuple[int, str]] = []
-        """Segments that the broker has not been told of: number and audience."""
+        """Segments not yet announced to the broker: number and audience."""
         self.out: set[tuple[int, int]] = set()
-        """Places that have not come back."""
+        """Places that have not been returned."""
 
     def make(self, work: Work, random: Random) -> tuple[Tensor, ...]:
         if work.outputs is None and work.inline and not self._drawn:

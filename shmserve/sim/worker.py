@@ -1,6 +1,6 @@
-"""A worker process that does what the messages ask and computes nothing: it takes as long as its model would.
+"""A simulated worker process: it follows the protocol and takes the model's service time, but computes nothing.
 
-The rule of the file: it keeps to the docstrings of shmserve.protocol.messages, and asserts that the broker does.
+Invariant: it behaves as documented in shmserve.protocol.messages, and asserts that the broker does, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shmserve.sim.world import World
 
 
 class SimBatch(Struct, gc=False):
-    """A batch, from its first Execute to its end."""
+    """A batch, from its first Execute to its completion."""
 
     number: int
     through: int
@@ -55,7 +55,7 @@ class SimBatch(Struct, gc=False):
 
 
 class SimStream(Struct):
-    """A request of a decoupled model: how many answers it still gets, and for how many its caller has room."""
+    """A request to a decoupled model: the number of responses left, and the caller's window."""
 
     work: Work
     left: int
@@ -106,7 +106,7 @@ class SimWorker:
         self._streams: dict[int, SimStream] = {}
         self._runs: dict[int, int] = {}
         self._places: dict[int | str, tuple[int, int]] = {}
-        """Of a sequence the slot, and its newest request."""
+        """Sequence -> its slot and its newest request."""
         called = [next(m for m in world.plan.models if m.policy.name == name) for name in model.calls]
         self._calling = Calling(world, peer, called, draws) if called else None
         self._several = model.policy.decoupled or model.runs > 1
@@ -119,7 +119,7 @@ class SimWorker:
     # ------------------------------------------------------------------------------------ what it is told
 
     def take(self, messages: list[Any]) -> None:
-        """A packet from the broker."""
+        """Processes a packet from the broker."""
         if self.dead:
             return
         for message in messages:
@@ -174,7 +174,7 @@ class SimWorker:
         self._say(Withdrawn(tuple(found)))
         for number in order.requests:
             stream = self._streams.get(number)
-            if stream is not None:  # nobody will ask for more
+            if stream is not None:  # the request was cancelled
                 stream.left = 0
                 if not self._is_running(number):
                     self._stream(stream)
@@ -185,7 +185,7 @@ class SimWorker:
     # ------------------------------------------------------------------------------------ what it does
 
     def _take_up(self) -> SimBatch | None:
-        """The next batch starts, if there is one."""
+        """Starts the next batch, if there is one."""
         for position, batch in enumerate(self._waiting):
             if batch.works:
                 if batch.more:
@@ -227,7 +227,7 @@ class SimWorker:
             world.at(world.now + time, self._finish, batch)
 
     def _length(self, works: list[Work], rows: int) -> int:
-        """To which these are padded together."""
+        """The padded length of the batch."""
         policy = self.model.policy
         padding = policy.padding
         if padding is None:
@@ -240,7 +240,8 @@ class SimWorker:
         return longest
 
     def _verify_sequences(self, works: list[Work]) -> None:
-        """One request of each at most, in their order, at one worker from START on, and where direct in one place."""
+        """Asserts that a batch has at most one request per sequence, that a sequence runs in order and at one worker
+        from START on, and (direct) that it keeps its slot."""
         here = set()
         for work in works:
             options = work.options
@@ -264,7 +265,7 @@ class SimWorker:
             self._end(self, "signal SIGSEGV")
 
     def _finish(self, batch: SimBatch) -> None:
-        """The batch is done: its results go out, and the next batch starts."""
+        """Completes the batch: sends its results and starts the next one."""
         if self.dead:
             return
         now = self._world.now
@@ -297,7 +298,7 @@ class SimWorker:
         return Row(row.request, (), Failure("MODEL_FAILED", "the model has failed, as it was told to"))
 
     def _without(self, row: Row, failure: Failure) -> Row:
-        """In place of an answer the error of a model that it has called."""
+        """Replaces a response with the error of a call."""
         for tensor in row.outputs:
             for handle in tensor.data if isinstance(tensor.data, tuple) else ():
                 self._outputs.out.discard((handle.segment, handle.offset))
@@ -311,7 +312,7 @@ class SimWorker:
     # ------------------------------------------------------------------------------------ more than one answer, or run
 
     def _finish_several(self, batch: SimBatch) -> tuple[list[Work], tuple[int, ...]]:
-        """Those that are answered now, by Done; and those that are to be run again."""
+        """Returns the requests answered by this Done, and those to run again."""
         if self.model.policy.decoupled:
             for work in batch.works:
                 self._stream(self._streams[work.request])
@@ -334,9 +335,9 @@ class SimWorker:
                 self._stream(stream)
 
     def _stream(self, stream: SimStream) -> None:
-        """As many answers as there is room for; the last one ends it."""
+        """Sends as many responses as the window allows; the last one ends the stream."""
         number = stream.work.request
-        if not stream.left:  # there is none, or nobody wants it any more
+        if not stream.left:  # no responses are left, or the request was cancelled
             del self._streams[number]
             self._part(Row(number, ()))
         while stream.left and stream.window:

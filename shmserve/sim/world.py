@@ -1,7 +1,8 @@
-"""The world of a simulation: its clock, the links to the broker, and the count of what is sent and owed.
+"""The world of a simulation: the clock, the links to the broker, and counters of requests sent and owed.
 
-Clients and workers are given the World and act on it alone. `run.Simulation` drives it and gives the broker its turns.
-Invariant: what happens at one time happens in the order in which it was planned. Nothing is drawn here.
+Clients and workers act only through the World. `run.Simulation` drives it and runs the broker's turns. Invariant:
+events of the same time are processed in the order in which they were scheduled, the broker's turn after all others.
+Nothing here is random.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from shmserve.sim.plan import Plan
 from shmserve.sim.results import SECOND, Digest
 
 START = SECOND
-"""The first moment: 0 is no time for the core."""
+"""Start time; the core reserves 0 for "none"."""
 FOREVER = 1 << 62
 KEPT_LOG = 20
 
 
 class World:
-    """`turn` is called with the messages that the broker takes up in one turn."""
+    """`turn` is called with the messages of each turn of the broker."""
 
     def __init__(self, plan: Plan, turn: Callable[[list[tuple[int, Any]]], object]) -> None:
         self.plan = plan
@@ -36,29 +37,29 @@ class World:
         self._take_up: Callable[[Any], object] = self._take_turn
         self._inbox: list[tuple[int, Any]] = []
         self._due = False
-        """A turn is planned for what is in the inbox."""
+        """A turn is scheduled for the messages in the inbox."""
         self.free = START
-        """When the broker has done with its last turn."""
+        """When the broker finishes its last turn."""
         # The load
         self.began = START
-        """When the first request could be sent."""
+        """Time at which the load starts."""
         self.ends = FOREVER
-        """When sending ends."""
+        """Time at which sending ends."""
         self._last = FOREVER
-        """When the last request that was sent has arrived."""
+        """Time at which the last request arrives."""
         self._sent = 0
         self._exhausted = False
         self.sources = 0
-        """Sources that have more to send."""
+        """Sources with requests left to send."""
         self.owed = 0
-        """Requests without an answer, and those of sequences that are still to come."""
+        """Unanswered requests, and the next request of each sequence between two of them."""
         self.last_answer = START
         self._homes: dict[int | str, int] = {}
 
     # ------------------------------------------------------------------------------------ time
 
     def at(self, time: int, what: Callable[[Any], object], argument: Any) -> None:
-        """Plans it."""
+        """Schedules a call."""
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, what, argument))
 
@@ -71,10 +72,10 @@ class World:
             what(argument)
 
     def run_load(self) -> None:
-        """Until all that is to be sent has arrived."""
+        """Runs until all requests to be sent have arrived."""
         heap, pop = self._heap, heapq.heappop
         while self.sending and heap and heap[0][0] <= self._last:
-            for _ in range(100):  # whether it is over need not be asked before each event
+            for _ in range(100):  # check for the end only every 100 events
                 if not heap or heap[0][0] > self._last or self._exhausted:
                     break
                 self.now, _, what, argument = pop(heap)
@@ -86,12 +87,12 @@ class World:
     # ------------------------------------------------------------------------------------ to the broker
 
     def send(self, at: int, peer: int, message: Any) -> None:
-        """From a client."""
+        """Sends a message from a client."""
         self._number += 1
         heapq.heappush(self._heap, (at + self.plan.link_ns, self._number, self.arrive, (peer, message)))
 
     def say(self, peer: int, message: Any) -> None:
-        """From a worker, now."""
+        """Sends a message from a worker, now."""
         self._number += 1
         heapq.heappush(self._heap, (self.now + self.plan.link_ns, self._number, self.arrive, (peer, message)))
 
@@ -100,7 +101,7 @@ class World:
         if not self._due:
             self._due = True
             now, free = self.now, self.free
-            self._number += 1  # whatever else comes at that very moment is in the turn
+            self._number += 1  # everything else that arrives at this time is part of the turn
             heapq.heappush(self._heap, (now if now > free else free, FOREVER + self._number, self._take_up, None))
 
     def _take_turn(self, _: None) -> None:
@@ -110,7 +111,7 @@ class World:
         self._turn(inbox)
 
     def take_empty_turn(self) -> None:
-        """The broker has been woken by its timer."""
+        """The broker was woken by its timer."""
         self.free = max(self.free, self.now + self.plan.turn_ns)
 
     # ------------------------------------------------------------------------------------ the load
@@ -126,7 +127,7 @@ class World:
         return self.sources > 0 and not self._exhausted and self.now <= self._last
 
     def may_send(self, at: int) -> bool:
-        """One more request; False: the time, or the number of requests, is up."""
+        """Counts one more request. False: the time or the number of requests has been reached."""
         if self._exhausted or at > self.ends:
             return False
         self._sent += 1
@@ -142,6 +143,6 @@ class World:
             self.log.append(f"{(self.now - self.began) / SECOND:.6f} {text}")
 
     def lives_at(self, sequence: int | str, peer: int) -> None:
-        """No two sequences here share an id, so each has one worker for good."""
+        """Asserts that each sequence stays at one worker; no two sequences share an id."""
         home = self._homes.setdefault(sequence, peer)
         assert home == peer, f"sequence {sequence} moved from worker {home} to {peer}"
