@@ -108,8 +108,7 @@ class SeparateBackend(Backend):
     """Gets the requests of a batch one by one and answers each."""
 
     def execute(self, requests: list[Request]) -> list[Answer | None]:
-        """Returns one answer per request, in order; None if it is sent separately. An exception fails the
-        whole batch."""
+        """Returns an answer per request, in order; None if sent separately. An exception fails the whole batch."""
         raise NotImplementedError
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:

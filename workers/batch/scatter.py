@@ -270,8 +270,7 @@ class Results:
         return True
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
-        """Uses an input as the output without a copy, which only workers may read. Returns False if it must
-        be copied."""
+        """Uses an input as the output without a copy, if only workers read it. False: it must be copied."""
         spec, arenas = self._scatter.specs[index], self._scatter.arenas
         check_shape(self._scatter.model, spec, shape, self._rows)
         column = []

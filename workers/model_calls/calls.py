@@ -227,8 +227,7 @@ class Calls:
             return pending.answers.popleft()
 
     async def wait_soon(self, pending: Pending, ready: Callable[[], bool], coroutines: bool) -> None:
-        """Waits until `ready()`. `coroutines`: called in the worker's event loop, while the main thread
-        reads the link."""
+        """Waits until `ready()`. `coroutines`: in the worker's event loop, while the main thread reads the link."""
         loop = asyncio.get_running_loop()
         while True:
             with self._streams.turn:
