@@ -1,7 +1,6 @@
-"""Which backends there are: our own, those that other packages bring, and those of the backend directory.
+"""Available backends: built-in ones, those of other packages, and those of the backend directory.
 
-The rule: here they are only found by their names. What is in them, the worker that needs it knows. Workers import
-this, so it imports little.
+Backends are only looked up by name here; the worker imports them. Workers import this module too, so it imports little.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from pathlib import Path
 from shmserve.repo.files.safe_paths import MODEL_NAME
 
 BACKENDS = frozenset({"identity", "onnxruntime", "openvino", "python", "pytorch", "tensorrt"})
-"""Our own."""
+"""Built-in backends."""
 GROUP = "shmserve.backends"
-"""The entry points by which packages bring backends."""
+"""The entry point group by which packages provide backends."""
 DIRECTORY = "backend-directory"
-"""The setting of a load order that says where others are."""
+"""The setting in a load order with the path of the backend directory."""
 FILE = "backend.py"
 MODEL = "model.py"
-"""A Python model that runs all models of a backend, each with its own files."""
+"""A Python model that implements a backend: it runs all models of that backend, each with its own files."""
 
 
 def in_directory(directory: str | Path) -> frozenset[str]:
-    """The backends in a directory: each is a sub-directory of its name, with a backend.py or model.py. None for ""."""
+    """The backends in a directory: subdirectories that have a backend.py or model.py. Empty for ""."""
     if not directory:
         return frozenset()
     return frozenset(
@@ -35,14 +34,14 @@ def in_directory(directory: str | Path) -> frozenset[str]:
 
 
 def installed(directory: str | Path = "") -> frozenset[str]:
-    """All backends. A directory that cannot be read is an OSError."""
+    """All backends. Raises OSError for a directory that cannot be read."""
     from importlib.metadata import entry_points
 
     return BACKENDS | {entry.name for entry in entry_points(group=GROUP)} | in_directory(directory)
 
 
 def not_usable(directory: Path) -> str:
-    """What is wrong with a backend directory; "" if nothing is."""
+    """The problem of a backend directory; "" if there is none."""
     if not directory.is_dir():
         return f"{directory} is not a directory"
     try:

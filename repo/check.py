@@ -1,7 +1,7 @@
-"""Everything that can be known of repositories without running a model: all problems of all models.
+"""All problems of all models of repositories, as far as they can be detected without running a model.
 
-The rule of the file: it judges as the server does, by asking the same scan; what only this check finds comes on top,
-and one bad model hides nothing of the others.
+Invariant: models are judged as by the server, by the same scan; findings that only this check makes are added to those.
+One broken model does not hide the problems of others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _UNREADABLE = "cannot be read: "
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong (`severity` is error), or worth a look (warning).
+    """One problem: `severity` is error or warning.
 
-    `model` is "" for a repository itself. `file` is below `repository`; line and column are from 1, or 0. `path` is a
-    field of the configuration. `hint` is what to do, where the text does not say it. `log` is what a worker has said.
+    `model` is "" for a repository itself. `file` is relative to `repository`; line and column start at 1, or are 0.
+    `path` is a field of the configuration. `hint` is a remedy that the text does not mention. `log` holds a worker's
+    last lines.
     """
 
     model: str
@@ -45,18 +46,20 @@ class Finding(NamedTuple):
 
     @property
     def where(self) -> str:
-        """For people and their editors: the file as it is found from here, and the line."""
+        """The file's path, and the line, in the form that editors open."""
         file = str(self.repository / self.file)
         return f"{file}:{self.line}:{self.column}" if self.line else file
 
     @property
     def relative(self) -> str:
-        """In one line, without the place of the repository."""
+        """One line of text, without the repository's path."""
         return str(Problem(self.file, self.line, self.column, self.path, self.text))
 
 
 class CheckedModel(NamedTuple):
-    """`versions` are those that would be served, `groups` the names of its instance groups."""
+    """A model and its findings. `versions` are those that would be served, `groups` the names of its instance
+    groups.
+    """
 
     name: str
     repository: Path
@@ -71,7 +74,7 @@ class CheckedModel(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """`findings` are those of the repositories themselves."""
+    """The result of a check. `findings` are those of the repositories themselves."""
 
     models: tuple[CheckedModel, ...]
     findings: tuple[Finding, ...]
@@ -91,10 +94,10 @@ def check(
     config_name: str = "",
     completed: Mapping[str, ModelConfig] | None = None,
 ) -> Checked:
-    """All that is wrong in the repositories. InvalidRequest for a root that is not a directory, or a bad config_name.
+    """All problems of the repositories. Raises InvalidRequest for a root that is not a directory, or a bad config_name.
 
-    `backends` are those of the server, by default those that are installed here; `gpus` its devices. `completed` has
-    the configurations of models that have been loaded: what an ensemble needs of them is then known for certain.
+    `backends` are those of the server, by default the installed ones; `gpus` are its devices. `completed` has the final
+    configurations of models that were loaded, so that ensembles can be checked completely.
     """
     if config_name:
         check_config_name(config_name)
@@ -112,7 +115,7 @@ def check(
 
 
 class _Model:
-    """A model while it is checked. `numbers` are the versions that the policy selects, sound or not."""
+    """A model being checked. `numbers` are the versions that the policy selects, valid or not."""
 
     def __init__(self, root: Path, found: Found, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
         self.root = root
@@ -170,7 +173,7 @@ class _Check:
 
     def add_root(self, root: Path) -> None:
         self._findings += root_notes(root)
-        with contextlib.suppress(OSError, InvalidRequest):  # which is among the findings
+        with contextlib.suppress(OSError, InvalidRequest):  # already among the findings
             if not is_model(root):
                 for paths in model_names([root]).values():
                     self._models.append(self._look(root, paths[0]))
@@ -220,7 +223,7 @@ class _Check:
 
 
 def root_notes(root: Path) -> list[Finding]:
-    """All that is known of a repository apart from its models."""
+    """All findings about a repository itself, apart from its models."""
     seen = []
     try:
         if is_model(root):
@@ -238,8 +241,9 @@ def root_notes(root: Path) -> list[Finding]:
 
 
 def notes(found: Found, *, backends: Collection[str], gpus: Collection[int] = ()) -> tuple[Finding, ...]:
-    """What a server logs when it loads the model: every warning of a check, and versions that are left out. What else
-    is wrong fails the load, and is reported with that."""
+    """What a server logs when it loads the model: all warnings of a check, and versions that are left out. Errors fail
+    the load and are reported by that.
+    """
     model = _examined(found.path.parent, found, backends, gpus)
     remarks = {str(remark) for remark in found.remarks}
     return tuple(
@@ -248,14 +252,14 @@ def notes(found: Found, *, backends: Collection[str], gpus: Collection[int] = ()
 
 
 def _examined(root: Path, found: Found, backends: Collection[str], gpus: Collection[int]) -> _Model:
-    """All that is known of a model without the others."""
+    """All findings about a model on its own."""
     path, numbers, config = found.path, found.versions, None
     try:
         if not numbers:
             numbers = _numbers(path, found.given)
         config = found.config or _as_if_sound(found, numbers, backends, gpus)
         seen = look_at_model(path, config, numbers)
-    except OSError:  # which the scan has told
+    except OSError:  # already reported by the scan
         seen = []
     model = _Model(root, found, config, numbers)
     unreadable = any(one.text.startswith(_UNREADABLE) for one in seen)
@@ -274,7 +278,7 @@ def _examined(root: Path, found: Found, backends: Collection[str], gpus: Collect
 def _as_if_sound(
     found: Found, numbers: Sequence[int], backends: Collection[str], gpus: Collection[int]
 ) -> ModelConfig | None:
-    """What the configuration would be but for its problems."""
+    """The completed configuration despite its problems."""
     if found.given is None:
         return None
     files = os.listdir(found.path / str(numbers[0])) if numbers else ()
@@ -290,7 +294,7 @@ def _settled(model: _Model) -> bool:
 
 
 def _numbers(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
-    """The version directories that the policy selects."""
+    """The version directories selected by the policy."""
     policy = (given and given.version_policy) or ModelVersionPolicy()
     names: Iterable[str] = (entry.name for entry in os.scandir(path) if os.path.isdir(entry.path))
     numbers = [int(name) for name in names if name.isascii() and name.isdigit() and not name.startswith("0")]
@@ -301,7 +305,7 @@ def _numbers(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
 
 
 def as_json(checked: Checked) -> dict[str, Any]:
-    """The result as plain values. Repositories are written as they were named."""
+    """The result as plain values. Repository paths are as given."""
     return {
         "models": [
             {

@@ -1,8 +1,8 @@
-"""The models that the published example programs of `tritonclient` ask for, by the names and tensors that they expect.
+"""The models that the published example programs of `tritonclient` use, with the names and tensors that they expect.
 
-`python -m shmserve.repo.client_models DEST [NAME ...]` writes them. They are no samples for newcomers: what they
-compute is what those programs check. The rule of the file: a configuration and, at most, one short Python file each,
-which say nothing that only this server understands.
+Run `python -m shmserve.repo.client_models DEST [NAME ...]` to write them. They compute what those programs check, and
+are not meant as samples. Each is a configuration and at most one short Python file, in Triton's format without
+extensions.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ _OLDEST = f"{_DIRECT}\n  oldest {{ max_candidate_sequences: 32 }}"
 
 @dataclass(frozen=True)
 class Model:
-    """`inputs` and `outputs`: name, type and dims. `more`: the rest of the configuration."""
+    """A model. `inputs` and `outputs`: name, type and dims. `more`: the rest of the configuration."""
 
     inputs: tuple[tuple[str, str, str], ...]
     outputs: tuple[tuple[str, str, str], ...]
     source: str = ""
-    """Of model.py; none: the model gives back what it gets."""
+    """Source of model.py; "": an identity model."""
     batch: int = 8
     more: str = ""
 
@@ -154,7 +154,9 @@ def _identity(dtype: str) -> Model:
 
 
 def _sequence(source: str, strategy: str, number: str = "") -> Model:
-    """`number`: the type of the sequence's number, for a model that wants to know it, and the end."""
+    """A sequence model. `number`: the data type of the sequence id, for a model that takes the id and the end
+    control.
+    """
     controls = [
         f'{{ name: "{kind}" control [ {{ kind: CONTROL_SEQUENCE_{kind} int32_false_true: [ 0, 1 ] }} ] }}'
         for kind in (("START", "END", "READY") if number else ("START", "READY"))
@@ -188,7 +190,7 @@ MODELS = {
 
 
 def build(dest: Path, names: Iterable[str] = MODELS) -> list[str]:
-    """Writes these models to `dest` and returns their names; files that are there are written again."""
+    """Write these models to `dest` and return their names; existing files are overwritten."""
     written = []
     for name in names:
         model = MODELS[name]

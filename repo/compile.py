@@ -1,6 +1,6 @@
-"""From a completed configuration to what the core schedules by, and to the worker processes of the model.
+"""Translates a completed configuration into the core's policy and the specs of the model's worker processes.
 
-The rule of the file: no decisions; a field of the policy is a field of the configuration in the core's units.
+No decisions are made here: a field of the policy is a field of the configuration in the core's units.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from shmserve.repo.rules.padding import padding_of
 _US = 1000
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
-"""Backends that read and write tensors on the GPU of their process."""
+"""Backends that can read and write tensors on their process's GPU."""
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 
 
 def compile_policy(config: ModelConfig, version: int, folder: Path | None = None) -> ModelPolicy:
-    """What the core knows of one version of the model. `folder`: where the label files of an ensemble are."""
+    """The core's policy for one version of the model. `folder`: the directory of an ensemble's label files."""
     policy, cache = config.model_transaction_policy, config.response_cache
     is_ensemble = config.ensemble_scheduling is not None
     return ModelPolicy(
@@ -101,12 +101,12 @@ def _count(config: ModelConfig, key: str) -> int | None:
 
 
 def memory_limit(config: ModelConfig) -> int | None:
-    """Bytes that each instance may have; 0: as many as it likes; None: the model does not say."""
+    """Memory limit per instance in bytes. 0: unlimited; None: not configured."""
     return _mebibytes(config, MEMORY_LIMIT)
 
 
 def gpu_memory_limit(config: ModelConfig) -> int | None:
-    """The same of memory on GPUs."""
+    """As `memory_limit`, for GPU memory."""
     return _mebibytes(config, GPU_MEMORY_LIMIT)
 
 
@@ -116,15 +116,15 @@ def _mebibytes(config: ModelConfig, key: str) -> int | None:
 
 
 def environment(config: ModelConfig, folder: str) -> str:
-    """Where the interpreter of its workers is; "": they have the server's. `folder` is the model's directory."""
+    """Path of the interpreter for its workers; "": the server's. `folder` is the model's directory."""
     return _parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
 
 
 class Cores(Struct, frozen=True):
-    """The CPU cores that the server may use, as `broker.cores` finds them.
+    """The CPU cores that the server may use, as found by `broker.processes.cpus`.
 
-    `nodes` are the usable cores of each NUMA node, `policies` those of each host policy, `gpus` those near to a GPU
-    where not all are. `quota` above 0: no more than so many cores' time is ours, as in a container.
+    `nodes` are the usable cores of each NUMA node, `policies` those of each host policy, `gpus` those near a GPU if not
+    all are. `quota` above 0 limits the total CPU time to that many cores, as in a container.
     """
 
     usable: tuple[int, ...]
@@ -135,11 +135,11 @@ class Cores(Struct, frozen=True):
 
 
 def compile_instances(config: ModelConfig, cores: Cores | None = None) -> tuple[InstanceSpec, ...]:
-    """One spec for each process: `<group>_0`, `<group>_1`, ... Groups of the same name count on.
+    """One spec per process: `<group>_0`, `<group>_1`, ... Groups with the same name are numbered consecutively.
 
-    A group on GPUs has `count` instances on each of its devices. A group that names no host policy has the policy
-    `cpu` or `gpu_<device>`. When only `count` grows, the specs there were keep their names, and their cores, except
-    that a model with fewer instances than there are NUMA nodes is not bound to nodes; `threads` become fewer.
+    A group on GPUs has `count` instances on each of its devices. The default host policy of a group is `cpu` or
+    `gpu_<device>`. If only `count` grows, existing specs keep their names and cores, except that a model with fewer
+    instances than there are NUMA nodes is not bound to nodes; `threads` become fewer.
     """
     specs: list[InstanceSpec] = []
     numbers: dict[str, int] = {}
@@ -164,24 +164,24 @@ def compile_instances(config: ModelConfig, cores: Cores | None = None) -> tuple[
 
 
 def unknown_policies(config: ModelConfig, cores: Cores) -> tuple[str, ...]:
-    """Host policies that the model names and the server was not given: its instances have all cores."""
+    """Host policies that the model names but the server does not have; these instances may use all cores."""
     named = {group.host_policy for group in config.instance_group if group.host_policy}
     return tuple(sorted(named - set(cores.policies)))
 
 
 def _bound(spec: InstanceSpec, cores: Cores, policy: str) -> tuple[int, ...]:
-    """The cores that an operator or a GPU gives to an instance; none: any of the server's."""
+    """The cores that a host policy or a GPU assigns to an instance; empty: any of the server's."""
     found = cores.policies.get(policy, ())
     return found or (cores.gpus.get(spec.device, ()) if spec.kind == "KIND_GPU" else ())
 
 
 def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores) -> list[tuple[int, ...]]:
-    """On several NUMA nodes the instances that nobody has bound are dealt to the nodes, if their shares fit in."""
+    """Distribute instances without assigned cores over the NUMA nodes, if their shares fit into a node."""
     free = [spec for spec, cpus in zip(specs, bound, strict=True) if not cpus and spec.kind != "KIND_GPU"]
     sharing = sum(not spec.passive for spec in free)
     if len(cores.nodes) < 2 or not sharing or len(cores.usable) // sharing > min(map(len, cores.nodes)):
         return bound
-    # By group and number, and not one after the other: more instances of one group must not move those of the next.
+    # By group and number, so that more instances of one group do not move those of the next group.
     turns: dict[str, int] = {}
     found = []
     for spec, cpus in zip(specs, bound, strict=True):
@@ -192,7 +192,7 @@ def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores
 
 
 def _with_cores(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores) -> tuple[InstanceSpec, ...]:
-    """`threads` are an instance's share: its cores, divided by the instances of the model that have the same ones."""
+    """`threads` is an instance's share: its cores divided by the number of the model's instances on the same cores."""
     sharing = Counter(cpus for spec, cpus in zip(specs, bound, strict=True) if not spec.passive)
     found = []
     for spec, cpus in zip(specs, bound, strict=True):
@@ -241,7 +241,7 @@ def _padding(config: ModelConfig) -> PaddingPolicy | None:
 
 
 def _sequence(config: ModelConfig, sequence: ModelSequenceBatching) -> SequencePolicy:
-    """Without a strategy it is the direct one."""
+    """The sequence policy; the default strategy is direct."""
     oldest = sequence.oldest
     direct = sequence.direct or ModelSequenceBatchingStrategyDirect()
     return SequencePolicy(
@@ -257,7 +257,7 @@ def _sequence(config: ModelConfig, sequence: ModelSequenceBatching) -> SequenceP
 
 
 def _oldest(config: ModelConfig, oldest: ModelSequenceBatchingStrategyOldest) -> BatchPolicy:
-    """Preferred sizes have the same default as those of dynamic batching."""
+    """The batch policy of strategy oldest; preferred sizes have the same default as in dynamic batching."""
     sizes = oldest.preferred_batch_size or ((config.max_batch_size,) if config.max_batch_size else ())
     return BatchPolicy(
         preferred=tuple(sorted(set(sizes))),
@@ -284,7 +284,7 @@ def _queue(policy: ModelQueuePolicy) -> QueuePolicy:
 
 
 def _first_response_buckets(config: ModelConfig) -> tuple[float, ...]:
-    """Of the only family whose buckets a model can set, as in Triton."""
+    """Buckets of the only metric family whose buckets a model can set, as in Triton."""
     for control in config.model_metrics.metric_control if config.model_metrics is not None else ():
         named, options = control.metric_identifier, control.histogram_options
         if named is not None and options is not None and named.family == FIRST_RESPONSE:

@@ -1,7 +1,7 @@
-"""The GPUs of this machine that models may use, as NVIDIA's driver lists them.
+"""The GPUs that models may use, as listed by NVIDIA's driver.
 
-The rule of the file: it only reads. Without the driver, its library or the package nvidia-ml-py there are none, and the
-reason can be had. CUDA_VISIBLE_DEVICES hides and orders GPUs here as it does for every program.
+Read-only. Without the driver, its library or the package nvidia-ml-py there are no GPUs, and `Gpus.why` has the reason.
+CUDA_VISIBLE_DEVICES selects and orders GPUs as for any CUDA program.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTROL = Path("/dev/nvidiactl")
-"""There wherever the driver is."""
+"""Exists if the driver is loaded."""
 
 
 class Numbers(tuple[int, ...]):
-    """Numbers of GPUs. `not_for`: backends that do not use any, as they are installed here."""
+    """GPU numbers. `not_for`: backends that, as installed here, use no GPU."""
 
     not_for: frozenset[str] = frozenset()
 
@@ -30,7 +30,7 @@ class Numbers(tuple[int, ...]):
 
 
 class Gpu(NamedTuple):
-    """`number` is what configurations call it. `ordinal` is its number among all of the machine."""
+    """A GPU. `number` is its number in configurations, `ordinal` its number among all GPUs of the machine."""
 
     number: int
     ordinal: int
@@ -40,7 +40,7 @@ class Gpu(NamedTuple):
 
 
 class Gpus(NamedTuple):
-    """`why`: the reason why a machine that has the driver has no GPUs for us; "" otherwise."""
+    """The visible GPUs. `why`: why a machine with the driver has none; "" otherwise."""
 
     found: tuple[Gpu, ...] = ()
     why: str = ""
@@ -53,12 +53,12 @@ class Gpus(NamedTuple):
         return {gpu.number: gpu.uuid for gpu in self.found}
 
     def places(self) -> dict[int, str]:
-        """The PCI ids, by number."""
+        """The PCI ids by GPU number."""
         return {gpu.number: gpu.pci for gpu in self.found}
 
 
 def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTROL) -> Gpus:
-    """Asks the driver, once."""
+    """Query the driver once."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -79,7 +79,7 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
 
 
 def not_for() -> frozenset[str]:
-    """Backends that run on the CPU only; and those whose package here is the one for the CPU."""
+    """Backends that run on the CPU only, or whose installed package is the CPU build."""
     found = {"identity", "openvino"}
     if not _version("onnxruntime-gpu"):
         found.add("onnxruntime")
@@ -90,7 +90,7 @@ def not_for() -> frozenset[str]:
 
 
 def _version(package: str) -> str:
-    from importlib import metadata  # workers import this file, and have no use for that
+    from importlib import metadata  # workers import this module and do not need it
 
     try:
         return metadata.version(package)
@@ -99,7 +99,7 @@ def _version(package: str) -> str:
 
 
 def visible(every: Sequence[Gpu], text: str) -> list[Gpu]:
-    """`1,0` or `GPU-8f2c,GPU-11`: those that are named, in this order, up to the first name that is wrong."""
+    """`1,0` or `GPU-8f2c,GPU-11`: the listed GPUs, in this order, up to the first invalid entry."""
     found: list[Gpu] = []
     for part in (part.strip() for part in text.split(",")):
         if part.isascii() and part.isdigit():
@@ -119,7 +119,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _text(value: Any) -> str:
-    """Older versions of the library give bytes."""
+    """Older versions of the library return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

@@ -1,7 +1,7 @@
-"""From the text of a config.pbtxt to a configuration: parsed, completed, checked, with every problem in one error.
+"""Loads a configuration from the text of a config.pbtxt: parse, complete, validate. All problems are in one error.
 
-The rule of the file: nothing but ConfigError comes out, whatever the text is. protobuf's text_format decides what a
-text means; the outline and the lint only say better, and all at once, what is wrong with it.
+Invariant: only ConfigError is raised, whatever the text. protobuf's text_format alone defines what a text means; the
+outline and the lint only improve the error messages and report all errors at once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CONFIG_FILE = "config.pbtxt"
 
 
 class Setting(NamedTuple):
-    """Where a configuration stands, and what the server has.
+    """The context of a configuration: the model's directory and what the server has.
 
     `name` is the model's directory, `files` are the names in its first version directory. Files that the configuration
-    names are looked for in `folder`, if that is given.
+    names are looked up in `folder`, if given.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Setting(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What is known of a configuration, `places` being where its fields stand.
+    """The result of examining a configuration. `places` maps fields to their positions.
 
-    `given` is what the text says, None if it cannot be read, and `completed` has every default filled in. `config` is
-    that too, but None with problems.
+    `given` is the configuration as written, None if it cannot be parsed; `completed` has all defaults. `config` is
+    `completed`, or None if there are problems.
     """
 
     given: ModelConfig | None
@@ -61,14 +61,14 @@ class Examined(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A configuration that can be served, and what was accepted in it without effect."""
+    """A valid configuration, and warnings about fields without effect."""
 
     config: ModelConfig
     warnings: tuple[str, ...]
 
 
 def parse(data: str | bytes, file: str = CONFIG_FILE) -> ModelConfig:
-    """What the text says, with no default filled in and no rule checked but those of the schema."""
+    """Parse the text. No default is filled in, and only the schema is checked."""
     report = Report(file)
     message = _message(data, report)
     report.raise_problems()
@@ -85,9 +85,9 @@ def load(
     gpus: Collection[int] = (),
     file: str = CONFIG_FILE,
 ) -> Loaded:
-    """The completed configuration of the model in directory `name`.
+    """Load the completed configuration of the model in directory `name`.
 
-    `files` are the names in its first version directory, `backends` and `gpus` what the server has.
+    `files` are the names in its first version directory; `backends` and `gpus` are those of the server.
     """
     found = examine(data, file, Setting(name, backends, files, gpus))
     if found.config is None:
@@ -96,20 +96,20 @@ def load(
 
 
 def examine(given: str | bytes | Message, file: str, setting: Setting) -> Examined:
-    """Everything that is to be known of a configuration: text, or a message that was read before."""
+    """Examine a configuration: text, or an already parsed message."""
     report = Report(file)
     message = given if isinstance(given, Message) else _message(given, report)
     said = completed = None
     if message is not None and not report.problems:
         with contextlib.suppress(ConfigError):
-            # What it raises is in the report.
+            # The problems are already in the report.
             said = _config(message, report)
             completed = _checked(message, said, setting, report)
     return Examined(said, completed, report.problems, tuple(report.warnings), report.places)
 
 
 def _checked(message: Message, given: ModelConfig, setting: Setting, report: Report) -> ModelConfig:
-    """The completed configuration; all that is wrong with it is in the report."""
+    """The completed configuration; its problems are in the report."""
     config = complete(given, setting.name, setting.files, setting.backends, setting.gpus)
     _unsupported(message, "", config.backend, report)
     if given.name and given.name != setting.name:
@@ -127,7 +127,7 @@ def _checked(message: Message, given: ModelConfig, setting: Setting, report: Rep
 
 
 def _message(data: str | bytes, report: Report) -> Message | None:
-    """The parsed message, or None and problems in the report."""
+    """The parsed message, or None with problems in the report."""
     text = decode_text(data, report)
     if text is None:
         return None
@@ -169,7 +169,7 @@ def _config(message: Message, report: Report) -> ModelConfig:
 
 
 def _unsupported(message: Message, path: str, backend: str, report: Report) -> None:
-    """Reports each field that was given and is refused, or has no effect. Below those, nothing is said."""
+    """Report each given field that is refused or has no effect. Fields inside those are not reported."""
     owner = protos.local_name(message.DESCRIPTOR)
     given: list[tuple[protos.Field, Any]] = list(message.ListFields())
     for field, value in given:

@@ -1,7 +1,8 @@
-"""The sample model repository: made from the packaged examples, and the OCR sample's arithmetic on both sides.
+"""Builds the sample model repository from the packaged examples; also has the pre- and postprocessing of the OCR
+sample.
 
-`python -m shmserve.repo.samples DEST [SET] ...` writes it. The rule of the file: it needs numpy and nothing else, so
-that the samples of an installed wheel can be made without the `onnx` package and without an inference engine.
+Run it with `python -m shmserve.repo.samples DEST [SET] ...`. It needs only numpy, so the samples can be built from an
+installed wheel without the package `onnx` or an inference engine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ VAD_PACKAGE = "silero_vad"
 VAD_RATE = 16_000
 VAD_CHUNK = 512
 VAD_CONTEXT = 64
-"""Samples of the chunk before, which the network wants to hear again."""
+"""Audio samples of the previous chunk that the network takes as context."""
 
 SETS = {
     "basic": ("add_sub", "cnn", "mlp", "ocr_rec"),
@@ -41,15 +42,16 @@ SETS = {
 }
 BASIC = ("basic",)
 _PICTURES = {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"}
-"""What the Python models of the set `ocr` import, and what brings it."""
+"""Modules that the Python models of the set `ocr` import -> the packages that provide them."""
 
 Say = Callable[[str], object]
 
 
 def build(dest: Path, say: Say = print, sets: Iterable[str] = BASIC) -> list[str]:
-    """Writes these sets of samples to `dest`, leaves what is there and equal, and returns the names of the models.
+    """Write these sets of samples to `dest`, except unchanged files, and return the names of the models.
 
-    A model whose network is in a package that is not installed is left out, and so is a whole pipeline."""
+    A model whose network is in a package that is not installed is skipped, and so is a pipeline that needs one.
+    """
     names: dict[str, None] = {}
     for part in sets:
         absent = _absent(part)
@@ -70,7 +72,7 @@ def build(dest: Path, say: Say = print, sets: Iterable[str] = BASIC) -> list[str
 
 
 def _absent(part: str) -> list[str]:
-    """What pip must be told to install before the set can be made."""
+    """Arguments of `pip install` for what the set lacks."""
     if part == "ocr":
         pictures = [package for module, package in _PICTURES.items() if importlib.util.find_spec(module) is None]
         return [" ".join(pictures)] * bool(pictures) + ["--no-deps rapidocr-onnxruntime"] * (ocr_model_file() is None)
@@ -78,7 +80,7 @@ def _absent(part: str) -> list[str]:
 
 
 def _from_packages(name: str) -> dict[str, bytes] | None:
-    """The files of a model that are not among the examples; None if what they are made of is not there."""
+    """A model's files from other packages; None if a package is missing."""
     if name == "vad":
         file = vad_model_file()
         return {"1/model.onnx": vad_model(file.read_bytes())} if file is not None else None
@@ -102,7 +104,7 @@ def _write(name: str, made: dict[str, bytes], dest: Path) -> None:
 
 
 def _put(data: bytes, target: Path) -> None:
-    """Writes a file through a rename, so that a server that looks in this moment never sees half of one."""
+    """Write a file atomically by a rename, as a running server may read it at any moment."""
     if target.is_file() and target.read_bytes() == data:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,7 @@ def _put(data: bytes, target: Path) -> None:
 
 
 def _package_file(package: str, pattern: str) -> Path | None:
-    """A file inside a package, found without importing it; None where it is not installed."""
+    """A file of a package, found without importing it; None if the package is not installed."""
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(folder).glob(pattern)):
@@ -128,8 +130,9 @@ def vad_model_file() -> Path | None:
 
 
 def vad_model(network: bytes) -> bytes:
-    """The network of the package with the batch first everywhere, and with what it must remember as inputs and outputs:
-    its state, and the end of the chunk before. The rate is always 16 kHz."""
+    """The package's network with the batch as first dimension everywhere, and with its memory as inputs and outputs:
+    its state, and the end of the previous chunk. The sample rate is always 16 kHz.
+    """
     before = [
         Node("Concat", ["CONTEXT", "CHUNK"], ["input"], {"axis": 1}),
         Node("Transpose", ["STATE"], ["state"], {"perm": [1, 0, 2]}),
@@ -159,12 +162,12 @@ def vad_model(network: bytes) -> bytes:
 
 
 def ocr_model_file(kind: str = "rec") -> Path | None:
-    """A network inside the OCR package: det, which finds lines, or rec, which reads one."""
+    """A network of the OCR package: det, which finds lines, or rec, which reads one."""
     return _package_file(OCR_PACKAGE, f"models/*_{kind}_infer.onnx")
 
 
 def ocr_characters(model: Path | None = None) -> list[str]:
-    """What each class of the recogniser stands for. The list is in the model file's own metadata."""
+    """The character of each class of the recogniser, from the model file's metadata."""
     file = model or ocr_model_file()
     if file is None:
         raise FileNotFoundError("the OCR sample is not installed: pip install --no-deps rapidocr-onnxruntime")
@@ -175,7 +178,7 @@ def ocr_characters(model: Path | None = None) -> list[str]:
 
 
 def ocr_input(picture: NDArray[Any]) -> NDArray[np.float32]:
-    """A picture of one line of text, RGB [height, width, 3] uint8 -> the input of the recogniser, [1, 3, 48, W]."""
+    """An image of one line of text, RGB [height, width, 3] uint8 -> the input of the recogniser, [1, 3, 48, W]."""
     height, width = picture.shape[:2]
     scaled = -(-LINE_HEIGHT * width // height)
     line = _resize(picture[:, :, ::-1].astype(np.float32), LINE_HEIGHT, scaled)
@@ -185,19 +188,19 @@ def ocr_input(picture: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def ocr_text(probabilities: NDArray[Any], characters: list[str]) -> str:
-    """The answer of the recogniser, [1, steps, classes] or [steps, classes] -> the text (greedy CTC)."""
+    """The output of the recogniser, [1, steps, classes] or [steps, classes] -> the text (greedy CTC)."""
     best = probabilities.reshape(-1, probabilities.shape[-1]).argmax(axis=1)
     changed = np.concatenate(([True], best[1:] != best[:-1]))
     return "".join(characters[index] for index in best[changed & (best != BLANK)]).strip()
 
 
 def sample_picture() -> NDArray[np.uint8]:
-    """The picture beside the examples: one line of text, RGB [height, width, 3]."""
+    """The example image: one line of text, RGB [height, width, 3]."""
     return _read_png((EXAMPLES / "picture.png").read_bytes())
 
 
 def _resize(picture: NDArray[np.float32], height: int, width: int) -> NDArray[np.float32]:
-    """Bilinear, sample points at the middle of pixels."""
+    """Bilinear, with sample points at pixel centres."""
     for axis, size in ((0, height), (1, width)):
         have = picture.shape[axis]
         at = np.clip((np.arange(size) + 0.5) * (have / size) - 0.5, 0, have - 1)
@@ -209,7 +212,7 @@ def _resize(picture: NDArray[np.float32], height: int, width: int) -> NDArray[np
 
 
 def _read_png(data: bytes) -> NDArray[np.uint8]:
-    """Reads what examples/make_picture.py writes: 8-bit RGB, rows without filters."""
+    """Read a PNG written by examples/make_picture.py: 8-bit RGB, rows without filters."""
     packed, at, size = b"", 8, (0, 0)
     while at < len(data):
         length, kind = struct.unpack_from(">I4s", data, at)

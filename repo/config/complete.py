@@ -1,7 +1,7 @@
-"""What a configuration leaves out: defaults, and what the model itself says about its inputs and outputs.
+"""Completes configurations: defaults, and the inputs and outputs that the model file declares.
 
-The rule of the file: pure functions from one configuration to the next. Nothing that was given is changed, except
-that KIND_AUTO becomes the kind it stands for; what is wrong stays wrong, for validate to say so. Workers use it too.
+Invariant: pure functions from one configuration to the next. Given values are not changed, except that KIND_AUTO
+becomes the kind it stands for; invalid values are kept for `rules` to report. Workers use this module too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shmserve.repo.gpus import Numbers
 
 ENSEMBLE = "ensemble"
 DEFAULT_MAX_BATCH = 4
-"""What an ONNX model with a dynamic first dimension gets when the configuration gives no max_batch_size."""
+"""max_batch_size of a model with a dynamic first dimension whose configuration gives none."""
 SEQUENCE_IDLE_US = 1_000_000
 
 
 class Engine(NamedTuple):
-    """A backend that repositories name, its older platform name, and the file it expects in a version directory."""
+    """A backend, its older platform name, and the file it expects in a version directory."""
 
     backend: str
     platform: str
@@ -45,18 +45,18 @@ ENGINES = (
 )
 
 COMPLETING = frozenset({"onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
-"""Backends that can say what a model's inputs and outputs are."""
+"""Backends that can read inputs and outputs from the model file."""
 _Entry = TypeVar("_Entry", ModelInput, ModelOutput)
 _OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})
 
 _NAME_IN_GROUP = 112
-"""How much of a very long model's name its groups take over, so that the names of instances stay within the limit."""
+"""Length to which a model's name is cut in the names of its groups, so that instance names stay within the limit."""
 
 _TWO_ON_CPU = frozenset({"onnxruntime", "tensorflow"})
 
 
 class TensorFacts(NamedTuple):
-    """What a model says of a tensor: wire data type, and dims with the batch dimension; -1 is any size."""
+    """A tensor as declared by the model: wire data type, and dims with the batch dimension; -1 is any size."""
 
     name: str
     dtype: str
@@ -68,14 +68,14 @@ def is_ensemble(config: ModelConfig) -> bool:
 
 
 def can_complete(config: ModelConfig) -> bool:
-    """Whether the backend may know what the model's inputs and outputs are. Those of others may."""
+    """Whether the backend may be able to complete inputs and outputs. Backends of others may."""
     if config.backend == "pytorch":
         return config.default_model_filename.endswith(".pt2")
     return config.backend in COMPLETING or config.backend not in _OURS
 
 
 def needs_completion(config: ModelConfig) -> bool:
-    """True when the model has to be asked for its inputs or outputs (complete_from_model)."""
+    """Whether inputs or outputs must be read from the model (complete_from_model)."""
     return can_complete(config) and not (config.input and config.output)
 
 
@@ -86,9 +86,9 @@ def complete(
     backends: Collection[str] = (),
     gpus: Collection[int] = (),
 ) -> ModelConfig:
-    """The configuration with every default filled in.
+    """Fill in all defaults.
 
-    `files` are the names in the first version directory, `backends` those that the server has, `gpus` its devices.
+    `files` are the names in the first version directory; `backends` and `gpus` are those of the server.
     """
     config = replace(config, name=config.name or name, version_policy=_version_policy(config.version_policy))
     if is_ensemble(config):
@@ -106,10 +106,10 @@ def complete_from_model(
     can_batch: bool | None = None,
     default_max_batch: int = DEFAULT_MAX_BATCH,
 ) -> ModelConfig:
-    """The configuration with what an ONNX model says of itself; unchanged when it gives inputs and outputs already.
+    """Add what the model declares; unchanged if inputs and outputs are already given.
 
-    The model can batch, unless `can_batch` says otherwise, when the first dimension of every tensor is dynamic. Then
-    that dimension is the batch, max_batch_size 0 becomes `default_max_batch`, and requests are batched dynamically.
+    Unless `can_batch` is given, the model can batch if the first dimension of every tensor is dynamic. Then that
+    dimension is the batch, max_batch_size 0 becomes `default_max_batch`, and dynamic batching is enabled.
     """
     if config.input and config.output:
         return config
@@ -173,7 +173,7 @@ def _output(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelOutput:
 
 
 def with_scalars(config: ModelConfig, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> ModelConfig:
-    """Dims of 1 stand for a tensor of the model that has none, as in Triton: the engine sees it without dims."""
+    """Map dims of 1 to a scalar tensor of the model by an empty reshape, as in Triton."""
     if config.max_batch_size > 0:
         return config
     scalars = {tensor.name for tensor in (*inputs, *outputs) if not tensor.dims}
@@ -198,7 +198,7 @@ def _version_policy(policy: schema.ModelVersionPolicy | None) -> schema.ModelVer
 
 
 def _engine(config: ModelConfig, files: Collection[str], backends: Collection[str]) -> ModelConfig:
-    """Fills backend, platform and default_model_filename from one another, the files, and the model's name."""
+    """Derive backend, platform and default_model_filename from each other, the files, and the model's name."""
     if config.platform:
         engine = next((known for known in ENGINES if known.platform == config.platform), None)
     elif config.backend:
@@ -230,7 +230,7 @@ def _from_name(config: ModelConfig, backends: Collection[str]) -> str:
 
 
 def _batching(config: ModelConfig) -> ModelConfig:
-    """The defaults inside the scheduler's block."""
+    """Fill in the defaults of the scheduler's block."""
     dynamic, sequence = config.dynamic_batching, config.sequence_batching
     if dynamic is not None and not dynamic.preferred_batch_size and config.max_batch_size > 0:
         return replace(config, dynamic_batching=replace(dynamic, preferred_batch_size=(config.max_batch_size,)))
@@ -263,7 +263,7 @@ def _instance_group(
 
 
 def _pinned(optimization: schema.ModelOptimizationPolicy | None) -> schema.ModelOptimizationPolicy:
-    """Pinned staging is on unless it was turned off."""
+    """Enable pinned staging unless it was turned off."""
     found = optimization or schema.ModelOptimizationPolicy()
     on = schema.ModelOptimizationPolicyPinnedMemoryBuffer(enable=True)
     return replace(

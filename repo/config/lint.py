@@ -1,6 +1,7 @@
-"""Compares a file's outline with the schema: every misspelt name and every value of the wrong kind, with its place.
+"""Compares a file's outline with the schema: reports every unknown name and every value of the wrong kind, with its
+position.
 
-The rule of the file: what passes here may still be refused by protobuf, but what protobuf takes is never refused here.
+Invariant: what protobuf accepts is never refused here; the reverse need not hold.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ELSEWHERE = {
     "long": "TYPE_INT64",
     "byte": "TYPE_UINT8",
 }
-"""What data types are called in other places."""
+"""Names of data types in other frameworks."""
 _FLOAT_WORDS = ("inf", "infinity", "nan")
 _OCTAL = re.compile(r"[+-]?0[0-7]+")
 INTEGERS = {
@@ -37,11 +38,11 @@ INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT32: ("uint32", 0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: ("uint64", 0, 2**64 - 1),
 }
-"""Kind of field -> its name, least and largest number."""
+"""Field kind -> its name, minimum and maximum."""
 
 
 def lint(root: Block, report: Report) -> None:
-    """Fills the report's places, problems and warnings."""
+    """Fill the report's places, problems and warnings."""
     _block(root, protos.CONFIG, "", report)
 
 
@@ -114,7 +115,7 @@ def _value(value: Token | Block, descriptor: FieldDescriptor, path: str, report:
 
 
 def _as(token: Token, message: protos.Field) -> str:
-    """How the value would be written, where that can be told: in a block of one field."""
+    """A hint how to write the value: as a block, if the message has one scalar field."""
     if len(message.fields) != 1 or message.fields[0].message_type is not None:
         return ""
     field = message.fields[0]
@@ -124,7 +125,7 @@ def _as(token: Token, message: protos.Field) -> str:
 def _map_entry(
     entry: Token | Block, descriptor: protos.Field, path: str, keys: dict[str, Token], report: Report
 ) -> None:
-    """A map entry is a block with `key` and `value`; its path is `field["key"]`, which is also the value's."""
+    """A map entry is a block with `key` and `value`; its path, also that of its value, is `field["key"]`."""
     if isinstance(entry, Token):
         report.problem(path, f"found {shown(entry.text)}, expected {{ key: .. value: .. }}", _place(entry))
         return
@@ -153,7 +154,7 @@ def _map_entry(
 
 
 def expected(descriptor: FieldDescriptor) -> str:
-    """What a value of the field looks like, for a message."""
+    """A description of the field's valid values."""
     if descriptor.enum_type is not None:
         return f"a value of {descriptor.enum_type.name}"
     kind = descriptor.cpp_type
@@ -168,7 +169,7 @@ def expected(descriptor: FieldDescriptor) -> str:
 
 
 def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
-    """What is wrong with a single value, or None."""
+    """The problem of a single value, or None."""
     text = token.text
     if descriptor.enum_type is not None:
         return _wrong_enum(token, descriptor.enum_type)
@@ -187,7 +188,7 @@ def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
 
 
 def _rather(token: Token, descriptor: FieldDescriptor) -> str:
-    """What was probably meant, if that can be told."""
+    """A suggestion, if the intended value can be guessed."""
     bare = token.text.strip("\"'")
     if descriptor.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return f'; write "{shown(bare)}"' if token.kind in ("word", "number") else ""

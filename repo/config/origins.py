@@ -1,7 +1,7 @@
-"""Where each value of a configuration comes from: the file, a load call's override, our defaults, or the model itself.
+"""The origin of each configuration value: the file, a load call's override, a default, or the model itself.
 
-The rule of the file: what is shown of a configuration is as_triton_json's; a leaf is a single value, a list of them, or
-a message or map with nothing in it. Paths are those of problems: `input[0].dims`, `parameters["x"].string_value`.
+Values are those of as_triton_json; a leaf is a scalar, a list of scalars, or an empty message or map. Paths are written
+as in problems: `input[0].dims`, `parameters["x"].string_value`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DEFAULT, MODEL = "default", "model"
 
 _escape: Any = text_encoding.CEscape
 _NOTHING = object()
-"""Stands for what a configuration does not have."""
+"""Marks a missing value."""
 
 
 class _Leaf(NamedTuple):
-    """`alone`: the only field of its message, so that giving the message gives the field."""
+    """A leaf value. `alone`: it is the only field of its message, so giving the message gives the field."""
 
     path: str
     field: protos.Field
@@ -39,8 +39,8 @@ class _Leaf(NamedTuple):
 def origins(given: ModelConfig, final: ModelConfig, completed: ModelConfig, source: str) -> dict[str, str]:
     """The path of each leaf of `final` -> `source`, "default" or "model".
 
-    `source` ("file", "override") is where `given` says so; the rest of `completed` was filled in, and what `final` has
-    beyond that is from the model.
+    The origin is `source` ("file", "override") for values in `given`, "default" for others in `completed`, and "model"
+    for the rest of `final`.
     """
     leaves = _leaves(protos.CONFIG, "", as_triton_json(final), as_triton_json(given), as_triton_json(completed))
     return {leaf.path: _origin(leaf, source) for leaf in leaves}
@@ -50,7 +50,7 @@ def origins(given: ModelConfig, final: ModelConfig, completed: ModelConfig, sour
 
 
 def _leaves(descriptor: Any, path: str, value: Any, given: Any, completed: Any) -> Iterator[_Leaf]:
-    """Those of a message."""
+    """The leaves of a message."""
     for name, item in value.items():
         field = descriptor.fields_by_name[name]
         inner = f"{path}.{name}" if path else name
@@ -69,7 +69,9 @@ def _below(field: protos.Field, path: str, value: Any, given: Any, completed: An
 
 
 def _parts(field: protos.Field, path: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The path, key and value of each item of a map or a list of messages; else the value itself, with key None."""
+    """The path, key and value of each item of a map or a list of messages; otherwise the value itself, with key
+    None.
+    """
     if protos.is_map(field) and value:
         textual = field.message_type.fields_by_name["key"].cpp_type == FieldDescriptor.CPPTYPE_STRING
         for key, item in value.items():
@@ -90,14 +92,14 @@ def _of(value: Any, key: Any) -> Any:
 
 
 def _message(field: protos.Field) -> Any:
-    """The message that a field, or an item of it, is; None for single values."""
+    """The message type of a field or its items; None for scalars."""
     if protos.is_map(field):
         return field.message_type.fields_by_name["value"].message_type
     return field.message_type
 
 
 def _origin(leaf: _Leaf, source: str) -> str:
-    # repr, as nan is not equal to itself.
+    # Compare by repr, as nan is not equal to itself.
     value = repr(leaf.value)
     if repr(leaf.given) == value and (leaf.alone or not _is_default(leaf.field, leaf.value)):
         return source
@@ -105,7 +107,7 @@ def _origin(leaf: _Leaf, source: str) -> str:
 
 
 def _is_default(field: protos.Field, value: Any) -> bool:
-    """Whether protobuf has this value where nothing is given."""
+    """Whether the value is protobuf's default."""
     if field.has_presence or (protos.is_map(field) and value not in ({}, [])):
         return False
     if field.enum_type is not None and isinstance(value, str):
@@ -119,7 +121,7 @@ def _is_default(field: protos.Field, value: Any) -> bool:
 def as_text(final: ModelConfig, origins: Mapping[str, str]) -> str:
     """The configuration as a config.pbtxt, each value with its origin in a comment.
 
-    Left out is what protobuf has anyway and nobody gave. Read again, it is the same configuration.
+    Values that equal protobuf's default and were not given are omitted. Parsing the text gives the same configuration.
     """
     lines: list[str] = []
     _write(lines, protos.CONFIG, "", "", as_triton_json(final), origins)
@@ -129,7 +131,7 @@ def as_text(final: ModelConfig, origins: Mapping[str, str]) -> str:
 def _write(
     lines: list[str], descriptor: Any, path: str, indent: str, value: dict[str, Any], origins: Mapping[str, str]
 ) -> None:
-    """The fields of a message, one value a line."""
+    """Write the fields of a message, one value per line."""
     for name, item in value.items():
         field = descriptor.fields_by_name[name]
         for place, key, part in _parts(field, f"{path}.{name}" if path else name, item):
@@ -162,7 +164,7 @@ def _write_block(
     if inner:
         lines += [f"{indent}{name} {{", *inner, f"{indent}}}"]
     else:
-        # The origin of what is not written in it.
+        # The origin of the block's default values.
         first = next((leaf.path for leaf in _leaves(message, path, value, None, None)), path)
         lines.append(f"{indent}{name} {{ }}{_said(origins, first)}")
 
@@ -197,7 +199,7 @@ def _scalar(field: protos.Field, value: Any) -> str:
 
 
 def _shortest(value: float) -> str:
-    """The fewest digits that are this number in 32 bits."""
+    """The shortest decimal that gives the same 32-bit float."""
     for digits in range(1, 10):
         text = f"{value:.{digits}g}"
         try:

@@ -1,8 +1,8 @@
-"""Where things stand in a text-format file: blocks, fields and values with line and column.
+"""The structure of a text-format file: blocks, fields and values with line and column.
 
-protobuf's text_format decides what a file means, but it stops at the first error and forgets the positions. The
-outline lets load report every error at once, and rules that run on the finished configuration still name a line.
-The rule of the file: no recursion on input; nesting is capped before anything else sees the text.
+protobuf's text_format defines what a file means, but it stops at the first error and does not keep positions. The
+outline allows `load` to report all errors at once, and later rules to name a line. Invariant: no recursion on input;
+nesting is limited before other code parses the text.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 DEPTH = 32
-"""How deep blocks may nest. The schema itself needs eight."""
+"""Maximum nesting of blocks. The schema itself needs eight."""
 TOKENS = 100_000
-"""The most words, numbers, strings and signs in a file."""
+"""Maximum number of tokens in a file."""
 
 _TOKEN = re.compile(
     r"""
@@ -40,7 +40,7 @@ class Token(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field as written: `values` has one, or those of a `[..]` list (`listed`)."""
+    """A field as written: `values` has one item, or those of a `[..]` list (`listed`)."""
 
     name: Token
     values: list[Token | Block]
@@ -48,16 +48,17 @@ class Field(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What stands between braces, or the whole file."""
+    """The fields between braces, or of the whole file."""
 
     start: Token
     fields: list[Field]
 
 
 class OutlineError(Exception):
-    """The text is not text format. `final`: nothing else should try to read it.
+    """The text is not text format. `final`: the text must not be passed to another parser.
 
-    `trail` leads to the field whose value is read: names from the root on, each with its place among fields so named.
+    `trail` is the path to the field whose value is read: names from the root, each with its index among fields of that
+    name.
     """
 
     def __init__(self, token: Token, text: str, final: bool = False) -> None:
@@ -69,13 +70,13 @@ class OutlineError(Exception):
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """A piece of the file for a message: one line, no control characters, not long."""
+    """A piece of the file for an error text: one line, no control characters, truncated."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
 
 
 def tokens(text: str) -> Iterator[Token]:
-    """Every token but space and comments, then one of kind `end`."""
+    """All tokens except space and comments, then one of kind `end`."""
     line, line_start = 1, 0
     for match in _TOKEN.finditer(text):
         kind = str(match.lastgroup)
@@ -89,7 +90,7 @@ def tokens(text: str) -> Iterator[Token]:
 
 
 class _Reader:
-    """The tokens with one to look at."""
+    """A token stream with one token of lookahead."""
 
     def __init__(self, text: str) -> None:
         self._tokens = tokens(text)
@@ -107,7 +108,7 @@ class _Reader:
 
 
 class _Open(NamedTuple):
-    """A block or list that is not closed yet. `field` is set for a list, and `block` is where it stands."""
+    """An unclosed block or list. `field` is set for a list; `block` is the one that contains it."""
 
     block: Block
     closer: str
@@ -116,7 +117,7 @@ class _Open(NamedTuple):
 
 
 def outline(text: str) -> Block:
-    """The file as a tree; OutlineError where it is not text format."""
+    """The file as a tree. Raises OutlineError if it is not text format."""
     reader = _Reader(text)
     root = Block(Token("symbol", "", 1, 1), [])
     opened = [_Open(root, "", root.start, None)]
@@ -163,7 +164,7 @@ def _trail(opened: list[_Open]) -> tuple[tuple[str, int], ...]:
 
 
 def _rather(token: Token, block: Block) -> str:
-    """What was probably meant by a sign or a value where a field's name was expected."""
+    """A suggestion for a symbol or value in the place of a field name."""
     if not block.fields or not block.fields[-1].values:
         return ""
     last = block.fields[-1].values[-1]

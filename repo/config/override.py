@@ -1,7 +1,7 @@
-"""A configuration that comes with a load call instead of a file: JSON in Triton's form, read as strictly as text.
+"""A configuration given with a load call instead of a file: JSON in Triton's form, validated as strictly as text.
 
-The rule of the file: nothing but ConfigError comes out, whatever the bytes are, and every problem has its field path.
-Names of fields may be snake_case or lowerCamelCase, names of enums in any case, and numbers may stand in quotes.
+Invariant: only ConfigError is raised, whatever the bytes, and every problem has its field path. Field names may be
+snake_case or lowerCamelCase, enum names are case-insensitive, and numbers may be quoted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmserve.repo.config.outline import DEPTH, TOKENS, shown
 from shmserve.repo.config.problems import Report, decode_text, meant
 
 OVERRIDE = "config override"
-"""Stands where the texts of problems name the file."""
+"""Takes the place of the file name in problems."""
 
 _LARGEST_FP32 = float.fromhex("0x1.fffffep+127")
 _FLOAT_WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -29,21 +29,21 @@ _INTEGER = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 
 
 class Override(NamedTuple):
-    """A configuration as given with a load call; scan_model takes it instead of the file."""
+    """A configuration given with a load call; scan_model uses it instead of the file."""
 
     message: Message
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as it stands: a name may be in it twice."""
+    """A JSON object as written, possibly with duplicate names."""
 
 
 class _Refused(Exception):
-    """The text may be JSON, but is not looked into."""
+    """The text may be valid JSON, but is not parsed."""
 
 
 def parse_override(data: bytes | str) -> Override:
-    """What the JSON says; ConfigError with all its problems."""
+    """Parse the JSON. Raises ConfigError with all its problems."""
     report = Report(OVERRIDE)
     message = protos.new_config()
     text = decode_text(data, report)
@@ -60,7 +60,7 @@ def _parse(text: str, message: Message, report: Report) -> None:
     except json.JSONDecodeError as error:
         report.problem("", f"not JSON: {error.msg}", (error.lineno, error.colno))
     except (_Refused, ValueError, RecursionError) as error:
-        # ValueError: a number of very many digits.
+        # ValueError: a number with too many digits.
         report.problem("", f"not JSON that can be read: {shown(str(error), 200)}")
     else:
         if isinstance(value, _Pairs):
@@ -70,7 +70,7 @@ def _parse(text: str, message: Message, report: Report) -> None:
 
 
 def _look_over(text: str) -> None:
-    """Refuses what is nested deeply or has very many values before all of it is built."""
+    """Refuse deep nesting and too many values before anything is built."""
     depth = values = 0
     for match in _SIGNS.finditer(text):
         sign = match.group()
@@ -92,7 +92,7 @@ def _constant(word: str) -> Any:
 
 
 def _named(value: Any) -> str:
-    """A value for a message."""
+    """A value as shown in an error text."""
     if isinstance(value, _Pairs):
         return "{ }"
     if isinstance(value, list):
@@ -198,7 +198,7 @@ def _inside(descriptor: Any) -> str:
 
 
 def _scalar(value: Any, field: protos.Field, path: str, report: Report) -> Any:
-    """The value as protobuf takes it; None and a problem in the report."""
+    """The value for protobuf; None, with a problem in the report, if invalid."""
     if field.enum_type is not None:
         return _enum(value, field.enum_type, path, report)
     kind = field.cpp_type
@@ -235,7 +235,7 @@ def _enum(value: Any, enum: EnumDescriptor, path: str, report: Report) -> int | 
 
 
 def _integer(value: Any) -> int | None:
-    """Whole numbers also as 8.0, and in quotes."""
+    """Accepts integers also as 8.0 and in quotes."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -259,12 +259,12 @@ def _float(value: Any) -> float | None:
         found = float(value)
     except OverflowError:
         return None
-    # JSON has no infinity: 1e999 is a number that no double can hold.
+    # JSON has no infinity: a literal such as 1e999 overflows.
     return found if math.isfinite(found) else None
 
 
 def _is_text(value: str) -> bool:
-    """False for half a pair of surrogates, which JSON can write and UTF-8 cannot."""
+    """False for an unpaired surrogate, which JSON can express and UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""What is wrong with a configuration: each thing with its place, and all of them in one error.
+"""Problems of a configuration, each with its position, collected into one error.
 
-The rule of the file: a text names the file inside its repository, never the path of the repository on this machine.
+Invariant: texts name files relative to the repository, never by their path on this machine.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.config.outline import shown
 
 CONFIG_BYTES = 1024 * 1024
-"""The largest config.pbtxt."""
+"""Maximum size of a config.pbtxt."""
 LIMIT = 50
-"""Problems listed for one file; the rest is counted."""
+"""Most problems listed per file; the rest are only counted."""
 
 _LONGEST_NAME = 100
 _LONGEST_PATH = 200
 _LONGEST_TEXT = 1000
 
 Place = tuple[int, int]
-"""Line and column, from 1; (0, 0) where there is none."""
+"""Line and column, starting at 1; (0, 0) if unknown."""
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, or worth a warning. `path` is the field, as in `input[0].dims`."""
+    """One problem or warning. `path` is the field, as in `input[0].dims`."""
 
     file: str
     line: int
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(InvalidRequest):
-    """A configuration that cannot be served. `problems` are all that were found."""
+    """An invalid configuration. `problems` has all that were found."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -48,25 +48,25 @@ class ConfigError(InvalidRequest):
 
 
 class Report:
-    """Collects the problems and warnings of one file. `places` maps a field path to where it stands."""
+    """Collects the problems and warnings of one file. `places` maps field paths to positions."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         self.places: dict[str, Place] = {}
         self.repeated: dict[str, int] = {}
-        """Entries of maps that stand in the file again, and the line of the first."""
+        """Duplicate map entries -> the line of the first occurrence."""
         self.warnings: list[Problem] = []
         self._problems: list[Problem] = []
         self._more = 0
 
     @property
     def full(self) -> bool:
-        """True when more problems are only counted."""
+        """Whether further problems are only counted."""
         return len(self._problems) >= LIMIT
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """In the order of the file; those without a place come first."""
+        """Sorted by position; those without a position come first."""
         found = sorted(self._problems, key=lambda problem: (problem.line, problem.column))
         if not self._more:
             return tuple(found)
@@ -87,7 +87,7 @@ class Report:
         return Problem(self.file, line, column, shown(path, _LONGEST_PATH), shown(text, _LONGEST_TEXT))
 
     def place(self, path: str) -> Place:
-        """Where the field stands, or the nearest message around it that the file has."""
+        """The position of the field, or of the nearest enclosing message in the file."""
         while path:
             found = self.places.get(path)
             if found:
@@ -101,7 +101,7 @@ class Report:
 
 
 def nearest(found: str, valid: Iterable[str]) -> str | None:
-    """The valid name that was probably meant, if one is near."""
+    """The closest valid name, or None."""
     if len(found) > _LONGEST_NAME:
         return None
     by_lower = {name.lower(): name for name in valid}
@@ -114,7 +114,7 @@ def nearest(found: str, valid: Iterable[str]) -> str | None:
 
 
 def meant(found: str, valid: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist: the nearest one, or all there are."""
+    """The end of an error text about an unknown name: the closest name, or all valid ones."""
     names = list(valid)
     near = nearest(found, names)
     if near:
@@ -123,7 +123,7 @@ def meant(found: str, valid: Iterable[str]) -> str:
 
 
 def decode_text(data: str | bytes, report: Report) -> str | None:
-    """The text within its limits, or None and a problem in the report."""
+    """The decoded text, or None with a problem in the report."""
     if len(data) > CONFIG_BYTES:
         report.problem("", f"{len(data)} bytes, expected at most {CONFIG_BYTES}")
         return None

@@ -1,6 +1,6 @@
-"""The protobuf side of model_config.proto: its descriptors, an empty message, and the way from there to our structs.
+"""The protobuf side of model_config.proto: descriptors, an empty message, and the conversion to structs.
 
-The rule of the file: nothing here knows a field by its name.
+Invariant: no field names occur here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shmserve.repo.config.outline import shown
 from shmserve.repo.config.schema import ModelConfig
 
 Field = Any
-"""A field's descriptor. Its class differs between protobuf's versions and implementations."""
+"""A field's descriptor. Its class depends on protobuf's version and implementation."""
 
 PACKAGE = "inference"
 POOL = pool_of(Path(__file__).with_name("model_config.binpb"))
@@ -32,7 +32,7 @@ def new_config() -> Message:
 
 
 def is_repeated(field: Field) -> bool:
-    """True for lists and maps. protobuf 7 deprecates `label`, which protobuf 5 needs."""
+    """True for lists and maps. protobuf 7 deprecates `label`, but protobuf 5 needs it."""
     known = getattr(field, "is_repeated", None)
     return bool(field.label == field.LABEL_REPEATED if known is None else known)
 
@@ -42,12 +42,12 @@ def is_map(field: Field) -> bool:
 
 
 def local_name(descriptor: Any) -> str:
-    """`ModelSequenceBatching.Control`, without the package."""
+    """The name without the package, e.g. `ModelSequenceBatching.Control`."""
     return str(descriptor.full_name).removeprefix(PACKAGE + ".")
 
 
 def path_of(trail: Sequence[tuple[str, int]]) -> str:
-    """A field's path from names, each with its number, as far as the schema has them."""
+    """A field's path from names and indices, as far as the schema defines them."""
     message: Any = CONFIG
     names = []
     for name, index in trail:
@@ -59,7 +59,7 @@ def path_of(trail: Sequence[tuple[str, int]]) -> str:
 
 
 def to_config(message: Message) -> ModelConfig:
-    """The message as our structs; msgspec.ValidationError for an enum number that has no name."""
+    """Convert the message to structs. Raises msgspec.ValidationError for an unknown enum number."""
     return msgspec.convert(_plain(message), ModelConfig)
 
 

@@ -1,8 +1,8 @@
-"""The configuration of a model as frozen values: what load makes of config.pbtxt, and what everyone else reads.
+"""The configuration of a model as immutable structs: produced by `load`, read by all other code.
 
-The rule of the file: structs and fields have the names, and fields the order, of model_config.proto (a nested message
-has its parents' names in front), so that this, the text format, the JSON form and a Triton user's memory agree. A
-message that was not given is None; everything else has its proto default. Nothing of ours is imported: workers use it.
+Invariant: structs and fields have the names, and fields the order, of model_config.proto (nested messages are prefixed
+with their parents' names), so that structs, text format and JSON correspond. A message that is not set is None; all
+other fields have proto defaults. Imports nothing from shmserve, because workers use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """The root of the structs that stand for protobuf messages."""
+    """Base class of all message structs."""
 
 
 DataType = Literal[
@@ -364,7 +364,7 @@ _decoder = msgspec.json.Decoder(ModelConfig)
 
 
 HOST_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
-"""Parameter of Python models: "no" leaves inputs on the GPU of the model."""
+"""Parameter of Python models: "no" keeps inputs on the model's GPU."""
 
 
 def takes_device_inputs(config: ModelConfig) -> bool:
@@ -374,26 +374,28 @@ def takes_device_inputs(config: ModelConfig) -> bool:
 
 
 def encode_config(config: ModelConfig) -> bytes:
-    """The form in which a configuration travels to a worker and back."""
+    """The encoding in which configurations are sent to workers and back."""
     return _encoder.encode(config)
 
 
 def decode_config(data: bytes) -> ModelConfig:
-    """The inverse of encode_config; msgspec.DecodeError or ValidationError for anything else."""
+    """The inverse of encode_config. Raises msgspec.DecodeError or ValidationError for invalid data."""
     return _decoder.decode(data)
 
 
 def as_triton_json(config: ModelConfig) -> dict[str, Any]:
-    """What the config endpoint shows and python models get: proto names, every default, no message that was not given.
+    """The JSON form for the config endpoint and Python models: proto names, all defaults, no unset messages.
 
-    64-bit integers are numbers, enums are names, and the keys of maps are strings, as JSON wants them.
+    64-bit integers are numbers, enums are names, and map keys are strings, as JSON requires.
     """
     plain: dict[str, Any] = _given(msgspec.to_builtins(config, str_keys=True))
     return plain
 
 
 def from_triton_json(plain: dict[str, Any]) -> ModelConfig:
-    """The inverse of as_triton_json; numbers may be strings. msgspec.ValidationError names the field that is wrong."""
+    """The inverse of as_triton_json; numbers may be strings. Raises msgspec.ValidationError, which names the invalid
+    field.
+    """
     return msgspec.convert(plain, ModelConfig, strict=False)
 
 

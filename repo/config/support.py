@@ -1,7 +1,7 @@
-"""What is done with each field of a configuration: honoured, accepted without effect, or refused.
+"""Support for each configuration field: honoured, accepted without effect, or refused.
 
-The rule of the file: a field whose absence could change an answer is refused until it is honoured. Every field of
-every message has its row; `python -m shmserve.repo.config.support` prints the table that docs/repository.md shows.
+Invariant: a field is refused if ignoring it could change an answer. Every field of every message has a row; `python -m
+shmserve.repo.config.support` prints the table in docs/repository.md.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Status(Enum):
 
 
 class Support(NamedTuple):
-    """`note` says what is done, or why it is not: the text of the warning or the problem.
+    """Support for a field. `note` describes it, and is the text of the warning or problem.
 
-    Nothing is said to a model of backend `only`: where that backend is, it decides.
+    Models of backend `only` get no warning or problem, as that backend handles the field itself.
     """
 
     status: Status
@@ -28,11 +28,11 @@ class Support(NamedTuple):
 
 
 NOT_SUPPORTED = "not supported: "
-"""In front of the note in the problem of a refused field."""
+"""Prefix of the note in the problem of a refused field."""
 
 
 TABLE: dict[str, Support] = {}
-"""`Message.field` -> what is done with it. Nested messages are written `Outer.Inner.field`."""
+"""`Message.field` -> its support. Nested messages are written `Outer.Inner.field`."""
 
 
 def _rows(message: str, status: Status, note: str, *fields: str, only: str = "") -> None:
@@ -234,7 +234,7 @@ _rows("ModelMetrics.MetricControl.HistogramOptions", _Y, _METRICS, "buckets")
 
 
 def markdown() -> str:
-    """The table as docs/repository.md has it."""
+    """The table in docs/repository.md."""
     lines = ["| Field | Support | |", "| --- | --- | --- |"]
     lines += [f"| `{field}` | {entry.status.value} | {entry.note} |" for field, entry in TABLE.items()]
     return "\n".join(lines) + "\n"

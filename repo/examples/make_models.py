@@ -1,7 +1,7 @@
-"""Makes the ONNX files of the samples, and the list of words of one. Needs `onnx`; the files it makes are committed.
+"""Creates the ONNX files of the samples, and the word list of one. Needs `onnx`; the created files are committed.
 
-The rule of the file: the same bytes on every machine and with every version of what it uses. Weights come from a
-generator whose stream is frozen for ever, and every number that a library could choose is written here.
+Invariant: the output is identical on every machine and with every version of the libraries. Weights come from a
+generator whose stream is frozen, and every value that a library could choose is set here.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ WORDS = {
     -2.0: "bad broken poor wrong sad disappointed rude fails failed useless annoying ugly problem",
     -3.0: "terrible awful horrible worst hate hated disgusting disaster dreadful",
 }
-"""What each word says of the mood of a text."""
+"""Weight -> words: the sentiment of each word."""
 ROOM = 128
-"""Numbers of words that the classifier takes, used or not."""
+"""Size of the classifier's vocabulary, including unused entries."""
 LENGTH = 32
 NEUTRAL = 0.8
-"""A text is neutral as long as its words weigh less than this together."""
+"""A text is neutral while the sum of its words' weights is below this."""
 
 
 def weights(generator: np.random.RandomState, *shape: int) -> NDArray[np.float32]:
-    """Uniform and centred, scaled so that what goes through a layer keeps its size."""
+    """Uniform and centred, scaled so that a layer preserves the variance of its input."""
     inputs = int(np.prod(shape[1:]))
     return ((generator.random_sample(shape) - 0.5) * np.sqrt(12 / inputs)).astype(np.float32)
 
@@ -80,7 +80,7 @@ def mlp() -> bytes:
 
 
 def cnn() -> bytes:
-    """A 64 x 64 picture -> three convolutions, each halving it -> the mean of each map -> 10 scores."""
+    """A 64 x 64 image -> three convolutions, each halving its size -> the mean of each map -> 10 scores."""
     generator = np.random.RandomState(2)
     data: Data = {}
     nodes, last = [], "image"
@@ -100,7 +100,7 @@ def cnn() -> bytes:
 
 
 def words() -> dict[str, float]:
-    """Each word in the order of its number, from 1, and its weight; a word that turns the next one round weighs 0."""
+    """Word -> weight, in the order of word numbers, which start at 1; negations have weight 0."""
     known = dict.fromkeys(NEGATIONS.split(), 0.0)
     return known | {word: weight for weight, line in WORDS.items() for word in line.split()}
 
@@ -108,7 +108,8 @@ def words() -> dict[str, float]:
 def classifier() -> bytes:
     """The numbers of 32 words -> the sum s of their weights -> softmax of (-s, NEUTRAL, s).
 
-    A word whose forerunner is a negation counts with the factor -1."""
+    The weight of a word that follows a negation is multiplied by -1.
+    """
     known = words()
     weight, factor = np.zeros(ROOM, np.float32), np.ones(ROOM, np.float32)
     weight[1 : len(known) + 1] = list(known.values())
@@ -139,7 +140,7 @@ def classifier() -> bytes:
 
 
 def make(dest: Path) -> list[Path]:
-    """Writes every file under `dest` and returns the files."""
+    """Write all files below `dest` and return their paths."""
     files = []
     for name, made in (
         ("mlp/1/model.onnx", mlp()),

@@ -1,6 +1,6 @@
-"""Draws picture.png, the line of text that the OCR sample reads. Needs Pillow; the drawn file is committed.
+"""Draws picture.png, the line of text for the OCR sample. Needs Pillow; the image is committed.
 
-The rule of the file: the PNG has 8-bit RGB rows without filters, so that `shmserve.repo.samples` can read it with zlib.
+Invariant: the PNG has 8-bit RGB rows without filters, so that `shmserve.repo.samples` can read it with zlib.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STRIP = (242, 196, 92)
 
 
 def draw() -> np.ndarray:
-    """A strip of warm paper, printed, lit from the left, scanned a little crooked."""
+    """A printed strip of warm-toned paper, lit from the left, scanned slightly askew."""
     twice = (SIZE[0] * 2, SIZE[1] * 2)
     page = Image.new("RGB", twice, STRIP)
     font = ImageFont.load_default(size=72)

@@ -1,6 +1,6 @@
-"""Files beside the versions that a configuration names: labels, warm-up data, first states of sequences.
+"""Checks the files that a configuration names: labels, warm-up data, initial states of sequences.
 
-The rule of the file: whether a file is there is asked as its reader asks, within the model's directory.
+Files are opened in the same way as by their readers, confined to the model's directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INITIAL_STATE = "initial_state"
 
 
 class _Named(NamedTuple):
-    """A file that the configuration names at `path`; `least` bytes are needed."""
+    """A file that the configuration names at `path`; it must have at least `least` bytes."""
 
     path: str
     folder: str
@@ -31,7 +31,7 @@ class _Named(NamedTuple):
 
 
 def look_for_files(config: ModelConfig, folder: Path, problem: Callable[[str, str], None]) -> None:
-    """Reports each file that is not there, or that is too short."""
+    """Report each file that is missing or too short."""
     for named in _files(config):
         below = f"{named.folder}/{named.name}" if named.folder else named.name
         what = f"{named.what} '{below}'"
@@ -66,7 +66,7 @@ def _files(config: ModelConfig) -> Iterator[_Named]:
 
 
 def _size(initial: ModelSequenceBatchingInitialState) -> int:
-    """Bytes of the state; 0 if that cannot be told."""
+    """Size of the state in bytes; 0 if unknown."""
     size = ITEM_BYTES.get(FROM_CONFIG.get(initial.data_type, ""), 0)
     for dim in initial.dims:
         size *= max(dim, 0)

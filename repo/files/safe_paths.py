@@ -1,5 +1,7 @@
-"""Files of a model that its configuration names. The rule: nothing outside the model's directory is ever read, however
-the name is written and wherever links lead, and texts show the name that was given, never a place on this machine.
+"""Safe access to files that a model's configuration names.
+
+Invariant: no file outside the model's directory is ever read, whatever the name or the targets of links, and error
+texts contain the given name, never a path of this machine.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import NAME_LENGTH
 
 MODEL_NAME = re.compile(r"(?![. ])[ -.0-\[\]-~]{1,128}(?<! )")
-"""Printable ASCII that is one safe name of a directory. What else Triton takes could forge lines of a log or a path."""
+"""Printable ASCII that is a safe directory name. Other names, which Triton accepts, could forge log lines or paths."""
 NAME_RULE = f"1 to {NAME_LENGTH} printable ASCII characters, none of / and \\, no dot in front, no space at an end"
 
 
 def open_inside(folder: Path, name: str, what: str) -> int:
-    """A descriptor of a regular file at or below `folder`. `what` names it in texts: `label file 'labels.txt'`."""
+    """Open a regular file at or below `folder`. `what` names it in error texts, e.g. `label file 'labels.txt'`."""
     if not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
         raise InvalidRequest(f"{what}: the name must be that of a file of the model, without .. or a / in front")
     try:
@@ -27,7 +29,7 @@ def open_inside(folder: Path, name: str, what: str) -> int:
         if not path.is_relative_to(root):
             raise InvalidRequest(f"{what} is a link that leads out of the model's directory; put the file itself there")
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: cyclic links
         raise InvalidRequest(f"{what} cannot be read: {_reason(error)}") from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -39,7 +41,7 @@ def open_inside(folder: Path, name: str, what: str) -> int:
 
 
 def read_inside(folder: Path, name: str, what: str, limit: int) -> bytes:
-    """The whole of a file at or below `folder`, if it has no more than `limit` bytes."""
+    """The contents of a file at or below `folder`, of at most `limit` bytes."""
     with os.fdopen(open_inside(folder, name, what), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:

@@ -1,1 +1,5 @@
-"""What an ONNX file declares, read without onnxruntime."""
+"""Reading and writing of ONNX files without onnxruntime or the package `onnx`.
+
+`header` reads the declared inputs and outputs of untrusted files, `differences` compares them with a configuration, and
+`protobuf` edits the networks of the samples.
+"""

@@ -1,5 +1,6 @@
-"""A configuration held against what an ONNX file declares: the differences for which the engine would not load it, each
-with what to write instead."""
+"""Compares a configuration with what an ONNX file declares: differences because of which the engine would not load it,
+each with a correction.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from shmserve.repo.onnx.header import Declared, Header
 
 
 class Difference(NamedTuple):
-    """`path` is the field of the configuration, `write` what it should be."""
+    """A difference. `path` is the configuration field, `write` the corrected text."""
 
     path: str
     text: str
@@ -22,7 +23,7 @@ class Difference(NamedTuple):
 
 
 def differences(config: ModelConfig, header: Header) -> Iterator[Difference]:
-    """`config` is completed, but for what the model itself would add."""
+    """The differences. `config` is completed, except for what the model itself would add."""
     made, made_outputs = _made_by_server(config)
     flat = {entry.name for entry in config.input if entry.allow_ragged_batch}
     cut = {name for entry in config.batch_output for name in entry.target_name}
@@ -43,7 +44,7 @@ def differences(config: ModelConfig, header: Header) -> Iterator[Difference]:
 
 
 def _made_by_server(config: ModelConfig) -> tuple[set[str], set[str]]:
-    """Inputs and outputs of the model that are not in `input` and `output`."""
+    """The model's inputs and outputs that the server provides, which are not in `input` and `output`."""
     inputs = {name for entry in config.batch_input for name in entry.target_name}
     sequence = config.sequence_batching
     if sequence is None:
@@ -67,7 +68,7 @@ def _named_elsewhere(config: ModelConfig, header: Header) -> Iterator[tuple[str,
 
 
 def _batch(config: ModelConfig, header: Header, flat: Collection[str]) -> Iterator[Difference]:
-    """With max_batch_size above 0 the first dimension of every tensor is the batch."""
+    """If max_batch_size is above 0, the first dimension of every tensor must be the batch."""
     if config.max_batch_size <= 0:
         return
     inputs = [entry.name for entry in config.input] or [tensor.name for tensor in header.inputs]
@@ -123,7 +124,7 @@ def _shape(
     config: ModelConfig, path: str, what: str, entry: ModelInput | ModelOutput, dims: tuple[int, ...]
 ) -> Iterator[Difference]:
     if config.max_batch_size > 0:
-        if not dims or dims[0] != -1:  # which _batch reports
+        if not dims or dims[0] != -1:  # reported by _batch
             return
         dims = dims[1:]
     expected = entry.dims if entry.reshape is None else entry.reshape.shape
@@ -131,7 +132,7 @@ def _shape(
         -1 in pair or pair[0] == pair[1] for pair in zip(expected, dims, strict=True)
     ):
         return
-    if not dims and entry.reshape is None and set(entry.dims) == {1}:  # stands for a scalar
+    if not dims and entry.reshape is None and set(entry.dims) == {1}:  # dims of 1 represent a scalar
         return
     batch = " behind the batch dimension" if config.max_batch_size > 0 else ""
     text = f"{_dims(expected)}, but {what} of the model has {_dims(dims)}{batch}"
@@ -144,12 +145,12 @@ def _shape(
 
 
 def _meant(name: str, free: Sequence[str]) -> str:
-    """The tensor that was probably meant; "" if that cannot be told. `free`: those that nothing else stands for."""
+    """The tensor that was probably meant, or "". `free`: names not used by other entries."""
     return free[0] if len(free) == 1 else nearest(name, free) or ""
 
 
 def _unknown(name: str, kind: str, known: Collection[str], meant: str) -> tuple[str, str]:
-    """Text and what to write for a name that the model does not have."""
+    """Error text and correction for an unknown name."""
     names = ", ".join(f'"{shown(one)}"' for one in [*known][:10]) + (", ..." if len(known) > 10 else "")
     text = f'the model has no {kind} "{shown(name)}"; it has {names or "none"}'
     return text, f'name: "{shown(meant)}"' if meant else ""

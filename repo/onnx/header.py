@@ -1,7 +1,7 @@
-"""The inputs and outputs that an ONNX file declares, read without onnxruntime and without its weights.
+"""Reads the inputs and outputs that an ONNX file declares, without onnxruntime and without reading weights.
 
-A file is untrusted and may be many gigabytes: weights and nodes are skipped by seeking, what is read has limits, and
-only regular reads are used, as a mapping of a file that somebody truncates would end the process.
+A file is untrusted and may be many gigabytes: weights and nodes are skipped by seeking, and all reads are limited. The
+file is not mapped, because truncating a mapped file would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 FIELDS = 500_000
-"""Fields of a file that are visited; what has more is not judged."""
+"""Most fields visited per file; a file with more is not checked."""
 MESSAGE_BYTES = 1 << 20
-"""The longest description of a tensor that is read."""
+"""Maximum size of a tensor description."""
 
 _MODEL_GRAPH = 7
 _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT, _GRAPH_SPARSE = 5, 11, 12, 15
@@ -28,20 +28,21 @@ _ELEMENTS = {
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 8: "BYTES", 9: "BOOL",
     10: "FP16", 11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
 }  # fmt: skip
-"""TensorProto.DataType -> our data types."""
+"""TensorProto.DataType -> wire data type."""
 
 
 class NotOnnx(ValueError):
-    """The file is truncated, or something else."""
+    """The file is truncated, or not an ONNX file."""
 
 
 class TooLarge(Exception):
-    """The file cannot be judged within the limits."""
+    """The file exceeds the limits and cannot be checked."""
 
 
 class Declared(NamedTuple):
-    """A tensor as the file declares it. `dtype` "": no tensor, or of a type that requests do not have. `dims` None:
-    not declared; -1 is any size."""
+    """A declared tensor. `dtype` "": not a tensor, or of an unsupported type. `dims` None: not declared; -1 is any
+    size.
+    """
 
     name: str
     dtype: str
@@ -49,7 +50,7 @@ class Declared(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`initialized`: names of tensors with values in the file; an input among them may be left out."""
+    """The declared tensors. `initialized`: names of tensors with values in the file; inputs among them are optional."""
 
     inputs: tuple[Declared, ...]
     outputs: tuple[Declared, ...]
@@ -57,7 +58,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Raises NotOnnx, TooLarge and OSError."""
+    """Read the header. Raises NotOnnx, TooLarge and OSError."""
     return _Reader(file).header()
 
 
@@ -66,7 +67,7 @@ class _Field(NamedTuple):
     kind: int
     start: int
     end: int
-    """Of its value; of a number that is the varint itself."""
+    """Start and end of the field's value; for a number, of the varint itself."""
     value: int
 
 
@@ -83,7 +84,7 @@ class _Reader:
         graphs = [field for field in self._fields(0, self._size) if field.number == _MODEL_GRAPH]
         if not graphs:
             raise NotOnnx("not an ONNX file: it has no graph")
-        for graph in graphs:  # protobuf merges them
+        for graph in graphs:  # protobuf merges repeated graphs
             self._expect(graph, _BYTES)
             for field in self._fields(graph.start, graph.end):
                 if field.number in (_GRAPH_INPUT, _GRAPH_OUTPUT):
@@ -146,7 +147,7 @@ class _Reader:
             raise NotOnnx(f"not an ONNX file: field {field.number} has wire type {field.kind}")
 
     def _fields(self, at: int, end: int) -> Iterator[_Field]:
-        """The fields of a message that is here in the file. Their values are not read, but for numbers."""
+        """The fields of a message in the file. Values are skipped, except for varints."""
         while at < end:
             self._visited += 1
             if self._visited > FIELDS:

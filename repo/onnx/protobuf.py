@@ -1,6 +1,6 @@
-"""ONNX files taken apart and put together as protobuf, without the `onnx` package.
+"""Edits ONNX files as protobuf, without the package `onnx`.
 
-The rule of the file: what it does not know of a file it carries over as it is, byte by byte.
+Invariant: unknown fields are copied byte by byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = Sequence[int | str]
 
 
 class Node(NamedTuple):
-    """One operation. Attributes are whole numbers or lists of them."""
+    """One operation. Attributes are integers or lists of integers."""
 
     op: str
     inputs: Sequence[str]
@@ -46,8 +46,9 @@ def wrapped(
     outputs: Mapping[str, Shape],
     constants: Mapping[str, NDArray[Any]],
 ) -> bytes:
-    """The model with other inputs and outputs, all FP32: what its nodes read and nobody makes any more, `before` or a
-    constant makes under the same name."""
+    """The model with other inputs and outputs, all FP32. Tensors that its nodes read and that are no longer inputs must
+    come from `before` or from a constant of the same name.
+    """
     made = bytearray()
     for number, kind, value in _fields(memoryview(model)):
         if number == _GRAPH:
@@ -57,7 +58,7 @@ def wrapped(
 
 
 def strings(array: NDArray[Any], output: str) -> bytes:
-    """A model without inputs, whose output is this array of str."""
+    """A model without inputs whose output is this array of str."""
     constant = b"".join(_field(1, 0, size) for size in array.shape) + _field(2, 0, _STRING)
     constant += b"".join([_bytes(6, text.encode()) for text in array.ravel().tolist()]) + _bytes(8, b"constant")
     graph = _bytes(_NODE, _node(Node("Identity", ["constant"], [output]))) + _bytes(2, b"strings")
@@ -123,7 +124,7 @@ def _described(name: str, shape: Shape, element: int = _FLOAT) -> bytes:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
-    """Number, wire type and value of each field: a number for type 0, else bytes."""
+    """Number, wire type and value of each field: an int for wire type 0, else bytes."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)

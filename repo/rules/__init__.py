@@ -1,1 +1,6 @@
-"""The rules that a configuration must keep, beyond being well written."""
+"""Validation of configurations beyond syntax.
+
+`fields.validate` applies all rules for one completed configuration, those of `schedulers`, `data` and `padding`
+included. `ensembles` checks that the models of an ensemble fit together, and `completed` validates what a model has
+filled in.
+"""

@@ -1,6 +1,6 @@
-"""A configuration that a model has filled in: whether it holds, and what its owner may not have expected.
+"""Validates a configuration that a model has completed, and lists effects that the user may not expect.
 
-The rule of the file: nothing here reads files of configurations, so that a worker can ask in an interpreter of its own.
+Invariant: nothing here parses configuration files, so that a worker with its own interpreter can use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from shmserve.repo.rules.fields import Host, validate
 
 
 def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
-    """A configuration that a model has filled in, with the defaults of that; ConfigError with all its problems."""
+    """Fill in the defaults of a configuration completed by its model, and validate it. Raises ConfigError with all
+    problems.
+    """
     config = complete(config, config.name, (), backends, gpus)
     report = Report(f"{config.name}, as completed by the model")
     validate(config, Host(backends, gpus), report.problem)
@@ -23,9 +25,9 @@ def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[i
 
 
 def surprises(given: ModelConfig, final: ModelConfig) -> list[str]:
-    """What the model made of its configuration that its owner may not have expected: texts for the log."""
+    """Log messages about completed values that the user may not expect."""
     if given.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
-        # A python model sets its own max_batch_size.
+        # A Python model sets its own max_batch_size.
         return []
     dynamic = given.dynamic_batching is None and final.dynamic_batching is not None
     batched = ", and requests are batched dynamically" if dynamic else ""

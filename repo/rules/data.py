@@ -1,6 +1,6 @@
-"""The rules of the data that comes with a model: warm-up samples, and the names of files.
+"""Rules for data that comes with a model: warm-up samples and file names.
 
-The rule of the file: as in validate, a check reports and goes on.
+Invariant: as in `fields`, a check reports and continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SOURCES = ("zero_data", "random_data", "input_data_file")
 
 
 def file_name(path: str, name: str, problem: _ProblemFunction) -> None:
-    """A file of the model stays in the model's directory."""
+    """A file name must stay within the model's directory."""
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
         problem(path, f'found "{shown(name)}", expected a file of the model, without .. or a / in front')
 
@@ -40,7 +40,7 @@ def validate_warmup(config: ModelConfig, problem: _ProblemFunction) -> None:
                 _agrees(here, given, inputs[key], problem)
             elif inputs and key not in controls:
                 problem(here, f'"{shown(key)}" is not an input; {meant(key, [*inputs, *controls])}')
-        # A sample without rows is not run.
+        # A sample with batch_size 0 is not run.
         if sample.batch_size and not needs_completion(config):
             _all_there(path, sample.inputs, inputs, controls, problem)
 
@@ -50,12 +50,12 @@ def _batch_size(config: ModelConfig, path: str, found: int, problem: _ProblemFun
         if found > config.max_batch_size:
             problem(path, f"found {found}, expected at most max_batch_size, which is {config.max_batch_size}")
     elif found > 1 and not needs_completion(config):
-        # A model that still has to be asked may turn out to batch.
+        # The model may still complete max_batch_size.
         problem(path, f"found {found}, expected 1: the model does not batch, its max_batch_size is 0")
 
 
 def _input(path: str, given: schema.ModelWarmupInput, problem: _ProblemFunction) -> None:
-    """What holds for the data of any input."""
+    """Rules for the data of any input."""
     if given.data_type == "TYPE_INVALID":
         problem(f"{path}.data_type", "not given; expected that of the input")
     if not given.dims:

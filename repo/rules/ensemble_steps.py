@@ -1,8 +1,8 @@
-"""Steps of ensembles as the core follows them, and what we add to them: `step[i].map` and `step[i].if`.
+"""Ensemble steps as used by the core, and two extensions: `step[i].map` and `step[i].if`.
 
-Both stand in the ensemble's `parameters`, so that the file stays one that Triton's parser takes. `map` names a tensor
-of the ensemble that the step reads: each row along its axis 0 becomes a request of its own, and the answers are put
-together again. `if` names a BOOL tensor of one element: where it is false, the step is not run.
+Both are in the ensemble's `parameters`, so that Triton can still parse the file. `map` names an ensemble tensor that
+the step reads: each row along axis 0 becomes a request of its own, and the answers are combined. `if` names a BOOL
+tensor with one element: the step runs only if it is true.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def steps_of(config: ModelConfig) -> Sequence[ModelEnsemblingStep]:
 
 
 def added(config: ModelConfig, index: int, what: str) -> str:
-    """The tensor that the parameter names for this step; "" without one."""
+    """The tensor that the parameter names for this step; "" if not set."""
     found = config.parameters.get(f"step[{index}].{what}")
     return found.string_value if found is not None else ""
 
@@ -46,7 +46,7 @@ def compile_steps(config: ModelConfig) -> tuple[StepPolicy, ...] | None:
 
 
 def validate_added(config: ModelConfig, problem: Callable[[str, str], None]) -> None:
-    """The parameters of an ensemble that begin with `step[`."""
+    """Validate the parameters of an ensemble that begin with `step[`."""
     steps = steps_of(config)
     made = {tensor.name for tensor in config.input} | {name for step in steps for name in step.output_map.values()}
     for key, value in config.parameters.items():

@@ -1,8 +1,8 @@
-"""Whether the models that an ensemble names fit together: the rules that no configuration can keep alone.
+"""Checks that the models of an ensemble fit together: rules that involve more than one configuration.
 
-The rule of the file: pure, and every problem is found, in an order that is always the same (that of maps is not).
-What one configuration tells by itself (a tensor that is made twice, or by nobody) is validate_schedulers'; such tensors
-are passed over here.
+Invariant: pure functions that find all problems, in a deterministic order (that of maps is not). Problems within a
+single configuration (a tensor that is produced twice, or by no step) are reported by `schedulers`; such tensors are
+skipped here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shmserve.repo.config.schema import ModelConfig, ModelEnsemblingStep, ModelI
 from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
 
 _OF_ENSEMBLE = -1
-"""Stands for the number of a step where it is the ensemble itself."""
+"""Step number that stands for the ensemble itself."""
 
 
 class Member(NamedTuple):
     """A model that a step may name.
 
-    `reason` says why it cannot be served, and is empty if it can; `config` is None if nothing is known of it.
-    `versions` are those that are served. `settled`: the model itself adds nothing to its configuration any more.
+    `reason` says why it cannot be served, or is empty; `config` is None if unknown. `versions` are those that are
+    served. `settled`: the model will not complete its configuration any further.
     """
 
     config: ModelConfig | None
@@ -34,7 +34,7 @@ class Member(NamedTuple):
 
 
 class GraphProblem(NamedTuple):
-    """`step` and `model` say where it is; -1 and "" for the ensemble itself. `path` is a field of the ensemble."""
+    """A problem. `step` and `model` locate it; -1 and "" for the ensemble itself. `path` is a field of the ensemble."""
 
     step: int
     model: str
@@ -43,7 +43,7 @@ class GraphProblem(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """An ensemble tensor as it is made. `dims` is None where the model has not said yet."""
+    """An ensemble tensor and its producer. `dims` is None if the model has not declared it yet."""
 
     step: int
     maker: str
@@ -54,7 +54,7 @@ class _Tensor(NamedTuple):
 
 
 def check_graph(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[GraphProblem]:
-    """What is wrong between the ensemble and the models of its steps. `models` are all that there are, by name."""
+    """All problems between the ensemble and the models of its steps. `models` are all available models, by name."""
     found = _Graph(ensemble, models)
     for index in range(len(found.steps)):
         found.check_step(index)
@@ -64,12 +64,12 @@ def check_graph(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[Gra
 
 
 def is_decoupled(name: str, models: Mapping[str, Member]) -> bool:
-    """Whether a model may answer a request more than once: an ensemble does so as soon as one of its steps does."""
+    """Whether a model may answer a request more than once. An ensemble is decoupled if any of its steps is."""
     return bool(decoupled_in(name, models))
 
 
 def decoupled_in(name: str, models: Mapping[str, Member]) -> set[str]:
-    """Of a model, or of the steps of an ensemble, and of theirs: those that are decoupled themselves."""
+    """The decoupled models among a model and, recursively, the steps of an ensemble."""
     seen = {name}
     waiting = [name]
     found = set()
@@ -91,7 +91,7 @@ def decoupled_in(name: str, models: Mapping[str, Member]) -> set[str]:
 
 
 def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
-    """The shortest way from a model through the steps of ensembles to another, both named; empty if there is none."""
+    """The shortest path from a model through steps of ensembles to another, including both; empty if there is none."""
     came_from = {start: ""}
     waiting = [start]
     while waiting and goal not in came_from:
@@ -112,7 +112,7 @@ def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
 
 
 class _Graph:
-    """One ensemble while it is checked. `made` has each tensor once, by its first maker."""
+    """One ensemble being checked. `made` maps each tensor to its first producer."""
 
     def __init__(self, ensemble: ModelConfig, models: Mapping[str, Member]) -> None:
         self.ensemble = ensemble
@@ -151,7 +151,7 @@ class _Graph:
 
     def check_step(self, index: int) -> None:
         step = self.steps[index]
-        if not step.model_name:  # which validate has told
+        if not step.model_name:  # already reported by validate
             return
         member = self.models.get(step.model_name)
         if member is None:
@@ -223,7 +223,7 @@ class _Graph:
     # ------------------------------------------------------------------------------------------- all together
 
     def check_outputs(self) -> None:
-        """What the ensemble promises of its outputs is what the steps make."""
+        """Compare the declared outputs of the ensemble with the tensors of the steps."""
         for index, tensor in enumerate(self.ensemble.output):
             made = self.made.get(tensor.name)
             if made is None or made.step == _OF_ENSEMBLE:
@@ -234,7 +234,7 @@ class _Graph:
                 self._problem(_OF_ENSEMBLE, f"output[{index}].{field}", text)
 
     def check_flow(self) -> None:
-        """No step waits for itself, and what is done anew with each answer of a model is so for one model only."""
+        """Check that no step depends on itself, and that repeated runs are triggered by one decoupled model only."""
         needs = {
             index: {
                 self.made[name].step
@@ -257,7 +257,9 @@ class _Graph:
         self._check_decoupled(order)
 
     def _check_decoupled(self, order: Iterable[int]) -> None:
-        """`source`: of each tensor the decoupled step that it comes from; `before`: of each such step, those before."""
+        """`source`: tensor -> the decoupled step from which it originates; `before`: decoupled step -> those
+        before it.
+        """
         source: dict[str, int] = {}
         before: dict[int, tuple[int, ...]] = {}
         for index in order:
@@ -297,7 +299,7 @@ class _Graph:
         )
 
     def _check_source(self, index: int, before: Iterable[int], decoupled: set[str]) -> None:
-        """A step that answers many times, behind others that do so."""
+        """Check a decoupled step that follows other decoupled steps."""
         name = self.steps[index].model_name
         if added(self.ensemble, index, MAP):
             path = f'parameters["step[{index}].{MAP}"]'
@@ -323,12 +325,12 @@ def _named(tensors: Sequence[ModelInput | ModelOutput], name: str) -> ModelInput
 
 
 def _inner_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
-    """Of a tensor of the ensemble itself, as its steps see it."""
+    """The dims of an ensemble's own tensor, as its steps see it."""
     return tensor.dims if tensor.reshape is None else tensor.reshape.shape
 
 
 def _known_dims(member: Member, tensor: ModelInput | ModelOutput) -> tuple[int, ...] | None:
-    """None for a model that may still turn out to take batches: its dims mean another thing then."""
+    """The dims; None if the model may still turn out to batch, which would change their meaning."""
     assert member.config is not None
     return tensor.dims if member.settled or member.config.max_batch_size > 0 else None
 
@@ -336,7 +338,7 @@ def _known_dims(member: Member, tensor: ModelInput | ModelOutput) -> tuple[int, 
 def _unlike(
     what: str, data_type: str, dims: tuple[int, ...] | None, batches: bool, name: str, made: _Tensor
 ) -> dict[str, str]:
-    """How a tensor that is taken differs from the one that is made: data_type or dims -> the text."""
+    """How a consumed tensor differs from the produced one: field (data_type or dims) -> text."""
     wrong = {}
     tensor = f'ensemble tensor "{shown(name)}" ({made.maker})'
     if made.data_type and data_type != made.data_type:
@@ -362,9 +364,9 @@ def _same(left: Sequence[int], right: Sequence[int]) -> bool:
 
 
 def _ordered(needs: Mapping[int, set[int]]) -> tuple[list[int], list[list[int]]]:
-    """The steps so that each comes after those it needs, without those in circles and behind them; and the circles.
+    """The steps in topological order, without those on or behind cycles; and the cycles.
 
-    A circle is [first, what it needs, .., first]. Circles that share a step are told as one.
+    A cycle is [first, what it needs, .., first]. Cycles that share a step are reported as one.
     """
     left = {index: set(wanted) for index, wanted in needs.items()}
     order = _take_free(left)
@@ -389,7 +391,7 @@ def _ordered(needs: Mapping[int, set[int]]) -> tuple[list[int], list[list[int]]]
 
 
 def _take_free(left: dict[int, set[int]]) -> list[int]:
-    """Takes out what needs nothing that is left, again and again, and returns it in that order."""
+    """Repeatedly remove the steps that need no remaining step; returns them in that order."""
     users: dict[int, list[int]] = {}
     for index, wanted in left.items():
         for other in wanted:

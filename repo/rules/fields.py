@@ -1,7 +1,7 @@
-"""The rules that a configuration must keep, beyond being well written: each one that is broken is reported.
+"""Validation of a completed configuration: every violated rule is reported.
 
-The rule of the file: a check reports and goes on; it never raises and never changes anything. Tensors, instance
-groups and the general rules are here, the schedulers' in validate_schedulers, those of data in validate_data.
+Invariant: a check reports and continues; it never raises and never changes anything. Tensors, instance groups and
+general rules are here; `schedulers`, `data` and `padding` have the others.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from shmserve.repo.rules.padding import validate_padding
 from shmserve.repo.rules.schedulers import validate_scheduler
 
 PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
-"""What the name of a Python model may be: Triton makes the name of a process of it."""
+"""Valid names of Python models: Triton derives a process name from it."""
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
 INSTANCES = 1024
-"""The most instances of one model: each is a process."""
+"""Most instances of one model; each is a process."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
-"""Leaves room for the number that makes an instance's name of it."""
+"""Leaves room for the number that an instance's name appends."""
 EXECUTION_LIMIT = "execution_limit_secs"
-"""A model's parameter: a batch that runs for longer hangs; 0: no limit."""
+"""Model parameter: a batch that runs longer is treated as hanging; 0: no limit."""
 CRASH_LIMIT = "crash_limit"
-"""A model's parameter: crashes in a row after which an instance counts as broken; 0: never."""
+"""Model parameter: consecutive crashes after which an instance is considered broken; 0: never."""
 RETRY = "retry_alone"
-"""A model's parameter: false, if a request that lost its worker must not be run a second time."""
+"""Model parameter: "false" if a request that lost its worker must not be retried."""
 MEMORY_LIMIT = "memory_limit_mb"
-"""A model's parameter: an instance whose process has more memory of its own is ended; 0: no limit."""
+"""Model parameter: an instance whose process has more private memory is ended; 0: no limit."""
 GPU_MEMORY_LIMIT = "gpu_memory_limit_mb"
-"""A model's parameter: an instance whose process has more memory on GPUs is ended; 0: no limit."""
+"""Model parameter: an instance whose process has more GPU memory is ended; 0: no limit."""
 ENVIRONMENT = "EXECUTION_ENV_PATH"
-"""A model's parameter: the interpreter that its workers run with, as a directory or an archive of one."""
+"""Model parameter: the interpreter of its workers, as a directory or an archive of one."""
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
-"""In front of a path: the directory of the model."""
+"""Path prefix that stands for the model's directory."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
 _COUNT = re.compile(r"[0-9]{1,6}", re.ASCII)
 _MEGABYTES = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -50,18 +50,18 @@ _PLACE = re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+")
 _LARGEST = 2**63 - 1
 
 ProblemFunction = Callable[[str, str], None]
-"""Takes a field path and what is wrong there."""
+"""Called with a field path and the problem's text."""
 
 
 class Host(NamedTuple):
-    """What the server has: names of backends, numbers of GPUs."""
+    """What the server has: backend names and GPU numbers."""
 
     backends: Collection[str]
     gpus: Collection[int] = ()
 
 
 def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
-    """Reports every rule that a completed configuration breaks."""
+    """Report every rule that a completed configuration violates."""
     if not MODEL_NAME.fullmatch(config.name):
         problem("name", f'found "{shown(config.name)}", expected {NAME_RULE}')
     elif config.backend == "python" and not PYTHON_NAME.fullmatch(config.name):
@@ -81,7 +81,7 @@ def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
 
 
 def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
-    """Those that the server reads, not the backend."""
+    """Validate the parameters that the server reads rather than the backend."""
     limit, retry = config.parameters.get(EXECUTION_LIMIT), config.parameters.get(RETRY)
     if limit is not None and not _SECONDS.fullmatch(limit.string_value):
         text = f'found "{shown(limit.string_value)}", expected seconds, such as "2.5", or "0" for no limit'
@@ -199,7 +199,7 @@ def _reshape(path: str, tensor: ModelInput | ModelOutput, problem: ProblemFuncti
     for index in wrong:
         problem(f"{path}.reshape.shape[{index}]", f"found {shape[index]}, expected 1 or more, or -1 for any size")
     if not shape:
-        # Also without batching, so that a model's scalar can be described at all.
+        # Also allowed without batching, so that a scalar can be described.
         if set(tensor.dims) != {1}:
             problem(f"{path}.reshape", "empty, which needs dims of 1")
     elif not wrong and _chunks(shape) != _chunks(tensor.dims):
@@ -210,7 +210,7 @@ def _reshape(path: str, tensor: ModelInput | ModelOutput, problem: ProblemFuncti
 
 
 def _chunks(dims: Sequence[int]) -> list[int]:
-    """The number of elements before, between and after the dims of any size."""
+    """Numbers of elements before, between and after dims of -1."""
     counts = [1]
     for dim in dims:
         if dim == -1:

@@ -1,10 +1,10 @@
-"""Padding, so that requests of different lengths share a batch: parameters of a model, as Triton has nothing like it.
+"""Padding, so that requests of different lengths share a batch: model parameters that Triton does not have.
 
-    padding: "input_ids attention_mask=0 boxes[1]=-1"     inputs, where they are padded, and with which value
-    padding_outputs: "tokens[0]"                          outputs that are cut back to each request's own length
+    padding: "input_ids attention_mask=0 boxes[1]=-1"     inputs to pad, with axis and value
+    padding_outputs: "tokens[0]"                          outputs to cut back to each request's own length
 
-An axis is a place in the tensor's `dims`; without one it is the first dim of -1. The value is 0 or the empty string.
-Without `padding_outputs` each output is cut back whose dims have one -1.
+An axis is an index into the tensor's `dims`; the default is the first dim of -1. The default value is 0 or the empty
+string. Without `padding_outputs`, each output with one dim of -1 is cut back.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
 PADDING = "padding"
 OUTPUTS = "padding_outputs"
 LOOKAHEAD = "padding_lookahead"
-"""How many waiting requests the batcher chooses from, for requests of similar length."""
+"""Number of queued requests among which the batcher looks for similar lengths."""
 MULTIPLE = "padding_multiple"
-"""Batches are padded to a multiple of this, for engines that prepare themselves for each new shape."""
+"""Padded lengths are multiples of this, for engines that optimise for each new shape."""
 BATCH_COST = "padding_batch_cost"
-"""What a batch costs beside its elements (rows x padded length), in elements."""
+"""Fixed cost of a batch, in elements (rows x padded length)."""
 
 _NUMBERS = {LOOKAHEAD: (64, 1, 4096), MULTIPLE: (1, 1, 1 << 20), BATCH_COST: (128, 0, 1 << 40)}
-"""Default, least, most."""
+"""Default, minimum, maximum."""
 _ITEM = re.compile(r"(?P<name>[^\s=]+?)(?:\[(?P<axis>[0-9]{1,3})\])?(?:=(?P<value>\S*))?")
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 
@@ -36,7 +36,7 @@ ProblemFunction = Callable[[str, str], None]
 
 
 class Padded(Struct, frozen=True):
-    """A tensor that is padded or cut back, along `axes` of its `dims`. `value` is as it is written."""
+    """A tensor that is padded or cut back, along `axes` of its `dims`. `value` is as written."""
 
     name: str
     axes: tuple[int, ...]
@@ -44,7 +44,7 @@ class Padded(Struct, frozen=True):
 
 
 class Padding(Struct, frozen=True):
-    """What a model says of it."""
+    """The padding parameters of a model."""
 
     inputs: tuple[Padded, ...]
     outputs: tuple[Padded, ...]
@@ -54,7 +54,7 @@ class Padding(Struct, frozen=True):
 
 
 def padding_of(config: ModelConfig) -> Padding | None:
-    """None where nothing is padded. The configuration is complete, and keeps the rules."""
+    """The padding of a completed and valid configuration; None if nothing is padded."""
     if PADDING not in config.parameters:
         return None
     inputs = _tensors(_text(config, PADDING), config.input, _ignore)
@@ -67,7 +67,7 @@ def padding_of(config: ModelConfig) -> Padding | None:
 
 
 def number_of(text: str, data_type: str) -> float | int | None:
-    """A padding value as a number of this type; None if it is none."""
+    """A padding value as a number of this type; None if invalid."""
     if not text:
         return 0
     try:
@@ -83,7 +83,7 @@ def number_of(text: str, data_type: str) -> float | int | None:
 
 
 def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunction) -> None:
-    """`unknown`: the model still has to be asked for its tensors and its largest batch."""
+    """Validate the padding parameters. `unknown`: tensors and max_batch_size may still be completed by the model."""
     keys = [key for key in (PADDING, OUTPUTS, *_NUMBERS) if key in config.parameters]
     for key in keys:
         text = _text(config, key)
@@ -144,7 +144,7 @@ def _check(
 
 
 def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Callable[[str], None]) -> list[Padded]:
-    """In the order of the text; one that is named for several axes stands once."""
+    """In the order of the text; a tensor with several axes occurs once."""
     dims = {entry.name: tuple(entry.dims) for entry in tensors}
     found: dict[str, Padded] = {}
     for item in text.split():
@@ -179,4 +179,4 @@ def _path(key: str) -> str:
 
 
 def _ignore(text: str) -> None:
-    """What is wrong has been reported."""
+    """Problems were already reported by validation."""

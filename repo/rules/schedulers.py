@@ -1,6 +1,6 @@
-"""The rules of the three schedulers: dynamic batching, sequences, ensembles.
+"""Rules for the three schedulers: dynamic batching, sequences, ensembles.
 
-The rule of the file: as in validate, a check reports and goes on.
+Invariant: as in `fields`, a check reports and continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def validate_scheduler(config: ModelConfig, problem: _ProblemFunction) -> None:
 
 
 def _preferred(config: ModelConfig, path: str, sizes: Sequence[int], problem: _ProblemFunction) -> None:
-    # A model that still has to be asked may get a larger max_batch_size than 0.
+    # The model may complete max_batch_size 0 to a larger value.
     unknown = config.max_batch_size == 0 and needs_completion(config)
     for index, size in enumerate(sizes):
         if size <= 0:
@@ -212,7 +212,7 @@ def _ensemble(config: ModelConfig, problem: _ProblemFunction) -> None:
 
 
 def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], problem: _ProblemFunction) -> None:
-    """Every tensor is made once, and used."""
+    """Check that every tensor is produced once, and used."""
     inputs = {tensor.name: f"input[{index}]" for index, tensor in enumerate(config.input)}
     outputs = {tensor.name: f"output[{index}]" for index, tensor in enumerate(config.output)}
     made: dict[str, str] = dict(inputs)

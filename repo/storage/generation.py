@@ -1,16 +1,16 @@
-"""Generations: the files of a loaded version, kept as they were when it was loaded.
+"""Generations: the files of a loaded version, preserved as they were when it was loaded.
 
     <place>/generation-xxxx/
-        pins.json            how each file looked that is not a copy
+        pins.json            the look of each file that is not a copy
         m/                   the model's directory, as its workers see it
             labels.txt       small files are copies, or reflinks
             1/model.py
             1/model.onnx -> /proc/<broker>/fd/<n>
 
-A large file is a link to a descriptor of this process. A file that replaces it by a rename changes nothing; one that is
-written to in place no longer has the size and time of `pins.json`, which workers check before and after they load.
+A large file is a link to a descriptor of this process. Replacing the original by a rename has no effect. A file that
+was written to in place no longer has the size and time in `pins.json`, which workers check before and after loading.
 
-A generation is removed when the last reference to it goes.
+A generation is removed when its last reference is dropped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from shmserve.repo.storage.snapshot import Look, Snapshot, is_of_version, look_o
 
 FILE_BYTES = 1 << 20
 TOTAL_BYTES = 64 << 20
-"""Of the files that are copied. Larger files, and what exceeds the total, are linked."""
+"""Total size of copied files. Larger files, and those beyond the total, are linked."""
 MEMBERS = 4096
-"""Files and directories mirrored one by one; what lies beyond, deepest last, is reached by links to the repository."""
+"""Most files and directories mirrored individually; the others, deepest last, are reached by links to the
+repository.
+"""
 DESCRIPTORS = 256
-"""Of one generation."""
+"""Most descriptors per generation."""
 ALL_DESCRIPTORS = 4096
-"""Of all generations together, and at most a quarter of those that the process may have. Without one, a link leads to
-the file's path."""
+"""Most descriptors of all generations, and at most a quarter of the process's limit. Without a descriptor, a link leads
+to the file's path.
+"""
 PINS = "pins.json"
 _COPY_BYTES = 1 << 20
 _FICLONE = 0x40049409
@@ -49,7 +52,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FilesChanged(Exception):
-    """A file is not what it was in the snapshot."""
+    """A file has changed since the snapshot."""
 
 
 class Sizes(NamedTuple):
@@ -61,7 +64,9 @@ DEFAULT = Sizes()
 
 
 class Generation:
-    """`folder` is the model's directory for workers. `pins` names the file with the looks of linked files; "": none."""
+    """A generation. `folder` is the model's directory for workers. `pins`: path of the file with the looks of linked
+    files; "": none.
+    """
 
     def __init__(self, folder: Path, pins: str = "") -> None:
         self.folder = folder
@@ -69,7 +74,7 @@ class Generation:
 
 
 class Generations:
-    """Makes generations, each in a directory of its own below `place`."""
+    """Creates generations, each in its own directory below `place`."""
 
     def __init__(self, place: Path, sizes: Sizes = DEFAULT) -> None:
         self.discard: Callable[[Path], None] = lambda home: shutil.rmtree(home, ignore_errors=True)
@@ -78,14 +83,15 @@ class Generations:
         self._sizes = sizes
         self._made: weakref.WeakValueDictionary[tuple[object, ...], Generation] = weakref.WeakValueDictionary()
         self._used = 0
-        """Descriptors."""
+        """Number of descriptors in use."""
         self._lock = threading.Lock()
 
     def keep(
         self, folder: Path, version: int, snapshot: Snapshot, environment: str = "", strict: bool = True
     ) -> Generation:
-        """The generation of these files: one that exists, or a new one. `environment` is where the interpreter of the
-        model is, which is not copied. Raises FilesChanged; if not `strict`, takes files as they are now."""
+        """The existing or a new generation of these files. `environment` is the path of the model's interpreter, which
+        is not copied. Raises FilesChanged; if not `strict`, takes the files as they are now.
+        """
         key = (folder, version, snapshot.of_version(version), snapshot.of_configuration())
         found = self._made.get(key)
         if found is None:
@@ -103,7 +109,9 @@ class Generations:
         return found
 
     def adopt(self, folder: Path) -> Generation:
-        """Files that came with a load call are in a directory of ours already: `folder` is the only thing in it."""
+        """A generation of files that came with a load call: `folder` is the only entry of a directory that the server
+        owns.
+        """
         generation = Generation(folder)
         self._remove_with(generation, folder.parent, [])
         return generation
@@ -142,7 +150,7 @@ class Generations:
 
 
 class _Mirror:
-    """Makes one directory look like another."""
+    """Mirrors one directory into another."""
 
     def __init__(
         self,
@@ -170,7 +178,7 @@ class _Mirror:
         self.descriptors: list[int] = []
 
     def run(self) -> Mapping[str, Look]:
-        """How the files look that are reached by links."""
+        """The looks of the files that are reached by links."""
         members = self._members()
         large, linked = self._not_copied(members)
         pins = {path: look for path, look in self._files.items() if not path.endswith("/")}
@@ -186,19 +194,19 @@ class _Mirror:
         return pins
 
     def _members(self) -> dict[str, None]:
-        """What is mirrored one by one: what is near to the top comes first."""
+        """The entries that are mirrored individually; those nearer to the top take precedence."""
         members: dict[str, None] = {}
         for path in sorted(self._files, key=lambda path: (path.rstrip("/").count("/"), path)):
             parent = path.rstrip("/").rpartition("/")[0]
             is_reached = not parent or f"{parent}/" in members
             if is_reached and path.rstrip("/") != self._environment and len(members) < MEMBERS:
                 members[path] = None
-        if self._environment in self._files:  # an archive, which is unpacked once as long as it is the same file
+        if self._environment in self._files:  # an archive, which is unpacked once while its file stays the same
             members[self._environment] = None
         return members
 
     def _not_copied(self, members: Mapping[str, None]) -> tuple[set[str], set[str]]:
-        """The files that are too large, and those of them, and others, that must be links."""
+        """The files that are too large to copy, and the files that must be links."""
         left = self._sizes.total_bytes
         large, linked = set(), {self._environment}
         for path in members:
@@ -207,8 +215,8 @@ class _Mirror:
                 large.add(path)
             else:
                 left -= size
-        # ONNX Runtime reads external data only from the directory in which the model really is. So a model is linked
-        # if any of its data is; and a link that leads out of the model's directory remains one that does.
+        # ONNX Runtime reads external data only from the model's real directory. So a model is linked if any of its data
+        # is; and a link that leads out of the model's directory stays such a link.
         root = os.path.realpath(self._source)
         for model in [path for path in members if path.endswith(".onnx")]:
             folder = model.rpartition("/")[0]
@@ -219,7 +227,7 @@ class _Mirror:
         return large, linked
 
     def _make_folder(self, folder: str, members: Mapping[str, None]) -> None:
-        """Whatever in it is not mirrored is a link: hidden files, other versions, links to nowhere."""
+        """Create a folder. Entries that are not mirrored become links: hidden files, other versions, dangling links."""
         os.mkdir(self._target / folder, 0o700)
         for entry in os.scandir(self._source / folder):
             path = folder + entry.name
@@ -227,17 +235,17 @@ class _Mirror:
                 os.symlink(os.path.abspath(entry.path), self._target / path)
 
     def _file(self, path: str, large: bool, linked: bool) -> Look | None:
-        """How the file looks if it is reached by a link. None: it is a copy, or not a file."""
+        """Mirror a file; returns its look if it is a link, None if it is a copy or not a regular file."""
         source = os.path.abspath(self._source / path)
         target = source
         try:
-            # Not opened: to open a FIFO would wake a process that waits for the model to read from it.
+            # Not opened: opening a FIFO would wake up a process that waits for the model to read from it.
             if not stat.S_ISREG(os.stat(source).st_mode):
                 os.symlink(source, self._target / path)
                 return None
-            # Non-blocking, in case a FIFO has just taken its place.
+            # Non-blocking, in case it was just replaced by a FIFO.
             descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # not for us, or no descriptor is left
+        except OSError:  # no permission, or no descriptor left
             os.symlink(source, self._target / path)
             return self._files[path]
         kept = False
@@ -264,7 +272,7 @@ class _Mirror:
             raise FilesChanged(path)
 
     def _copy(self, source: int, path: str, state: os.stat_result, small: bool) -> bool:
-        """A reflink, which costs nothing whatever the size; else a copy of what is small."""
+        """Create a reflink, which costs nothing whatever the size; else copy the file if it is small."""
         mode = 0o700 if state.st_mode & stat.S_IXUSR else 0o600
         target = os.open(self._target / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(target, "wb") as file:
@@ -283,13 +291,13 @@ class _Mirror:
 def _clone(source: int, target: int) -> bool:
     try:
         fcntl.ioctl(target, _FICLONE, source)
-    except OSError:  # another file system, or one that cannot
+    except OSError:  # another file system, or one without reflinks
         return False
     return True
 
 
 def _is_native(descriptor: int, path: str, state: os.stat_result) -> bool:
-    """Programs and libraries are linked: the runtime directory may be mounted noexec."""
+    """Programs and libraries must be linked: the runtime directory may be mounted noexec."""
     head = os.pread(descriptor, 4, 0)
     if head == b"\x7fELF":
         return True

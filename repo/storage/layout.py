@@ -1,7 +1,6 @@
-"""What can be said of a repository's files by looking at them: what is in the wrong place, cannot be read, or cannot
-be what it should be.
+"""Findings about a repository's files: misplaced, unreadable or invalid ones.
 
-The rule of the file: nothing is run, and nothing is said that the scan of the store says already.
+Invariant: no code is executed, and findings of the store's scan are not repeated.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
 
 ERROR, WARNING = "error", "warning"
 ENTRIES = 10_000
-"""So many files of one model are looked at."""
+"""Most files inspected per model."""
 SOURCE_BYTES = 4 * 1024 * 1024
-"""The largest model.py that is looked into."""
+"""Maximum size of a model.py that is parsed."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ENGINE_FILES = frozenset(engine.file for engine in ENGINES)
@@ -40,8 +39,9 @@ _SOURCE = "model.py"
 
 
 class Seen(NamedTuple):
-    """One thing that was found. `file` is below the repository; `path` is the field of the configuration, if it is
-    one; `hint` is what to do about it."""
+    """One finding. `file` is relative to the repository; `path` is the configuration field, if any; `hint` is a
+    remedy.
+    """
 
     severity: str
     file: str
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
 
 def printed(name: str, limit: int = 128) -> str:
-    """A file's name for people, whatever is in it."""
+    """A file name that is safe to print."""
     return shown(os.fsencode(name).decode("utf-8", "backslashreplace"), limit)
 
 
@@ -61,10 +61,10 @@ def printed(name: str, limit: int = 128) -> str:
 
 
 def look_at_root(root: Path) -> list[Seen]:
-    """What is beside the models. OSError if the directory cannot be read."""
+    """Findings about entries beside the models. Raises OSError if the directory cannot be read."""
     found = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        if entry.name.startswith(".") or os.path.isdir(entry.path):  # which no circle of links makes fail
+        if entry.name.startswith(".") or os.path.isdir(entry.path):  # isdir does not raise on cyclic links
             continue
         name = printed(entry.name)
         if _dangles(entry):
@@ -77,7 +77,7 @@ def look_at_root(root: Path) -> list[Seen]:
 
 
 def is_model(root: Path) -> bool:
-    """Whether this is the directory of one model, where a repository was expected."""
+    """Whether the directory is a single model instead of a repository."""
     if (root / CONFIG_FILE).is_file():
         return True
     versions = (entry for entry in root.iterdir() if entry.name.isdigit() and os.path.isdir(entry))
@@ -88,7 +88,9 @@ def is_model(root: Path) -> bool:
 
 
 def look_at_model(folder: Path, config: ModelConfig | None, selected: Sequence[int]) -> list[Seen]:
-    """`config` is the completed configuration, as far as it is known; `selected` are the versions to be served."""
+    """All findings about one model. `config` is the completed configuration, if known; `selected` are the versions to
+    be served.
+    """
     found = list(_misplaced(folder, config))
     found += _walk(folder, selected)
     if config is not None and not is_ensemble(config):
@@ -101,7 +103,7 @@ def look_at_model(folder: Path, config: ModelConfig | None, selected: Sequence[i
 
 
 def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Seen]:
-    """Files that are of the model, but where nobody looks for them."""
+    """Model files in places where they are not read."""
     name = printed(folder.name)
     expected = {*_ENGINE_FILES, (config.default_model_filename if config is not None else "")}
     names = sorted(os.listdir(folder))
@@ -123,7 +125,7 @@ def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Seen]:
 
 
 def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[Seen]:
-    """Configurations that are served, but hardly as they are meant."""
+    """Valid configurations that probably do not do what was intended."""
     groups = config.instance_group
     if groups and all(group.passive for group in groups):
         hint = "remove `passive` from one of its groups"
@@ -149,7 +151,7 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
 
 
 def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
-    """Links that lead nowhere and what this user may not read. Links to directories are followed once, at the top."""
+    """Dangling links and unreadable files. Links to directories are only followed at the top level."""
     needed = {CONFIG_FILE, *map(str, selected)}
     left = ENTRIES
     waiting = [folder]
@@ -218,7 +220,7 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[See
 
 
 def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Seen]:
-    """What the file declares, held against the configuration."""
+    """Compare the file's declarations with the configuration."""
     try:
         with path.open("rb") as file:
             header = read_header(file)
@@ -232,7 +234,7 @@ def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Seen]:
 
 
 def _source(name: str, source: bytes) -> Iterator[Seen]:
-    """What Python says of it without running it, and whether the class is there."""
+    """Syntax errors, without running the code, and whether the class exists."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -241,7 +243,7 @@ def _source(name: str, source: bytes) -> Iterator[Seen]:
         text = f"not Python: {shown(error.msg, 200)}"
         yield Seen(ERROR, name, text, line=error.lineno or 0, column=error.offset or 0)
         return
-    except (ValueError, RecursionError, MemoryError) as error:  # a NUL in it, or nested too deep
+    except (ValueError, RecursionError, MemoryError) as error:  # contains NUL, or nested too deeply
         yield Seen(ERROR, name, f"not Python: {shown(str(error), 200)}")
         return
     found: ast.stmt | None = None
@@ -251,7 +253,7 @@ def _source(name: str, source: bytes) -> Iterator[Seen]:
         elif isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names):
             return
     if found is None:
-        if _CLASS.encode() not in source:  # else it is imported, or assigned
+        if _CLASS.encode() not in source:  # otherwise it may be imported or assigned
             yield Seen(ERROR, name, f"has no class {_CLASS}", f"the server looks for `class {_CLASS}` with `execute`")
     elif isinstance(found, ast.ClassDef) and not found.bases and not found.decorator_list and not found.keywords:
         if not any(_binds(statement, "execute") for statement in found.body):
@@ -260,7 +262,7 @@ def _source(name: str, source: bytes) -> Iterator[Seen]:
 
 
 def _binds(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement of a class may give it a method of this name."""
+    """Whether a statement in a class body may define a method of this name."""
     for node in ast.walk(statement):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
             return True
@@ -272,7 +274,7 @@ def _binds(statement: ast.stmt, name: str) -> bool:
 
 
 def says_more(folder: Path, versions: Sequence[int], config: ModelConfig) -> bool:
-    """Whether a python model may add to its configuration when it is loaded."""
+    """Whether a Python model may complete its configuration when loaded."""
     for version in versions:
         path = folder / str(version) / config.default_model_filename
         if not path.is_file() or not os.access(path, os.R_OK, effective_ids=True):
@@ -311,7 +313,7 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[Seen]:
 
 
 def _classes(output: ModelOutput) -> tuple[int, int | None]:
-    """The least and the most elements that one item of the output has; None: any number."""
+    """Minimum and maximum number of elements of one item of the output; maximum None: unlimited."""
     least = 1
     for dim in output.dims:
         least *= max(dim, 1)
@@ -319,7 +321,7 @@ def _classes(output: ModelOutput) -> tuple[int, int | None]:
 
 
 def _warmup(folder: Path, config: ModelConfig) -> Iterator[Seen]:
-    """Data of fixed-size types is exactly as long as its tensor; strings tell their own length when they are read."""
+    """Data of fixed-size types must match its tensor's size exactly; strings are checked when they are read."""
     for index, sample in enumerate(config.model_warmup):
         for key, given in sample.inputs.items():
             size = ITEM_BYTES.get(FROM_CONFIG.get(given.data_type, ""), 0)
@@ -330,7 +332,7 @@ def _warmup(folder: Path, config: ModelConfig) -> Iterator[Seen]:
             below = f"{WARMUP}/{given.input_data_file}"
             try:
                 descriptor = open_inside(folder, below, f"warm-up data '{below}'")
-            except InvalidRequest:  # which the scan has told
+            except InvalidRequest:  # already reported by the scan
                 continue
             try:
                 there = os.fstat(descriptor).st_size

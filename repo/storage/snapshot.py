@@ -1,6 +1,6 @@
-"""What the files of a model look like from outside: enough to see a change, cheap enough to look often.
+"""Snapshots of a model's files: sufficient to detect changes, and cheap enough for polling.
 
-The rule of the file: names, sizes, times and inodes, never contents. Links are followed, as whoever loads them does.
+Invariant: only names, sizes, times and inodes are read, never contents. Links are followed, as when loading.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from typing import NamedTuple
 from shmserve.errors import InvalidRequest
 
 ENTRIES = 200_000
-"""Files and directories of one model; with more of them it is no model."""
+"""Most files and directories of one model; a larger directory is refused."""
 _CONFIGS = ("config.pbtxt", "configs")
-"""Configurations are compared by what they say."""
+"""Configuration files: not part of a version's digest, as configurations are compared by content."""
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
-"""For whoever loads the model either: it has just gone, or is a link to nowhere, to itself, or to what is closed."""
+"""Errors that make a file missing for the loader too: it was just deleted, or it is a link that dangles, is cyclic, or
+leads to a closed directory.
+"""
 
 Look = tuple[int, int, int]
-"""Size, time of the last change in ns, inode."""
+"""Size, mtime in ns, inode."""
 
 
 class Snapshot(NamedTuple):
-    """`files`: path in the model's directory -> how it looked. `newest`: when any of it was written or renamed last, in
-    ns; unlike the time of the last change, programs that copy cannot set it."""
+    """A snapshot. `files`: path in the model's directory -> its look. `newest`: the latest ctime, in ns, which copying
+    programs cannot set, unlike the mtime.
+    """
 
     files: Mapping[str, Look]
     newest: int
 
     def digest(self) -> str:
-        """Of all of it."""
+        """Digest of all files."""
         return _digest(self.files.items())
 
     def of_version(self, number: int) -> str:
-        """Of what this version may read: its own directory, and what no version has for itself."""
+        """Digest of the files that this version may read: its own directory, and files that belong to no version."""
         return _digest(
             (path, look)
             for path, look in self.files.items()
@@ -50,7 +53,7 @@ class Snapshot(NamedTuple):
 
 
 def take(folder: Path) -> Snapshot:
-    """A snapshot of the model's directory; OSError if it cannot be read."""
+    """Take a snapshot of the model's directory. Raises OSError if it cannot be read."""
     found = sorted(_walk(folder))
     newest = max((changed for _, _, changed in found), default=0)
     return Snapshot({path: look for path, look, _ in found if path}, newest)
@@ -67,7 +70,7 @@ def look_of(state: os.stat_result) -> Look:
 
 
 def changed(folder: Path, looks: Mapping[str, Look]) -> str:
-    """Which of these files below `folder` looks different now, and in what; "": none."""
+    """Describes the first of these files below `folder` that has changed; "" if none has."""
     for path, (size, time, inode) in looks.items():
         try:
             now = look_of(os.stat(folder / path))
@@ -118,6 +121,6 @@ def _walk(folder: Path) -> Iterator[tuple[str, Look, int]]:
                 here = (state.st_dev, state.st_ino)
                 if not stat.S_ISDIR(state.st_mode):
                     yield path, look_of(state), state.st_ctime_ns
-                elif here not in above:  # else a link to a directory that it is in
+                elif here not in above:  # otherwise a link to one of its parent directories
                     yield path + "/", (0, 0, 0), state.st_ctime_ns
                     todo.append((path + "/", entry.path, (*above, here)))

@@ -1,7 +1,7 @@
-"""The model repositories on disk: which models there are, which of their versions are served, and what is wrong.
+"""Scans the model repositories: available models, their versions to be served, and their problems.
 
-The rule of the file: one bad model never stops the others; what is wrong with it is in its own `problems`. Names of
-files in a text are relative to the repository.
+Invariant: a broken model never affects others; its problems are in its own `problems`. File names in texts are relative
+to the repository.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from shmserve.repo.load import CONFIG_FILE, Examined, Setting, examine
 
 _ONE_FILE = frozenset({"python", "pytorch"})
 CONFIG_FOLDER = "configs"
-"""In a model's directory: alternative configurations."""
+"""Subdirectory of a model for alternative configurations."""
 OVERRIDE_FILE = "override"
-"""Found.file of a configuration that came with a load call."""
+"""`Found.file` of a configuration given with a load call."""
 
 _LARGEST_VERSION = 2**63 - 1
 _NOT_VERSIONS = frozenset({CONFIG_FOLDER, "warmup", "initial_state"})
 
 
 class Found(NamedTuple):
-    """A model of a repository. With problems it cannot be served; `config` is then None.
+    """A model of a repository. A model with problems cannot be served; its `config` is None.
 
-    `versions` are those that the version policy selects and whose file is there, ascending; `missing` are the others
-    that it selects, and why they cannot be served. `given` is what the file or the override says, nothing filled in,
-    None if that cannot be read. `file` is where it comes from, "" for nowhere.
-    `faults` and `remarks` are `problems` and `warnings` with their places; `places` is where each field stands.
+    `versions` are those selected by the version policy whose file exists, ascending; `missing` are the others that it
+    selects, and why they cannot be served. `given` is the configuration as written in the file or override, without
+    defaults, None if it cannot be parsed. `file` is the configuration's file, "" if there is none. `faults` and
+    `remarks` are `problems` and `warnings` with positions; `places` maps fields to positions.
     """
 
     name: str
@@ -61,9 +61,9 @@ class Found(NamedTuple):
 def scan(
     roots: Sequence[Path], *, backends: Collection[str] = BACKENDS, gpus: Collection[int] = (), config_name: str = ""
 ) -> list[Found]:
-    """Every model of the repositories, by name. InvalidRequest for a repository that is not a directory.
+    """All models of the repositories, by name. Raises InvalidRequest for a repository that is not a directory.
 
-    `config_name` chooses configs/<config_name>.pbtxt in the models that have it.
+    `config_name` selects configs/<config_name>.pbtxt in models that have it.
     """
     if config_name:
         check_config_name(config_name)
@@ -85,14 +85,14 @@ def scan_model(
     config_name: str = "",
     override: Override | None = None,
 ) -> Found:
-    """The model in one directory. Its own configuration files are not read when there is an override."""
+    """Scan one model directory. With an override, its configuration files are not read."""
     if config_name:
         check_config_name(config_name)
     return _Scan(path, backends, gpus).run(config_name, override)
 
 
 def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
-    """The directories of each model, by its name; nothing in them is looked at."""
+    """Model name -> its directories, without looking into them."""
     found: dict[str, list[Path]] = {}
     for root in dict.fromkeys(root.resolve() for root in roots):
         for path in _models(root):
@@ -101,7 +101,9 @@ def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def find_model(roots: Sequence[Path], name: str) -> Path:
-    """The directory of a model. NotFound if there is none, InvalidRequest for two, or no name at all."""
+    """The directory of a model. Raises NotFound if there is none, InvalidRequest if there are two or the name is
+    empty.
+    """
     if not name.strip():
         raise InvalidRequest("Model name cannot be empty. Please enter a valid name to deploy.")
     if "/" in name or name.strip() == "..":
@@ -116,7 +118,7 @@ def find_model(roots: Sequence[Path], name: str) -> Path:
     if not paths:
         try:
             near = nearest(name, (known for known in model_names(roots) if MODEL_NAME.fullmatch(known)))
-        except InvalidRequest:  # it says where the repository is, which is not for everyone
+        except InvalidRequest:  # its text has the repository's path, which not every client may see
             text = f"{failed}: a model repository cannot be read now; check --model-repository"
             raise Unavailable(text) from None
         raise NotFound(f"{failed}: no model repository has it" + (f"; did you mean '{near}'?" if near else ""))
@@ -124,7 +126,7 @@ def find_model(roots: Sequence[Path], name: str) -> Path:
 
 
 def select_versions(policy: ModelVersionPolicy, numbers: Iterable[int]) -> tuple[int, ...]:
-    """Those of the version numbers that the policy serves, ascending."""
+    """The version numbers that the policy serves, ascending."""
     present = sorted(set(numbers))
     if policy.specific is not None:
         wanted = set(policy.specific.versions)
@@ -136,7 +138,7 @@ def select_versions(policy: ModelVersionPolicy, numbers: Iterable[int]) -> tuple
 
 
 def check_config_name(name: str) -> str:
-    """The name if it can be that of a file in `configs`; else InvalidRequest."""
+    """The name, if valid for a file in `configs`; else raises InvalidRequest."""
     if not MODEL_NAME.fullmatch(name):
         raise InvalidRequest(f"--model-config-name: found '{shown(name)}', expected {NAME_RULE}")
     return name
@@ -146,7 +148,7 @@ def check_config_name(name: str) -> str:
 
 
 class _BadModel(Exception):
-    """Why a model cannot be served, and the file that is to blame."""
+    """Why a model cannot be served, and the file with the problem."""
 
     def __init__(self, text: str, file: str = "") -> None:
         super().__init__(text)
@@ -154,7 +156,7 @@ class _BadModel(Exception):
 
 
 class _Scan:
-    """The look at one model: what is wrong with it is collected, and where it can go on, it does."""
+    """The scan of one model: collects problems and continues where possible."""
 
     def __init__(self, path: Path, backends: Collection[str], gpus: Collection[int]) -> None:
         self._path = path
@@ -206,7 +208,7 @@ class _Scan:
         return Problem(f"{self._name}/{below}" if below else self._name, 0, 0, "", text)
 
     def _given(self, config_name: str, override: Override | None) -> tuple[bytes | Message, str]:
-        """The configuration as it was given, and its file."""
+        """The configuration as given, and its file."""
         if override is not None:
             return override.message, OVERRIDE_FILE
         files = [f"{CONFIG_FOLDER}/{config_name}.pbtxt", CONFIG_FILE] if config_name else [CONFIG_FILE]
@@ -227,7 +229,7 @@ class _Scan:
         return examined
 
     def _select(self, examined: Examined, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """The versions to be served. What others lack is the model's problem only if none is left."""
+        """The versions to be served. Incomplete versions fail the model only if none is left."""
         if examined.given is None and numbers:
             return ()
         policy = (examined.given and examined.given.version_policy) or ModelVersionPolicy()
@@ -280,9 +282,9 @@ class _Scan:
 
 
 def _models(root: Path) -> list[Path]:
-    """The directories of a repository that are models."""
+    """The model directories of a repository."""
     try:
-        # os.path.isdir, as Path's raises for a link into what may not be read.
+        # os.path.isdir, because Path.is_dir raises for a link into an unreadable directory.
         return sorted(entry for entry in root.iterdir() if _is_model(entry.name) and os.path.isdir(entry))
     except OSError as error:
         raise InvalidRequest(f"model repository {root}: {error.strerror}; check --model-repository") from error
@@ -305,7 +307,7 @@ def _names(directory: Path) -> tuple[str, ...]:
 
 
 def _names_if_readable(directory: Path) -> tuple[str, ...]:
-    """A version that cannot be read is not the one that tells the backend."""
+    """The file names of a version, none if it cannot be read: the backend is then derived from another version."""
     try:
         return _names(directory)
     except OSError:
@@ -313,13 +315,13 @@ def _names_if_readable(directory: Path) -> tuple[str, ...]:
 
 
 def _missing_file(directory: Path, config: ModelConfig) -> str:
-    """Why the version lacks what its backend needs; "" if it does not."""
+    """What the version lacks for its backend; "" if nothing."""
     name = config.default_model_filename
     if is_ensemble(config) or not name:
         return ""
     path = directory / name
     if path.is_dir():
-        # A model in a directory of its own: weights apart from the graph, or a saved model.
+        # A model in its own directory: external weights, or a saved model.
         if config.backend == "onnxruntime" and not (path / "model.onnx").is_file():
             return f"'{shown(name)}' is a directory, but has no file 'model.onnx'"
         return f"'{name}' is a directory, expected a file" if config.backend in _ONE_FILE else ""
@@ -340,9 +342,9 @@ def _no_version(name: str, numbers: Collection[int]) -> str:
 
 
 def _read(folder: Path, name: str) -> bytes | None:
-    """The configuration file's bytes; None when there is none."""
+    """The configuration file's bytes; None if there is none."""
     try:
-        # Non-blocking, as a FIFO of that name would wait for a writer.
+        # Non-blocking, as opening a FIFO would wait for a writer.
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""Sum and difference: the smallest model.py that does something."""
+"""Sum and difference: a minimal model.py."""
 
 import triton_python_backend_utils as pb_utils
 

@@ -1,7 +1,7 @@
-"""The map of the detector -> the boxes of the lines in reading order, and each line upright, 48 pixels high.
+"""The detector's map -> the boxes of the lines in reading order, and each line upright, 48 pixels high.
 
-The rule of the file: thresholds, order and rounding are those of the package that the networks come from. Corners of a
-box go clockwise from the upper left one.
+Invariant: thresholds, order and rounding are those of the package that the networks come from. The corners of a box are
+clockwise from the upper left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 TEXT_FROM = 0.3
 LINE_FROM = 0.5
-"""A pixel is of text from here on; an area is a line if its pixels have at least this in the mean."""
+"""Thresholds: of a text pixel, and of the mean of a line's pixels."""
 MOST_LINES = 1000
 GROW = 1.6
 LEAST_SIDE = 3
@@ -23,7 +23,7 @@ SAME_LINE = 10
 LINE_HEIGHT = 48
 LEAST_WIDTH = 320
 UPRIGHT = 1.5
-"""What is so many times as high as wide is turned by a quarter."""
+"""Ratio of height to width from which a crop is rotated by 90 degrees."""
 
 
 class TritonPythonModel:
@@ -47,7 +47,7 @@ class TritonPythonModel:
 
 
 def find(likely: np.ndarray, height: int, width: int) -> list[np.ndarray]:
-    """The boxes [4, 2], in pixels of the picture."""
+    """The boxes [4, 2], in pixels of the image."""
     mask = cv2.dilate((likely > TEXT_FROM).astype(np.uint8), np.ones((2, 2), np.uint8))
     outlines = cv2.findContours(mask * 255, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE)[-2]
     searched = np.array(likely.shape[::-1], np.float32)
@@ -68,13 +68,13 @@ def find(likely: np.ndarray, height: int, width: int) -> list[np.ndarray]:
 
 
 def smallest_box(points: np.ndarray) -> tuple[np.ndarray, float]:
-    """The smallest rectangle around the points, in any direction, and the length of its shorter side."""
+    """The smallest rectangle around the points, at any angle, and the length of its shorter side."""
     rectangle = cv2.minAreaRect(points)
     return clockwise(cv2.boxPoints(rectangle)), min(rectangle[1])
 
 
 def clockwise(box: np.ndarray) -> np.ndarray:
-    """From the upper one of the two corners on the left."""
+    """The corners in clockwise order, starting with the upper one of the two leftmost."""
     ordered = box[np.argsort(box[:, 0], kind="stable")]
     left, right = ordered[:2], ordered[2:]
     upper_left, lower_left = left[np.argsort(left[:, 1], kind="stable")]
@@ -92,7 +92,9 @@ def mean_inside(likely: np.ndarray, box: np.ndarray) -> float:
 
 
 def grown(box: np.ndarray) -> np.ndarray:
-    """The network marks the middle of a line; its border is further out by a share of area / circumference."""
+    """Expand a box: the network marks only the middle of a line; its border is outside by a multiple of area /
+    circumference.
+    """
     following = np.roll(box, -1, axis=0).astype(np.float64)
     x, y = box.astype(np.float64).T
     area = abs(float(np.sum(x * following[:, 1] - following[:, 0] * y))) / 2
@@ -104,7 +106,7 @@ def grown(box: np.ndarray) -> np.ndarray:
 
 
 def in_reading_order(boxes: list[np.ndarray]) -> list[np.ndarray]:
-    """From top to bottom; what begins at nearly the same height is one line of print, and goes from left to right."""
+    """Sort from top to bottom, and from left to right where boxes start at nearly the same height."""
     ordered: list[np.ndarray] = []
     for box in sorted(boxes, key=lambda box: (box[0, 1], box[0, 0])):
         at = len(ordered)
@@ -126,7 +128,7 @@ def in_original(boxes: list[np.ndarray], place: np.ndarray) -> np.ndarray:
 
 
 def cut(picture: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """What is inside the box, upright."""
+    """The contents of the box, upright."""
     upper_left, upper_right, lower_right, lower_left = box
     width = int(max(np.linalg.norm(upper_left - upper_right), np.linalg.norm(lower_right - lower_left)))
     height = int(max(np.linalg.norm(upper_left - lower_left), np.linalg.norm(upper_right - lower_right)))
@@ -137,7 +139,7 @@ def cut(picture: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def lines(crops: list[np.ndarray]) -> np.ndarray:
-    """All at the height of the recogniser, grey on the right up to the width of the widest."""
+    """Scale all crops to the recogniser's height, padded with grey on the right to the widest."""
     ratios = [crop.shape[1] / crop.shape[0] for crop in crops]
     width = int(LINE_HEIGHT * max([LEAST_WIDTH / LINE_HEIGHT, *ratios]))
     made = np.zeros((len(crops), 3, LINE_HEIGHT, width), np.float32)

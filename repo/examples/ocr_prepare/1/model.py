@@ -1,7 +1,6 @@
-"""Bytes of a PNG or JPEG file -> the picture, where it stands in the original, and the input of the detector.
+"""Bytes of a PNG or JPEG file -> the image, its placement in the original, and the input of the detector.
 
-The rule of the file: sizes and rounding are those of the package that the networks come from, so that they see what
-they see there.
+Invariant: sizes and rounding are those of the package that the networks come from, so that they get the same input.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from PIL import Image
 
 SHORTEST_SIDE = 30
 FLATTEST = 8
-"""A picture so many times as wide as high, or lower than SHORTEST_SIDE, gets black bars above and below."""
+"""An image with a larger ratio of width to height, or lower than SHORTEST_SIDE, gets black bars above and below."""
 DETECTOR_SIDE = 736
 STEP = 32
-"""The detector takes pictures whose sides are multiples of this, the shorter at least about DETECTOR_SIDE."""
+"""The detector takes images whose sides are multiples of this, the shorter at least about DETECTOR_SIDE."""
 
 
 class TritonPythonModel:
@@ -48,10 +47,10 @@ class TritonPythonModel:
 
 
 def decode(data: bytes, most_pixels: int) -> np.ndarray:
-    """BGR [height, width, 3]. What is transparent is shown on white."""
+    """BGR [height, width, 3]. Transparent pixels are blended with white."""
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
-    except OSError:  # its text has an address in it
+    except OSError:  # its text contains a memory address
         raise ValueError(f"its {len(data)} bytes are no PNG or JPEG file") from None
     if image.width * image.height > most_pixels:
         raise ValueError(f"it has {image.width} x {image.height} pixels, at most {most_pixels} are read")
@@ -62,7 +61,7 @@ def decode(data: bytes, most_pixels: int) -> np.ndarray:
 
 
 def resized(picture: np.ndarray, ratio: float) -> np.ndarray:
-    """Both sides times the ratio, and to multiples of STEP."""
+    """Scale both sides by the ratio, rounded to multiples of STEP."""
     height, width = (round(int(side * ratio) / STEP) * STEP for side in picture.shape[:2])
     if not height or not width:
         raise ValueError(f"{picture.shape[1]} x {picture.shape[0]} pixels are too narrow for text")
@@ -70,7 +69,9 @@ def resized(picture: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def fit(original: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """The picture that is searched, and its place: factors of x and y to the original, bars above, original size."""
+    """The image to search, and its placement: factors of x and y to the original, height of the bar above, original
+    size.
+    """
     picture = original
     if max(picture.shape[:2]) > longest:
         picture = resized(picture, longest / max(picture.shape[:2]))

@@ -1,6 +1,6 @@
-"""The answers of the recogniser -> texts, their scores, and their boxes; what is hardly read is left out.
+"""The recogniser's outputs -> texts, their scores, and their boxes; lines with a low score are dropped.
 
-The rule of the file: the likeliest character of each step, equal neighbours once, no blanks (greedy CTC).
+Decoding is greedy CTC: the most likely character of each step, without repeats and blanks.
 """
 
 from __future__ import annotations

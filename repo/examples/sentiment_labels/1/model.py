@@ -1,4 +1,4 @@
-"""Probabilities -> the name of the class with the highest. The rule of the file: among equals the first one wins."""
+"""Probabilities -> the name of the most likely class; the first one if several are equal."""
 
 from __future__ import annotations
 

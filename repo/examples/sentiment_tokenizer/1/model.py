@@ -1,7 +1,4 @@
-"""Text -> the numbers of its words.
-
-The rule of the file: a word is letters and apostrophes in a row, and upper case means nothing.
-"""
+"""Text -> the numbers of its words. A word is a run of letters and apostrophes; case is ignored."""
 
 from __future__ import annotations
 
