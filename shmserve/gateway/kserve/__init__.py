@@ -1,9 +1,7 @@
-"""The KServe protocol, as all doors speak it: requests become plans, replies become answers.
+"""The KServe protocol v2, shared by HTTP and gRPC.
 
-plans         a request as JSON -> a Plan of what the broker is asked
-json_slices   large JSON in pieces, in turn with other work
-json_tensors  tensors as JSON, and as typed contents of gRPC, both ways
-generate      the generate extension
-answers       replies of the broker -> the JSON and the buffers that are sent
-status        errors of the server as status codes and texts
+`plans` turns a request into a Plan of what to ask the broker; large JSON is split by `json_slices` and processed in
+slices, so that other clients are served meanwhile. `json_tensors` converts tensors from and to JSON, and from the typed
+contents of gRPC. `generate` has the plans and responses of the generate extension. `answers` turns a reply of the
+broker into the JSON and the buffers of the HTTP response. `status` maps errors to status codes and texts.
 """

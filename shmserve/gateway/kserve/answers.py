@@ -1,6 +1,5 @@
-"""A reply of the broker -> the JSON and the buffers that are sent. The rule of the file: the bytes of a tensor that is
-wanted as binary data are handed on as they lie, and never joined or copied here.
-"""
+"""A reply of the broker -> the JSON and the buffers that are sent. Invariant: tensors that are requested as binary data
+are passed on in place, never joined or copied here."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Held(Struct):
-    """An answer with outputs in shared memory: all buffers of each tensor, in order. They are given back when the
-    last view of them is gone."""
+    """An answer with outputs in shared memory: the buffers of each tensor, in order. The memory is returned when the
+    last view of them is dropped."""
 
     reply: Reply | Part
     buffers: list[list[Buffer]]
@@ -54,8 +53,8 @@ def response(
     model: str, plan: Plan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None,
     texts: Mapping[str, msgspec.Raw] | None = None,
 ) -> tuple[int | None, list[Buffer]]:  # fmt: skip
-    """The length of the JSON, where binary data follows it, else None; and all that is to be sent. `write` puts an
-    output where the plan has a place for it. `texts`: outputs that are JSON already."""
+    """The length of the JSON if binary data follows it, else None; and the buffers to send. `write` writes an output to
+    its place in the plan. `texts`: outputs that were encoded as JSON before."""
     reply, buffers = _parts(answer)
     outputs: list[_Output] = []
     behind: list[Buffer] = []
@@ -65,7 +64,7 @@ def response(
         if write is not None and tensor.name in plan.places:
             check_room(plan, tensor.name, sum([len(part) for part in parts]))
             write(tensor.name, parts)
-            # Nothing is said of the place: clients take any parameters for those of binary data.
+            # No parameters describe the place: clients take any parameters for those of binary data.
             outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape))
         elif plan.is_binary(tensor.name):
             binary = True
@@ -90,7 +89,7 @@ def _parts(answer: Reply | Held) -> tuple[Reply | Part, list[list[Buffer]] | Non
 
 
 def as_json(plan: Plan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
-    """The outputs that are sent as JSON, if any of them is in shared memory and so may be large."""
+    """The outputs to be sent as JSON, if any of the answer is in shared memory and so may be large."""
     reply, buffers = _parts(answer)
     if buffers is None:
         return []

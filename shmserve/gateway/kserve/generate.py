@@ -1,7 +1,7 @@
-"""The generate extension: a JSON object whose keys are inputs and parameters -> a Plan, and each answer -> such an
+"""The generate extension: a JSON object whose keys are inputs and parameters -> a Plan, and a response -> such an
 object.
 
-The rule of the file: what a key means is said by the model's configuration, and nothing is guessed from its value.
+Invariant: the model's configuration decides what a key means, never its value.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ONE = (
     "of responses"
 )
 VALUES = 32_768
-"""Of a large request."""
+"""Maximum number of values in a large request."""
 _OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
 
 
 def check_in_slices(text: bytes) -> Work[None]:
-    """A large text is decoded at once if it is a few long strings, and refused if it is many values."""
+    """Refuses a large text with too many values; one with a few long strings can be decoded at once."""
     commas = yield from commas_of(text)
     if commas >= VALUES:
         raise InvalidRequest(
@@ -40,7 +40,7 @@ def check_in_slices(text: bytes) -> Work[None]:
 
 
 def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:
-    """`config` is the model's configuration."""
+    """`config`: the model's configuration."""
     lead = (1,) if config.get("max_batch_size", 0) else ()
     inputs = {one["name"]: one for one in config.get("input", [])}
     given = _read(text, inputs)
@@ -89,7 +89,7 @@ def _scalar(name: str, value: Any) -> Value:
 
 
 def _add_all(parameters: dict[str, Value], given: Any) -> None:
-    """What the keyword `parameters` holds."""
+    """Adds the entries of the keyword `parameters`."""
     if type(given) is not dict:
         raise InvalidRequest("Expected JSON object for keyword: 'parameters'")
     for name, value in given.items():
@@ -106,7 +106,7 @@ def _add(parameters: dict[str, Value], name: str, value: Any) -> None:
 
 
 def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any) -> Spec:
-    """A value for one element, or a list of all elements in order."""
+    """`value`: one element, or a list of all elements in order."""
     dims = [int(dim) for dim in config["dims"]]
     count = len(value) if type(value) is list else 1
     variable = [index for index, dim in enumerate(dims) if dim < 0]
@@ -122,7 +122,7 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
 
 
 def generated(model: str, plan: Plan, answer: Held) -> bytes:
-    """One answer as an object: an output of one element as its value, others as lists of all elements in order."""
+    """One response as an object: an output of one element as a value, others as flat lists."""
     found: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
     if plan.options.id:
         found["id"] = plan.options.id
@@ -135,5 +135,5 @@ def generated(model: str, plan: Plan, answer: Held) -> bytes:
 
 
 def event(text: bytes) -> bytes:
-    """As one server-sent event."""
+    """Frames `text` as a server-sent event."""
     return b"data: %b\n\n" % text

@@ -1,9 +1,9 @@
-"""Large JSON, a slice at a time. The rule of the file: its cost grows with its bytes, whatever they say, and no Python
-object is made for a bracket.
+"""Large JSON, a slice at a time. Invariant: the cost is linear in its bytes, whatever they are, and no Python object is
+created for a bracket.
 
-A request is cut in two by its brackets: the `data` of each input, which may be megabytes, and all around it, which is
-decoded at once. The values of `data` are wanted flat, so its inner brackets are blanked out and the values decoded in
-slices that end at a comma.
+A request is split by its brackets into the `data` of each input, which may be megabytes, and the text around them,
+which is decoded at once. The values of `data` are needed flat, so its inner brackets are blanked out and the values
+decoded in slices that end at a comma.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 JSON_DEPTH = 100
 AROUND_BYTES = 1 << 20
-"""Of the JSON of a request, less the `data` of its inputs and runs of white space."""
+"""Bytes of the request JSON without the `data` of its inputs and runs of white space."""
 VALUE_BYTES = 1 << 20
-"""Of one number, with the space around it."""
+"""Bytes of one number, with the space around it."""
 AROUND_FIELDS, AROUND_BRACKETS = 16_384, 65_536
-"""In that JSON: it is decoded at once, and each is an object of Python."""
+"""Fields and brackets in the JSON around `data`: it is decoded at once, into a Python object for each."""
 _CUT_BYTES = 1024
-"""Lists from this size on are cut out."""
+"""Lists of at least this size are cut out."""
 _DATA_DEPTH = 4
-"""{"inputs": [{"data": [: the brackets around a value of `data`, with its own."""
+"""{"inputs": [{"data": [: the brackets around a value of `data`, including those of `data`."""
 _MARK = f"cut {secrets.token_hex(8)}"
-"""Stands for a list that was cut out. Clients cannot know it, so they cannot write it."""
+"""Replaces a list that was cut out. It is random, so clients cannot write it."""
 _QUOTE, _COMMA, _BACKSLASH, _LIST, _LIST_END, _OPEN, _CLOSE, _COLON = b'",\\[]{}:'
 _SPACE = np.zeros(256, bool)
 _SPACE[list(b" \t\r\n")] = True
 _PLAIN = np.ones(256, bool)
 _PLAIN[list(b" \t\r\n[],")] = False
-"""Bytes of values."""
+"""Bytes that belong to values."""
 _TAIL_BYTES = 12
-"""An escape sequence that is cut off is shorter: at most the first 11 bytes of a surrogate pair."""
+"""A truncated escape sequence is shorter: at most the first 11 bytes of a surrogate pair."""
 _ESCAPED = re.compile(
     rb"(?:[^\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*"
 )
@@ -52,14 +52,14 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class Cut(Struct):
-    """A list that was cut out: the places of its brackets in the text."""
+    """A list that was cut out: the offsets of its brackets in the text."""
 
     begin: int
     end: int
 
 
 class Part(Struct):
-    """Of a string that is longer than a slice. `last`: it ends here."""
+    """Part of a string that is longer than a slice. `last`: the string ends here."""
 
     text: str
     last: bool
@@ -81,15 +81,15 @@ def unreadable(text: object) -> InvalidRequest:
 
 
 def check_depth(text: bytes) -> None:
-    """Of JSON that is decoded at once."""
+    """Refuses JSON that is nested too deeply to be decoded at once."""
     if text.count(b"[") + text.count(b"{") > JSON_DEPTH:
         for _ in _Scan(text, 0, len(text)).slices():
             pass
 
 
 class _Slice(Struct):
-    """The place and the bytes of one slice, and which of them are in strings (with the quotes that begin them). Of its
-    brackets outside of strings: their places in it, what each adds to the depth, and the depth behind each."""
+    """A slice: its offset, its bytes, and which of them are in strings (including the opening quotes). Of its brackets
+    outside of strings: their offsets in the slice, the change of depth by each, and the depth after each."""
 
     at: int
     data: _Bytes
@@ -100,7 +100,7 @@ class _Slice(Struct):
 
 
 class _Scan:
-    """Goes through a part of JSON that begins outside of strings, `depth` deep."""
+    """Scans a part of JSON that begins outside of strings, at nesting depth `depth`."""
 
     def __init__(self, text: Text, begin: int, end: int, depth: int = 0) -> None:
         self.depth = depth
@@ -115,7 +115,7 @@ class _Scan:
         for at in range(self._begin, self._end, SLICE_BYTES):
             data = self._bytes[at : min(at + SLICE_BYTES, self._end)]
             inside = self._strings(data)
-            folded = data | 32  # takes [ for {, and ] for }
+            folded = data | 32  # maps [ to { and ] to }
             opens = (folded == _OPEN) & ~inside
             brackets = np.flatnonzero(opens | ((folded == _CLOSE) & ~inside))
             steps = np.where(opens[brackets], np.int32(1), np.int32(-1))
@@ -140,17 +140,17 @@ class _Scan:
             if self._escapes:
                 quotes[0] = False
             self._escapes = bool(odd[-1])
-        # A count of 8 bits wraps around, which leaves it odd or even.
+        # The 8-bit count wraps around, which preserves its parity.
         inside: _Mask = (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool) ^ self._inside
         self._inside = bool(inside[-1])
         return inside
 
 
 def outline(text: Text) -> Work[Outline]:
-    """Large lists of `data` are cut out."""
+    """Cuts out large lists of `data`."""
     cuts: list[Cut] = []
     begun: list[int] = []
-    """The place of a bracket whose end is in another slice."""
+    """The offset of an opening bracket whose end is in a later slice."""
     scan = _Scan(text, 0, len(text))
     for part in scan.slices():
         edges = part.brackets[np.maximum(part.depths, part.depths - part.steps) == _DATA_DEPTH] + part.at
@@ -167,7 +167,7 @@ def outline(text: Text) -> Work[Outline]:
 
 
 def commas_of(text: bytes) -> Work[int]:
-    """Outside of strings."""
+    """Number of commas outside of strings."""
     found = 0
     for part in _Scan(text, 0, len(text)).slices():
         found += int(np.count_nonzero((part.data == _COMMA) & ~part.inside))
@@ -205,8 +205,8 @@ def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
 
 
 def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
-    """A part between cuts, with one byte of each run of white space outside of strings; at most one slice over the
-    limit."""
+    """The text between two cuts, with runs of white space outside of strings reduced to one byte; stops at most one
+    slice above the limit."""
     kept = bytearray()
     follows = False
     """The last slice ends with white space."""
@@ -222,7 +222,7 @@ def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
 
 
 def cut_of(data: Any, found: Outline) -> Cut | None:
-    """What `data` of a request stands for; None: for itself."""
+    """The cut that `data` of a request is a mark of; None: `data` was not cut out."""
     if type(data) is dict and _MARK in data:
         return found.cuts[data[_MARK]]
     return None
@@ -232,19 +232,19 @@ def cut_of(data: Any, found: Outline) -> Cut | None:
 
 
 class _Shape:
-    """How the lists of one `data` are nested: in any way, but all values have to be equally deep."""
+    """Checks the nesting of the lists in one `data`: any, but all values must have the same depth."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._leaf = 0
-        """How deep values are; 0: there was none yet."""
+        """Depth of the values; 0: none so far."""
         self._hollow = False
-        """There was a list without values."""
+        """There is a list without values."""
         self._bare = False
-        """Nothing has come since a list began."""
+        """A list has just begun."""
 
     def check(self, part: _Slice, depth: int) -> None:
-        """`depth`: before this slice."""
+        """`depth`: at the start of the slice."""
         values = _PLAIN[part.data] | part.inside
         brackets, opens = part.brackets, part.steps > 0
         seen = np.cumsum(values, dtype=np.int32)
@@ -264,7 +264,7 @@ class _Shape:
 
     @staticmethod
     def _depths(part: _Slice, depth: int) -> npt.NDArray[np.int32]:
-        """Of each byte."""
+        """The depth of each byte."""
         steps = np.zeros(len(part.data), np.int32)
         steps[part.brackets] = part.steps
         return np.cumsum(steps, dtype=np.int32) + np.int32(depth)
@@ -274,7 +274,7 @@ class _Shape:
 
 
 class _LongString:
-    """A string that began in an earlier slice. What is left of each slice is its end."""
+    """A string that began in an earlier slice. The incomplete end of each slice is kept for the next."""
 
     def __init__(self, begin: bytes) -> None:
         self._rest = begin
@@ -287,7 +287,7 @@ class _LongString:
 
 
 def _whole(data: bytes) -> int:
-    """Up to where the beginning of a string can be decoded: no character and no escape sequence is cut."""
+    """The length of the start of a string that can be decoded: no character or escape sequence is split."""
     end = len(data)
     for back in range(1, min(4, end) + 1):
         byte = data[-back]
@@ -300,7 +300,7 @@ def _whole(data: bytes) -> int:
     if _BACKSLASH in data:
         found = _ESCAPED.match(data, 0, end)
         assert found is not None
-        if end - found.end() < _TAIL_BYTES:  # else the sequence is wrong, which the decoder reports
+        if end - found.end() < _TAIL_BYTES:  # otherwise the escape is invalid, which the decoder reports
             return found.end()
     return end
 
@@ -314,13 +314,13 @@ def _string(data: bytes) -> str:
 
 
 def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
-    """The values of a list that was cut out, a slice of them at a time, however they are nested. Strings that are
-    longer than a slice come in Parts."""
+    """The values of a list that was cut out, a slice at a time, regardless of nesting. A string that is longer than a
+    slice is returned in Parts."""
     scan, shape = _Scan(text, cut.begin + 1, cut.end, 1), _Shape(name)
     rest: list[bytes] = []
-    """Behind the last comma, with spaces for brackets."""
+    """Bytes after the last comma, with spaces for brackets."""
     found = missing = skip = False
-    """`skip`: the next value stands for a string that came in parts."""
+    """`skip`: the next value is a placeholder of a string that was returned in parts."""
     string: _LongString | None = None
     depth = 1
     for part in scan.slices():
@@ -374,7 +374,7 @@ def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
 
 
 def _decoded(piece: bytes) -> list[Any]:
-    """Values between commas."""
+    """Decodes values between commas."""
     whole = b"[%b]" % piece
     try:
         values: list[Any] = msgspec.json.decode(whole)
@@ -382,7 +382,7 @@ def _decoded(piece: bytes) -> list[Any]:
         if b"N" not in piece and b"I" not in piece:
             raise unreadable(error) from None
         try:
-            values = json.loads(whole.decode())  # takes NaN and Infinity
+            values = json.loads(whole.decode())  # accepts NaN and Infinity
         except (ValueError, RecursionError):
             raise unreadable(error) from None
     return values

@@ -1,6 +1,5 @@
-"""Tensors as JSON, both ways, and as the typed contents of gRPC. The rule of the file: numbers are never rounded to
-make them fit; what has no exact place in the type, but for the precision of floats, is refused.
-"""
+"""Tensors from and to JSON, and from the typed contents of gRPC. Invariant: a number that the type cannot represent is
+refused, never rounded to fit; only floats lose precision."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
-    """The values of `data` in the tensor's own form."""
+    """The values of `data` as the bytes of the tensor."""
     _check_dtype(name, dtype)
     values = _flat(name, data)
     if len(values) != math.prod(shape):
@@ -36,7 +35,7 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
 
 
 def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: Cut, most: int) -> Work[bytearray]:
-    """The same of a list that was cut out of `text`; over `most` bytes are refused."""
+    """The same for a list that was cut out of `text`; refused above `most` bytes."""
     _check_dtype(name, dtype)
     count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
     if count * size > most:
@@ -44,7 +43,7 @@ def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut:
         raise InvalidRequest(f"{why} Input '{name}' has the shape {list(shape)} and the data-type {dtype}.")
     found, data = 0, bytearray()
     begin = -1
-    """Of a string that came in parts, in `data`."""
+    """Offset in `data` of a string that arrives in parts."""
     for values in json_slices.flat(name, text, cut):
         if values and type(values[0]) is json_slices.Part:
             part = values[0]
@@ -125,12 +124,12 @@ CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""Data-type -> the list of InferTensorContents that has its elements."""
+"""Data type -> the list of InferTensorContents that has its elements."""
 _CONTENTS = {"int_contents": "INT32", "uint_contents": "UINT32"}
 
 
 def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
-    """The elements of an InferTensorContents in the tensor's own form."""
+    """The elements of an InferTensorContents as the bytes of the tensor."""
     field = CONTENTS.get(dtype)
     if field is None:
         raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
@@ -151,7 +150,7 @@ def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
 
 
 def _flat(name: str, data: Any) -> list[Any]:
-    """The values in order. Nesting need not be that of the shape, but each value has to be as deep as the others."""
+    """The values in order. The nesting need not match the shape, but all values must have the same depth."""
     values: list[Any] = data if type(data) is list else [data]
     for _ in range(JSON_DEPTH):
         kinds = set(map(type, values))
@@ -164,7 +163,7 @@ def _flat(name: str, data: Any) -> list[Any]:
 
 
 def _json_kind(dtype: str) -> str:
-    """What Triton's parser calls a value of the type."""
+    """Triton's name for the JSON type of the data type."""
     kinds = {"BOOL": "boolean", "BYTES": "string", "FP32": "double", "FP64": "double"}
     return kinds.get(dtype, "unsigned-integer" if dtype.startswith("U") else "signed-integer")
 
@@ -175,7 +174,7 @@ def _json_names(kinds: set[type]) -> str:
 
 
 def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgspec.Raw:
-    """The values as one flat list of JSON. What is not a number is written NaN, Infinity and -Infinity."""
+    """The values as one flat JSON list. Non-finite floats are written as NaN, Infinity and -Infinity."""
     if dtype in _BINARY_ONLY:
         raise InvalidRequest(f"output '{name}': {dtype} data cannot be sent as JSON; request it as binary data")
     if dtype == "BYTES":
@@ -188,7 +187,7 @@ def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgsp
 
 
 def to_json_in_slices(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Work[msgspec.Raw]:
-    """The same, in turns with other work."""
+    """The same, in slices."""
     pieces: list[bytes] = []
     if dtype == "BYTES":
         for piece in _strings_in_slices(name, data):
@@ -205,7 +204,7 @@ def to_json_in_slices(name: str, dtype: str, shape: tuple[int, ...], data: bytes
 
 
 def _strings_in_slices(name: str, data: bytes) -> Iterator[bytes]:
-    """JSON of some strings, or of a part of one that is longer than a slice."""
+    """JSON of several strings, or of a part of one that is longer than a slice."""
     at = 0
     while at < len(data):
         texts, until = [], at + SLICE_BYTES

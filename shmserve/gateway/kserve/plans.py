@@ -1,7 +1,7 @@
-"""A request of the KServe protocol, written as JSON -> a Plan: what the broker is to be asked, and how it is answered.
+"""A KServe request in JSON -> a Plan: what to ask the broker, and how to answer.
 
-The rule of the file: bytes in, a Plan or InvalidRequest out; and what a Plan says can travel to the broker, so that no
-caller's mistake is counted as this gateway's.
+It takes bytes and returns a Plan or raises InvalidRequest. Invariant: a Plan can be encoded for the broker, so that a
+client's error is never counted as the gateway's.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _decode = msgspec.json.Decoder(_Request).decode
 
 
 class Place(Struct, frozen=True):
-    """Where a tensor is, or goes to, in shared memory that the caller has registered."""
+    """Place of a tensor in shared memory that the client has registered."""
 
     region: str
     offset: int
     size: int
 
     def check(self, region: str, size: int) -> None:
-        """Whether it is inside the region of this size. In the order of Triton, whose texts these are."""
+        """Checks that it is inside the region of this size, in the order and with the texts of Triton."""
         if self.offset >= size:
             raise InvalidRequest(f"Invalid offset for shared memory region: '{region}'")
         if self.offset + self.size > _MOST:
@@ -77,7 +77,8 @@ class Place(Struct, frozen=True):
 
 
 class Spec(Struct, frozen=True):
-    """An input. `data`: its bytes, where the JSON had them; or its `place`; else `size` bytes follow the JSON."""
+    """An input. Its bytes are in `data` if the JSON had them, or at its `place`; otherwise `size` bytes follow the
+    JSON."""
 
     name: str
     dtype: str
@@ -101,21 +102,21 @@ class Options(Struct):
     sequence_end: bool = False
     parameters: dict[str, Value] | None = None
     binary: bool = False
-    """All outputs as binary data, as far as nothing else is said of one."""
+    """Default of `Plan.is_binary`: send outputs as binary data."""
 
 
 class Plan(Struct):
-    """One request to a model. It may be used again for an equal one: nothing of it is ever changed."""
+    """One request to a model. Cached and shared by equal requests: never modify it."""
 
     inputs: tuple[Spec, ...]
     binary_bytes: int
-    """So many follow behind the JSON."""
+    """Bytes that follow the JSON."""
     options: Options
     outputs: Sequence[str] | Mapping[str, TopK | None] | None = None
     binary: dict[str, bool] = {}
-    """Outputs of which it is said how they are wanted."""
+    """Outputs for which the request sets `binary_data`."""
     places: dict[str, Place] = {}
-    """Outputs that are not sent, but written there."""
+    """Outputs that are written to shared memory instead of being sent."""
 
     @property
     def in_regions(self) -> list[str]:
@@ -128,7 +129,7 @@ class Plan(Struct):
 
 
 class Plans:
-    """Plans of what came before: callers repeat themselves, and what is equal to the byte means the same."""
+    """Cache of plans: clients repeat requests byte for byte."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Plan] = {}
@@ -152,7 +153,7 @@ def plan_of(text: bytes) -> Plan:
 
 
 def plan_in_slices(text: Text, most: int) -> Work[Plan]:
-    """The same of a large text, in turns with other work. `most`: bytes of an input."""
+    """The same for a large text, in slices. `most`: bytes of an input."""
     outline = yield from json_slices.outline(text)
     request = _request_of(outline.around)
     yield
@@ -184,7 +185,7 @@ def _request_of(text: bytes) -> _Request:
 
 
 def _with_what_is_no_number(text: bytes) -> _Request:
-    """NaN and Infinity are no JSON, but have always been taken and given here."""
+    """NaN and Infinity are not JSON, but are accepted and sent here."""
     try:
         return msgspec.convert(json.loads(text), _Request)
     except _UNREADABLE as error:
@@ -195,7 +196,7 @@ def _with_what_is_no_number(text: bytes) -> _Request:
 
 
 def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """What is said of an input, beside its data. Gives the shape."""
+    """Checks the fields of an input except its data. Returns the shape."""
     check_text("input name", name)
     if len(shape) > DIMS:
         raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
@@ -215,7 +216,7 @@ def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]
 
 
 def _shape_of(given: _Input) -> tuple[int, ...]:
-    if any(dim < 0 for dim in given.shape):  # Triton's parser answers this with the status 500
+    if any(dim < 0 for dim in given.shape):  # Triton's parser answers this with status 500
         raise Internal(
             "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer: input "
             f"'{given.name[:80]}' has the shape {given.shape[:DIMS]}"
@@ -244,14 +245,14 @@ def _spec(given: _Input) -> Spec:
 
 def _cut_spec(given: _Input, text: Text, cut: Cut, most: int) -> Work[Spec]:
     if "binary_data_size" in given.parameters or "shared_memory_region" in given.parameters:
-        return _spec(given)  # which raises
+        return _spec(given)  # raises
     shape = _shape_of(given)
     data = yield from json_tensors.cut_to_bytes(given.name, given.datatype, shape, text, cut, most)
     return Spec(given.name, given.datatype, shape, len(data), data)
 
 
 def add_outputs(plan: Plan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
-    """What is asked for, and how: names with their parameters."""
+    """Sets the requested outputs: names with their parameters."""
     if len(given) > TENSORS:
         raise InvalidRequest(f"the request names {len(given)} outputs; the limit is {TENSORS}")
     wanted: dict[str, TopK | None] = {}
@@ -297,8 +298,8 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
 
 
 def options_of(request_id: str, given: Mapping[str, Value]) -> Options:
-    """The parameters that mean something to the server, and the rest, which is the model's. `timeout` stays there:
-    the session knows it."""
+    """Separates the parameters of the server from those of the model. `timeout` stays with the latter: the session
+    handles it."""
     found = Options(check_text("request id", request_id) if request_id else "")
     if not given:
         return found
@@ -319,7 +320,7 @@ def options_of(request_id: str, given: Mapping[str, Value]) -> Options:
                 rest[check_text("parameter name", name)] = _parameter(name, value)
     if len(rest) > PARAMETERS:
         raise InvalidRequest(f"the request has {len(rest)} parameters; the limit is {PARAMETERS}")
-    if not found.sequence:  # number 0: no sequence, whatever else is said of it
+    if not found.sequence:  # sequence id 0: no sequence, so ignore its flags
         found.sequence_start = found.sequence_end = False
     if rest:
         found.parameters = rest
@@ -366,7 +367,7 @@ def check_version(version: str) -> str:
 
 
 def check_text(what: str, text: str) -> str:
-    """A name that the wire can carry."""
+    """A name that can be sent to the broker."""
     if len(text) > NAME_LENGTH:
         raise InvalidRequest(f"{what} '{text[:40]}...' has {len(text)} characters; the limit is {NAME_LENGTH}")
     return _writable(what, text)
@@ -385,9 +386,10 @@ def _writable(what: str, text: str) -> str:
 
 
 def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, bytes]:
-    """The plan of a request that is nothing but the bytes of the model's one input, and what has to stand before them.
+    """The plan of a request without JSON, whose body is the model's only input, and the bytes to insert before it.
 
-    `config` is the model's configuration."""
+    `config`: the model's configuration.
+    """
     inputs = config.get("input", [])
     if len(inputs) != 1:
         raise InvalidRequest(
@@ -409,7 +411,7 @@ def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, by
 
 
 def tensor_type(config: Mapping[str, Any]) -> str:
-    """Of an input in a model's configuration."""
+    """The data type of an input in a model's configuration."""
     found: str = config["data_type"].removeprefix("TYPE_")
     return "BYTES" if found == "STRING" else found
 

@@ -1,7 +1,6 @@
-"""Errors of the server as the doors say them. The rule of the file: one table, and every code of the error tree is in
-it.
+"""Server errors -> status codes and texts of HTTP and gRPC. Invariant: the table has every code of the error tree.
 
-What this process knows of its own connection to the broker (paths, addresses) is not told to callers.
+Errors of the gateway's own connection to the broker (paths, addresses) are not disclosed to clients.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ BY_CODE = {
     "INTERNAL": (500, "INTERNAL"),
     "UNKNOWN": (400, "UNKNOWN"),
 }
-"""Code of an error -> status of HTTP, status of gRPC."""
+"""Code of an error -> HTTP status, gRPC status."""
 
 UNREACHABLE = "the server behind this gateway is unreachable, or ended before it responded"
 DECOUPLED = "has a decoupled transaction policy"
@@ -34,7 +33,7 @@ NO_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction
 NO_DECOUPLED_RPC = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 NO_OUTPUT = "unexpected inference output"
-"""The one mistake in a request that Triton reports without its id."""
+"""The only invalid request that Triton reports without its id."""
 
 REASONS = {
     200: "OK",
@@ -65,7 +64,7 @@ def grpc_of(error: ServeError) -> str:
 
 
 def text_of(error: ServeError, request_id: str = "") -> str:
-    """The text for a caller. Of a request that has an id, and was asked wrongly, it begins with that."""
+    """The text for a client. For an invalid request that has an id, it begins with the id."""
     if isinstance(error, ConnectionLost):
         return UNREACHABLE
     text = str(error)
@@ -75,12 +74,12 @@ def text_of(error: ServeError, request_id: str = "") -> str:
 
 
 def http_text_of(error: ServeError, request_id: str = "") -> str:
-    """The same for HTTP, which cannot answer more than once."""
+    """The same for HTTP, which can send only one response."""
     text = text_of(error, request_id)
     return f"{NO_DECOUPLED}: {text}" if error.code == "UNSUPPORTED" and DECOUPLED in text else text
 
 
 def grpc_text_of(error: ServeError, request_id: str = "") -> str:
-    """The same for gRPC, where one call can."""
+    """The same for a unary gRPC call. ModelStreamInfer takes decoupled models, and uses `text_of`."""
     text = text_of(error, request_id)
     return f"{NO_DECOUPLED_RPC}: {text}" if error.code == "UNSUPPORTED" and DECOUPLED in text else text
