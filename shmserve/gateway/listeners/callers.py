@@ -1,6 +1,5 @@
-"""All connections of a listening socket of HTTP, of either version, and what they share. The rule of the file: one slow
-clock for all of them, so that no request costs a timer.
-"""
+"""The connections of an HTTP/1.1 or HTTP/2 listener, and the state they share. One slow clock serves all timeouts, so
+that no request costs a timer."""
 
 from __future__ import annotations
 
@@ -19,28 +18,29 @@ from shmserve.gateway.listeners.listen import Listener
 from shmserve.gateway.metrics import family
 
 EVICTED = 32
-"""Idle connections that are closed at once, at most."""
+"""Maximum number of idle connections evicted at once."""
 TURNS = 4
-"""The slow clock goes so often while the shortest time that it measures goes by."""
+"""Turns of the slow clock in the shortest time that it measures."""
 
 
 class Caller(Protocol):
     """A connection."""
 
     def look(self, waited: int) -> None:
-        """Every turn of the slow clock. `waited`: so many turns are too many for one who keeps others waiting."""
+        """Called on every turn of the slow clock. `waited`: turns without enough progress after which a client times
+        out."""
 
     def stop(self) -> None:
-        """No more requests are taken after those that are here."""
+        """Takes no more requests after the current ones."""
 
     def abort(self) -> None: ...
 
     @property
     def idle_since(self) -> float | None:
-        """On the clock of the loop. None: it is in use, and no slower than the data rate."""
+        """On the clock of the loop. None: in use, and not slower than the data rate."""
 
     def evict(self) -> None:
-        """Closes it, as a new connection needs its place."""
+        """Closes the connection to make room for a new one."""
 
 
 class Bounds(Protocol):
@@ -57,7 +57,8 @@ class Bounds(Protocol):
 
 
 class Callers:
-    """`made` makes the protocol of a new connection. `turn_s`: of the slow clock. `budget`: for what clients send."""
+    """`made` makes the protocol of a new connection. `turn_s`: period of the slow clock. `budget`: for bodies and
+    unsent responses."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: Bounds, turn_s: float, budget: Budget,
@@ -70,7 +71,7 @@ class Callers:
         self.reads = reads or ReadTurns(loop)
         self.turn = 0
         self.least_bytes = max(1, int(bounds.data_rate * turn_s))
-        """Whoever moves less in a turn is waited for no longer than one who does not move."""
+        """Progress of fewer bytes in a turn counts as none."""
         self.idle_turns = math.ceil(bounds.idle_timeout_s / turn_s)
         self.stopping = False
         self.answers: Counter[int] = Counter()
@@ -88,7 +89,7 @@ class Callers:
         return await self._listener.open(address, port, share, tls)
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
-        """Certificates and tokens have been read again."""
+        """Applies reloaded certificates and tokens."""
         if tls is not None:
             self._listener.renew(tls)
 
@@ -97,11 +98,11 @@ class Callers:
         return len(self._connections)
 
     def _room(self) -> int:
-        """How many connections may be in the handshake of TLS."""
+        """Maximum number of connections in the TLS handshake."""
         return self._bounds.connections - len(self._connections)
 
     def metrics(self, protocol: str, answers: str, label: str) -> str:
-        """`answers`: what they are called. `label`: that of their status."""
+        """`answers`: the help text for the counter of responses. `label`: the name of its status label."""
         name = protocol.lower()
         counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
         opened = f"Open {protocol} connections, including those in the TLS handshake"
@@ -121,8 +122,8 @@ class Callers:
         return len(self._connections) <= self._bounds.connections and not self.stopping
 
     def _evict(self) -> None:
-        """Closes those that are idle for longest; their clients connect again when they need to. Several at once, as
-        all connections are looked at to find them."""
+        """Closes the connections that have been idle longest; their clients reconnect when they need to. Several at
+        once, because the search scans all connections."""
         idle = [(since, one) for one in self._connections if (since := one.idle_since) is not None]
         idle.sort(key=itemgetter(0))
         for _, connection in idle[: max(1, min(EVICTED, len(idle) // 8))]:
@@ -138,7 +139,7 @@ class Callers:
     def answered(self, status: int) -> None:
         self.answers[status] += 1
 
-    # ------------------------------------------------------------------------------------ time, and the end
+    # ------------------------------------------------------------------------------------ timeouts and shutdown
 
     def _tick(self) -> None:
         self.turn += 1
@@ -147,7 +148,7 @@ class Callers:
             connection.look(self._read_turns)
 
     async def close(self) -> None:
-        """Takes no new requests, and waits for the answers to those that are here, as long as the limit says."""
+        """Stops accepting requests and waits for those in flight, up to the exit timeout."""
         self.stopping = True
         self._listener.close()
         for connection in list(self._connections):

@@ -1,6 +1,5 @@
-"""The listening sockets of one endpoint. Certificates change without closing them, so that no client that is connecting
-is refused.
-"""
+"""The listening sockets of one endpoint. Certificates are replaced without closing them, so that no client is refused
+while it connects."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from shmserve.gateway.listeners.handshakes import Handshakes
 
 BACKLOG = 1024
 HANDSHAKE_S = 10.0
-"""At most, for the handshake of TLS; who has not done with it by then is let go."""
+"""Maximum time for the TLS handshake; a slower client is disconnected."""
 _GOODBYE_S = 5.0
-"""For the caller's last word of TLS."""
+"""Maximum time to wait for the client's TLS close_notify."""
 
 
 class Listener:
-    """`made` makes the protocol of a new connection. `room`: how many connections may be in the handshake of TLS.
+    """`made` makes the protocol of a new connection. `room`: maximum number of connections in the TLS handshake.
     `patience_s`: for the handshake."""
 
     def __init__(
@@ -44,7 +43,8 @@ class Listener:
         return self._handshakes.count if self._handshakes is not None else 0
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
-        """Listens, and says on which port. `share`: others may listen there as well, and the kernel spreads callers."""
+        """Listens, and returns the port. `share`: other processes may listen on it too, and the kernel distributes
+        clients."""
         server = await self._loop.create_server(
             self._made, address, port, reuse_port=share or None, backlog=BACKLOG, start_serving=tls is None
         )
@@ -62,7 +62,7 @@ class Listener:
         return found
 
     def renew(self, tls: ssl.SSLContext) -> None:
-        """With other certificates for handshakes that start from now on."""
+        """Sets the certificates for handshakes that start from now on."""
         assert self._handshakes is not None
         self._handshakes.tls = tls
 
@@ -74,7 +74,7 @@ class Listener:
 
 
 def is_local(host: str) -> bool:
-    """Whether nobody but this machine can reach it."""
+    """Whether only this machine can reach it."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
