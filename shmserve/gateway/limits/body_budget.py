@@ -1,4 +1,4 @@
-"""Bytes of request bodies and of unsent answers that the gateway holds for its clients. Only bytes that have arrived
+"""Bytes of request bodies and of unsent responses that the gateway holds for its clients. Only bytes that have arrived
 count, never an announced size.
 
 A connection, and an address, may hold a share (by default a quarter) of what all others leave, or an equal part if that
@@ -7,8 +7,7 @@ address hold while it has less than an equal part of that. So limits can be exce
 
 The rule differs from that of caller_shares.py: a call is refused before it costs anything, and the broker's limit on
 calls is hard; a body is refused when part of it has been received, so a connection must get an equal part whatever
-others hold.
-Both use `share_of_rest`.
+others hold. Both use `share_of_rest`.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class Budget:
         self.connection = connection
         self.address = address
         self.sure = min(connection, address) * limit
-        """Up to so many bytes in total nobody can be over a share."""
+        """Total up to which no connection or address can exceed its share."""
         self.held = 0
         self.holders = 0
         """Connections that hold anything."""
         self._addresses: WeakValueDictionary[str, _Address] = WeakValueDictionary()
 
     def account(self, address: str) -> Account:
-        """Of a new connection. `address`: of the peer of its socket."""
+        """The account of a new connection. `address`: of the peer of its socket."""
         address = network_of(address)
         if not address:
             return Account(self, None)
@@ -58,7 +57,7 @@ class Budget:
         return Account(self, found)
 
     def share_of(self, share: float, held: int, parties: int) -> float:
-        """What a party that holds so much may hold in all, as one of so many."""
+        """Maximum bytes for one of `parties`, which holds `held` bytes now."""
         return max(share_of_rest(share, self.limit, self.held, held), self.limit / max(parties, 1 / share))
 
     @property
@@ -76,10 +75,10 @@ class Account:
         self._address = address
         self.held = 0
         self.unsent = 0
-        """Of `held`, bytes of an answer."""
+        """Bytes of a response, included in `held`."""
 
     def take(self, size: int) -> None:
-        """Counts bytes that have arrived. Unavailable: that would be more than a share, and they are not counted."""
+        """Counts bytes that have arrived. Unavailable: they would exceed a share, and are not counted."""
         budget, address = self._budget, self._address
         if budget.held + size > budget.sure:
             self._check(size)
@@ -93,7 +92,7 @@ class Account:
             address.held += size
 
     def give(self, size: int) -> None:
-        """They are held no longer."""
+        """Releases bytes."""
         budget, address = self._budget, self._address
         self.held -= size
         budget.held -= size
@@ -105,7 +104,8 @@ class Account:
                 address.holders -= 1
 
     def answer(self, size: int) -> None:
-        """Of a large answer to the one request of the connection, whose body is not held any more. `sent` gives it."""
+        """Charges a large response to the current request of the connection, whose body is released. `sent` releases
+        it."""
         self.give(self.held)
         self.unsent = 0
         self.take(size)
@@ -116,7 +116,7 @@ class Account:
         self.unsent = 0
 
     def used(self) -> None:
-        """Only the answer is held still."""
+        """Releases everything except the response."""
         self.give(self.held - self.unsent)
 
     def _check(self, size: int) -> None:

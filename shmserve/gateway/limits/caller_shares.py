@@ -1,11 +1,11 @@
-"""What one connection, address or token may have in flight at the broker through this gateway.
+"""Limits what one connection, address or token may have in flight at the broker through this gateway.
 
-The broker sees a gateway as one client, with one limit on its requests (client_requests) and one on its questions
-(client_questions), and all callers share the gateway's memory for inputs. So without shares the callers of one slow
+The broker sees a gateway as one client, with one limit on its requests (client_requests) and one on its queries
+(client_questions), and all clients share the gateway's memory for inputs. So without shares the clients of one slow
 model could use up everything. Each party may use a fraction of what all others leave, so something is always left. As
-in the broker (core/requests/quotas.py), a full share of an address or a token is closed only to those who already have
-much of it: its connections divide as much again by the same rule, and one with nothing in flight is refused only where
-the rest is reserved for other addresses.
+in the broker (core/requests/quotas.py), a full share of an address or a token is closed only to connections that
+already have much of it: they divide as much again by the same rule, and a connection with nothing in flight is refused
+only if the rest is reserved for other addresses.
 
 Invariant: the counts of an account are the sums over the calls in flight that were charged to it.
 """
@@ -22,7 +22,7 @@ from shmserve.gateway.metrics import family
 
 
 class Bounds(Struct, frozen=True):
-    """Fractions of what the others leave, above 0; 1 is no limit but the total."""
+    """Fractions of what the others leave, above 0; with 1 only the total is limited."""
 
     connection: float = 0.25
     address: float = 0.25
@@ -32,7 +32,7 @@ class Bounds(Struct, frozen=True):
 
 
 class Account:
-    """`kind`: whose, as the flag and the error text name it."""
+    """`kind`: of the party, as in the flag and in error texts."""
 
     __slots__ = ("calls", "connections", "input_bytes", "kind", "share")
 
@@ -42,17 +42,17 @@ class Account:
         self.calls = 0
         self.input_bytes = 0
         self.connections = 0
-        """That use this account, idle ones too."""
+        """Connections that use this account, including idle ones."""
 
 
 class Creditor(Protocol):
-    """Is told when a call is over."""
+    """Gets back what a call was charged when it is over."""
 
     def give(self, input_bytes: int) -> None: ...
 
 
 class Charged(Protocol):
-    """What `Payer.charge` notes on a ticket, for `release`."""
+    """The fields of a ticket that `Payer.charge` sets and `release` reads."""
 
     payer: Creditor | None
     input_bytes: int
@@ -71,12 +71,12 @@ class Payer:
         self.calls = 0
         self.input_bytes = 0
         self.questions = questions or self
-        """Who pays for questions."""
+        """The account for queries."""
         self.token = token
-        """The name of who has it, or a ZeroMQ client's key: ids of sequences belong to it. Empty: there is none."""
+        """Name of the token, or the key of a ZeroMQ client; "": none. Sequence ids are scoped by it."""
 
     def charge(self, ticket: Charged, input_bytes: int) -> None:
-        """Unavailable: it would be over a share, and nothing is charged."""
+        """Unavailable: a share would be exceeded, and nothing is charged."""
         ticket.payer = None
         self.take(input_bytes)
         ticket.payer = self
@@ -102,14 +102,14 @@ class Payer:
 
 
 def release(ticket: Charged) -> None:
-    """Its call is not in flight any more. May be called again."""
+    """The call is not in flight any more. May be called repeatedly."""
     payer, ticket.payer = ticket.payer, None
     if payer is not None:
         payer.give(ticket.input_bytes)
 
 
 class Pool:
-    """The calls of one kind that the broker takes from this gateway. `limit`: the broker's name of how many."""
+    """The calls of one kind that the broker accepts from this gateway. `limit`: the broker's name of their limit."""
 
     def __init__(self, what: str, limit: str, calls: int, bounds: Bounds) -> None:
         self.total = Account("gateway", 1.0)
@@ -122,7 +122,7 @@ class Pool:
         self.allow(calls, bounds.input_bytes)
 
     def allow(self, calls: int, input_bytes: int | None = None) -> None:
-        """So many in all. Below `calm_calls` and `calm_bytes` no party can be over its share."""
+        """Sets the total. Below `calm_calls` and `calm_bytes` no party can exceed its share."""
         bounds = self._bounds
         least = min(bounds.connection, bounds.address, bounds.token)
         self.calls = calls
@@ -133,7 +133,7 @@ class Pool:
 
     @property
     def most_calls(self) -> int:
-        """That a connection may have in flight while there are no others."""
+        """Calls that a connection may have in flight while there are no others."""
         return int(self._bounds.connection * self.calls)
 
     # ------------------------------------------------------------------------------------ accounts
@@ -156,7 +156,7 @@ class Pool:
     # ------------------------------------------------------------------------------------ limits
 
     def check(self, payer: Payer, input_bytes: int) -> None:
-        """Unavailable: one more call, with so many bytes of inputs, would put one of its accounts over its share."""
+        """Unavailable: one more call with these input bytes would put an account over its share."""
         total = self.total
         for account in payer.accounts[1:]:
             if _is_over(account, account.calls, payer.calls, total.calls, self.calls, 1):
@@ -188,7 +188,7 @@ class Pool:
 
 
 class ConnectionShares:
-    """Of one connection, from its beginning to `close`."""
+    """The shares of one connection, until `close`."""
 
     __slots__ = ("_accounts", "_address", "_payers", "_shares")
 
@@ -200,7 +200,7 @@ class ConnectionShares:
         self._payers: dict[str, Payer] = {}
 
     def payer(self, token: str) -> Payer:
-        """`token`: the name of who has it; empty for a call without one."""
+        """`token`: its name; "" for a call without one."""
         found = self._payers.get(token)
         if found is None:
             shares, address, (requests, questions) = self._shares, self._address, self._accounts
@@ -217,7 +217,7 @@ class ConnectionShares:
 
 
 class Shares:
-    """Of one gateway."""
+    """The shares of one gateway."""
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
@@ -225,12 +225,12 @@ class Shares:
         self.questions = Pool("questions", "client_questions", 1024, self.bounds)
 
     def limits(self, said: dict[str, int]) -> None:
-        """What the broker says in Welcome."""
+        """Applies the limits in the broker's Welcome."""
         for pool in (self.requests, self.questions):
             pool.allow(said.get(pool.limit, pool.calls))
 
     def connect(self, address: str) -> ConnectionShares:
-        """`address`: of the peer of the socket. What a proxy writes into headers is not looked at: callers can too."""
+        """`address`: of the peer of the socket. Headers that a proxy adds are ignored: clients can send them too."""
         return ConnectionShares(self, network_of(address))
 
     def metrics(self) -> str:
@@ -252,13 +252,13 @@ class Shares:
 
 
 def share_of_rest(share: float, most: int, total: int, used: int) -> float:
-    """What one who uses so much may use: a fraction of what all others leave."""
+    """What a party that uses `used` may use in all: a fraction of what all others leave."""
     return share * (most - total + used)
 
 
 def _is_over(account: Account, used: int, part: int, total: int, most: int, more: int) -> bool:
-    """Whether `more` would be too much for an account that has used so much, `part` of it by this payer, while all
-    have `total` of `most` in flight."""
+    """Whether `more` would be too much for an account that uses `used`, `part` of it by this payer, while `total` of
+    `most` is in flight."""
     limit = share_of_rest(account.share, most, total, used)
     if not used or used + more <= limit:
         return False
@@ -285,8 +285,8 @@ def _left(accounts: dict[str, Account], key: str) -> None:
 
 
 def network_of(address: str) -> str:
-    """What callers are counted by: with IPv6 the /64 network, as a host mostly has all of one. Empty for a loopback
-    address, which all callers on this machine have, and all behind a proxy on it."""
+    """The key that clients are counted by: with IPv6 the /64 network, since a host usually has a whole one. "" for a
+    loopback address, which is shared by all clients on this machine, and all behind a proxy on it."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

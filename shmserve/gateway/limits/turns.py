@@ -1,8 +1,7 @@
-"""Long work on the event loop, a slice at a time: one slice per iteration of the loop, whoever it is for, so other
-clients wait for one slice and not for all of the work. Reading large bodies is bounded per iteration, too.
+"""Runs long work on the event loop in slices: one slice of one job per iteration of the loop, so that other clients
+wait for one slice and not for all of the work. Reading large bodies is bounded per iteration, too.
 
-Work is a generator that yields between slices. A thread would not help: what takes long here holds the interpreter's
-lock.
+Work is a generator that yields between slices. A thread would not help: the long operations hold the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 SLICE_BYTES = 64 * 1024
-"""Bytes of input or output that one slice is about: a few milliseconds of work."""
+"""Approximate bytes of input or output per slice: a few milliseconds of work."""
 Work = Generator[None, None, T]
 
 
@@ -38,7 +37,7 @@ class Job:
             work.close()
 
     def step(self) -> bool:
-        """Whether there is more to do."""
+        """Runs one slice. True: there is more to do."""
         work = self._work
         if work is None:
             return False
@@ -64,7 +63,7 @@ class Turns:
         self._scheduled = False
 
     def run(self, work: Work[T], then: Callable[[T], None], failed: Callable[[Exception], None]) -> Job:
-        """The first slice runs at once, so work of one slice costs no iteration."""
+        """Runs the first slice at once, so work of one slice costs no iteration."""
         job = Job(work, then, failed)
         if job.step():
             self._jobs.append(job)
@@ -86,25 +85,25 @@ class Turns:
 
 
 READ_BYTES = 2 << 20
-"""That all connections together read in one iteration of the loop: 1 to 2 ms of work."""
+"""Bytes that all connections together read in one iteration of the loop: 1 to 2 ms of work."""
 LEAST_BYTES = 64 * 1024
-"""That a connection may read, however many others do."""
+"""Minimum share of a connection."""
 CROWDED_BYTES = 16 * 1024
-"""The most that one read may take when all have been read."""
+"""Maximum size of one read when READ_BYTES are used up."""
 
 
 class Reader:
-    """A connection, as far as it reads."""
+    """The reading side of a connection."""
 
     def __init__(self) -> None:
         self._transport: Any = None
         self._reading = True
         self.read_turn = self.read_bytes = 0
-        """So many in the iteration `read_turn`."""
+        """Bytes read in the iteration `read_turn`."""
 
     @property
     def _may_read(self) -> bool:
-        """It waits for nothing else."""
+        """Whether nothing else keeps reading paused."""
         raise NotImplementedError
 
     def pause(self) -> None:
@@ -119,8 +118,8 @@ class Reader:
 
 
 class ReadTurns:
-    """What connections read of large bodies. The event loop lets a connection read as long as there is more, so one
-    that has had its part of READ_BYTES is paused until the next iteration."""
+    """Divides reads of large bodies between connections. The event loop lets a connection read as long as there is
+    more, so one that has used its share of READ_BYTES is paused until the next iteration."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -131,11 +130,11 @@ class ReadTurns:
         self._scheduled = False
 
     def bounded(self, space: memoryview) -> memoryview:
-        """As much of the space for one read as may be used in this iteration."""
+        """The part of `space` that one read may use in this iteration."""
         return space[: self._share if self._left > 0 else CROWDED_BYTES]
 
     def count(self, reader: Reader, size: int) -> None:
-        """It has read so much, and is paused if that is enough."""
+        """Counts bytes that were read, and pauses the connection when its share is used up."""
         if reader.read_turn != self._turn:
             reader.read_turn = self._turn
             reader.read_bytes = 0
@@ -162,7 +161,7 @@ class ReadTurns:
 
 
 def finished(work: Work[T]) -> T:
-    """All of it at once, for work that is known to be small."""
+    """Runs work to its end, for work that is known to be small."""
     while True:
         try:
             next(work)
