@@ -1,9 +1,7 @@
-"""Who may do what at each endpoint.
+"""Access control of the endpoints.
 
-access             roles of a caller
-tokens             bearer tokens, and their file
-restricted_apis    groups of actions behind a header
-header_forwarding  headers that are passed on to models
-tls                certificates
-gate               all of this, as the options say, for each endpoint
+`gate` builds it from the options: a Guard for each endpoint, with its TLS context and its Access, reloaded on SIGHUP.
+For each request, `access` compares the roles of the client with those that the action needs; `tokens` has the roles of
+bearer tokens, and `restricted_apis` are groups of actions that need a header. `header_forwarding` selects the headers
+that are passed on to models, and `tls` loads certificates.
 """

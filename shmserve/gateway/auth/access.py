@@ -1,6 +1,5 @@
-"""Who may do what at a door. The rule of the file: it is decided by what is wanted, never by the path or the method
-that leads there, and every door asks here; what is not in the table nobody may do.
-"""
+"""Access rules of all endpoints. Invariant: access depends on the action, never on the path or method of the request;
+every endpoint checks here; an action that is not in the table is denied."""
 
 from __future__ import annotations
 
@@ -38,22 +37,22 @@ NEEDS = {
     "named_repository": (OPERATE,),
     "openapi": _ANY,
 }
-"""What is wanted -> the roles of which the door has to give one. What is not here nobody gets."""
+"""Action -> the roles of which one is needed. An action that is not listed is denied."""
 OPEN = ("live", "ready")
-"""Whoever watches over the process may ask this without a token: it says yes or no, and nothing else."""
+"""Actions that need no token, for process monitoring: the answer is yes or no."""
 _NOBODY = ("of nobody",)
 _NO_RESTRICTIONS = Restrictions()
 
 
 class Unauthenticated(Denied):
-    """With a token it might be another thing."""
+    """A token might allow the request."""
 
     code = "UNAUTHENTICATED"
 
 
 class Access:
-    """`roles`: of callers without a token. Where there are `tokens`, one that is not among them is refused, whatever
-    the door gives."""
+    """`roles`: of clients without a token. With `tokens`, an unknown token is refused even if the endpoint grants the
+    role."""
 
     def __init__(
         self, roles: Iterable[str], tokens: Tokens | None = None, restrictions: Restrictions = _NO_RESTRICTIONS,
@@ -61,7 +60,7 @@ class Access:
     ) -> None:  # fmt: skip
         self._roles = frozenset(roles)
         self.tokens = tokens
-        """Set anew when their file has been read again."""
+        """Replaced when the file is reloaded."""
         self._restrictions = restrictions
         self._knob = knob
 
@@ -72,8 +71,8 @@ class Access:
         return f"{whom + ', ' if whom else ''}tokens: {len(self.tokens)}"
 
     def check(self, action: str, header: Callable[[str], str | None]) -> str:
-        """`header` gives the value of a header, whose name is in lower case. Raises what the caller is told; returns
-        the name of the token that came, or ""."""
+        """Checks access and returns the name of the token, or "". `header` returns the value of a header, given its
+        name in lower case. Raises errors for the client."""
         roles, needs, tokens, name = self._roles, NEEDS.get(action, _NOBODY), self.tokens, ""
         if tokens is not None and action not in OPEN:
             given = header("authorization")

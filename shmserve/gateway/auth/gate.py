@@ -1,6 +1,5 @@
-"""What stands before each door: TLS, tokens, restricted APIs, and which headers go on to models. The rule of the file:
-what the flags name is read as a whole, or what was read before goes on.
-"""
+"""Access control of each endpoint, built from the options: TLS, tokens, restricted APIs, and which headers are passed
+on to models. Invariant: a reload takes all files or none."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ log = logging.getLogger("shmserve.gateway")
 
 
 class Guard:
-    """Of one door."""
+    """Access control of one endpoint."""
 
     def __init__(self, access: Access, forward: Forward | None, files: Files | None, alpn: str) -> None:
         self.access = access
@@ -38,7 +37,7 @@ class Guard:
         return None if self._files is None else tls.exposed(self._files)
 
     def lack(self, address: str) -> str | None:
-        """What everybody should know who opens this door to more than this machine."""
+        """The warning for an endpoint that is reachable from other machines without authentication or TLS."""
         if is_local(address):
             return None
         certified = self.tls is not None and self.tls.verify_mode == ssl.CERT_REQUIRED
@@ -54,7 +53,7 @@ class Guard:
 
 
 class Guards:
-    """Of all doors, as the flags say. Raises Failed and Misuse."""
+    """Access control of all endpoints. Raises Failed and Misuse."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._tokens_file: str | None = args.tokens_file
@@ -91,7 +90,7 @@ class Guards:
             raise Failed(f"--tokens-file {self._tokens_file}: {error}") from error
 
     def read_again(self) -> None:
-        """Certificates and tokens. Raises Failed, and nothing has changed then."""
+        """Reloads certificates and tokens. Raises Failed, and changes nothing then."""
         found = self._read_tokens()
         try:
             contexts = [guard.read_tls() for guard in self._all()]
@@ -107,7 +106,7 @@ class Guards:
 
 
 def _roles(given: str | None, found: tokens.Tokens | None) -> list[str]:
-    """Of callers without a token."""
+    """Roles of clients without a token."""
     if given is not None:
         return given.split(",")
     return names(INFER | OBSERVE) if found is None else []
@@ -127,7 +126,7 @@ def _common(args: argparse.Namespace) -> Files | None:
 
 
 def _rpc(args: argparse.Namespace) -> Files | None:
-    """With Triton's flags, for gRPC alone."""
+    """Triton's flags, which apply to gRPC only."""
     certificate, key, root = args.grpc_server_cert, args.grpc_server_key, args.grpc_root_cert
     if not (args.grpc_use_ssl or args.grpc_use_ssl_mutual):
         if certificate or key or root:

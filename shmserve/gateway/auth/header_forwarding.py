@@ -1,6 +1,5 @@
-"""Headers of a request that its model gets to see, as parameters. The rule of the file: which ones is a pattern of the
-operator's, matched in a time that grows with the name's length and with nothing else, as callers choose the names.
-"""
+"""Request headers that are passed on to the model as parameters, selected by a pattern of the operator. Invariant: a
+match takes time linear in the length of the name, since clients choose the names (hence RE2)."""
 
 from __future__ import annotations
 
@@ -16,18 +15,19 @@ _REMEMBERED = 1024
 _OWN = frozenset(
     ("headers", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
 )
-"""As parameters these mean something to the server, so they cannot be forwarded as such."""
+"""As parameters these have a meaning for the server, so they cannot be forwarded."""
 _OWN_PREFIX = "triton_"
 STREAM_ERROR = "triton_grpc_error"
-"""Metadata of gRPC that the server reads: never forwarded."""
+"""gRPC metadata for the server: never forwarded."""
 Value = Any
 
 
 class Forward:
-    """The names that the whole `pattern` fits, but not those `withheld` (in lower case): tokens and keys are no
-    business of the model's.
+    """Forwards headers whose whole name matches `pattern`, except those in `withheld` (lower case): models must not see
+    tokens and keys.
 
-    ValueError: it is no pattern. ImportError: there is nothing here that could match it."""
+    ValueError: the pattern is invalid. ImportError: RE2 is not installed.
+    """
 
     def __init__(self, pattern: str, withheld: Iterable[str] = ()) -> None:
         import re2
@@ -47,7 +47,7 @@ class Forward:
         self._known: dict[str, bool] = {}
 
     def of(self, headers: Iterable[tuple[str, str]]) -> dict[str, str] | None:
-        """Several of one name are one, as HTTP has it; it is called as the first of them was written."""
+        """Joins headers of the same name, as in HTTP, under the spelling of the first."""
         found: dict[str, str] = {}
         written: dict[str, str] = {}
         for name, value in headers:
@@ -84,7 +84,8 @@ class Forward:
 
 
 def merged(parameters: Mapping[str, Value] | None, forwarded: dict[str, str] | None) -> Mapping[str, Value] | None:
-    """The parameters of a request with its headers: what its body has under the name of one of them is left out."""
+    """The parameters of a request with its forwarded headers, which take precedence over parameters of the same
+    name."""
     if not forwarded:
         return parameters
     found: dict[str, Value] = dict(forwarded)

@@ -1,6 +1,5 @@
-"""Restricted APIs: groups of what can be wanted, each behind a header with a value that only some callers know. The
-rule of the file: values are compared in a time that says nothing of them, and stand in no text.
-"""
+"""Restricted APIs: groups of actions that need a header with a secret value. Invariant: values are compared in constant
+time, and appear in no text."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ GROUPS = {
     "trace": ("trace", "set_trace"),
     "logging": ("log", "set_log"),
 }
-"""Triton's names -> what is wanted, as in access.NEEDS."""
+"""Triton's names -> actions, as in access.NEEDS."""
 RPC_PREFIX = "triton-grpc-protocol-"
-"""What the header's name begins with in gRPC, and the flag leaves out."""
+"""Prefix of the header's name in gRPC; the flag omits it."""
 
 
 class Restriction(NamedTuple):
-    """What one flag says."""
+    """One restriction, as given by a flag."""
 
     groups: tuple[str, ...]
     header: str
@@ -32,7 +31,7 @@ class Restriction(NamedTuple):
 
 
 def read(text: str, prefix: str = "") -> Restriction:
-    """`GROUP,GROUP:header=value`. ValueError says what is wrong with it, without the value."""
+    """Parses `GROUP,GROUP:header=value`. The text of a ValueError does not contain the value."""
     names, colon, rest = text.partition(":")
     header, equals, value = rest.partition("=")
     if not colon or not equals or not header or not value:
@@ -49,16 +48,16 @@ def read(text: str, prefix: str = "") -> Restriction:
 
 
 class Restrictions:
-    """`what`: api or protocol, as the texts of Triton have it."""
+    """`what`: API or protocol, as in Triton's texts."""
 
     def __init__(self, given: Iterable[Restriction] = (), what: str = "API") -> None:
-        from hmac import compare_digest  # here, as `shmserve --help` reads this file
+        from hmac import compare_digest  # not at the top: `shmserve --help` imports this module
 
         self._same = compare_digest
         self._what = what
         self._of: dict[str, tuple[str, Restriction]] = {}
         self.headers: set[str] = set()
-        """In lower case: models do not get to see them."""
+        """In lower case; never passed on to models."""
         for one in given:
             name = one.header.lower()
             self.headers.add(name)
@@ -69,7 +68,7 @@ class Restrictions:
                     self._of[action] = name, one
 
     def refusal(self, action: str, header: Callable[[str], str | None]) -> str | None:
-        """`header` gives the value of a header, whose name is in lower case. None: go on."""
+        """Why the action is refused, or None. `header` returns the value of a header, given its name in lower case."""
         found = self._of.get(action)
         if found is None:
             return None

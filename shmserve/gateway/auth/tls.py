@@ -1,6 +1,5 @@
-"""Certificates -> what a door speaks TLS with. The rule of the file: an error names the file that was given, and the
-flag that gave it; old versions of TLS are not spoken.
-"""
+"""Certificates -> the TLS context of an endpoint, for TLS 1.2 and later. Invariant: an error names the file and the
+flag that gave it."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ class Given(NamedTuple):
 
 
 class Files(NamedTuple):
-    """`key`: where it is not in the file of the certificate. `client_ca`: callers need a certificate that one of these
-    has signed."""
+    """`key`: if it is not in the certificate file. `client_ca`: clients need a certificate signed by one of these
+    CAs."""
 
     certificate: Given
     key: Given | None = None
@@ -34,7 +33,7 @@ class Files(NamedTuple):
 
 
 def context(files: Files, alpn: str) -> ssl.SSLContext:
-    """`alpn`: the one protocol that is spoken, http/1.1 or h2."""
+    """`alpn`: the only protocol, http/1.1 or h2."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
@@ -43,7 +42,7 @@ def context(files: Files, alpn: str) -> ssl.SSLContext:
         if given is not None:
             _readable(given)
     key = files.key or files.certificate
-    _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files.certificate)  # whose error says more
+    _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files.certificate)  # its error is more precise
     try:
         made.load_cert_chain(files.certificate.path, key.path, password=_no_password)
     except _Encrypted:
@@ -59,7 +58,7 @@ def context(files: Files, alpn: str) -> ssl.SSLContext:
 
 
 def exposed(files: Files) -> str | None:
-    """What has to be said of the key, which others must not be able to read."""
+    """The warning for a private key that other users can access."""
     key = files.key or files.certificate
     mode = os.stat(key.path).st_mode
     if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
@@ -75,7 +74,7 @@ def _load_authorities(context: ssl.SSLContext, given: Given) -> None:
 
 
 class _Encrypted(Exception):
-    """Its password is asked for."""
+    """OpenSSL asked for the password of the key."""
 
 
 def _no_password() -> str:

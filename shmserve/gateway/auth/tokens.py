@@ -1,7 +1,7 @@
-"""Bearer tokens: who has one, and what he may do with it. The rule of the file: what is kept is the SHA-256 of a token,
-from which nobody can make it again; tokens are long and random, so nothing slower is needed.
+"""Bearer tokens and their roles. Invariant: the file has only the SHA-256 of a token, from which it cannot be
+recovered; tokens are long and random, so no slower hash is needed.
 
-A line of the file is `NAME ROLE,ROLE SHA256`; empty lines, and those that begin with #, say nothing.
+A line of the file is `NAME ROLE,ROLE SHA256`; empty lines, and those that begin with #, are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOBODY = Holder("", frozenset())
 
 
 class Tokens:
-    """The tokens of one reading of the file."""
+    """The tokens of one version of the file."""
 
     def __init__(self, text: str) -> None:
         self._holders: dict[bytes, tuple[bytes, Holder]] = {}
@@ -67,7 +67,7 @@ class Tokens:
         return len(self._holders)
 
     def holder(self, authorization: str) -> Holder | None:
-        """Of the value of the header Authorization; None: the token is unknown."""
+        """The holder of the token in the header Authorization; None: the token is unknown."""
         known = self._known.get(authorization)
         if known is not None:
             return known
@@ -85,7 +85,7 @@ class Tokens:
 
 
 def new(name: str, roles: str) -> tuple[str, str]:
-    """A token, and the line for it."""
+    """A new token, and its line for the file."""
     token = secrets.token_urlsafe(32)
     line = f"{name} {roles} {hashlib.sha256(token.encode()).hexdigest()}"
     Tokens(line)
@@ -93,7 +93,7 @@ def new(name: str, roles: str) -> tuple[str, str]:
 
 
 def load(path: str) -> Tokens:
-    """The file says who may do what, so nobody but its owner may write it."""
+    """Loads the file. It grants roles, so only its owner may have write access."""
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
