@@ -1,8 +1,7 @@
-"""ZeroMQ over tcp, with CURVE.
+"""ZeroMQ over TCP, with CURVE encryption and authentication.
 
-start     the options, and how the door is made
-listener  all clients
-peer      one client
-requests  requests that are with the broker
-keys      who is let in
+`start` has the options and builds the listener. `keys` has the public keys of clients and their roles, and answers
+libzmq's ZAP requests during a handshake. `listener` is the ROUTER socket: it receives the messages of all clients and
+sends theirs. Each client is a `peer`, which turns its messages into requests to the broker; `requests` has the tickets
+of those in flight.
 """

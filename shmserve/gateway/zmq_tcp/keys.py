@@ -1,6 +1,5 @@
-"""Who is let in by the ZeroMQ door: a file of public keys and their roles, and ZAP, by which libzmq asks. The rule of
-the file: a key that is not in the file gets nothing, not even an answer of this process.
-"""
+"""Client keys of the ZeroMQ endpoint: a file of public keys and their roles, and ZAP, by which libzmq asks for access.
+Invariant: a client whose key is not in the file is refused in the handshake."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _KEY_BYTES = 32
 _CURVE = b"CURVE"
 _VERSION = b"1.0"
 UNKNOWN, FULL, GOOD = b"400", b"500", b"200"
-"""What ZAP answers. Of 300 libzmq would tell the client nothing, which would try again for ever."""
+"""Status codes of ZAP. On 300 libzmq would not notify the client, which would retry for ever."""
 
 
 class Entry(Struct, frozen=True):
@@ -34,7 +33,7 @@ class Entry(Struct, frozen=True):
 
 
 def parse(text: str, shown: str) -> dict[str, Entry]:
-    """Lines of PUBLIC-KEY ROLE,ROLE NAME. InvalidRequest, which names the line."""
+    """Parses lines of PUBLIC-KEY ROLE,ROLE NAME. InvalidRequest names the line."""
     found: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split(None, 2)
@@ -56,7 +55,7 @@ def parse(text: str, shown: str) -> dict[str, Entry]:
 
 
 class Allowed:
-    """The file, as it was read last. What is wrong with it when it has changed is for the log: what was, goes on."""
+    """The key file as last read. If it becomes invalid, the error is logged and the previous keys stay in use."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -71,7 +70,7 @@ class Allowed:
         return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
     def look(self) -> bool:
-        """Reads it again if it has changed, and says whether it has."""
+        """Reloads the file if it has changed. Returns whether the keys were replaced."""
         now = self._state()
         if now == self._seen:
             return False
@@ -86,7 +85,8 @@ class Allowed:
 
 
 class Zap:
-    """Answers libzmq, of the same context, when a client shakes hands. `decide` says GOOD, UNKNOWN or FULL of a key."""
+    """Answers ZAP requests of libzmq in the same context. `decide` returns GOOD, UNKNOWN or FULL for a key and an
+    address."""
 
     def __init__(self, context: zmq.Context[Any], decide: Callable[[str, str], bytes]) -> None:
         self._decide = decide
@@ -96,7 +96,7 @@ class Zap:
         self.descriptor = int(self._socket.getsockopt(zmq.FD))
 
     def look(self) -> None:
-        """Until there is nothing: the descriptor tells only that something changed."""
+        """Processes all requests: the descriptor is edge-triggered."""
         while zmq_frames.events(self._socket) & zmq_frames.IN:
             self._socket.send_multipart(self._answer(self._socket.recv_multipart(zmq.NOBLOCK)))
 

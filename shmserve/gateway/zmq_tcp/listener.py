@@ -1,8 +1,8 @@
-"""The ZeroMQ door on tcp: a ROUTER with CURVE, whose clients are known by their keys. A message is [packet, frame,
-frame, ...], as on ipc.
+"""The ZeroMQ listener on TCP: a ROUTER with CURVE, whose clients are identified by their keys. A message is [packet,
+frame, frame, ...], as on ipc.
 
-The rule of the file: whoever has not shaken hands with a key that is let in is libzmq's business, and never seen here.
-A client may choose its identity, so whose message it is, is asked of libzmq for each message.
+Invariant: only libzmq handles a client before its handshake has succeeded with a permitted key. A client may choose its
+identity, so libzmq is asked for the key and connection of each message.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from shmserve.protocol.messages import PACKET_BYTES, Hello
 log = logging.getLogger("shmserve.gateway")
 
 QUEUE = 16
-"""Messages of one client that libzmq keeps in each direction."""
+"""Messages of one client that libzmq queues in each direction."""
 BACKLOG = 1024
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 5000
-"""A client that has vanished without a word is noticed after three of these."""
+"""A client that vanished without closing its connection is detected after three of these."""
 LINGER_MS = 500
 BURST = 64
 BURST_S = 0.001
-"""So many messages, or as many as take so long, are read before the others of this loop have their turn."""
+"""Messages, or the time, after which other work of the loop has its turn."""
 FILE_S = 2.0
-"""How often it is looked whether the file of keys has changed."""
+"""Interval at which the key file is checked for changes."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENT = struct.Struct("=hi")
 TOLD_S = 1.0
@@ -55,7 +55,7 @@ monotonic = time.monotonic
 
 
 class ZmqDoor(Outside):
-    """`pair` is the server's own; `allowed` who is let in."""
+    """`pair`: the keys of the gateway. `allowed`: the keys of clients."""
 
     def __init__(self, link: GatewayLink, limits: Limits, pair: Pair, allowed: Allowed) -> None:
         self.link = link
@@ -74,11 +74,11 @@ class ZmqDoor(Outside):
         self._by_connection: dict[int, Peer] = {}
         self._of_keys: Counter[str] = Counter()
         self._connections: set[int] = set()
-        """Descriptors of connections, also of those that are still shaking hands."""
+        """Descriptors of connections, including those in the handshake."""
         self._most = min(2 * limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._port = 0
         self._sent_away: dict[bytes, int] = {}
-        """Identities whose connection is still there, and its descriptor."""
+        """Identities of disconnected clients whose connection still exists -> its descriptor."""
         self._dirty: dict[Peer, None] = {}
         self._stuck: dict[Peer, None] = {}
         self._looking = False
@@ -95,7 +95,7 @@ class ZmqDoor(Outside):
         made.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
         made.setsockopt(zmq.ZAP_DOMAIN, b"shmserve")
         made.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Of one frame that is larger libzmq can only end the connection; what is smaller can be refused with a text.
+        # libzmq can only close the connection for a frame above this size; a smaller one can be refused with a text.
         most = max(TCP_FRAME_BYTES, self.limits.input_bytes) + PACKET_BYTES
         made.setsockopt(zmq.MAXMSGSIZE, most)
         made.setsockopt(zmq.SNDHWM, QUEUE)
@@ -111,8 +111,8 @@ class ZmqDoor(Outside):
         return int(of.getsockopt(zmq.FD))
 
     def open(self, address: str, share: bool = False) -> int:
-        """Listens at tcp://HOST:PORT, and says on which port. OSError where that cannot be. `share`: others may listen
-        there as well, which libzmq has no option for; so the socket is not made by it."""
+        """Listens at tcp://HOST:PORT and returns the port. Raises OSError. `share`: other processes may listen on it
+        too; libzmq has no option for that, so the socket is created here."""
         host, port = host_of(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=share) as made:
@@ -133,10 +133,10 @@ class ZmqDoor(Outside):
     def peers(self) -> int:
         return len(self._peers)
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ input
 
     def _look(self) -> None:
-        """The descriptors tell only that something changed, so read until there is nothing."""
+        """The descriptors are edge-triggered, so read until nothing is left."""
         self._looking = False
         if self._socket.closed:
             return
@@ -149,7 +149,7 @@ class ZmqDoor(Outside):
             except zmq.Again:
                 self._heed_monitor()
                 break
-            self._heed_monitor()  # the end of a connection comes before the first message of the next
+            self._heed_monitor()  # the end of a connection precedes the first message of the next
             self._take(parts)
             if monotonic() > end:
                 self._soon()
@@ -159,7 +159,7 @@ class ZmqDoor(Outside):
         self._flush()
 
     def _soon(self) -> None:
-        """Sending may have swallowed the signal that something came, so it is looked once more."""
+        """Sending may have consumed the edge that signals input, so check again."""
         if not self._looking:
             self._looking = True
             self._loop.call_soon(self._look)
@@ -177,14 +177,14 @@ class ZmqDoor(Outside):
                 self.refused += 1
 
     def _cut(self, connection: int) -> None:
-        """libzmq has no limit of connections that shake hands, so one too many is ended behind its back, and it finds
-        that out. The descriptor may be another's by now: then its port is another, or it is one too many itself."""
+        """libzmq does not limit connections in the handshake, so an excess one is shut down directly, which libzmq
+        notices. The descriptor may have been reused: then its port is another, or it is itself an excess connection."""
         try:
             with socket.socket(fileno=os.dup(connection)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self._port:
                     found.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it has ended by itself
+            return  # it has already ended
         self.refused += 1
 
     def _disconnected(self, connection: int) -> None:
@@ -201,18 +201,18 @@ class ZmqDoor(Outside):
         self.messages += 1
         peer = self._peers.get(identity)
         if peer is not None and (peer.connection != connection or peer.key != key):
-            self.drop(peer, False)  # its connection has ended, and another has come in its name
+            self.drop(peer, False)  # another connection uses the identity of one that has ended
             peer = None
         packet: Buffer = parts[1].buffer if len(parts) > 1 else b""
         if peer is None:
             if self._sent_away.get(identity) == connection and not _is_hello(packet):
-                return  # it has been told already
+                return  # the client was disconnected with a reason
             peer = self._enter(identity, connection, key, str(first.get("Peer-Address")))
             if peer is None:
                 return
         try:
             peer.hear(packet, [part.buffer for part in parts[2:]])
-        except Exception:  # a mistake of ours, which is to cost nobody else anything
+        except Exception:  # an internal error must not affect other clients
             log.exception("cannot process a message of a ZeroMQ client")
             peer.goodbye(Internal("the gateway could not process a message of this client; see its log"))
 
@@ -235,7 +235,7 @@ class ZmqDoor(Outside):
         return None if peer.gone else peer
 
     def _decide(self, key: str, address: str) -> bytes:
-        """ZAP asks."""
+        """The answer to a ZAP request."""
         self.read_keys()
         status = GOOD
         if key not in self._allowed.entries:
@@ -245,13 +245,13 @@ class ZmqDoor(Outside):
         if status != GOOD:
             self.refused += 1
             now = monotonic()
-            if now - self._told_at >= TOLD_S:  # whoever tries again and again shall not fill the log
+            if now - self._told_at >= TOLD_S:  # a client that retries must not fill the log
                 self._told_at = now
                 why = "it is not in the file of --zmq-keys" if status == UNKNOWN else "the gateway is stopping"
                 log.warning("ZeroMQ: key %s from %s refused: %s", key, address, why)
         return status
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ output
 
     def dirty(self, peer: Peer) -> None:
         self._dirty[peer] = None
@@ -276,7 +276,7 @@ class ZmqDoor(Outside):
         parts: list[Buffer] = [packet, *frames]
         if not peer.unsent and self._try(peer, parts):
             return
-        peer.unsent.append([bytes(part) for part in parts])  # what lies in shared memory is given back
+        peer.unsent.append([bytes(part) for part in parts])  # the shared memory of the answer is returned
         peer.unsent_bytes += sum(map(len, parts))
         self._stuck[peer] = None
         behind, limit = peer.unsent_bytes, self.limits.unsent_bytes
@@ -285,8 +285,8 @@ class ZmqDoor(Outside):
             self.drop(peer, True)
 
     def _try(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
-        """Each part is copied, once: CURVE writes another copy of it anyway, and a buffer that libzmq borrows would
-        take a thread of pyzmq's to be given back."""
+        """Each part is copied once: CURVE copies it again anyway, and a buffer that libzmq borrows would be returned
+        through a thread of pyzmq."""
         self._soon()
         try:
             zmq_frames.send(self._socket, (peer.identity, *parts))
@@ -298,7 +298,7 @@ class ZmqDoor(Outside):
             self._loop.call_soon(self.drop, peer, False)
         return True
 
-    # ------------------------------------------------------------------------------------ going
+    # ------------------------------------------------------------------------------------ disconnects
 
     def drop(self, peer: Peer, sent_away: bool) -> None:
         if peer.gone:
@@ -322,7 +322,7 @@ class ZmqDoor(Outside):
         self.read_keys()
 
     def read_keys(self) -> None:
-        """Again, if they have changed. Whoever is connected has what the file says now."""
+        """Reloads changed keys, and applies them to connected clients."""
         if self._allowed.look():
             for peer in list(self._peers.values()):
                 entry = self._allowed.entries.get(peer.key)
@@ -332,8 +332,8 @@ class ZmqDoor(Outside):
                     peer.entry = entry
 
     async def close(self) -> None:
-        """Takes no new requests, and waits for the answers to those that are here, as long as the limit says. Until
-        then it listens: libzmq would end the connections together with that."""
+        """Stops accepting requests and waits for those in flight, up to the exit timeout. It listens until then, as
+        libzmq would close the connections together with the listening socket."""
         self.stopping = True
         self._soon()
         waiting = self._loop.create_task(self._idle.wait())

@@ -1,7 +1,6 @@
-"""One client of the ZeroMQ door: its messages -> questions to the broker, and the answers -> messages. The rule of the
-file: no handle goes through here, neither way. What came in frames lies in this process's arena, and what goes out in
-frames is copied by whoever sends it.
-"""
+"""One client of the ZeroMQ endpoint: its messages -> requests to the broker, and the answers -> messages. Invariant: no
+handle passes through here in either direction. Received frames are copied into this process's arena, and frames are
+copied when they are sent."""
 
 from __future__ import annotations
 
@@ -68,31 +67,31 @@ if TYPE_CHECKING:
 GIVEN_BY = "the file of --zmq-keys of the gateway"
 MISTAKES_S = 100
 MISTAKES = 1000
-"""So many at once, and MISTAKES_S a second; whoever makes more is sent away."""
+"""A client may make MISTAKES errors at once and MISTAKES_S per second; above that it is disconnected."""
 
 decode = codec.Codec(ClientMessage).decode
 monotonic = time.monotonic
 
 
 class Outside:
-    """What a peer may ask of its door."""
+    """Interface of the listener as a peer sees it."""
 
     link: GatewayLink
     limits: Limits
     stopping: bool
 
     def dirty(self, peer: Peer) -> None:
-        """It has something to say: `Peer.take_out` is called before the loop sleeps."""
+        """Schedules output: `Peer.take_out` is called before the loop sleeps."""
 
     def send(self, peer: Peer, packet: bytes, frames: Sequence[Buffer]) -> None:
-        """At once, or copied."""
+        """Sends at once, or copies and queues."""
 
     def drop(self, peer: Peer, sent_away: bool) -> None:
-        """It is heard no more."""
+        """Disconnects the client. `sent_away`: ignore input other than Hello on its connection."""
 
 
 class Peer:
-    """`entry`: what its key may. `hear` takes a message of ZeroMQ; what there is to say is in `outbox`."""
+    """`entry`: the roles of its key. `hear` processes a ZeroMQ message; outgoing messages are queued in `outbox`."""
 
     def __init__(self, door: Outside, identity: bytes, connection: int, key: str, entry: Entry, address: str) -> None:
         self.identity = identity
@@ -111,12 +110,12 @@ class Peer:
         self._shares = door.link.shares.connect(address)
         self._payer = self._shares.payer(key)
         self._bodies: dict[int, tuple[Ask, list[bytes]]] = {}
-        """Operations whose body is not complete; it is one at the most."""
+        """The operation whose body is incomplete, at most one."""
         self._body_bytes = 0
         self._mistakes = 0.0
         self._mistaken_at = 0.0
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ input
 
     def hear(self, packet: Buffer, frames: Sequence[Buffer]) -> None:
         try:
@@ -169,7 +168,7 @@ class Peer:
         self._refuse(number, ProtocolError(message.text))
 
     def _fine(self) -> None:
-        """One more mistake."""
+        """Counts an error of the client."""
         now = monotonic()
         self._mistakes = max(0.0, self._mistakes - (now - self._mistaken_at) * MISTAKES_S) + 1
         self._mistaken_at = now
@@ -182,7 +181,7 @@ class Peer:
     def _infer(self, infer: Infer, frames: Sequence[Buffer]) -> None:
         try:
             self._ask_model(infer, frames)
-        except ServeError as error:  # which is no mistake: who asks may pass on what others ask
+        except ServeError as error:  # not counted as an error: a client may forward requests of others
             number = 0 if infer.request in self.tickets else infer.request
             self.say(Fail(number, error.code, text_of(error)))
 
@@ -245,7 +244,7 @@ class Peer:
         self._drop_body(message.request)
         ticket = self.tickets.get(message.request)
         if ticket is None or isinstance(ticket, Question):
-            return  # it has been answered, and the two have crossed; or it is an operation, which goes on
+            return  # already answered (the messages crossed), or a query or operation, which continues
         self._link.cancel(ticket)
         self._over(ticket)
         self.say(Fail(message.request, Cancelled.code, "the request was cancelled by the client"))
@@ -256,12 +255,12 @@ class Peer:
             return
         asked, session = ticket.message, self._link.session
         if isinstance(asked, Infer) and asked.options is not None and not ticket.begun:
-            asked.options.window += message.count  # if it is sent again, to another server
+            asked.options.window += message.count  # in case the request is sent again to a restarted server
         if session.connected:
             session.outbox.say(More(ticket.number, message.count))
             self._link.send_soon()
 
-    # ------------------------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------------------------ queries
 
     def _ask(self, message: Ask) -> None:
         try:
@@ -290,7 +289,7 @@ class Peer:
     def _go_on(self, ask: Ask) -> None:
         found = self._bodies.get(ask.request)
         if found is None:
-            return  # it was refused or cancelled
+            return  # refused or cancelled
         self._body_bytes += len(ask.body)
         if self._body_bytes > self._limits.input_bytes:
             self._drop_body(ask.request)
@@ -320,7 +319,7 @@ class Peer:
         self.tickets[ask.request] = ticket
         self._link.send_soon()
 
-    # ------------------------------------------------------------------------------------ the rest
+    # ------------------------------------------------------------------------------------ other messages
 
     def _no_memory(self, message: Map | Unmap) -> None:
         self.goodbye(InvalidRequest("shared memory is not supported over tcp: send tensors in frames"))
@@ -333,12 +332,12 @@ class Peer:
         self.say(Pong(message.number))
 
     def _pong(self, message: Pong) -> None:
-        """It was not asked."""
+        """Unsolicited."""
 
     def _bye(self, message: Bye) -> None:
         self._door.drop(self, False)
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ output
 
     def say(self, message: Any) -> None:
         if not self.gone:
@@ -346,7 +345,7 @@ class Peer:
             self._door.dirty(self)
 
     def take_out(self) -> None:
-        """All that is in the outbox goes."""
+        """Sends all messages in the outbox."""
         messages, self.outbox = self.outbox, []
         if not messages:
             return
@@ -401,7 +400,7 @@ class Peer:
         payer.give(ticket.size)
 
     def _say_framed(self, answer: Held, make: Callable[[tuple[Tensor, ...]], Reply | Part]) -> None:
-        """An answer whose large outputs are frames behind it, and so a packet of its own."""
+        """Sends an answer whose large outputs are frames after it, as a packet of its own."""
         if self.gone:
             return
         outputs: list[Tensor] = []
@@ -409,7 +408,7 @@ class Peer:
         for tensor, buffers in zip(answer.reply.outputs, answer.buffers, strict=True):
             if isinstance(tensor.data, tuple):
                 outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, len(frames)))
-                # Rows from several workers are one frame, and so joined.
+                # Rows from several workers become one frame, so they are joined.
                 frames.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
             else:
                 outputs.append(tensor)
@@ -420,7 +419,7 @@ class Peer:
         self.take_out()
         self._door.send(self, codec.encode([message]), frames)
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ disconnects
 
     def goodbye(self, error: ServeError) -> None:
         self.say(Goodbye(error.code, error.message))
@@ -431,12 +430,12 @@ class Peer:
         self.goodbye(Denied(f"the key of this client has no roles; roles are set in {GIVEN_BY}"))
 
     def end(self) -> None:
-        """Nobody waits any more for what it has asked."""
+        """Cancels the requests of the client; operations continue."""
         self.gone = True
         tickets, self.tickets = list(self.tickets.values()), {}
         for ticket in tickets:
             self._give(ticket)
-            if not (isinstance(ticket.message, Ask) and ticket.message.what in OPERATIONS):  # which goes on
+            if not (isinstance(ticket.message, Ask) and ticket.message.what in OPERATIONS):  # operations continue
                 self._link.cancel(ticket)
         self._shares.close()
         self._bodies.clear()
@@ -445,7 +444,7 @@ class Peer:
 
 
 def _packed(message: Any) -> list[bytes]:
-    """An answer that has just fitted into a packet may no longer do so with the client's own, larger number."""
+    """An answer that just fitted into a packet may not fit with the client's own, larger request number."""
     try:
         return codec.pack([message])
     except Internal as error:

@@ -1,6 +1,5 @@
-"""What the ZeroMQ door knows of a request that is with the broker, and what it takes of one that has come. The rule of
-the file: there are no handles here, as over tcp no memory is shared.
-"""
+"""Tickets for requests of ZeroMQ clients, and the checks of their tensors. Invariant: there are no handles here, since
+no memory is shared over TCP."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from shmserve.session.encode import TopK
 
 
 class Limits(Struct, frozen=True):
-    """Of the ZeroMQ door."""
+    """Limits of the ZeroMQ endpoint."""
 
     input_bytes: int = 64 << 20
     """Of the inputs of one request, and of the body of one operation."""
@@ -28,7 +27,7 @@ class Limits(Struct, frozen=True):
 
 
 class Recipient(Protocol):
-    """Who is given the answers."""
+    """Receives the answers."""
 
     def answered(self, ticket: Asked | Streamed, answer: Reply | Held) -> None: ...
 
@@ -40,7 +39,7 @@ class Recipient(Protocol):
 
 
 class Asked(Ticket):
-    """A request or a question of a peer, of which there is one answer."""
+    """A request of a peer with one answer."""
 
     __slots__ = ("peer", "request", "size")
 
@@ -68,7 +67,7 @@ class Question(Asked):
 
 
 class Streamed(StreamTicket):
-    """A request that is answered in parts. They go on as they come: it is the peer who asks for more."""
+    """A request of a peer that is answered in parts. Parts are passed on as they arrive: the client asks for more."""
 
     __slots__ = ("peer", "request", "size")
 
@@ -92,7 +91,7 @@ class Streamed(StreamTicket):
 
 
 def without_words(models: Any) -> None:
-    """What a process printed before it ended is for operators."""
+    """Removes the last output of ended processes, which only operators may see."""
     for model in models:
         for instance in model.get("instances", ()):
             instance["last_words"] = []

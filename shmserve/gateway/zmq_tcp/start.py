@@ -1,6 +1,5 @@
-"""The options of the ZeroMQ door, and how it is started. The rule of the file: what its options ask for is looked at
-before anything listens; zmq is imported only where the door is wanted.
-"""
+"""Options of the ZeroMQ endpoint, and how its listener is built. Invariant: the options are checked before anything
+listens, and zmq is imported only if the endpoint is enabled."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ def add(option: Callable[..., Any], size: Callable[[str], int]) -> None:
 
 
 def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
-    """Makes the door; None: it is not wanted. Misuse and Unsupported where what is asked for cannot be."""
+    """Returns the function that builds the listener, or None if the endpoint is disabled. Raises Misuse and
+    Unsupported."""
     given = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
     if args.zmq_address is None:
         if given:
@@ -67,7 +67,7 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
 
 
 def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
-    """The port."""
+    """Opens the listener and returns its port."""
     from shmserve.gateway.listeners.listen import is_local
     from shmserve.gateway.zmq_tcp.listener import host_of
 
