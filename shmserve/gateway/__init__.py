@@ -1,16 +1,9 @@
-"""The doors to the network. A gateway is a process of its own and only a client of the broker: bytes from the network
-are never parsed where requests are scheduled.
+"""The process with the network endpoints. A gateway is only a client of the broker: bytes from the network are never
+parsed in the process that schedules requests.
 
-    main        the process
-    options     its options
-    supervised  what differs if a server has started it; service, if a service manager has
-    listeners/  listening sockets, TLS handshakes, connections
-    http/       HTTP, and the page for Prometheus
-    http2/      the transport of gRPC
-    grpc/       its services
-    zmq_tcp/    ZeroMQ over tcp
-    kserve/     the KServe protocol: requests -> plans, replies -> answers
-    auth/       roles, tokens, certificates
-    limits/     what clients may use of the gateway
-    upstream/   the link to the broker, and requests on behalf of callers
+A request arrives at a listener (`listeners`, or `zmq_tcp` with its own) and is parsed by `http`, by `grpc` on top of
+`http2`, or by `zmq_tcp`. `auth` checks access, and `limits` bounds what clients may use of the gateway. HTTP and gRPC
+share `kserve`, which turns a request into a plan and a reply into a response. `upstream` sends the request over the
+link to the broker, and passes the answer back to the waiting connection. `main` runs the process with its `options`;
+`supervised` and `service` are for a gateway that the server or a service manager has started.
 """

@@ -1,6 +1,4 @@
-"""The process of a gateway. The rule of the file: it starts without a server, and stays when the server goes: callers
-are told 503 until it is back.
-"""
+"""The gateway process. Invariant: it starts without a server and outlives it; meanwhile clients get 503."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ def _limits(args: argparse.Namespace) -> Limits:
 
 
 class Opening(NamedTuple):
-    """A door, what stands before it, and where it is."""
+    """An endpoint: its listener, access control and address."""
 
     name: str
     title: str
@@ -163,7 +161,7 @@ async def _serve(
 
 
 def _freeze() -> None:
-    """Leaves modules out of collections: to go through them takes 20 to 35 ms, in which no caller is served."""
+    """Excludes modules from garbage collection: scanning them takes 20 to 35 ms, in which no client is served."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Metrics of the doors, as Prometheus reads them. The rule of the file: all of them begin with shmserve_gateway_."""
+"""Metrics of the endpoints in the Prometheus format. Invariant: all names begin with shmserve_gateway_."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def family(name: str, kind: str, about: str, values: Mapping[str, int]) -> str:
-    """`values`: by the label of each, as in code="0"; the one without a label has the name ""."""
+    """`values`: by label, such as code="0"; "" for a value without a label."""
     full = f"shmserve_gateway_{name}"
     lines = [f"# HELP {full} {about}", f"# TYPE {full} {kind}"]
     lines += [f"{full}{{{label}}} {value}" if label else f"{full} {value}" for label, value in values.items()]

@@ -1,6 +1,4 @@
-"""The options of `shmserve gateway`. The rule of the file: next to nothing is imported, as `shmserve --help` has to be
-quick.
-"""
+"""The options of `shmserve gateway`. Little is imported here, as `shmserve --help` must be fast."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A gateway that a service manager has started: it says when it listens, that it lives, and that it is about to end.
+"""Notifies the service manager that started the gateway: ready, reloading, stopping, and heartbeats.
 
-The rule of the file: WATCHDOG=1 is sent by a timer of the gateway's own loop, so that a loop that hangs is not fed.
+Invariant: WATCHDOG=1 is sent by a timer of the gateway's own loop, so that a loop that hangs sends none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Service:
             self._beat()
 
     def ready(self, ports: Mapping[str, int]) -> None:
-        """All doors are open."""
+        """All listeners are open."""
         text = ", ".join(f"{door} on port {port}" for door, port in ports.items())
         self._manager.tell("READY=1", f"STATUS=listening: {text or 'no endpoints'}", once=True)
 

@@ -1,6 +1,6 @@
-"""A gateway that a server has started: it ends with the server, and its log goes into the server's.
+"""A gateway that a server has started: it ends with the server, and writes to the server's log.
 
-The rule of the file: however the server ends, its ports are free for the next one.
+Invariant: however the server ends, its ports are free for the next one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shmserve.terminal.errors import Failed
 
 
 def end_with(parent: int) -> None:
-    """The kernel ends this process when its parent, of that pid, has ended."""
+    """The kernel kills this process when its parent, of that pid, has ended."""
     if error := prctl(PDEATHSIG, signal.SIGKILL):
         raise Failed(f"cannot set the parent-death signal: {os.strerror(error)}")
     if os.getppid() != parent:
@@ -22,7 +22,7 @@ def end_with(parent: int) -> None:
 
 
 class ServerLog(logging.Formatter):
-    """`level: text`, a line each, as workers write it; the server adds the time."""
+    """`level: text` per line, as workers write it; the server adds the time."""
 
     def format(self, record: logging.LogRecord) -> str:
         lines = super().format(record).splitlines() or [""]

@@ -1,4 +1,4 @@
-"""Status codes of gRPC: all that the transport needs to know about an error, with its text."""
+"""Status codes of gRPC. The transport represents an error by one of them and a text."""
 
 from __future__ import annotations
 
