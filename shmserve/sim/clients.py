@@ -289,7 +289,7 @@ class LoadSource:
                 self.world.at(self.world.now + self.world.plan.faults.cancel_ns, client.cancel, number)
         return options
 
-    # ------------------------------------------------------------------------------------ answers
+    # ------------------------------------------------------------------------------------ responses
 
     def answered(self, asked: SimRequest, at: int, code: str) -> None:
         result, world = self.result, self.world

@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-# ------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------------ argument types
 
 
 def _wrong(text: str) -> NoReturn:
@@ -258,7 +258,7 @@ def _first_come(plan: Plan, result: Result) -> ModelResult:
     return first_come(load, known.service, batches, len(known.instances), result.seconds, plan.seed)
 
 
-# ------------------------------------------------------------------------------------ what came of it
+# ------------------------------------------------------------------------------------ output
 
 
 def _show(result: Result, beside: ModelResult | None) -> None:

@@ -75,7 +75,7 @@ class Simulation:
             world = self._world
             world.at(max(due, world.free, world.now), self._tick, due)
 
-    # ------------------------------------------------------------------------------------ from the broker
+    # ------------------------------------------------------------------------------------ effects
 
     def _carry_out(self, effects: list[Any]) -> None:
         """Executes effects at the end of the turn. All messages for one worker travel in one packet."""
@@ -194,7 +194,7 @@ class Simulation:
         self._world.arrive((0, events.Closed(client.peer)))
         client.source.replace(client)
 
-    # ------------------------------------------------------------------------------------ the whole
+    # ------------------------------------------------------------------------------------ phases
 
     def deploy(self) -> None:
         """Deploys all models and waits until they are READY."""

@@ -116,7 +116,7 @@ class SimWorker:
         self.running: SimBatch | None = None
         self.dead = False
 
-    # ------------------------------------------------------------------------------------ what it is told
+    # ------------------------------------------------------------------------------------ messages
 
     def take(self, messages: list[Any]) -> None:
         """Processes a packet from the broker."""
@@ -182,7 +182,7 @@ class SimWorker:
     def _is_running(self, number: int) -> bool:
         return self.running is not None and any(work.request == number for work in self.running.works)
 
-    # ------------------------------------------------------------------------------------ what it does
+    # ------------------------------------------------------------------------------------ execution
 
     def _take_up(self) -> SimBatch | None:
         """Starts the next batch, if there is one."""
@@ -309,7 +309,7 @@ class SimWorker:
             self._say(Map(segment, MANY, None, audience))
         self._outputs.new.clear()
 
-    # ------------------------------------------------------------------------------------ more than one answer, or run
+    # ------------------------------------------------------------------------------------ several responses or runs
 
     def _finish_several(self, batch: SimBatch) -> tuple[list[Work], tuple[int, ...]]:
         """Returns the requests answered by this Done, and those to run again."""

@@ -136,7 +136,7 @@ class World:
             self.ends = at
         return True
 
-    # ------------------------------------------------------------------------------------ what is observed
+    # ------------------------------------------------------------------------------------ observations
 
     def note(self, text: str) -> None:
         if len(self.log) < KEPT_LOG:
