@@ -158,7 +158,7 @@ class Core:
         if clock is not None:
             self.state.cache.clock = clock
 
-    # ------------------------------------------------------------------------------------ the three calls
+    # ------------------------------------------------------------------------------------ public interface
 
     def handle(self, turn: Iterable[Event], now: int) -> list[Effect]:
         effects = self.state.begin()

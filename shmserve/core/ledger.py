@@ -276,7 +276,7 @@ class Ledger:
                 self.effects.append(Send(owner, Return(tuple(handles[start : start + 4096]))))
         self._returns.clear()
 
-    # ------------------------------------------------------------------------------------ deaths
+    # ------------------------------------------------------------------------------------ disconnects and deaths
 
     def client_died(self, client: Client) -> None:
         """Releases everything that the client held or owned."""

@@ -429,7 +429,7 @@ class Places:
         self.waits -= 1
         self.bytes -= request.inline
 
-    # ------------------------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------------------------ enter, bind, end
 
     def enter(self, sequence: Sequence) -> None:
         before = sequence.before = self.latest.get(sequence.worker_id)

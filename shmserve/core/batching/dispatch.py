@@ -38,7 +38,7 @@ class Dispatcher:
         self._answers = answers
         self._streams = streams
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ to workers
 
     def refuse_stranded(self, version: Version, now: int) -> None:
         """Fails the requests queued for a version that no instance will run any more."""
@@ -150,7 +150,7 @@ class Dispatcher:
         return sends_ahead(version, self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
 
     def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
-        """False: nothing was sent. If requests should wait for more, `version.wake` is the time until which."""
+        """Plans and sends a batch. False: nothing was sent; if requests should wait for more, `version.wake` is set."""
         plan = plan_batch(version, now, instance.quarantined)
         if not plan.count:
             version.wake = plan.wake
@@ -248,7 +248,7 @@ class Dispatcher:
         state.send(peer, Execute(number, join, tuple(works), False, is_open))
         batch.pieces.append((number, piece))
 
-    # ------------------------------------------------------------------------------------ back
+    # ------------------------------------------------------------------------------------ workers' reports
 
     def started(self, version: Version, instance: Instance, message: Started, now: int) -> None:
         self._run_waiting(version, instance, message.batch, message.through, now)

@@ -23,8 +23,8 @@ _by_tag = attrgetter("tag")
 IDLE_LEVELS = 64
 """Priority levels kept before empty ones are dropped."""
 UNSERVED = 64
-"""Entries of `Share.unserved`, in addition to as many as are queued, that are kept before they are refunded. Otherwise
-they are refunded when the order is next read."""
+"""Entries of `Share.unserved` kept before a refund, in addition to as many as there are requests in the share. Usually
+they are refunded earlier, when the order is next read."""
 IDLE_USERS = 64
 """Users of a level kept before idle ones are dropped."""
 
@@ -175,8 +175,8 @@ class Level(Generic[R]):
         """By user."""
         self.active: list[Share[R]] = []
         self.turn = 0
-        """The virtual time: the highest `charged` of the requests taken last. Users that were idle continue from
-        here."""
+        """The virtual time: how far the user of the last taken request has been served. Users that were idle continue
+        from here."""
         self.dropped = dropped
         """The highest turn of a dropped share. New shares start there, so that a request that is put back stays ahead
         of later ones."""

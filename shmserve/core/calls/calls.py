@@ -4,8 +4,8 @@ The difference is that a calling instance may block until it is answered. Theref
 its execution limit is paused, its resources are lent to others, and a call that would close a cycle of waiting
 instances fails (deadlock.py).
 
-Invariant: a call may use only memory that its parent request, the one that the worker is running, may use, and memory
-that the worker itself holds or owns.
+Invariant: a worker may receive only memory that the parent of its call, the request that it is running, may receive:
+calls have the audience of their parent.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Calls:
         self._crowd = crowd
         self._waits = Waits(state)
 
-    # ------------------------------------------------------------------------------------ what workers say
+    # ------------------------------------------------------------------------------------ workers' messages
 
     def call(self, peer: int, message: Call, now: int) -> None:
         version, instance = self._state.instances[peer]
@@ -122,7 +122,7 @@ class Calls:
         caller = self._state.instances[peer][1].caller
         return self._state.request_of(caller, number) if caller is not None else None
 
-    # ------------------------------------------------------------------------------------ a call
+    # ------------------------------------------------------------------------------------ admission
 
     def _admit(self, caller: Caller, message: Call, now: int) -> Request:
         state, options = self._state, message.options
@@ -232,7 +232,7 @@ class Calls:
                 return block.segment, block.offset
         return None
 
-    # ------------------------------------------------------------------------------------ to wait
+    # ------------------------------------------------------------------------------------ waiting instances
 
     def _hold(self, caller: Caller) -> None:
         """The instance blocks until it is answered."""

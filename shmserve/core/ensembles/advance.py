@@ -41,7 +41,7 @@ class Ensembles:
         self._streams = streams
         self._steps = steps
 
-    # ------------------------------------------------------------------------------------ going on
+    # ------------------------------------------------------------------------------------ results
 
     def advance(self, run: Run, now: int) -> None:
         """Processes the results that have arrived and starts steps, or ends a run that has failed."""
@@ -157,7 +157,7 @@ class Ensembles:
     def _drop(self, run: Run, handles: tuple[Handle, ...] | list[Handle]) -> None:
         self._ends.drop(run.request.client, handles)
 
-    # ------------------------------------------------------------------------------------ a step
+    # ------------------------------------------------------------------------------------ starting steps
 
     def _start(self, run: Run, iteration: Iteration, index: int, now: int) -> None:
         if run.is_source(iteration, index) and run.open[iteration.level][0] is not iteration:
@@ -253,7 +253,7 @@ class Ensembles:
                 run.settle(iteration, name)
         self._have_read(run, iteration, index)
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ responses and completion
 
     def _move_on(self, run: Run, now: int) -> bool:
         """Closes the first iteration of a level, if it is done. True: one was closed, and others may continue."""

@@ -1,6 +1,6 @@
 """The graph of an ensemble, precomputed, and operations on tensors between its steps.
 
-Invariant: nothing here depends on a request in progress.
+Invariant: everything here is stateless or a cache; the state of a request is in its Run.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class Run(Struct, eq=False):
             if not count:
                 self.ready.append((iteration, index))
 
-    # ------------------------------------------------------------------------------------ where it stands
+    # ------------------------------------------------------------------------------------ progress
 
     def is_source(self, iteration: Iteration, index: int) -> bool:
         return iteration.level < len(self.levels.sources) and self.levels.sources[iteration.level] == index

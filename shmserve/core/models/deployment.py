@@ -34,7 +34,7 @@ class Operations:
         if operation:
             self._state.effects.append(Settled(operation, code, text))
 
-    # ------------------------------------------------------------------------------------ what is wanted
+    # ------------------------------------------------------------------------------------ operations
 
     def deploy(self, peer: int, event: Deploy, now: int) -> None:
         state = self._state
@@ -211,7 +211,7 @@ class Operations:
         for number in operation.numbers:
             self._tell(number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
 
-    # ------------------------------------------------------------------------------------ loading, in turn
+    # ------------------------------------------------------------------------------------ loading
 
     def start_waiting(self) -> None:
         """Starts queued instances, as many as the limit of concurrent loads allows."""
@@ -239,7 +239,7 @@ class Operations:
             del self._state.loading[instance]
             self.start_waiting()
 
-    # ------------------------------------------------------------------------------------ how it ends
+    # ------------------------------------------------------------------------------------ completion of operations
 
     def has_loaded(self, version: Version, instance: Instance) -> None:
         """The instance is READY, and perhaps the version with it."""
@@ -326,7 +326,7 @@ class Operations:
             else:
                 self.retire(version)
 
-    # ------------------------------------------------------------------------------------ leaving
+    # ------------------------------------------------------------------------------------ retirement
 
     def _abandon(self, model: Model, version: Version) -> None:
         """Retires a version that is replaced, now or later, by another one of the same number."""

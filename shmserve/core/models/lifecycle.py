@@ -238,7 +238,8 @@ class Lifecycle:
                 self._ends.fail_early(request, HandleLost.code, text, now)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
-        """It has killed no other worker before, none of its responses was sent, and no sequence state was lost."""
+        """May the request be retried? Only if it has killed no other worker before, none of its responses was sent, no
+        sequence state was lost, and the model allows it."""
         if request.state is not RequestState.SENT or request.suspect is not None:
             return False
         if request.sequence is not None or request.parts:
@@ -352,7 +353,7 @@ class Lifecycle:
         version, instance = self._state.instances[peer]
         kill(self._state, version, instance, reason)
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ drain
 
     def drain(self, peer: int, event: Drain, now: int) -> None:
         if self._state.draining:

@@ -93,7 +93,7 @@ class Admission:
         self._told: dict[str, int] = {}
         """User -> time of the last log entry about its clients."""
 
-    # ------------------------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------------------------ connect and disconnect
 
     def opened(self, peer: int, event: Opened, now: int) -> None:
         client = Client(event.peer, event.audience, event.plane, user=event.audience, granted=event.roles)
@@ -380,7 +380,7 @@ class Admission:
         else:
             self._ends.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
 
-    # ------------------------------------------------------------------------------------ memory and the rest
+    # ------------------------------------------------------------------------------------ memory and queries
 
     def own_segment(self, peer: int, event: OwnSegment, now: int) -> None:
         self._state.ledger.announce(0, event.announcement, INTERNAL)

@@ -53,7 +53,7 @@ class Ends:
     def part(
         self, request: Request, outputs: tuple[Tensor, ...], parameters: dict[str, Value] | None, last: bool
     ) -> None:
-        """Sends one of several responses. The caller finishes the request after the last one."""
+        """Sends one of several responses. After the last one, call `finish`."""
         if outputs:
             self._made(request, outputs)
         request.parts += 1
@@ -164,7 +164,7 @@ class Ends:
         if request.sequence is not None:
             request.sequence.left(request)
             self._state.dirty[request.version] = None
-        if self._state.traces.open:  # its client has disconnected
+        if self._state.traces.open:  # requests that were not answered
             self._state.traces.open.pop(request.number, None)
         if state is not _DONE:
             self._let_go(request)

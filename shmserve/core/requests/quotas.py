@@ -133,7 +133,7 @@ class Crowd:
     def _has_share(self, mine: int, limit: int) -> bool:
         return mine * len(self._state.clients) >= limit
 
-    # ------------------------------------------------------------------------------------ mistakes
+    # ------------------------------------------------------------------------------------ protocol errors
 
     def fine(self, client: Client, now: int) -> str:
         """Counts a protocol error. Returns the reason if the client exceeds the limit, else ""."""

@@ -16,8 +16,7 @@ _REMEMBERED = 4096
 """Memoized shapes per model version. Further shapes are checked again each time."""
 
 _MAX_BYTES = 1 << 46
-"""Upper bound for tensors: the size of a process's address space. Larger products of dims are rejected before they are
-used."""
+"""Upper bound for tensors: more than a process can map. Larger products of dims are rejected before they are used."""
 
 
 class Good(NamedTuple):

@@ -36,7 +36,7 @@ class Sequencer:
         self._lost: dict[Key, tuple[str, str]] = {}
         """Error code and text."""
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ admission
 
     def version_of(self, client: Client, model: str, number: int, options: Options) -> Version | None:
         """The generation of the sequence that this request continues. None: it starts a new one, or the sequence is
@@ -158,7 +158,7 @@ class Sequencer:
         if self._state.sequences.get(sequence.key) is sequence:
             del self._state.sequences[sequence.key]
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ dispatch
 
     def dispatch(self, version: Version, now: int) -> None:
         places = version.places
@@ -266,7 +266,7 @@ class Sequencer:
             return Plan(len(heads), len(heads), Reason.FULL)
         return plan
 
-    # ------------------------------------------------------------------------------------ what ends sequences
+    # ------------------------------------------------------------------------------------ timeouts
 
     def backlog_timeout(self, sequence: Sequence) -> None:
         """The queue timeout of a sequence's first request. It covers only the time in the backlog."""
