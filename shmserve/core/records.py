@@ -259,9 +259,9 @@ class Instance(Struct, eq=False):
     replaces: Instance | None = None
     """The instance that this one replaces once it is READY."""
     leaving: bool = False
-    """It accepts no new work, and stops when its sequences and streams have ended."""
+    """It accepts no new sequences or other requests, and stops when its sequences and streams have ended."""
     closing: bool = False
-    """It leaves and has nothing left to finish: it gets nothing to run."""
+    """It leaves and gets nothing more to run; it only finishes its batches and streams."""
     due: int = 0
     """For a replaced instance: when its running batch must have finished. 0: it has not been replaced."""
     revoked: set[int] = set()
@@ -282,7 +282,7 @@ class Instance(Struct, eq=False):
 
     @property
     def alive(self) -> bool:
-        """It serves, or will again without a failed restart before."""
+        """It serves, or is expected to again: its last restart has not failed."""
         return self.loaded and not (self.lost or self.over or self.spec.passive)
 
     @property

@@ -170,8 +170,8 @@ class Dispatcher:
         return True
 
     def _refuse_late(self, version: Version, instance: Instance, plan: Plan, now: int) -> bool:
-        """Rejects those of the next batch that cannot be answered before their deadline: their callers learn it at
-        once, and the time is used for others. Returns whether there were any."""
+        """Rejects requests of the next batch that cannot be answered before their deadline: their callers get the error
+        at once, and the time is used for others. Returns whether there were any."""
         done = now + version.service_ns
         if version.queue.count > plan.count:  # others could use its place: be pessimistic
             done += 4 * version.spread_ns
