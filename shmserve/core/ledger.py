@@ -250,7 +250,7 @@ class Ledger:
         self._release(place, hold)
 
     def send_back(self, handle: Handle) -> None:
-        """Returns a block that was never held to its owner."""
+        """Queues a block without holds or pins for return to its owner in `flush`."""
         self._returns.setdefault(handle.segment >> OWNER_SHIFT, []).append(handle)
 
     def _release(self, place: Place, hold: Hold) -> None:
