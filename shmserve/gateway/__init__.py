@@ -1,5 +1,5 @@
-"""The process with the network endpoints. A gateway is only a client of the broker: bytes from the network are never
-parsed in the process that schedules requests.
+"""The process with the network endpoints, which is only a client of the broker: bytes from the network are never parsed
+in the process that schedules requests.
 
 A request arrives at a listener (`listeners`, or `zmq_tcp` with its own) and is parsed by `http`, by `grpc` on top of
 `http2`, or by `zmq_tcp`. `auth` checks access, and `limits` bounds what clients may use of the gateway. HTTP and gRPC

@@ -1,4 +1,5 @@
-"""The gateway process. Invariant: it starts without a server and outlives it; meanwhile clients get 503."""
+"""The gateway process. Invariant: it starts without a server, and unless the server started it, it outlives the server;
+meanwhile clients get 503."""
 
 from __future__ import annotations
 

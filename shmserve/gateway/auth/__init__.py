@@ -1,4 +1,4 @@
-"""Access control of the endpoints.
+"""Access control of the HTTP, gRPC and Prometheus endpoints. ZeroMQ clients have roles by their keys (`zmq_tcp.keys`).
 
 `gate` builds it from the options: a Guard for each endpoint, with its TLS context and its Access, reloaded on SIGHUP.
 For each request, `access` compares the roles of the client with those that the action needs; `tokens` has the roles of

@@ -1,5 +1,5 @@
-"""Access rules of all endpoints. Invariant: access depends on the action, never on the path or method of the request;
-every endpoint checks here; an action that is not in the table is denied."""
+"""Access rules of the HTTP, gRPC and Prometheus endpoints. Invariant: access depends on the action, never on the path
+or method of the request; each of these endpoints checks here; an action that is not in the table is denied."""
 
 from __future__ import annotations
 

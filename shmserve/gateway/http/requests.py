@@ -235,7 +235,7 @@ def _piece(buffer: ReceiveBuffer) -> Piece:
 
 
 class Requests:
-    """The handler of all connections. `Heads` has checked the caller's access; the broker checks the gateway's."""
+    """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's."""
 
     def __init__(self, link: GatewayLink, limits: Limits, extra: Callable[[], str], regions: Regions) -> None:
         self._link = link

@@ -22,7 +22,7 @@ LARGEST_WINDOW = (1 << 31) - 1
 LARGEST_STREAM = (1 << 31) - 1
 
 GOAWAY_LENGTH = 8
-"""Minimum."""
+"""Minimum length of GOAWAY; it may be followed by debug data."""
 LENGTHS = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 FRAME = Struct(">HBBBI")
 """Length (upper 16 bits, lower 8), type, flags, stream."""

@@ -321,7 +321,7 @@ def refused(number: int, status: int, ended: bool) -> bytes:
 
 
 def percent(text: str) -> bytes:
-    """The encoding of grpc-message: all bytes except printable ASCII as %XX."""
+    """The encoding of grpc-message: everything but printable ASCII, and the character %, as %XX."""
     data = text[:_TEXT].encode("utf-8", "replace")
     if all(byte in _KEPT for byte in data):
         return data

@@ -57,7 +57,7 @@ class Stream(Sending):
         """Inflates a message, or waits for the next iteration of the loop; messages behind it are queued."""
         self._end_waits = False
 
-    # ------------------------------------------------------------------------------------ what services call
+    # ------------------------------------------------------------------------------------ interface for services
 
     @property
     def path(self) -> str:
@@ -318,7 +318,7 @@ class Stream(Sending):
             self._held -= size
             self._core.account.give(size)
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ completion
 
     def _push(self) -> None:
         self._core.watch(self)
@@ -414,7 +414,7 @@ class Streams(Channel):
         self.reset(stream, Reason.PROTOCOL_ERROR)
         return False
 
-    # ------------------------------------------------------------------------------------ what streams call
+    # ------------------------------------------------------------------------------------ interface for streams
 
     def watch(self, stream: Stream) -> None:
         """Progress now depends on the client: apply the read timeout."""
@@ -455,7 +455,7 @@ class Streams(Channel):
             self.idle_since = self.door.now()
             self.wake()
 
-    # ------------------------------------------------------------------------------------ what the owner calls
+    # ------------------------------------------------------------------------------------ interface for the owner
 
     def pump(self) -> None:
         """Sends queued data, with the streams in turn."""
@@ -489,7 +489,7 @@ class Streams(Channel):
         if size >= most.AHEAD_BYTES and self.accepts:
             self.resumed()
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ disconnects
 
     def end(self, reason: Reason, text: str) -> None:
         if not self.over:

@@ -113,7 +113,7 @@ class Callers:
             + family(f"{name}_answers_total", "counter", f"{answers}, by status", counts)
         )
 
-    # ------------------------------------------------------------------------------------ what connections call
+    # ------------------------------------------------------------------------------------ interface for connections
 
     def enter(self, connection: Caller) -> bool:
         if len(self._connections) >= self._bounds.connections:

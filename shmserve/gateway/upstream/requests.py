@@ -1,4 +1,4 @@
-"""Sends requests to the broker on behalf of clients of all endpoints. Invariant: an error of one request is answered to
+"""Sends requests to the broker on behalf of HTTP and gRPC clients. Invariant: an error of one request is answered to
 that request only; the endpoint decides in which form."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Learning(Ticket):
 
 
 class Asker:
-    """Sends the requests of one endpoint. All endpoints share `regions`."""
+    """Sends the requests of one endpoint. HTTP and gRPC share `regions`."""
 
     def __init__(self, link: GatewayLink, regions: Regions) -> None:
         self.link = link
