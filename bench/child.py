@@ -1,10 +1,10 @@
-"""Processes of a measurement: each is a fresh interpreter that is told what to do in lines of JSON.
+"""Processes of a measurement: each is a fresh interpreter that receives orders as lines of JSON.
 
     child = Child("bench.engine:engine", model=path, batch=32)   # returns when its set-up is done
     child.ask(seconds=1.0)                                       # -> what its handler returned
 
-The rule of the file: a child does nothing between orders, so that A and B can take turns on the same cores, and it
-ends when its standard input does.
+Invariant: a child is idle between orders, so that parties can take turns on the same cores, and it exits at the end of
+its standard input.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Handler = Callable[..., Answer]
 
 
 class ChildFailed(RuntimeError):
-    """The child ended or raised instead of answering; its own words are on standard error."""
+    """The child exited or raised instead of answering; its output is on standard error."""
 
 
 class Child:
     python = sys.executable
     apart = False
-    """In a session of its own. Where the kernel shares processors by sessions, that counts."""
+    """Start in a new session, which matters where the kernel's scheduler groups processes by session."""
 
     def __init__(self, target: str, **setup: Any) -> None:
         self._target = target
@@ -49,7 +49,9 @@ class Child:
         self._waiting = True
 
     def ready(self) -> Answer:
-        """Waits for the end of the set-up. Called by `ask` where nobody did; alone, it starts several at once."""
+        """Wait for the set-up. `ask` calls it if necessary; call it separately to set up several children
+        concurrently.
+        """
         return self.answer() if self._waiting else {}
 
     def tell(self, **order: Any) -> None:
@@ -72,12 +74,12 @@ class Child:
         return self.answer()
 
     def fileno(self) -> int:
-        """Readable when an answer is there, or when it has ended."""
+        """Readable when an answer is available or the child has exited."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def tell_where(self) -> None:
-        """What each of its threads does just now goes to standard error."""
+        """Make the child dump the stacks of its threads to standard error."""
         os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
@@ -106,7 +108,7 @@ class Apart(Child):
 
 
 class Team:
-    """Several children that do the same thing at the same time."""
+    """Several children that run the same order concurrently."""
 
     def __init__(self, children: list[Child]) -> None:
         self.children = children
@@ -130,7 +132,7 @@ class Team:
 
 
 def main() -> int:
-    # What models and libraries print must not come between the answers.
+    # Redirect prints of models and libraries, which must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1)

@@ -1,6 +1,6 @@
-"""What a request costs in the client itself: processor time of `submit` and `result` against a peer that only echoes.
+"""The cost of a request in the client itself: processor time of `submit` and `result` with a peer that only echoes.
 
-The peer is another process, so its time is not counted; a request is one tensor of 1 KiB there, one of 256 bytes back.
+The peer is another process, so its time is not counted; a request is a tensor of 1 KiB, its answer one of 256 bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def echo_zmq(path: str, ready: int) -> None:
 
 
 def measure(client: shmserve.Client, in_flight: int, count: int) -> tuple[float, float]:
-    """Microseconds a request: of this process's processor time, and by the clock."""
+    """Microseconds per request: processor time of this process, and wall time."""
     x = np.ones((1, 256), np.float32)
     waiting: deque[shmserve.Future] = deque()
     submit, popleft, append = client.submit, waiting.popleft, waiting.append

@@ -1,4 +1,4 @@
-"""Timed loops. The rule of the file: wall time of the caller, monotonic, in nanoseconds until it is reported."""
+"""Timed loops. All times are the caller's wall time, monotonic, in nanoseconds until they are reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[int]:
-    """How long each call took, in ns, calling again and again for so many seconds."""
+    """Durations of repeated calls, in ns, over the given number of seconds."""
     for _ in range(warm):
         call()
     taken: list[int] = []
@@ -36,7 +36,7 @@ def summary(taken: list[int]) -> dict[str, float]:
 
 
 def in_turn(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
-    """A B A B ...: what each party returned in each round."""
+    """Alternate the parties (A B A B ...); returns each party's value for each round."""
     found: list[list[float]] = [[] for _ in parties]
     for _ in range(rounds):
         for party, values in zip(parties, found, strict=True):

@@ -1,10 +1,10 @@
-"""What the core costs per request: turns of 32 Infer with 1 KB inside, batches of 32, and their Done.
+"""The core's cost per request: turns of 32 Infer with 1 KB inline, batches of 32, and their Done.
 
-    python -m bench.core_cost [--requests 200000] [--clients 1] [--profile]
+    python -m bench.core_cost [--requests 100000] [--profile]
 
-Driven like the broker drives it, but without links: nothing is encoded, and a worker's answer is there at once. Only
-`Core.handle` is timed; making the messages is not. The rule of the file: the fake worker follows the messages it is
-sent, so that the core does all it would do in a server.
+The core is driven as by the broker, but without links: nothing is encoded, and a worker answers immediately. Only
+`Core.handle` is timed, not the creation of messages. The fake worker follows the messages that it gets, so that the
+core does the same work as in a server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shmserve.protocol.roles import EVERYTHING
 SHAPE = (1, 256)
 DATA = bytes(1024)
 ROUNDS = 50
-"""The best of them is told: the others were disturbed."""
+"""The best round is reported; the others were disturbed."""
 RESULT = Tensor("y", "FP32", (1, 64), bytes(256))
 SORTS: dict[str, BatchPolicy | None] = {
     "plain": BatchPolicy(),
@@ -74,7 +74,7 @@ class Driver:
                     self.batches.append(effect.message)
 
     def ask(self) -> None:
-        """All that have been answered ask again, `turn` of them in a turn."""
+        """Send a new request for each answered one, `turn` of them per turn."""
         waiting, self.answered = self.answered, []
         for start in range(0, len(waiting), self.turn):
             turn = []
@@ -84,7 +84,7 @@ class Driver:
             self.handle(turn)
 
     def work(self) -> None:
-        """The worker finishes what it has, batch by batch; a message per batch, as it would send it."""
+        """Complete the worker's batches one by one, with one message per batch as a real worker would send."""
         batches, self.batches = self.batches, []
         groups: list[list[Execute]] = []
         for order in batches:

@@ -1,7 +1,6 @@
-"""How much processor time each thread of some processes has taken when, and a process that takes the same.
+"""Recording of the processor time of threads over time, and a process that replays such a course.
 
-The rule of the file: threads are told apart by their process and name, as those of a context that is opened anew have
-new numbers.
+Threads are identified by process and name, because the threads of a reopened context have new ids.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from bench.child import Answer, Handler
 
 SAMPLE_S = 0.004
 Course = list[tuple[float, float]]
-"""Seconds since the start, and the processor time taken until then."""
+"""Pairs of seconds since the start and the processor time used until then."""
 
 
 class _Threads:
-    """The processor time of all threads of a process, ended ones too, by their names."""
+    """The processor time of all threads of a process, including ended ones, by name."""
 
     def __init__(self, pid: int) -> None:
         self._folder = f"/proc/{pid}/task"
@@ -36,7 +35,7 @@ class _Threads:
                     with open(f"{self._folder}/{tid}/comm", "rb", 0) as file:
                         self._known[tid] = file.read().decode().strip(), taken
             except (OSError, IndexError):
-                continue  # it has ended meanwhile; what it took is known
+                continue  # the thread has ended; its last value is known
             self._known[tid] = self._known[tid][0], taken
         return self._known
 
@@ -65,7 +64,7 @@ def watcher() -> Handler:
 
 
 def beyond(course: Course, usual: Course) -> Course:
-    """What was taken over what is taken usually, evenly."""
+    """The processor time beyond the usual rate, which is assumed to be even."""
     rate = usual[-1][1] / usual[-1][0] if usual and usual[-1][0] else 0.0
     found, most = [], 0.0
     for at, taken in course:
@@ -75,7 +74,7 @@ def beyond(course: Course, usual: Course) -> Course:
 
 
 def together(courses: Sequence[Course]) -> Course:
-    """Of several threads, as if one had taken it."""
+    """The sum of several threads' courses."""
     latest = [0.0] * len(courses)
     found: Course = []
     for at, index, taken in sorted((at, index, taken) for index, course in enumerate(courses) for at, taken in course):
@@ -87,7 +86,7 @@ def together(courses: Sequence[Course]) -> Course:
 
 
 def burner() -> Handler:
-    """Has taken so much processor time at each time of the course; what others took from it, it takes later."""
+    """Use processor time as in the course; time lost to other processes is caught up later."""
     wait = Event().wait
 
     def handle(seconds: float, course: Course) -> Answer:

@@ -1,7 +1,7 @@
-"""`python -m bench.doors`: the doors to the network beside those of Triton, the same models in both, in turn.
+"""`python -m bench.doors`: the network endpoints compared with Triton's, with the same models, in turn.
 
-The rule of the file: a point that falls short, or cannot be taken, stays in the table; and beside each stands what a
-request cost every process.
+A point that misses its bound, or cannot be measured, stays in the table. Each point shows the processor time of a
+request in every process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TOOL = ROOT / "build" / "tritonclient-env" / "bin" / "perf_analyzer"
 FLIGHT = 64
 MIB = 1 << 20
 TINY, LARGE = 0.6, 1.0
-"""Of Triton's throughput with its own tool."""
+"""Required share of Triton's throughput, measured with its own tool."""
 SIZES = {"identity": ROW, "mlp": models.MLP_SHAPE[0]}
 
 
 @dataclass
 class Point:
-    """One load, taken at both servers."""
+    """One load, measured at both servers."""
 
     text: str
     model: str
@@ -87,11 +87,11 @@ WAYS: dict[str, tuple[str, str, list[str]]] = {
         ["--async", "--streaming", "--request-rate-range", "100", "--num-of-sequences", "2", "--sequence-length", "5"],
     ),
 }  # fmt: skip
-"""What perf_analyzer can do, each of which is tried once at our server alone: model, protocol, options."""
+"""Modes of perf_analyzer, each run once at shmserve alone: model, protocol, options."""
 
 
 class Doors:
-    """The measures, with what they share."""
+    """The measures and their shared parameters."""
 
     def __init__(self, chosen: argparse.Namespace, work: Path) -> None:
         self.tool: Path = chosen.perf_analyzer
@@ -115,7 +115,7 @@ class Doors:
                 if self.wants(point.text):
                     yield self.taken(point.text, partial(self.compared, point, server, other))
             for model in SIZES:
-                if self.wants(f"{model}, native"):  # both of them
+                if self.wants(f"{model}, native"):  # includes both rows
                     yield from self.native(model, server, other)
 
     def wants(self, text: str) -> bool:

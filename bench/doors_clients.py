@@ -1,7 +1,7 @@
-"""Client processes of `bench.doors`: the native one, and Triton's for Python in each of its ways.
+"""Client processes of `bench.doors`: the native client, and each of Triton's Python clients.
 
-The rule of the file: each handler runs in an environment of its own, so imports are inside; an answer is an array that
-has been compared once before the clock starts.
+Handlers run in different environments, so imports are local. One answer is converted to an array before the clock
+starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.clock import durations, summary
 
 
 class Elsewhere(Child):
-    """A child with another Python."""
+    """A child that runs another Python interpreter."""
 
     def __init__(self, python: str, target: str, **setup: Any) -> None:
         self.python = python
@@ -52,7 +52,7 @@ def native(url: str, model: str, size: int, flight: int) -> Handler:
 
 
 async def _keep_asking(ask: Callable[[], Any], take: Callable[[Any], Any], seconds: float, flight: int) -> float:
-    """Answers a second of so many tasks, each of which asks again when it has its answer."""
+    """Answers per second of `flight` tasks, each of which sends its next request after its answer."""
     count, end = 0, 0.0
 
     async def task() -> None:

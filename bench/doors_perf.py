@@ -1,5 +1,5 @@
-"""Runs of `perf_analyzer`, which is Triton's own load generator. The rule of the file: what it says is taken as it says
-it; what a request cost each process is counted beside it.
+"""Runs `perf_analyzer`, Triton's load generator. Its results are used unchanged; the processor time of a request in
+each process is measured in addition.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.doors_servers import Serving
 
 WINDOWS = 3
 MEMORY = 6 << 30
-"""It keeps what it sends, and takes all there is where nothing stops it."""
+"""perf_analyzer keeps all data that it sends, and would use all memory without a limit."""
 RUN_S = 180
 _PARTS = {"Server Queue": "queue", "Server Compute Input": "in", "Server Compute Infer": "model",
           "Server Compute Output": "out"}  # fmt: skip
@@ -28,13 +28,13 @@ class Ran:
     p50_us: float
     p99_us: float
     server_us: dict[str, float]
-    """What the server said of its own part of a request, by its statistics."""
+    """The server's own times for the parts of a request, from its statistics."""
     cpu_us: dict[str, float] = field(default_factory=dict)
-    """Of a request, by process."""
+    """Processor time per request, by process role."""
 
 
 def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> Ran:
-    """Three windows, whatever their spread, and the figures over all of them."""
+    """Run three windows, whatever their spread; the results cover all of them."""
     before, count = server.busy(), server.answered(model)
     (found, *_) = rows(tool, server, model, protocol, options, seconds)
     after, count = server.busy(), server.answered(model) - count
@@ -43,18 +43,18 @@ def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequenc
 
 
 def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> list[Ran]:
-    """One for each load that was asked for."""
+    """One result for each requested load."""
     address = server.http if protocol == "http" else server.grpc
     if not address:
         raise RuntimeError(f"{server.name} has no door for {protocol}")
     window, said = int(seconds * 1000 / WINDOWS), ""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.csv"
-        for longer in (1, 6):  # a window in which no request has come to its end is an error to it
+        for longer in (1, 6):  # a window without a completed request is an error to perf_analyzer
             command = [str(tool), "-m", model, "-u", address, "-i", protocol, "-p", str(window * longer),
                        "-r", str(WINDOWS), "-s", "999", "-f", str(table), *options]  # fmt: skip
             code, said = _run(command)
-            if table.exists():  # also of a load that it calls unstable, with code 2
+            if table.exists():  # also written for a load reported as unstable, with code 2
                 with table.open() as opened:
                     return [_ran(row) for row in csv.DictReader(opened)]
             if "No valid requests" not in said:

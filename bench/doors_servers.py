@@ -1,7 +1,7 @@
-"""The two servers that `bench.doors` compares, over one repository: ours with a gateway, and Triton's.
+"""The two servers that `bench.doors` compares, on one repository: shmserve with a gateway, and Triton.
 
-The rule of the file: both are started with what they do by themselves, on ports that were free, and what a process has
-computed is read from /proc by the part that it plays.
+Both run with their defaults, on free ports. The processor time of each process is read from /proc and assigned to its
+role.
 """
 
 from __future__ import annotations
@@ -64,12 +64,14 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", part)]) for part in np.split(y, ends)]
 """
 ROW = 16
-"""Elements of a row of identity."""
+"""Elements per row of identity."""
 BATCH = 32
 
 
 def repository(work: Path, mlp: Path) -> Path:
-    """identity and mlp in batches of up to 32, and two for large tensors: one that gives back, one that looks."""
+    """Write the models: identity and mlp in batches of up to 32, and two for large tensors: `whole` (identity) and
+    `first` (first element).
+    """
     root = work / "doors"
     sizes = {"identity": (ROW, ROW, IDENTITY), "mlp": (models.MLP_SHAPE[0], 64, MLP)}
     for name, (inner, outer, source) in sizes.items():
@@ -84,17 +86,17 @@ def repository(work: Path, mlp: Path) -> Path:
 
 @dataclass
 class Serving:
-    """A server that is up. `lane` is of ours alone."""
+    """A running server. Only shmserve has a `lane`."""
 
     name: str
     pids: dict[str, int]
-    """Part -> process. What else runs below them is `model`."""
+    """Role -> pid. Their other descendants have the role `model`."""
     http: str
     grpc: str = ""
     lane: str = ""
 
     def busy(self) -> dict[str, float]:
-        """Part -> seconds of processors so far."""
+        """Role -> processor time so far, in seconds."""
         named = {pid: part for part, pid in self.pids.items()}
         below = {pid for top in self.pids.values() for pid in descendants(top)}
         found = dict.fromkeys([*self.pids, "model"], 0.0)
@@ -103,7 +105,7 @@ class Serving:
         return found
 
     def answered(self, model: str) -> int:
-        """Requests of the model that went well, since the start."""
+        """Successful requests of the model since the start."""
         with urllib.request.urlopen(f"http://{self.http}/v2/models/{model}/stats", timeout=END_S) as answer:
             (stats,) = json.load(answer)["model_stats"]
         return int(stats["inference_stats"]["success"]["count"])
@@ -161,7 +163,7 @@ def free_port() -> int:
 
 @contextmanager
 def triton(root: Path, python: Path, work: Path) -> Iterator[Serving]:
-    """The server inside the wheel `nvidia-pytriton`, installed for `python`, with the python backend of that wheel."""
+    """The server from the wheel `nvidia-pytriton`, installed for `python`, with the wheel's Python backend."""
     said = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True).stdout
     site, libraries = map(Path, said.split())
     inside = site / "pytriton" / "tritonserver"
@@ -172,7 +174,7 @@ def triton(root: Path, python: Path, work: Path) -> Iterator[Serving]:
         command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
     environment = dict(os.environ, PYTHONPATH=str(site), OMP_NUM_THREADS="1")
     environment["LD_LIBRARY_PATH"] = f"{site / 'nvidia_pytriton.libs'}:{libraries}"
-    environment["PATH"] = f"{python.parent}:{environment['PATH']}"  # the first python3 there is the models' one
+    environment["PATH"] = f"{python.parent}:{environment['PATH']}"  # models run with the first python3 in PATH
     with (work / "triton.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
@@ -184,7 +186,7 @@ def triton(root: Path, python: Path, work: Path) -> Iterator[Serving]:
 
 
 def _backends(inside: Path, python: Path, work: Path) -> Path:
-    """The python backend with the stub of this Python's version, as it is looked for in one directory."""
+    """A backend directory with the Python backend and the stub for this Python version."""
     version = subprocess.run(
         [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
         capture_output=True, text=True, check=True,
@@ -196,7 +198,7 @@ def _backends(inside: Path, python: Path, work: Path) -> Path:
 
 
 def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Until it says that it is ready: it has no other way to tell."""
+    """Poll until the server is ready; it offers no other notification."""
     end, ended = monotonic() + START_S, os.pidfd_open(process.pid)
     try:
         while monotonic() < end and not select.select([ended], [], [], LOOK_S)[0]:
@@ -204,7 +206,7 @@ def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 with urllib.request.urlopen(f"http://{url}/v2/health/ready", timeout=START_S):
                     return
             except (URLError, ConnectionError):
-                continue  # not yet
+                continue  # not up yet
     finally:
         os.close(ended)
     raise RuntimeError(f"Triton has not come up: {log.read_text(errors='replace')[-2000:]}")

@@ -1,6 +1,6 @@
-"""The bare engine: ONNX Runtime in one process, no server around it. What the server's throughput is a share of.
+"""The bare engine, ONNX Runtime in one process without a server: the baseline for throughput.
 
-The rule of the file: the same session options as the server's (threads 1, no spinning), and the plainest call.
+It uses the server's session options (one thread, no spinning) and the plainest call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def session(model: str) -> Any:
 
 
 def engine(model: str, batch: int, shape: list[int]) -> Handler:
-    """`per_s` counts rows, not batches."""
+    """Run batches. `per_s` counts rows, not batches."""
     import numpy as np
 
     run = session(model).run
@@ -41,7 +41,7 @@ def engine(model: str, batch: int, shape: list[int]) -> Handler:
 
 
 def memcpy(size: int) -> Handler:
-    """One copy of `size` bytes between two buffers that have been touched: what moving a tensor once would cost."""
+    """One copy of `size` bytes between two warm buffers: the cost of moving a tensor once."""
     import numpy as np
 
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
@@ -53,7 +53,7 @@ def memcpy(size: int) -> Handler:
 
 
 def create_sessions(repository: str) -> Handler:
-    """The script that start-up is held against: import the engine, create the sessions of a repository, done."""
+    """The baseline for start-up: import the engine and create the sessions of a repository."""
     started = perf_counter()
     models = sorted(Path(repository).glob("*/*/model.onnx"))
     kept = [session(str(path)) for path in models]

@@ -1,7 +1,7 @@
-"""Three models in a row, as an ensemble, against one of them alone and against three calls of a client.
+"""Three models in a row, as an ensemble, compared with one of them alone and with three calls by a client.
 
-The rule of the file: each of the three copies its tensor once, as every model does; what is looked for is what an
-ensemble adds. In `readers` no model copies anything: what is left is the way of the handles.
+Each of the three copies its tensor once, as any model does, so the difference is what an ensemble adds. In `readers` no
+model copies anything: only the path of the handles remains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TritonPythonModel:
 
 
 class Found(NamedTuple):
-    """Medians in microseconds, by bytes of the tensor."""
+    """Medians in microseconds, by tensor size in bytes."""
 
     one: dict[int, float]
     ensemble: dict[int, float]
@@ -106,7 +106,7 @@ def _ensemble(
 
 
 def in_a_row(url: str, sizes: list[int]) -> Handler:
-    """From `empty()` into `empty()`: by one model, by the ensemble, or by three calls of the models."""
+    """From `empty()` into `empty()`: with one model, with the ensemble, or with three calls."""
     import numpy as np
 
     from shmserve import Client
@@ -143,7 +143,7 @@ def in_a_row(url: str, sizes: list[int]) -> Handler:
 
 
 def readers(url: str, sizes: list[int]) -> Handler:
-    """Three steps that each look at one element of the caller's tensor."""
+    """Three steps that each read one element of the caller's tensor."""
     import numpy as np
 
     from shmserve import Client

@@ -1,5 +1,7 @@
-"""A gRPC server on grpc.aio, one on h2, and the client that loads them. `bench.grpc_servers` runs this file in an
-environment of its own. Each server answers every call with the same bytes, so that only the protocol costs.
+"""A gRPC server on grpc.aio, one on h2, and a load generator for them.
+
+`bench.grpc_servers` runs this file in a separate environment. Each server answers every call with the same bytes, so
+that only the cost of the protocol is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ async def serve_aio(answer: bytes) -> None:
 
 
 class H2Server(asyncio.Protocol):
-    """As in h2's example for asyncio."""
+    """Follows h2's example for asyncio."""
 
     def __init__(self, answer: bytes) -> None:
         from h2.config import H2Configuration
@@ -69,7 +71,7 @@ async def serve_h2(answer: bytes) -> None:
 
 
 async def load(address: str, request: bytes, in_flight: int, seconds: float) -> None:
-    """Prints the number of answers."""
+    """Generate load and print the number of answers."""
     import grpc
 
     count = 0
@@ -98,7 +100,7 @@ def main(words: list[str]) -> None:
         uvloop.install()
         asyncio.run(serve_h2(data))
     else:
-        asyncio.run(serve_aio(data))  # its own event engine; uvloop made no difference
+        asyncio.run(serve_aio(data))  # grpc.aio has its own event engine; uvloop made no difference
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`python -m bench.grpc_servers`: what a gRPC call costs the gateway, and bare servers on grpc.aio and h2.
+"""`python -m bench.grpc_servers`: the cost of a gRPC call in the gateway, and in minimal servers on grpc.aio and h2.
 
-The gateway does all its work for each call: it decodes the request, sends it to the broker, and encodes the answer of
+The gateway does its full work for each call: it decodes the request, sends it to the broker, and encodes the answer of
 the identity model. The others answer with constant bytes. The three take turns, so that the ratios hold on a machine
 whose speed varies. docs/adr/http2.md has the result.
 """
@@ -53,7 +53,7 @@ def messages() -> tuple[bytes, bytes]:
 
 
 def environment() -> Path:
-    """The Python with the peers' packages; installs them at the first call."""
+    """The Python with the peers' packages, which are installed on the first call."""
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
@@ -63,7 +63,7 @@ def environment() -> Path:
 
 @contextmanager
 def peer(python: Path, what: str, answer: bytes) -> Iterator[tuple[int, str]]:
-    """Pid and address."""
+    """A running peer: its pid and address."""
     command = [str(python), str(PEERS), what, base64.b64encode(answer).decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -74,7 +74,7 @@ def peer(python: Path, what: str, answer: bytes) -> Iterator[tuple[int, str]]:
 
 
 def measured(python: Path, pid: int, address: str, request: bytes, in_flight: int, seconds: float) -> tuple[int, float]:
-    """Calls answered, and microseconds of processor time of the server for each."""
+    """The number of answered calls, and the server's processor time per call in microseconds."""
     before = own_seconds(pid)
     command = [
         str(python),

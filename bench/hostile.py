@@ -1,6 +1,6 @@
-"""A hostile client on each link, an honest one beside them, and what is different in the server afterwards.
+"""A hostile client on each link, an honest one beside them, and differences in the server afterwards.
 
-The rule of the file: the server is looked at from outside only (its answers, /proc), before and after.
+Invariant: the server is only examined from outside (its answers, /proc), before and after.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.setting import Served, serving
 from shmserve.core.internal_errors import SIGN
 
 SETTLE = 20.0
-"""Seconds within which the server must have let go of everything: a death notice, not a test of speed."""
+"""Seconds within which the server must have released everything: a limit for detecting a hang, not a test of speed."""
 MIB = 1 << 20
 
 
@@ -42,7 +42,7 @@ class Hostile:
 
 @dataclass
 class Picture:
-    """The server as /proc shows it."""
+    """The server's state according to /proc."""
 
     workers: set[int]
     descriptors: Counter[str]
@@ -59,7 +59,7 @@ class Picture:
         )
 
     def worse(self, before: Picture) -> list[str]:
-        """What is there now that was not there before."""
+        """What was not there before."""
         found = []
         if self.workers != before.workers:
             found.append(f"{len(self.workers ^ before.workers)} worker processes ended or came")
@@ -76,12 +76,14 @@ def write_repository(root: Path) -> None:
 
 
 def compare(server: Served, before: Picture, seconds: float = SETTLE) -> tuple[Picture, list[str]]:
-    """Until the picture is no worse, or the time is over. Each look waits for a round trip through the server."""
+    """Compare until nothing is worse, or until the timeout. Each comparison waits for a round trip through the
+    server.
+    """
     end = monotonic() + seconds
     broker = server.broker_pid()
     with Lane(str(server.runtime_dir / "lane.sock")) as lane:
         lane.hello("memfd")
-        extra = Counter({"socket": 1})  # this very connection
+        extra = Counter({"socket": 1})  # the connection of this check
         while True:
             alive = settle(lane, 5.0)
             now = Picture.of(broker)
@@ -96,7 +98,8 @@ def compare(server: Served, before: Picture, seconds: float = SETTLE) -> tuple[P
 def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, ...] = ("lane", "zmq")) -> Hostile:
     write_repository(repository)
     found = Hostile()
-    with serving(repository, "--limit", "client_errors=0") as server:  # else it would be heard for a while, and no more
+    # otherwise it would soon be disconnected for good
+    with serving(repository, "--limit", "client_errors=0") as server:
         broker = server.broker_pid()
         paths = {"lane": str(server.runtime_dir / "lane.sock"), "zmq": str(server.runtime_dir / "broker.sock")}
         with Team([Child("bench.hostile_client:honest", url=server.lane, model="identity")]) as honest:
@@ -107,7 +110,7 @@ def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, 
                 for seed, link in enumerate(links)
             ]
             with Team(attacks) as team:
-                # The honest one works as long as the others may; they stop at their count.
+                # The honest client runs for the attackers' maximum time; they stop after their count.
                 honest.children[0].tell(seconds=seconds)
                 answers = team.ask(count=count // len(links), seconds=seconds)
                 beside = honest.children[0].answer()

@@ -1,7 +1,7 @@
-"""The two sides of the hostile run: who sends mischief, and who works beside him and must notice nothing.
+"""The two clients of the hostile run: an attacker, and an honest client beside it that must not be affected.
 
-The rule of the file: whatever comes back to the hostile one is read as a client would, and its texts are searched for
-what no client may learn: paths, names of segments, addresses of memory.
+Answers to the attacker are decoded as by a regular client, and their texts are searched for what no client may learn:
+paths, segment names, memory addresses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shmserve.protocol.messages import Fail, FailHeld, Goodbye, Welcome
 
 SECRETS = re.compile(r"/(?:tmp|run|dev|home|work|usr|proc|var|root)\b|0x[0-9a-f]{6,}|shmserve[-_][0-9a-f]{8}|Traceback")
 TOGETHER = 50
-"""Packets sent before the answers are looked at."""
+"""Packets sent before the answers are read."""
 
 
 class Attack:
@@ -65,7 +65,7 @@ class Attack:
             self._segment = None
 
     def _descriptors(self) -> tuple[int, ...]:
-        """Few packets bring descriptors along, and then the wrong ones, or none where they should."""
+        """Descriptors for the packet: few packets have any, and these are wrong or missing where required."""
         roll = self._mischief.random.random()
         if roll > 0.05:
             return ()
@@ -105,7 +105,7 @@ class Attack:
                     raise Ended(message.text)
 
     def _last_words(self) -> None:
-        """What came before the end, if any."""
+        """Read what arrived before the connection ended."""
         if self._link is not None:
             with suppress(ConnectionError):
                 self._look(self._link)
@@ -134,7 +134,7 @@ def attack(link: str, path: str, seed: int, model: str) -> Handler:
 
 
 def honest(url: str, model: str) -> Handler:
-    """Infers until told to stop by `seconds`; counts what was wrong."""
+    """Infer for `seconds`; counts wrong answers."""
     from shmserve import Client, ServeError
 
     client = Client(url)
@@ -159,7 +159,7 @@ def honest(url: str, model: str) -> Handler:
 
 
 def settle(link: Link, seconds: float) -> bool:
-    """One Ping and its Pong: what was sent to the server before has been handled."""
+    """A Ping and its Pong: all earlier messages have then been processed."""
     link.send(messages.Ping(7))
     try:
         link.receive_kind(messages.Pong, seconds=seconds)

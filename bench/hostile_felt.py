@@ -1,9 +1,9 @@
-"""What one honest caller feels beside hostile clients, against what it feels beside processes that only burn as much.
+"""The latency of an honest caller beside hostile clients, compared with processes that only use as much processor time.
 
-In turn: nobody; a hostile client on each link; burners that take the processor time which those took and which the
-server took for them, at the times at which it was taken: one for each thread of the hostile ones, in the same session,
-and one for each process of the server, in a session of its own, as the server's are. The rule of the file: in each turn
-the same is measured, as measuring is work, too.
+In turn: nothing; a hostile client on each link; burners that use the processor time of the hostile clients, and of the
+server on their behalf, at the same times. There is one burner for each thread of the hostile clients, in the same
+session, and one for each process of the server, in a session of its own like the server's. Invariant: every turn takes
+the same measurements, because these use processor time too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.setting import Setting, serving
 LINKS = {"lane": "lane.sock", "zmq": "broker.sock"}
 BURNERS = 8
 LEAST_SHARE = 0.01
-"""Of a core: threads that take less are left out."""
+"""Share of a core below which a thread is ignored."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ def run_felt(setting: Setting) -> Felt:
         watched = [*serving_pids, *(child.pid for child in attacks)]
 
         def turn(party: Party, orders: dict[Child, dict[str, Any]]) -> dict[str, Course]:
-            """How much processor time each thread has taken when."""
+            """Run a turn; returns each thread's processor time over time."""
             pids = [*watched, *(child.pid for child in (*burners, *apart))]
             before, start = [busy_seconds(pid) for pid in pids], perf_counter()
             watcher.tell(seconds=seconds, pids=watched)

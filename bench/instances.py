@@ -1,7 +1,7 @@
-"""What an instance costs as a process: `python -m bench.instances`. Memory of one and of four, and time to READY.
+"""The cost of an instance as a process: `python -m bench.instances`. Memory of one and of four, and time to READY.
 
-The rule of the file: memory is PSS as the kernel adds it up, after each instance has run a request; a page that
-several processes share counts for each with its part.
+Memory is the kernel's PSS after each instance has run a request; a page shared by several processes is divided among
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmserve.testing import Server
 
 ROUNDS = 5
 SIDE = 4096
-"""Of the matrix of weights: 64 MiB."""
+"""Rows and columns of the matrix of weights: 64 MiB."""
 CONFIG = """
 backend: "{backend}" max_batch_size: 8
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {side} ] }} ]
@@ -98,7 +98,7 @@ def measure(name: str, prepared: bool) -> dict[str, Any]:
 
 
 def of(server: Server, client: shmserve.Client, model: str, count: int) -> tuple[float, float]:
-    """The shortest time to READY in ms, and the memory of all workers, with what they were made of, in MiB."""
+    """The shortest time to READY in ms, and the memory of all workers and the zygote, in MiB."""
     times = []
     for round_ in range(ROUNDS + 1):
         began = time.perf_counter()
@@ -119,7 +119,7 @@ def children(pid: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """In KiB."""
+    """PSS in KiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 

@@ -1,8 +1,8 @@
-"""Texts of random length for a small transformer: as they are, padded by the server, and padded by the caller.
+"""Texts of random length for a small transformer: without padding, padded by the server, and padded by the caller.
 
-32 requests of 8 to 128 tokens are always under way; the engine has one thread. Each answer of the padding model is
-compared with that of the bare engine for the request alone. The rule of the file: the three ways take turns in one run,
-as only rates of one run can be compared.
+32 requests of 8 to 128 tokens are always in flight; the engine has one thread. Each answer of the padding model is
+compared with that of the bare engine for the request alone. The three variants take turns in one run, as only rates of
+the same run are comparable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORTEST, LONGEST = 8, 128
 FLIGHT = 32
 BATCH = 32
 KINDS = 512
-"""Different requests, which are made before the clock starts."""
+"""Number of different requests, which are created before the clock starts."""
 HIDDEN = 32
 NEAR = 1e-5
 WAYS = ("as they are", "padded by the server", f"padded to {LONGEST} by the caller")
@@ -70,8 +70,9 @@ def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
 
 
 def caller(url: str, path: str) -> Handler:
-    """Order: 32 requests under way for so long; `whole`: all of the greatest length; `check`: held against the bare
-    engine, for which they wait."""
+    """Order: 32 requests in flight for `seconds`; `whole`: all padded to the maximum length; `check`: each is compared
+    with the bare engine before the next is sent.
+    """
     import numpy as np
 
     from bench.engine import session

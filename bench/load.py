@@ -1,6 +1,6 @@
-"""Client processes that load a server, for the measures of throughput and of one request at a time.
+"""Client processes that load a server, for the measures of throughput and of single requests.
 
-The rule of the file: the public client only (`shmserve.Client`), used the way its documentation says.
+Only the public client (`shmserve.Client`) is used, as documented.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench.clock import durations, summary
 from bench.engine import session
 
 VARIETY = 64
-"""Different inputs in a load, so that no answer can come from anywhere but the model."""
+"""Number of different inputs in a load, so that answers can only come from the model."""
 
 
 def _inputs(shape: list[int], variety: int) -> Any:
@@ -24,7 +24,7 @@ def _inputs(shape: list[int], variety: int) -> Any:
 
 
 def _checked(client: Any, model: str, inputs: list[Any], oracle: str) -> None:
-    """Every input once through the server, against the engine itself."""
+    """Compare the answer to each input with the engine's."""
     import numpy as np
 
     run = session(oracle).run
@@ -34,7 +34,7 @@ def _checked(client: Any, model: str, inputs: list[Any], oracle: str) -> None:
 
 
 def stream(url: str, model: str, flight: int, shape: list[int], oracle: str, shared: bool = False) -> Handler:
-    """Keeps `flight` requests out: collects the oldest, sends another. `shared`: the inputs lie in shared memory."""
+    """Keep `flight` requests in flight: collect the oldest, send another. `shared`: inputs are in shared memory."""
     from shmserve import Client
 
     client = Client(url)
@@ -77,7 +77,7 @@ def lone(url: str, model: str, shape: list[int], oracle: str) -> Handler:
 
 
 def first(url: str, model: str, sizes: list[int]) -> Handler:
-    """A model that looks at one element, with inputs of these many bytes from `empty()`. Order: which size."""
+    """A model that reads one element, with inputs of these sizes in bytes from `empty()`. Order: which size."""
     from shmserve import Client
 
     client = Client(url)
@@ -119,7 +119,7 @@ def whole(url: str, model: str, size: int) -> Handler:
 
 
 def many(urls: list[str], models: list[str], each: int) -> Handler:
-    """Several clients in one process, each of which has asked every model and stays connected."""
+    """Several clients in one process, each of which has sent requests to every model and stays connected."""
     import numpy as np
 
     from shmserve import Client

@@ -1,8 +1,8 @@
-"""Loading beside serving: what the caller of a model feels while another model, or its own, is loaded.
+"""Loading beside serving: the latency of a model's caller while another model, or its own, is loaded.
 
-One caller asks at irregular times. Beside it, in turn: an operator loads and unloads another model in the server, or
-loads a changed version of the caller's own; a process outside the server does what such a load needs; nobody does
-anything. The rule of the file: what is done outside is done as often as it was done inside in the turn before.
+One caller sends requests at irregular times. Beside it, in turn: an operator loads and unloads another model in the
+server, or loads a changed version of the caller's own; a process outside the server does the work of such a load; or
+nothing happens. Invariant: the work outside is done as often as that inside in the turn before.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from bench.setting import Setting, serving
 from bench.table import micros
 
 SPACING_NS = (2_000_000, 8_000_000)
-"""Between two requests of the caller. At irregular times, so that it keeps step with nothing."""
+"""Interval between the caller's requests: irregular, so that it does not synchronise with anything."""
 TURN = 2.5
-"""A turn is so much longer than those of other measures: a 99th percentile needs a thousand requests."""
+"""Factor by which turns are longer than in other measures: a 99th percentile needs a thousand requests."""
 SCRIPT = "import sys; from bench.engine import session; session(sys.argv[1])"
 
 
@@ -42,10 +42,11 @@ def paced(
     wait: Callable[[float], Any],
     now: Callable[[], int] = perf_counter_ns,
 ) -> list[int]:
-    """How long each call took, in ns; what it returned is given to `check`, whose time does not count.
+    """Durations of calls in ns; each result is passed to `check`, whose time does not count.
 
-    A call that was due while the one before was out counts from when it was due: a pause of the server is felt by all
-    who would have asked meanwhile."""
+    A call that was due during the previous one counts from when it was due: a pause of the server affects all requests
+    that would have been sent meanwhile.
+    """
     spacing = random.Random(models.SEED).randint
     taken: list[int] = []
     due = now()
@@ -64,7 +65,7 @@ def paced(
 
 
 def again(cycle: Callable[[], Any], seconds: float, period: float = 0.0) -> Answer:
-    """A cycle every `period` seconds, or as soon as the one before has ended."""
+    """Run a cycle every `period` seconds, or as soon as the previous one has ended."""
     pause = Event()
     cycles, start = 0, perf_counter()
     while (due := cycles * period) < seconds and (past := perf_counter() - start) < seconds:
@@ -79,7 +80,7 @@ def again(cycle: Callable[[], Any], seconds: float, period: float = 0.0) -> Answ
 
 
 def caller(url: str, model: str, shape: list[int], oracle: str) -> Handler:
-    """One request at a time. An answer that is not that of the engine counts as failed, too."""
+    """One request at a time. An answer that differs from the engine's counts as failed."""
     import numpy as np
 
     from shmserve import Client
@@ -115,7 +116,7 @@ def caller(url: str, model: str, shape: list[int], oracle: str) -> Handler:
 
 
 def operator(url: str, model: str) -> Handler:
-    """Loads a model and unloads it."""
+    """Load a model and unload it."""
     from shmserve import Client
 
     client = Client(url)
@@ -129,7 +130,7 @@ def operator(url: str, model: str) -> Handler:
 
 
 def reloader(url: str, model: str, file: str) -> Handler:
-    """Changes a file of a model that is served and loads it: a new process beside the old one, which then ends."""
+    """Change a file of a loaded model and load it again: a new process starts beside the old one, which then ends."""
     from shmserve import Client
 
     client, numbers = Client(url), count()
@@ -143,12 +144,13 @@ def reloader(url: str, model: str, file: str) -> Handler:
 
 
 def script(model: str) -> Handler:
-    """What a load is without a server: a new process that imports the engine, creates the session, and ends."""
+    """The work of a load without a server: a new process that imports the engine, creates the session, and exits."""
     command = [sys.executable, "-c", SCRIPT, model]
     environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
 
     def cycle() -> None:
-        # A session of its own, as the server's workers have: where the kernel shares by sessions, that counts.
+        # In a new session, like the server's workers, which matters where the kernel's scheduler groups processes by
+        # session.
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
 
     cycle()
@@ -160,13 +162,13 @@ def script(model: str) -> Handler:
 
 @dataclass
 class Party:
-    """What the caller felt and what was done beside it, a value for each round."""
+    """The caller's latencies and the work done beside it, one value per round."""
 
     p50_us: list[float] = field(default_factory=list)
     p99_us: list[float] = field(default_factory=list)
     per_s: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
-    """Processor time per second: the server's and that of who works beside the caller."""
+    """Processor time per second of the server and of the process that works beside the caller."""
     calls: int = 0
     cycles: int = 0
     failed: int = 0
@@ -179,7 +181,7 @@ class Party:
         return median(self.p99_us) / median(other.p99_us)
 
     def work(self, idle: Party) -> str:
-        """`idle`: the party without anybody beside the caller; what the server needs for the caller is no work."""
+        """`idle`: the party without work beside the caller; its processor time is subtracted."""
         busy = median(self.busy) - median(idle.busy)
         return f"{median(self.per_s):.2f}/s, {busy:.2f} CPU s/s"
 

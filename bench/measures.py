@@ -1,6 +1,6 @@
-"""The measures, by name. Each takes its parties in turn within one run and returns rows with their bounds.
+"""The measures, by name. Each alternates its parties within one run and returns rows with their bounds.
 
-The rule of the file: a ratio's two sides are taken in the same rounds, and both stand beside it in microseconds.
+Invariant: both sides of a ratio are taken in the same rounds, and both are reported in microseconds beside it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _share(name: str, rates: list[float], bare: list[float], at_least: float) ->
 
 
 def throughput(setting: Setting) -> list[Row]:
-    """mlp, share of the bare engine at batch 32: lane and ZeroMQ with 64 in flight, 8 processes with 8 each."""
+    """mlp as a share of the bare engine at batch 32: lane and ZeroMQ with 64 in flight, 8 processes with 8 each."""
     path = setting.onnx("mlp")
     repository = setting.repository("mlp")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
@@ -97,7 +97,7 @@ RELAYS = {
 
 
 def lone(setting: Setting) -> list[Row]:
-    """One request at a time over lane and ZeroMQ: time over the bare run, in round trips of a raw relay."""
+    """One request at a time over lane and ZeroMQ: time beyond the bare run, in round trips of a raw relay."""
     path = setting.onnx("mlp")
     repository = setting.repository("lone")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
@@ -129,7 +129,7 @@ def _labels(kind: str) -> list[tuple[str, int]]:
 
 
 def large_input(setting: Setting) -> list[Row]:
-    """A model that returns the first element: a 64 MiB input from empty() against one of 4 KiB."""
+    """A model that returns the first element: a 64 MiB input from empty() compared with one of 4 KiB."""
     repository = setting.repository("first")
     models.write(repository, "first", models.first_element(), {"model.py": models.FIRST})
     sizes = [64 * MIB, 4096]
@@ -141,7 +141,7 @@ def large_input(setting: Setting) -> list[Row]:
 
 
 def large_identity(setting: Setting) -> list[Row]:
-    """Identity of 16 MiB, from empty() into empty(), over one warm memcpy of 16 MiB."""
+    """Identity of 16 MiB, from empty() into empty(), compared with one warm memcpy of 16 MiB."""
     repository = setting.repository("identity")
     models.write(repository, "identity", models.identity(), {})
     with (
@@ -157,7 +157,7 @@ def large_identity(setting: Setting) -> list[Row]:
 
 
 def ensemble(setting: Setting) -> list[Row]:
-    """Three identities of 16 MiB in a row, as an ensemble: against one of them, three calls, and other sizes."""
+    """Three identities of 16 MiB in a row, as an ensemble: compared with one of them, three calls, and other sizes."""
     from bench.ensemble import READ, SIZES, run_ensemble
 
     found = run_ensemble(setting)
@@ -178,7 +178,7 @@ def ensemble(setting: Setting) -> list[Row]:
 
 
 def memory(setting: Setting) -> list[Row]:
-    """Private memory of the broker with 10 models and 64 clients, shared segments not counted."""
+    """Private memory of the broker with 10 models and 64 clients, without shared segments."""
     repository = setting.repository("memory")
     names = [f"model{number}" for number in range(10)]
     for name in names:
@@ -197,7 +197,7 @@ def _sixteen(server: Served, names: list[str]) -> Child:
 
 
 def startup(setting: Setting) -> list[Row]:
-    """From serve to ready with the sample models, over one script that creates the same sessions."""
+    """Time from serve to ready with the sample models, compared with a script that creates the same sessions."""
     examples = setting.repository("samples")
     samples.build(examples, say=lambda line: None)
 
@@ -212,14 +212,16 @@ def startup(setting: Setting) -> list[Row]:
             child.ready()
             return perf_counter() - start
 
-    script()  # the first one reads the files from disk
+    script()  # the first run reads the files from disk
     serves, scripts = (median(values) for values in in_turn(max(3, setting.rounds), serve, script))
     beside = f"serve to ready {serves:.2f} s, script {scripts:.2f} s"
     return [Row("serve to ready, beyond the script", serves - scripts, "s", at_most=1.0, beside=beside)]
 
 
 def loading(setting: Setting) -> list[Row]:
-    """Models loaded and reloaded beside one caller: its p99 over that with the same work outside, failed requests."""
+    """Loading and reloading models beside one caller: its p99 compared with the same work outside the server,
+    failures.
+    """
     from bench.loading import run_loading
 
     found = run_loading(setting)
@@ -233,7 +235,7 @@ def loading(setting: Setting) -> list[Row]:
 
 
 def soak(setting: Setting) -> list[Row]:
-    """Mixed soak, 8 client processes: requests lost, answered twice or answered wrongly, and what is left behind."""
+    """Mixed soak, 8 client processes: requests lost, answered twice or answered wrongly, and leaked resources."""
     from bench.soak import run_soak
 
     found = run_soak(setting.repository("soak"), setting.soak_seconds)
@@ -244,7 +246,9 @@ def soak(setting: Setting) -> list[Row]:
 
 
 def hostile(setting: Setting) -> list[Row]:
-    """Hostile clients, 200,000 messages or as long as the soak: wrong answers to an honest one beside them, its p99."""
+    """Hostile clients, 200,000 messages or the time of the soak: wrong answers to an honest client beside them, its
+    p99.
+    """
     from bench.hostile import run_hostile
     from bench.hostile_felt import run_felt
 

@@ -1,6 +1,6 @@
-"""What a hostile client sends: packets from a seed, near enough to good ones to get far, and wrong in every way.
+"""Packets of a hostile client, generated from a seed: mostly close to valid ones, with all kinds of errors.
 
-The rule of the file: the same seed gives the same packets, so that a failure can be replayed.
+Invariant: the same seed gives the same packets, so that a failure can be reproduced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ ODD_TYPES = ("FP32", "INT64", "BYTES", "BOOL", "fp32", "", "FLOAT999", None, 7)
 
 
 class Mischief:
-    """`owner` is the number that Welcome gave; `model`, `tensor` a good model with an FP32 input [-1]."""
+    """The generator. `owner` is the owner number from Welcome; `model` and `tensor` name a valid model with an FP32
+    input [-1].
+    """
 
     def __init__(self, seed: int, model: str, tensor: str) -> None:
         self.random = random.Random(seed)
@@ -140,7 +142,7 @@ class Mischief:
         return [6, self._odd(1, ODD_NUMBERS), os.getpid(), self._odd("again", ODD_NAMES), self._odd("memfd", ("", "x"))]
 
     def _stray(self) -> Any:
-        """A message that goes the other way, or between the broker and its workers, or nowhere."""
+        """A message of the opposite direction, of the broker's links to workers, or of an unknown type."""
         return [self.random.choice((*range(32, 40), *range(64, 68), *range(96, 102), 11, 127, -1, "7")), self._number()]
 
     def _tree(self, depth: int) -> Any:

@@ -1,7 +1,6 @@
-"""The models and repositories that are measured, all made here from fixed seeds.
+"""The measured models and repositories, all generated from fixed seeds.
 
-The rule of the file: a repository is plain files in the layout that the server documents; nothing of the server is
-imported to write one.
+A repository is plain files in the documented layout; no server code is imported to write one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class TritonPythonModel:
 
 
 class _Graph:
-    """Collects nodes and weights; each layer returns the name of its output."""
+    """Collects nodes and weights; each layer method returns the name of its output."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -84,7 +83,7 @@ class _Graph:
 
 
 def make_mlp(path: Path) -> None:
-    """FP32 256-1024-1024-64 with ReLU between: about 1.4 MFLOP multiply-adds a row."""
+    """FP32 256-1024-1024-64 with ReLU between: about 1.4 M multiply-adds per row."""
     graph = _Graph()
     x = graph.node("Relu", [graph.dense("x", 256, 1024)])
     x = graph.node("Relu", [graph.dense(x, 1024, 1024)])
@@ -93,7 +92,7 @@ def make_mlp(path: Path) -> None:
 
 
 def make_cnn(path: Path, base: int = 32) -> None:
-    """A residual network of 18 layers at half width, about 0.5 G multiply-adds an image of 3x224x224 (600 KB)."""
+    """A residual network of 18 layers at half width, about 0.5 G multiply-adds per image of 3x224x224 (600 KB)."""
     graph = _Graph()
     x = graph.conv("x", 3, base, 7, 2)
     x = graph.node("MaxPool", [x], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
@@ -114,8 +113,10 @@ def make_cnn(path: Path, base: int = 32) -> None:
 
 
 def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int = 2, words: int = 1000) -> None:
-    """A small encoder of texts: ids and mask, both [n, length], to one vector a text (the mean of its tokens, which is
-    where a mask or an answer of another request would show) and one a token. Attention costs length squared."""
+    """A small text encoder: ids and mask, both [n, length], to one vector per text and one per token. The text's vector
+    is the mean of its tokens, which would reveal a wrong mask or another request's answer. Attention costs length
+    squared.
+    """
     import numpy as np
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -170,7 +171,7 @@ def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int =
 
 @dataclass
 class Model:
-    """What goes into one model's config.pbtxt. `dims` are without the batch dimension."""
+    """The contents of a model's config.pbtxt. `dims` are without the batch dimension."""
 
     backend: str
     inputs: dict[str, tuple[str, list[int]]]
@@ -195,7 +196,7 @@ def config(name: str, model: Model) -> str:
 
 
 def write(root: Path, name: str, model: Model, files: dict[str, str | Path]) -> None:
-    """One model, version 1. A file is given as its text, or as the path of one to link."""
+    """Write one model with version 1. A file is given as its text, or as the path of a file to link."""
     folder = root / name / "1"
     folder.mkdir(parents=True)
     (root / name / "config.pbtxt").write_text(config(name, model))

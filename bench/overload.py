@@ -1,11 +1,11 @@
-"""Overload of a real server: answers in time, with deadlines, and where all wait their turn without any.
+"""Overload of a real server: answers within the deadline, compared with first-come queueing without deadlines.
 
-The model waits: 2 ms and 1 ms for each row, in batches of 8, so that its capacity is its own and hardly the machine's,
-and the simulator can be told the same. What the rest costs (messages, scheduling, a process that is late) is in the
-capacity that is measured, by 32 requests that are always under way: before each turn, as others on the machine take
-more or less of it.
+The model sleeps 2 ms plus 1 ms per row, in batches of 8, so its capacity hardly depends on the machine, and the
+simulator can use the same service times. Other costs (messages, scheduling, late processes) are included in the
+capacity measured with 32 requests that are always in flight. It is measured before each turn, because the load by
+others varies.
 
-The rule of the file: a request counts from the moment at which it was to be sent, and not from when that was done.
+Invariant: latency counts from the intended time of sending, not the actual one.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class TritonPythonModel:
 
 
 def overload(setting: Setting) -> list[Row]:
-    """A real server at 0.5 to 2 times its capacity: answers within 100 ms, and those of a first-come queue."""
+    """A real server at 0.5 to 2 times its capacity: answers within 100 ms, compared with a first-come queue."""
     repository = setting.repository("overload")
     tensors = {"x": ("FP32", [16])}, {"y": ("FP32", [16])}
     models.write(repository, "waits", models.Model("python", *tensors, BATCH, True), {"model.py": WAITS})
     seconds = max(2.0, setting.seconds)
     with serving(repository) as server, Child("bench.overload:caller", url=server.lane) as caller:
-        caller.ask(rate=0.0, seconds=1.0)  # the server learns how long a batch takes
+        caller.ask(rate=0.0, seconds=1.0)  # the server learns the duration of a batch
         capacities: list[float] = []
         ways = [(factor, timed) for factor in FACTORS for timed in (True, False)]
         found = in_turn(setting.rounds, *(partial(_share, caller, capacities, seconds, *way) for way in ways))
@@ -63,7 +63,7 @@ def overload(setting: Setting) -> list[Row]:
 
 
 def _share(caller: Child, capacities: list[float], seconds: float, factor: float, timed: bool) -> float:
-    """Of what it could do a moment before."""
+    """Goodput as a share of the capacity measured just before."""
     capacities.append(_answers(caller, rate=0.0, seconds=seconds / 2))
     return _answers(caller, rate=factor * capacities[-1], seconds=seconds, timed=timed) / capacities[-1]
 
@@ -87,7 +87,7 @@ def _row(factor: float, capacities: list[float], mine: list[float], plain: list[
 
 
 def simulated(factor: float, seconds: float) -> tuple[float, float]:
-    """The goodput of the core and of a first-come queue, as the simulator tells it, as shares of the capacity."""
+    """Simulated goodput of the core and of a first-come queue, as shares of the capacity."""
     tensors = (TensorSpec("x", "FP32", (16,)),), (TensorSpec("y", "FP32", (16,)),)
     capacity = BATCH * 1e9 / (2 * MS + BATCH * MS)
     load = Load("m", Poisson(capacity * factor), timeout_ns=DEADLINE_MS * MS)
@@ -100,7 +100,7 @@ def simulated(factor: float, seconds: float) -> tuple[float, float]:
 
 
 def caller(url: str) -> Handler:
-    """Order: so many requests a second at random times, with a deadline or without; 0: always 32 under way."""
+    """Order: `rate` requests per second at random times, with deadlines if `timed`; rate 0: always 32 in flight."""
     rounds = Random(20)
 
     def handle(rate: float, seconds: float, timed: bool = False) -> Answer:
@@ -122,7 +122,7 @@ async def _offer(url: str, rate: float, seconds: float, timed: bool, draws: Rand
 
 
 class _Offer:
-    """One load, from its first request until none of it is under way."""
+    """One load, from its first request until none is in flight."""
 
     def __init__(self, call: Any, seconds: float, draws: Random) -> None:
         self._call = call
@@ -172,10 +172,10 @@ class _Offer:
         return self._answer("in time")
 
     def _send(self, at: float, end: float, rate: float, timed: bool) -> None:
-        """All that should have been sent by now; and so on, until the end."""
+        """Send all requests that are due, then schedule the next, until the end."""
         now = self._loop.time()
         while at <= now and at < end:
-            # One that goes late has less time left: it is late, whoever is to blame.
+            # A request sent late has less time left, whatever the cause of the delay.
             self._one(at, end, max(0.001, at + DEADLINE_MS / 1e3 - now) if timed else None)
             at += self._draws.expovariate(rate)
         if at < end:
@@ -184,7 +184,7 @@ class _Offer:
             self._loop.call_at(end + 2 * DEADLINE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:
-        """What is still under way is late."""
+        """Cancel the requests still in flight, which are late."""
         for future in list(self._out):
             future.cancel()
         if not self._out:

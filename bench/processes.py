@@ -1,6 +1,6 @@
-"""What /proc and /dev/shm say of the processes that are measured.
+"""Facts about measured processes from /proc and /dev/shm.
 
-The rule of the file: read only; a process that is measured is not disturbed.
+Read-only: the measured processes are not disturbed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from time import monotonic
 
 TICKS = os.sysconf("SC_CLK_TCK")
-"""In a second of processor time."""
+"""Clock ticks per second of processor time."""
 
 
 def private_bytes(pid: int) -> int:
-    """Private_Clean + Private_Dirty of every mapping but those of shared memory.
+    """Private_Clean + Private_Dirty of all mappings except shared memory.
 
-    A shared page that only one process has touched counts as private in smaps, so segments are left out by name."""
+    smaps counts a shared page that only one process has touched as private, so segments are excluded by name.
+    """
     total, counted = 0, True
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         key = line.split(None, 1)[0]
@@ -31,7 +32,7 @@ def private_bytes(pid: int) -> int:
 
 
 def descriptors(pid: int) -> list[str]:
-    """What each open descriptor is: socket, memfd, pipe, ..., sorted, without inode numbers."""
+    """The kind of each open descriptor: socket, memfd, pipe, ..., sorted, without inode numbers."""
     found = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -50,7 +51,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields from the state on; none of a process that has ended."""
+    """The fields of /proc/<pid>/stat from the state on; empty for an ended process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -58,7 +59,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """All live processes below this one."""
+    """All live descendants of a process."""
     below: dict[int, list[int]] = {}
     started: dict[int, str] = {}
     for entry in os.listdir("/proc"):
@@ -77,11 +78,11 @@ def descendants(pid: int) -> list[int]:
 
 _OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
 _seen: set[tuple[str, ...]] = set()
-"""Pid and start time of processes that `segments` answers for."""
+"""Pid and start time of the processes whose segments `segments` reports."""
 
 
 def seen(pid: int) -> None:
-    """Its segments count as ours from now on, also when it has ended."""
+    """Include the segments of this process from now on, also after it has ended."""
     if fields := _stat(pid):
         _seen.add((str(pid), fields[19]))
 
@@ -92,7 +93,7 @@ def own_seconds(pid: int) -> float:
 
 
 def busy_seconds(pid: int) -> float:
-    """Processor time of a process, of all below it, and of those of them that have ended and been waited for."""
+    """Processor time of a process and its descendants, including those that have ended and been waited for."""
     while True:
         below = descendants(pid)
         found = [fields for one in (pid, *below) if (fields := _stat(one))]
@@ -101,13 +102,13 @@ def busy_seconds(pid: int) -> float:
 
 
 class Living:
-    """Processes that must end soon: each is held by a descriptor, so that a number used again means nothing."""
+    """Processes that must end soon, held by pidfds, so that reused pids do not matter."""
 
     def __init__(self, pids: list[int]) -> None:
         self._descriptors = [os.pidfd_open(pid) for pid in pids]
 
     def still_there(self, seconds: float = 5.0) -> int:
-        """How many have not ended within so many seconds. To be called once."""
+        """The number of processes that have not ended within `seconds`. Call it only once."""
         end, left = monotonic() + seconds, 0
         for descriptor in self._descriptors:
             left += not select.select([descriptor], [], [], max(0.0, end - monotonic()))[0]
@@ -116,7 +117,7 @@ class Living:
 
 
 class Others:
-    """What everybody else on the machine computed while we measured, in cores. Children count when they have ended."""
+    """Cores used by all other processes on the machine during a measurement. Children count when they have ended."""
 
     def __init__(self) -> None:
         self._busy, self._ours, self._at = _busy(), _ours(), monotonic()
@@ -127,7 +128,7 @@ class Others:
 
 
 def _busy() -> float:
-    """Seconds of all cores that were not idle."""
+    """Busy time of all cores in seconds."""
     user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split(None, 11)[1:11])
     return (user + nice + system + irq + softirq + steal) / TICKS
 
@@ -138,9 +139,10 @@ def _ours() -> float:
 
 
 def segments() -> set[str]:
-    """Names of the segments in /dev/shm of this process and of all below it that live or were `seen`.
+    """Names in /dev/shm of segments of this process and its descendants, alive or `seen`.
 
-    Others on the machine have segments, too, and those of a dead stranger cannot be told from ours but by its pid."""
+    Other processes on the machine have segments too, and those of a dead process can only be identified by its pid.
+    """
     descendants(os.getpid())
     seen(os.getpid())
     return {name for name in os.listdir("/dev/shm") if (owner := _OWNER.match(name)) and owner.groups() in _seen}

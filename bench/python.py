@@ -1,7 +1,7 @@
-"""What a python model costs beside its own function: add_sub of 1 MiB tensors, and a model that calls it.
+"""The overhead of a Python model beyond its own function: add_sub of 1 MiB tensors, and a model that calls it.
 
-The rule of the file: the same two lines of numpy run in the model and bare; what is looked for is what the way to them
-and back adds. The model sees the caller's memory, its outputs are copied once, and a call copies nothing.
+The same two lines of numpy run in the model and bare, so the difference is the overhead. The model reads the caller's
+memory, its outputs are copied once, and a call copies nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.setting import Setting, serving
 from bench.table import Row, micros
 
 ELEMENTS = 1 << 18
-"""Of FP32: 1 MiB."""
+"""FP32 elements: 1 MiB."""
 IN = {"a": ("FP32", [-1]), "b": ("FP32", [-1])}
 OUT = {"sum": ("FP32", [-1]), "difference": ("FP32", [-1])}
 
@@ -58,7 +58,9 @@ WAYS = ("plain", "add_sub", "stacked", "caller")
 
 
 def python(setting: Setting) -> list[Row]:
-    """add_sub of 1 MiB tensors in a python model, over the plain function; stacked; and by way of another model."""
+    """add_sub of 1 MiB tensors in a Python model, compared with the plain function; stacked; and called by another
+    model.
+    """
     repository = setting.repository("python")
     for name, source, parameters in (
         ("add_sub", ADD_SUB, {}), ("stacked", STACKED, {"stacked": "true"}), ("caller", CALLER, {}),

@@ -1,6 +1,7 @@
-"""Clients of the bare protocol, lane and ZeroMQ: for what the public client would never send, and to count answers.
+"""Clients of the raw protocol, over lane and ZeroMQ, for sending what the public client never would and counting
+answers.
 
-The rule of the file: every message that comes is kept and counted; nothing is retried, nothing is hidden.
+Invariant: every received message is kept and counted; there are no retries.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ ROOM = messages.PACKET_BYTES + 4096
 
 
 class Ended(ConnectionError):
-    """The other side closed the connection."""
+    """The server closed the connection."""
 
 
 class Link:
-    """What both kinds share: reading messages one at a time, with a limit."""
+    """Shared by both kinds: reading messages one at a time, with a timeout."""
 
     owner = 0
 
@@ -42,14 +43,14 @@ class Link:
         raise AssertionError
 
     def _fill(self) -> bool:
-        """Takes in one packet; False when none is there."""
+        """Read one packet; False if there is none."""
         raise AssertionError
 
     def send(self, *batch: Any) -> None:
         self.send_bytes(codec.encode(batch))
 
     def receive(self, seconds: float = 10.0) -> Any:
-        """The next message; TimeoutError when none comes."""
+        """The next message. Raises TimeoutError if none arrives."""
         end = monotonic() + seconds
         while not self.inbox:
             if not self._fill():
@@ -59,7 +60,7 @@ class Link:
         return self.inbox.popleft()
 
     def receive_kind(self, *kinds: type[Any], seconds: float = 10.0) -> Any:
-        """The next message of these kinds; others are dropped."""
+        """The next message of these types; others are dropped."""
         end = monotonic() + seconds
         while True:
             message = self.receive(max(0.0, end - monotonic()))
@@ -67,7 +68,7 @@ class Link:
                 return message
 
     def drain(self) -> list[Any]:
-        """Everything that is there now."""
+        """All messages that have arrived."""
         while self._fill():
             pass
         found = list(self.inbox)
@@ -75,7 +76,7 @@ class Link:
         return found
 
     def hello(self, outputs: str, protocol: int = messages.PROTOCOL) -> Any:
-        """Welcome, or the Goodbye that came instead."""
+        """Connect; returns Welcome, or the Goodbye received instead."""
         self.send(Hello(protocol, os.getpid(), "raw", outputs))
         answer = self.receive_kind(Welcome, messages.Goodbye)
         if isinstance(answer, Welcome):
@@ -90,7 +91,7 @@ class Link:
 
 
 class Lane(Link):
-    """A SEQPACKET connection; segments that come with descriptors are mapped into `maps`."""
+    """A SEQPACKET connection; segments received as descriptors are mapped into `maps`."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class Lane(Link):
         self._socket.sendmsg([packet], ancillary)
 
     def limit_sends(self, seconds: float) -> None:
-        """A send that cannot go within this time raises BlockingIOError."""
+        """Make blocked sends raise BlockingIOError after this time."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -143,7 +144,7 @@ class Lane(Link):
             self.maps.pop(message.segment).close()
 
     def read(self, tensor: Tensor) -> bytes:
-        """The bytes of a tensor, copied out; what it held is given back."""
+        """A copy of a tensor's bytes; its handles are returned."""
         if isinstance(tensor.data, bytes):
             return tensor.data
         assert isinstance(tensor.data, tuple)
@@ -162,7 +163,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A memfd of one client, with a counter for an allocator: enough for a client that never reuses."""
+    """A client's memfd without an allocator: sufficient for a client that places data at fixed offsets."""
 
     def __init__(self, lane: Lane, size: int, number: int = 1, seals: int = SEALS) -> None:
         self.id = lane.owner << messages.OWNER_SHIFT | number
@@ -184,7 +185,9 @@ class Segment:
 
 
 class Zmq(Link):
-    """A DEALER; tensors may go as frames behind the packet, and those that come so are put where their index was."""
+    """A DEALER; tensors may be sent as frames after the packet, and received frames replace their index in the
+    tensor.
+    """
 
     def __init__(self, path: str) -> None:
         import zmq
@@ -222,7 +225,7 @@ class Zmq(Link):
         return True
 
     def receive(self, seconds: float = 10.0) -> Any:
-        # The descriptor of a ZeroMQ socket is edge-triggered: its own poll is the only safe wait.
+        # The descriptor of a ZeroMQ socket is edge-triggered: only the socket's own poll is safe to wait with.
         end = monotonic() + seconds
         while not self.inbox:
             if not self._socket.poll(max(0, int((end - monotonic()) * 1000))):
@@ -231,7 +234,9 @@ class Zmq(Link):
         return self.inbox.popleft()
 
     def close(self, bye: bool = True) -> None:
-        """ZeroMQ tells nobody that a socket was closed, so it is said; without `bye`, only the process's end tells."""
+        """Close the socket, by default after a Bye: ZeroMQ does not signal a closed socket. Without `bye`, the server
+        only detects the end of the process.
+        """
         if bye:
             self._socket.linger = 1000
             self.send(messages.Bye())

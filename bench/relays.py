@@ -1,8 +1,8 @@
-"""Three processes and nothing else: what a round trip through a broker costs before the broker does anything.
+"""Three processes without a server: the cost of a round trip through a broker that does nothing.
 
     client - relay - worker, over Unix SEQPACKET sockets or over ZeroMQ (DEALER - ROUTER | ROUTER - DEALER)
 
-The rule of the file: sane and lean. Each way of building the relay is measured and the fastest one is the baseline.
+Each implementation of the relay is measured, and the fastest one is the baseline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECEIVE = 1 << 18
 
 
 def _forked(body: Callable[[], None], closed: tuple[socket.socket, ...] = ()) -> None:
-    """Runs `body` in a child that dies with its parent. Only from processes that have no thread yet."""
+    """Run `body` in a child that dies with its parent. Only for processes that have no threads yet."""
     parent = os.getpid()
     if os.fork():
         return
@@ -44,7 +44,7 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-# `recv` with room for the largest packet allocates that room each time, which costs several times the call itself.
+# `recv` would allocate a buffer for the largest packet on each call, which costs several times the call itself.
 def _echo(end: socket.socket) -> None:
     room = memoryview(bytearray(RECEIVE))
     receive, send = end.recv_into, end.send

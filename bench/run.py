@@ -1,6 +1,6 @@
-"""`python -m bench.run`: takes the measures in turn, prints the table, keeps it in bench/results.
+"""`python -m bench.run`: runs the measures in turn, prints the table, and saves it in bench/results.
 
-The rule of the file: it knows no measure; a measure is a function that takes a `Setting` and returns rows.
+This module does not depend on particular measures; a measure is a function that takes a `Setting` and returns rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench import measures, processes, table
 from bench.setting import Setting
 
 QUIET = 0.15
-"""Cores that others may use before a result is called disturbed."""
+"""Cores that other processes may use before a warning is printed."""
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
         return 2
     if chosen.cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in chosen.cpus.split(",")})
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that started processes are stopped
     with tempfile.TemporaryDirectory(prefix="bench-") as work:
         setting = Setting(Path(work), chosen.seconds, chosen.rounds, chosen.soak_seconds)
         if chosen.quick:

@@ -1,6 +1,6 @@
-"""What a measure is given: how long to take, where to work, and servers to measure.
+"""The parameters of a measure: its duration, its working directory, and servers to measure.
 
-The rule of the file: the one place of bench that knows how a server is started.
+Servers are only started here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from bench import models
 
 @dataclass
 class Served:
-    """A running server, as its clients see it."""
+    """A running server, as seen by its clients."""
 
     runtime_dir: Path
     log: Callable[[], str] = str
-    """What the server has said so far."""
+    """The server's log so far."""
 
     @property
     def lane(self) -> str:
@@ -32,7 +32,7 @@ class Served:
         return f"ipc://{self.runtime_dir}/broker.sock"
 
     def broker_pid(self) -> int:
-        """The kernel's word for who listens on the lane."""
+        """The pid of the process that listens on the lane, according to the kernel."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as lane:
             lane.connect(f"{self.runtime_dir}/lane.sock")
             credentials = lane.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -42,7 +42,7 @@ class Served:
 
 @contextmanager
 def serving(repository: Path, *options: str) -> Iterator[Served]:
-    """`options` are those of `shmserve serve`."""
+    """Run a server. `options` are those of `shmserve serve`."""
     from shmserve.testing import Server
 
     with Server(repository, *options) as server:
@@ -58,7 +58,7 @@ class Setting:
     _made: dict[str, Path] = field(default_factory=dict)
 
     def onnx(self, name: str) -> Path:
-        """mlp or cnn, made once."""
+        """The model file of mlp or cnn, created once."""
         if name not in self._made:
             path = self.work / "onnx" / f"{name}.onnx"
             {"mlp": models.make_mlp, "cnn": models.make_cnn}[name](path)

@@ -1,8 +1,8 @@
-"""The simulator: what a million requests cost, and what overload does to goodput, with and without the deadline rule.
+"""The simulator: the cost of a million requests, and goodput under overload, with and without the deadline rule.
 
     python -m bench.simulated [--requests 1000000] [--profile] [--curves]
 
-The rule of the file: costs are processor time of this process; what the simulation itself says depends on no machine.
+Costs are processor time of this process; the simulated results do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MS = 1_000_000
 SERVICE = Affine(MS, MS // 2)
 BATCH = 8
 INSTANCES = 64
-CAPACITY = BATCH * 1e9 / SERVICE.ns(BATCH, None)  # type: ignore[arg-type]  # no random number in it
-"""Requests a second of one instance, in full batches."""
+CAPACITY = BATCH * 1e9 / SERVICE.ns(BATCH, None)  # type: ignore[arg-type]  # deterministic
+"""Requests per second of one instance with full batches."""
 FACTORS = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)
 DEADLINE_MS = 100
 SECONDS = 4.0
@@ -37,7 +37,7 @@ def plan(instances: int, factor: float, requests: int = 0, seconds: float = 0.0,
 
 
 def curves(instances: int = 2) -> list[tuple[float, float, float]]:
-    """Load, and the goodput of the core and of a first-come queue, all as shares of the capacity."""
+    """Load, goodput of the core and goodput of a first-come queue, all as shares of the capacity."""
     found = []
     for factor in FACTORS:
         made = plan(instances, factor, seconds=SECONDS, deadline_ms=DEADLINE_MS)
@@ -48,14 +48,14 @@ def curves(instances: int = 2) -> list[tuple[float, float, float]]:
 
 
 def cost(requests: int) -> tuple[float, Result]:
-    """Seconds of processor time for so many requests on 64 instances at 0.8 of their capacity."""
+    """Processor time, in seconds, for this many requests on 64 instances at 0.8 of their capacity."""
     begun = process_time()
     result = simulate(plan(INSTANCES, 0.8, requests))
     return process_time() - begun, result
 
 
 def simulator(setting: Setting) -> list[Row]:
-    """A million simulated requests on 64 instances; simulated overload: goodput with deadlines of 100 ms."""
+    """A million simulated requests on 64 instances; goodput under simulated overload with deadlines of 100 ms."""
     requests = 1_000_000 if setting.soak_seconds >= 60 else 50_000
     spent, result = cost(requests)
     beside = f"{requests:,} requests, {spent / requests * 1e6:.1f} us each; digest {result.digest}"

@@ -1,8 +1,8 @@
 """The mixed soak: eight client processes, every dtype, random sizes, batches, cancels and timeouts, over both links.
 
-Two of the eight speak the bare protocol and count the answers of each request; the others use the public clients.
-The rule of the file: the oracle is the input itself, compared when the answer comes and again when it is dropped, as
-memory that was reused too early shows only then.
+Two of the eight use the raw protocol and count the answers to each request; the others use the public clients. The
+oracle is the input itself. It is compared on arrival and again when the answer is dropped, which reveals memory that
+was reused too early.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = ("lane", "lane", "lane", "zmq", "zmq", "async", "raw lane", "raw zmq")
 
 @dataclass
 class Soak:
-    """What came out. Everything but `sent` and `counts` should be 0 or empty."""
+    """The result. All fields except `sent` and `counts` should be 0 or empty."""
 
     sent: int = 0
     lost: int = 0
@@ -54,7 +54,7 @@ class Soak:
 
 
 def write_repository(root: Path) -> None:
-    """Identity of each dtype, by turns batched and not, and one slow model of four."""
+    """Write an identity for each dtype, every third without batching, and a slow Python model."""
     for number, dtype in enumerate(DTYPES):
         config = "STRING" if dtype == "BYTES" else dtype
         batch = 0 if number % 3 == 2 else BATCH
@@ -64,7 +64,7 @@ def write_repository(root: Path) -> None:
 
 
 def batch_of(model: str) -> int:
-    """The largest batch of a model of this repository, 0 where its tensors have none."""
+    """max_batch_size of a model of this repository."""
     if model == "slow":
         return 4
     return 0 if DTYPES.index(model.removeprefix("identity_")) % 3 == 2 else BATCH
@@ -96,7 +96,7 @@ def run_soak(repository: Path, seconds: float, largest: int = 2 << 20) -> Soak:
         if set(processes.descendants(broker)) != set(workers):
             found.wrong += 1
             found.examples.append("a worker process ended or was started during the soak")
-        # Memory may have grown: workers keep what they once needed. Connections may not.
+        # Memory may have grown, as workers keep what they once needed; connections may not.
         extra = Counter(processes.descriptors(broker)) - Counter(before)
         found.counts["broker descriptors more than before"] = sum(
             count for kind, count in extra.items() if not kind.startswith("/memfd:")

@@ -1,7 +1,7 @@
 """The public clients of the soak, `Client` and `AsyncClient`.
 
-The rule of the file: a request ends in one of four ways (right, cancelled because it was cancelled, timed out because
-it had a timeout, or one of the three countable faults), and every one is counted.
+Invariant: every request is counted, with one of four outcomes: correct, cancelled on request, timed out because it had
+a timeout, or one of the three kinds of faults.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def permitted(allowed: Allowed, code: str, text: str) -> bool:
 
 
 class Tally:
-    """Counts, and the answers that are held for a while and compared again when they go.
+    """Counts, and answers that are held for a while and compared again when dropped.
 
-    `allowed`: error code -> pattern of the texts (behind the model's name) that are no fault, where faults are made on
-    purpose. Each request is in `counts` once, or in `lost`."""
+    `allowed`: error code -> pattern of texts (after the model's name) that are not faults, for runs with injected
+    faults. Each request is counted once in `counts`, or in `lost`.
+    """
 
     def __init__(self, allowed: Allowed | None = None) -> None:
         self._allowed = allowed or {}
@@ -89,7 +90,7 @@ class Tally:
 
 
 class Call:
-    """One request as it is to be made."""
+    """One planned request."""
 
     __slots__ = ("cancelled", "expected", "future", "model", "timeout", "x")
 
@@ -103,7 +104,7 @@ class Call:
 
 
 class Caller:
-    """Thinks of requests."""
+    """Generates requests."""
 
     def __init__(self, seed: int, largest: int, empty: Any, dtypes: Sequence[str] = DTYPES) -> None:
         self.random = random.Random(seed)

@@ -1,6 +1,6 @@
-"""The clients of the soak that speak the bare protocol, and so can see an answer that comes twice.
+"""The clients of the soak that use the raw protocol, so that they can detect duplicate answers.
 
-The rule of the file: each request number is sent once; every Reply, Fail and FailHeld is counted against it.
+Invariant: each request number is sent once; every Reply, Fail and FailHeld is counted against it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FLIGHT = 32
 SLOT = 64 * 1024
 PATIENCE = 30.0
 LAST = 2**40
-"""The number of the last Ping."""
+"""Number of the last Ping."""
 FREE = 0xEE
-"""What a slot is filled with as soon as its request has ended: whoever still reads it will show it."""
+"""A slot is overwritten with this as soon as its request has ended, to expose later reads."""
 
 
 class Asker:
-    """One connection, its requests in flight, and the counts."""
+    """One connection, its requests in flight, and its counts."""
 
     def __init__(self, link: Link, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
         self.link = link
@@ -50,14 +50,14 @@ class Asker:
             self.examples.append(text)
 
     def place(self, number: int, content: bytes) -> tuple[Any, tuple[bytes, ...]]:
-        """What goes into Tensor.data, and the frames behind the packet."""
+        """The value of Tensor.data, and the frames after the packet."""
         raise AssertionError
 
     def content(self, tensor: Tensor) -> bytes:
         raise AssertionError
 
     def free(self, number: int) -> None:
-        """The inputs of this request may be overwritten."""
+        """Release the inputs of this request, which may now be overwritten."""
 
     def ask(self) -> None:
         self.number += 1
@@ -128,7 +128,7 @@ class Asker:
                 self.take(self.hear())
             except TimeoutError:
                 break
-        # An answer that comes twice would come before this one.
+        # A duplicate answer would arrive before this one.
         self.link.send(messages.Ping(LAST))
         while (message := self.hear()) != messages.Pong(LAST):
             self.take(message)
@@ -154,7 +154,7 @@ class Asker:
 
 
 class LaneAsker(Asker):
-    """Its large inputs lie in slots of one memfd; a slot is free again when the answer, or Released, has come."""
+    """Places large inputs in slots of one memfd; a slot is free again after the answer, or Released."""
 
     link: Lane
 
@@ -185,7 +185,7 @@ class LaneAsker(Asker):
 
 
 class ZmqAsker(Asker):
-    """Its large tensors go and come as frames."""
+    """Sends and receives large tensors as frames."""
 
     link: Zmq
 
@@ -207,7 +207,7 @@ class ZmqAsker(Asker):
 
 
 def _difference(output: Tensor, got: bytes, shape: tuple[int, ...], content: bytes) -> str:
-    """What came instead: others' bytes, those that mark a free slot, or a part."""
+    """Describes a wrong answer: other bytes, those that mark a free slot, or a part."""
     where = "inline" if isinstance(output.data, bytes) else f"in {len(output.data)} part(s)"  # type: ignore[arg-type]
     wrong = [at for at, (one, other) in enumerate(zip(got, content, strict=False)) if one != other]
     span = f"{len(wrong)} bytes differ, {wrong[0]} to {wrong[-1]}" if wrong else "no byte differs"

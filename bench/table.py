@@ -1,6 +1,6 @@
-"""Rows of results, the machine in general words, and the page and the JSON that are kept in bench/results.
+"""Rows of results, an anonymous description of the machine, and the page and JSON saved in bench/results.
 
-The rule of the file: nothing that names a host, a user or a path gets into a result.
+Invariant: results contain no name of a host or user and no path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = ("numpy", "onnxruntime", "pyzmq", "msgspec", "uvloop")
 
 @dataclass
 class Row:
-    """One line of the table. `bound` is what `value` is held against; None: only reported."""
+    """One line of the table. `bound` is the limit for `value`, if there is one."""
 
     measure: str
     value: float | None
@@ -30,7 +30,7 @@ class Row:
     beside: str = ""
     failed: str = ""
     others: float = 0.0
-    """Cores that processes which are no part of the measure used meanwhile."""
+    """Cores used meanwhile by processes outside the measure."""
 
     @property
     def verdict(self) -> str:
@@ -104,7 +104,7 @@ def machine() -> dict[str, str]:
 
 
 def host_kind() -> str:
-    """Part of the file's name: enough to tell machines apart, too little to tell whose they are."""
+    """Part of the file name: enough to distinguish machines, but not to identify them."""
     facts = machine()
     family = next(
         (name for name in ("epyc", "xeon", "ryzen", "core", "neoverse") if name in facts["cpu"].lower()), "cpu"
@@ -113,7 +113,7 @@ def host_kind() -> str:
 
 
 def save(rows: list[Row], command: str, notes: dict[str, Any], kind: str = "") -> Path:
-    """`kind` is the end of the file's name, for what is no run of all measures."""
+    """Save the results. `kind` is a suffix of the file name for results other than of all measures."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     stem = RESULTS / f"{today}-{host_kind()}{kind}"
     RESULTS.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
-"""Random tensors of every dtype, and what they must be equal to: NaN patterns, empty strings, tensors of no elements.
+"""Random tensors of every dtype, and their comparison, including NaN patterns, empty strings and empty tensors.
 
-The rule of the file: equality is of bytes, never of values, so that a NaN or a negative zero must come back as it went.
+Invariant: equality is by bytes, never by values, so that a NaN or a negative zero must come back unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ POOL_BYTES = 8 << 20
 
 
 class Maker:
-    """Tensors from a pool of random bytes: as good as fresh ones, without the time to make them."""
+    """Tensors from a pool of random bytes, which is faster than creating new random data."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._pool = np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
 
     def size(self, largest: int) -> int:
-        """Bytes, for strings about: half of them small enough to go inside a message, some empty, few large."""
+        """A size in bytes (approximate for strings): half of them small enough to be inline, some 0, few large."""
         roll = self._random.random()
         if roll < 0.02:
             return 0
@@ -35,7 +35,7 @@ class Maker:
         return int(4096 * (largest / 4096) ** (self._random.random() ** 2))
 
     def shape(self, dtype: str, size: int, most_rows: int) -> tuple[int, ...]:
-        """A batch of rows whose tensor has about so many bytes; several requests often share a shape."""
+        """The shape of a batch of about `size` bytes; several requests often share a shape."""
         rows = self._random.randint(1, most_rows) if most_rows else 0
         width = max(0, size) // (ITEM_BYTES[dtype] or 24) // max(1, rows)
         if self._random.random() < 0.6 and width > 8:
@@ -63,7 +63,7 @@ class Maker:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Dtype, shape and every byte."""
+    """Whether dtype, shape and all bytes are equal."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if one.dtype == object:
@@ -76,7 +76,7 @@ def _bits(array: Any) -> Any:
 
 
 def to_bytes(array: Any) -> bytes:
-    """As on the wire; strings each behind its length, 4 bytes, little-endian."""
+    """Bytes as on the wire; each string follows its length, 4 bytes, little-endian."""
     if array.dtype == object:
         return b"".join(len(item).to_bytes(4, "little") + item for item in array.reshape(-1).tolist())
     found: bytes = array.tobytes()

@@ -1,8 +1,8 @@
-"""What more instances of one ONNX model cost in memory: `python -m bench.weights [--mib 128]`.
+"""The memory cost of more instances of one ONNX model: `python -m bench.weights [--mib 128]`.
 
-One model, its weights kept in four ways, served by one instance and by four. Prints a table of how often the weights
-are in memory: PSS of the workers, less that of as many workers with a model that has none, over the weights' size. The
-rule of the file: counts only, no times, so that it can run beside anything.
+One model, with weights stored in four ways, served by one instance and by four. Prints how many times the weights are
+in memory: PSS of the workers, minus that of as many workers with a model without weights, divided by the weights' size.
+It measures no times, so it can run beside other processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PREPACKED = {
 
 
 def make(path: Path, layers: int, external: bool) -> None:
-    """y = x times a matrix, so many times."""
+    """y = x times a matrix, `layers` times."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -50,13 +50,13 @@ def make(path: Path, layers: int, external: bool) -> None:
 
 
 def prepack(source: Path, target: Path) -> None:
-    """The model as the engine has optimised it, with its weights in the order in which it computes."""
+    """The model as optimised by the engine, with weights in the layout in which it computes."""
     import onnxruntime as ort
 
     target.parent.mkdir(parents=True)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # it would warn that the file is for this kind of CPU, which is what is wanted
+    options.log_severity_level = 3  # suppress the warning that the file is specific to this CPU type, which is intended
     options.optimized_model_filepath = os.fspath(target)
     for key, value in PREPACKED.items():
         options.add_session_config_entry(key, value)
@@ -65,7 +65,7 @@ def prepack(source: Path, target: Path) -> None:
 
 
 def _written(folder: Path) -> None:
-    """Pages that are not on the disk yet would count as those of the process."""
+    """Write dirty pages to disk, as they would count as memory of the process."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

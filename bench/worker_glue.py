@@ -1,9 +1,9 @@
-"""What the worker adds to the bare engine: `python -m bench.worker_glue [ROUNDS]`.
+"""The overhead of the worker over the bare engine: `python -m bench.worker_glue [ROUNDS]`.
 
-A worker process is fed over its link, always with the next batch already there, as by a busy broker; the bare run is
-of the same model in this process, on the same core, by turns. Times of a batch are the worker's own: from taking it up
-to the outputs placed, and what is left until the next is taken up (link, decode, encode).
-The rule of the file: nothing is timed that a batch of the real server would not do.
+A worker process is fed over its link, with the next batch always available, as by a busy broker. The bare run executes
+the same model in this process on the same core, in turn. Batch times are the worker's own: from accepting a batch until
+its outputs are placed, and the remainder until the next is accepted (link, decode, encode). Invariant: only work that a
+batch of the real server would also cause is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORKER = 7
 
 
 class Glue:
-    """One worker on one core, and the two ends of what is timed."""
+    """One worker on one core, and the link to it."""
 
     def __init__(self, config: ModelConfig, folder: Path, cpu: int) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -60,8 +60,8 @@ class Glue:
         return codec.encode([Execute(self.number, 0, works, open=True)])
 
     def run(self, rows: int, data: bytes, shape: tuple[int, ...], dtype: str = "FP32") -> dict[str, float]:
-        """Microseconds of each stage, medians. Two batches are always there, so that the worker never waits."""
-        clock = (~self.process.pid << 3) | 2  # the CPU time of the worker's process
+        """Median microseconds of each stage. Two batches are always pending, so that the worker never waits."""
+        clock = (~self.process.pid << 3) | 2  # the CPU clock of the worker's process
         packets = [self.packet(rows, data, shape, dtype) for _ in range(BATCHES)]
         dones: list[Done] = []
         for packet in packets[:2]:
@@ -98,7 +98,7 @@ class Glue:
 
 
 def bare(model: Path, cpu: int, batch: int) -> Any:
-    """Runs in this process, on the worker's core, while the worker waits."""
+    """Run in this process, on the worker's core, while the worker is idle."""
     run = session(str(model)).run
     feed = {"x": np.random.default_rng(1).standard_normal((batch, 256)).astype(np.float32)}
 
