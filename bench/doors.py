@@ -166,7 +166,7 @@ class Doors:
         beside = "; ".join(_said(name, runs) for name, runs in took.items())
         return Row(point.text, median(mine) / median(theirs), "of Triton", at_least=point.at_least, beside=beside)
 
-    # ------------------------------------------------------------------------------------ with clients of Python
+    # ------------------------------------------------------------------------------------ with Python clients
 
     def native(self, model: str, server: Serving, other: Serving) -> Iterator[Row]:
         """The native client, and the best of Triton's, each at its own server."""

@@ -102,7 +102,7 @@ def _ensemble(
     (repository / name / "config.pbtxt").write_text("\n".join(lines) + "\n")
 
 
-# ------------------------------------------------------------------------------------------------ the callers
+# ------------------------------------------------------------------------------------------------ the clients
 
 
 def in_a_row(url: str, sizes: list[int]) -> Handler:

@@ -66,7 +66,7 @@ def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
     return float(caller.ask(seconds=seconds, model=model, whole=bool(whole), check=False)["per_s"])
 
 
-# ------------------------------------------------------------------------------------------------ the caller
+# ------------------------------------------------------------------------------------------------ the client
 
 
 def caller(url: str, path: str) -> Handler:

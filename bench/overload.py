@@ -96,7 +96,7 @@ def simulated(factor: float, seconds: float) -> tuple[float, float]:
     return mine.goodput / capacity, plain.goodput / capacity
 
 
-# ------------------------------------------------------------------------------------------------ the caller
+# ------------------------------------------------------------------------------------------------ the client
 
 
 def caller(url: str) -> Handler:

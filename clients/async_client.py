@@ -359,7 +359,7 @@ class AsyncClient:
         found: dict[str, Any] = await self._operate("restart", model, version, timeout, body)
         return found
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ closing
 
     async def close(self) -> None:
         """Close the connection. Unanswered requests are cancelled; results stay valid."""

@@ -369,7 +369,7 @@ class Client:
         found: dict[str, Any] = self._operate("restart", model, version, timeout, body)
         return found
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """Close the connection. Unanswered requests are cancelled; results stay valid."""

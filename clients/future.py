@@ -76,7 +76,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
 
-    # ------------------------------------------------------------------------------------ from the session
+    # ------------------------------------------------------------------------------------ called by the session
 
     def settle(self, answer: Any) -> None:
         self._answer = answer
@@ -90,7 +90,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         if self._watch is not None:
             self._reader.tell(self)
 
-    # ------------------------------------------------------------------------------------ for the user
+    # ------------------------------------------------------------------------------------ public interface
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result. TimeoutError after `timeout` seconds; the request stays active."""
@@ -178,7 +178,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     def __repr__(self) -> str:
         return f"<shmserve.Future {self._state.lower()}>"
 
-    # ------------------------------------------------------------------------------------ for concurrent.futures
+    # ------------------------------------------------------------------------------------ used by concurrent.futures
 
     @property
     def _condition(self) -> Any:  # type: ignore[override]

@@ -187,7 +187,7 @@ class _Check:
                 model.add_seen(Seen(WARNING, "", text, path="max_batch_size"))
         return model
 
-    # ------------------------------------------------------------------------------------------- all together
+    # ------------------------------------------------------------------------------------------- across models
 
     def done(self) -> Checked:
         self._twice()
@@ -301,7 +301,7 @@ def _numbers(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
     return select_versions(policy, numbers)
 
 
-# ------------------------------------------------------------------------------------------------ for programs
+# ------------------------------------------------------------------------------------------------ JSON output
 
 
 def as_json(checked: Checked) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class TemporaryServer:
         lines = [line.strip() for line in self.log.split("\n") if line.strip()]
         return "; ".join(lines[-3:]) or "it printed nothing"
 
-    # ------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------- start and stop
 
     def _start(self) -> None:
         folder = Path(self._folder.name)

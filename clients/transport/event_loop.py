@@ -74,7 +74,7 @@ class LoopLink:
         self._loop = loop
         return loop
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ sending
 
     def send_soon(self, with_deadline: bool = False) -> None:
         """Schedule one send for all requests of this loop iteration."""
@@ -125,7 +125,7 @@ class LoopLink:
             else:
                 loop.remove_writer(link.descriptors()[0])
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ receiving
 
     def _readable(self) -> None:
         session = self.session
@@ -150,7 +150,7 @@ class LoopLink:
         if session.urgent or session.memory.drops.full:
             self._send()
 
-    # ------------------------------------------------------------------------------------ time
+    # ------------------------------------------------------------------------------------ deadlines
 
     def _arm(self) -> None:
         deadline = self.session.deadline()
@@ -272,7 +272,7 @@ class LoopLink:
             link.close()
             raise
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ closing
 
     async def close(self) -> None:
         if self.closed:

@@ -56,7 +56,7 @@ class Lane:
         self._view = memoryview(self._buffer)
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ sending
 
     def send(self, packet: Packet) -> bool:
         try:
@@ -84,7 +84,7 @@ class Lane:
             poll.register(other, select.POLLIN)
         poll.poll(None if wait is None else max(0.0, wait) * 1000 + 1)
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ receiving
 
     def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
         flags = _CLOEXEC
@@ -142,7 +142,7 @@ class Lane:
     def descriptors(self) -> list[int]:
         return [self._sock.fileno()]
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ closing
 
     def interrupt(self) -> None:
         try:

@@ -143,7 +143,7 @@ class SharedLink(ThreadedLink):
         if watch.callbacks:
             self.after.append(future)
 
-    # ------------------------------------------------------------------------------------ what futures do
+    # ------------------------------------------------------------------------------------ called by futures
 
     def look(self, future: Future) -> None:
         """Send buffered requests and read pending packets."""
@@ -190,7 +190,7 @@ class SharedLink(ThreadedLink):
         """Sleep between polls; ends early when the client is closed."""
         self._closing.wait(seconds)
 
-    # ------------------------------------------------------------------------------------ the reader
+    # ------------------------------------------------------------------------------------ the reader thread
 
     def need_reader(self, future: Future) -> None:
         """Ensure that the reader thread runs, to notify a future's watchers. Called with the lock held."""
@@ -262,7 +262,7 @@ class SharedLink(ThreadedLink):
             self._parked = None
         return self._needing_reader > 0
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """Cancel all unanswered requests and close the link. Idempotent, and callable from any thread."""

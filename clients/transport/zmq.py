@@ -77,7 +77,7 @@ class ZmqLink:
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ sending
 
     def send(self, packet: Packet) -> bool:
         with self._guard:
@@ -104,7 +104,7 @@ class ZmqLink:
             poll.register(self.descriptors()[0], select.POLLIN)
         poll.poll(1 if wait is None else min(1.0, max(0.0, wait) * 1000))
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ receiving
 
     def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
         end = None if wait is None else time.monotonic() + wait
@@ -187,7 +187,7 @@ class ZmqLink:
     def _events(self) -> int:
         return zmq_frames.events(self._socket)
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ closing
 
     def interrupt(self) -> None:
         self._ended = True

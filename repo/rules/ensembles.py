@@ -147,7 +147,7 @@ class _Graph:
         batches = member.config.max_batch_size > 0 or bool(added(self.ensemble, index, MAP))
         return _Tensor(index, maker, tensor.data_type, _known_dims(member, tensor), batches)
 
-    # ------------------------------------------------------------------------------------------- a step alone
+    # ------------------------------------------------------------------------------------------- single steps
 
     def check_step(self, index: int) -> None:
         step = self.steps[index]
@@ -220,7 +220,7 @@ class _Graph:
                 text = f'model "{shown(config.name)}" has no output "{shown(key)}"; {meant(key, names)}'
                 self._problem(index, f'output_map["{key}"]', text)
 
-    # ------------------------------------------------------------------------------------------- all together
+    # ------------------------------------------------------------------------------------------- the whole graph
 
     def check_outputs(self) -> None:
         """Compare the declared outputs of the ensemble with the tensors of the steps."""

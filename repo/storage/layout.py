@@ -286,7 +286,7 @@ def says_more(folder: Path, versions: Sequence[int], config: ModelConfig) -> boo
     return not versions
 
 
-# ------------------------------------------------------------------------------------- files that it names
+# ----------------------------------------------------------------------------------- files that the configuration names
 
 
 def _labels(folder: Path, config: ModelConfig) -> Iterator[Seen]:

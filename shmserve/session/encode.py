@@ -196,7 +196,7 @@ def _too_long(name: str) -> InvalidRequest:
     return InvalidRequest(f"name '{name[:40]}...' has {len(name)} characters; the limit is {NAME_LENGTH}")
 
 
-# ---------------------------------------------------------------------------------------- everything else
+# ---------------------------------------------------------------------------------------- options and outputs
 
 
 class TopK(Struct, frozen=True):

@@ -52,7 +52,7 @@ class Queries:
         self._unanswered = 0
         """Number of unanswered pings."""
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ sending
 
     def put(self, ask: Ask, body: Body | None) -> None:
         if ask.what in OPERATIONS:
@@ -101,7 +101,7 @@ class Queries:
             operation.complete = not more
         return found
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ receiving
 
     def on_answer(self, message: Answer) -> int:
         """Returns the number of settled tickets."""
@@ -128,7 +128,7 @@ class Queries:
         self._unanswered = max(0, self._unanswered - 1)
         return bool(self.to_send)
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ ending
 
     def ended(self, number: int) -> bool:
         """Forget a question. True: it was an operation that is withdrawn before it was sent completely, so no answer

@@ -240,7 +240,7 @@ class Session:
         if self.cancel(ticket):
             ticket.fail(DeadlineExceeded(text))
 
-    # ------------------------------------------------------------------------------------ time
+    # ------------------------------------------------------------------------------------ deadlines
 
     def deadline(self) -> float | None:
         """When `tick` is next due."""
@@ -251,7 +251,7 @@ class Session:
         while (ticket := self._deadlines.due(now)) is not None:
             self.expire(ticket)
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ sending
 
     @property
     def has_returns(self) -> bool:
@@ -266,7 +266,7 @@ class Session:
             return self.questions.packets(self._end) + self.outbox.take()
         return self.outbox.take()
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ receiving
 
     def receive(self, data: Any, descriptors: Sequence[int] = (), frames: Sequence[Any] = ()) -> int:
         """Process one packet; returns the number of settled tickets. After an error the connection is unusable."""
@@ -311,7 +311,7 @@ class Session:
             if kept is not None:
                 self.memory.let_go(kept)
 
-    # ------------------------------------------------------------------------------------ answers in parts
+    # ------------------------------------------------------------------------------------ streams
 
     def _on_part(self, part: Part, frames: Sequence[Any]) -> None:
         ticket = self.tickets.get(part.request)

@@ -68,7 +68,7 @@ def _backends(args: argparse.Namespace) -> frozenset[str]:
     return installed(directory or "")
 
 
-# ------------------------------------------------------------------------------------------------- for people
+# ------------------------------------------------------------------------------------------------- text output
 
 
 def _show(checked: Checked, quiet: bool, strict: bool) -> None:

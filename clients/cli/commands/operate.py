@@ -99,7 +99,7 @@ def _file(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-# ------------------------------------------------------------------------------------------ all of them
+# ------------------------------------------------------------------------------------------ running and reporting
 
 
 def _each(args: argparse.Namespace, one: Operation, doing: str, told: Callable[[Mapping[str, Any]], str]) -> int:
@@ -174,7 +174,7 @@ def _versions(found: Mapping[str, Any]) -> str:
     return f"version{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else ""
 
 
-# ------------------------------------------------------------------------------------------ while one waits
+# ------------------------------------------------------------------------------------------ progress
 
 
 def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: str) -> None:

@@ -124,7 +124,7 @@ def in_original(boxes: list[np.ndarray], place: np.ndarray) -> np.ndarray:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- cutting them out
+# ------------------------------------------------------------------------------------------------- cropping the lines
 
 
 def cut(picture: np.ndarray, box: np.ndarray) -> np.ndarray:
