@@ -251,7 +251,7 @@ class Server:
             log.warning("%s: %s%s", finding.where, finding.text, hint)
         if self._mode == "poll" and settings.repository_poll_secs:
             poll = Poll(self._catalog, settings.settle_secs)
-            changes = poll.look()
+            changes = poll.look(at_start=True)
             readings, names = changes.readings, changes.names
             self._operations.poll(poll, settings.repository_poll_secs, changes.again_s)
         else:

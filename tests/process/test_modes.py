@@ -186,6 +186,13 @@ def polled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
         yield server, root
 
 
+def test_the_start_does_not_wait_for_the_first_poll(tmp_path: Path) -> None:
+    identity(tmp_path, "new")  # within --settle-secs before the start
+    options = ("--model-control-mode", "poll", "--repository-poll-secs", "3600", "--settle-secs", "3600")
+    with Server(tmp_path, *options) as server, server.client() as client:
+        assert client.ready("new")
+
+
 def test_models_come_change_and_go(polled: tuple[Server, Path]) -> None:
     server, root = polled
     with server.client() as client:

@@ -284,3 +284,15 @@ def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
     world.root.unlink()
     world.root.mkdir()
     assert world.settled().gone == ["m"], "empty is not the same as not there"
+
+
+def test_at_the_start_models_are_read_as_they_are(world: World) -> None:
+    folder = world.model("m")
+    assert names(world.poll.look(at_start=True)) == ["m"]
+    assert names(world.settled()) == []
+    world.write(folder / "1" / "more", "half")
+    assert names(world.poll.look()) == []
+    assert names(world.settled()) == ["m"]
+    other = world.model("n")
+    world.catalog.before = lambda: world.write(other / "1" / "more", "half")
+    assert names(world.poll.look(at_start=True)) == [], "it changed while it was read"

@@ -50,8 +50,8 @@ FLAGS = (
          " loads all", [], "MODEL", repeatable=True),
     Flag("repository-poll-secs", "seconds", MODELS, "in mode poll, interval between checks for changes; 0: never",
          15.0, "S"),
-    Flag("settle-secs", "seconds", MODELS, "in mode poll, how long a model must be unchanged before it is loaded, so"
-         " that no half-copied model is loaded", 1.0, "S"),
+    Flag("settle-secs", "seconds", MODELS, "in mode poll, how long a changed model must be left alone before it is"
+         " loaded, so that no half-copied model is loaded", 1.0, "S"),
     Flag("model-config-name", "text", MODELS, "use configs/NAME.pbtxt instead of config.pbtxt for each model that "
          "has it", "", "NAME"),
     Flag("model-namespacing", "boolean", MODELS, "only false: model names are unique across all repositories", False),

@@ -1,7 +1,8 @@
 """Polls the repositories for changes.
 
 Invariant: a model is deployed only if it has not changed for `settle_s`, nor while it was read. A model that is being
-copied waits for the next poll. Everything runs in the reader thread, which alone accesses a Poll's state.
+copied waits for the next poll. Only at the start are models read as they are, as in the other modes. Everything runs
+in the reader thread, which alone accesses a Poll's state.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Poll:
         self._unsettled: dict[str, _Unsettled] = {}
         self._trouble = ""
 
-    def look(self) -> Changes:
+    def look(self, at_start: bool = False) -> Changes:
+        settle_s = 0.0 if at_start else self._settle_s
         try:
             found = self._catalog.names_on_disk()
         except ServeError as error:  # the repository itself cannot be read now
@@ -58,7 +60,8 @@ class Poll:
             self._trouble = error.message
             return Changes([], [], list(self._known), troubles, float("inf"))
         self._trouble = ""
-        readings = [reading for name, folders in found.items() if (reading := self._model(name, folders)) is not None]
+        models = (self._model(name, folders, settle_s) for name, folders in found.items())
+        readings = [reading for reading in models if reading is not None]
         gone = [name for name in self._known if name not in found]
         for name in gone:
             del self._known[name]
@@ -66,7 +69,7 @@ class Poll:
         again = self._settle_s if self._unsettled else float("inf")
         return Changes(readings, gone, found, [], again)
 
-    def _model(self, name: str, folders: list[Path]) -> Reading | None:
+    def _model(self, name: str, folders: list[Path], settle_s: float) -> Reading | None:
         if len(folders) > 1:
             digest = f"in {len(folders)} repositories"
             if self._known.get(name) == digest:
@@ -85,7 +88,7 @@ class Poll:
         if self._known.get(name) == digest:
             self._unsettled.pop(name, None)
             return None
-        if not self._is_still(name, digest, newest):
+        if settle_s and not self._is_still(name, digest, newest):
             return None
         reading = self._catalog.read_folder(folders[0])
         after = reading.snapshot
