@@ -200,8 +200,8 @@ def _too_long(name: str) -> InvalidRequest:
 
 
 class TopK(Struct, frozen=True):
-    """Requests, for an output, its `k` largest values per batch item instead of the tensor, as strings b"value:index",
-    or b"value:index:label" if the model has labels. `parse_class` parses them.
+    """In place of an output: its `k` largest values per batch item instead of the tensor, as strings b"value:index", or
+    b"value:index:label" if the model has labels. `parse_class` parses them.
     """
 
     k: int

@@ -86,7 +86,7 @@ class Queries:
         return made
 
     def _pieces(self, operation: _Operation) -> list[Any]:
-        """The messages for one packet. They count as sent from here on."""
+        """The messages of one packet. They count as sent once they are returned."""
         found: list[Any] = []
         ask = operation.ask
         while len(found) < TOGETHER and not operation.complete:

@@ -329,7 +329,9 @@ class Session:
         ticket.part(result, part.last)
 
     def forget(self, ticket: StreamTicket) -> None:
-        """Cancel later a stream whose caller was dropped. May run inside the collector, in any thread."""
+        """Schedule the cancellation of a stream whose caller was dropped. May run inside the collector, in any
+        thread.
+        """
         self.forgotten.append(ticket)
         if self._nudge is not None:
             self._nudge()
