@@ -63,7 +63,6 @@ SUITES = (
     Suite("L0_client_timeout"),
     Suite("L0_client_nobatch", flags=LENIENT),
     Suite("L0_rate_limiter"),
-    Suite("L0_model_config", limit_s=1200),
     Suite("L0_model_update", limit_s=2400),
     Suite("L0_model_queue"),
     Suite("L0_model_namespacing"),
@@ -78,7 +77,6 @@ SUITES = (
     Suite("L0_grpc_state_cleanup", layout={"models": ("repeat_int32",)}),
     Suite("L0_backend_onnxruntime"),
     Suite("L0_initializer_as_input"),
-    Suite("L0_sequence_stress"),
     Suite("L0_libtorch_io_names"),
     Suite("L0_libtorch_shared_weights"),
     Suite("L0_libtorch_instance_group_kind_model"),
@@ -121,8 +119,8 @@ _LEFT_OUT = {
         L0_additional_dependency_dirs L0_backend_config L0_backend_python/variants L0_backend_release
         L0_backend_identity L0_cmdline_trace L0_config_json L0_custom_model_config
         L0_java_simple_example L0_json L0_libtorch_inference_mode L0_libtorch_io_types L0_libtorch_optimized_execution
-        L0_nan_inf L0_nullchar_string L0_onnx_optimization L0_pinned_memory L0_priority
-        L0_repoagent_checksum L0_socket
+        L0_model_config L0_nan_inf L0_nullchar_string L0_onnx_optimization L0_pinned_memory L0_priority
+        L0_repoagent_checksum L0_sequence_stress L0_socket
     """,
 }
 LEFT_OUT = {name: reason for reason, names in _LEFT_OUT.items() for name in names.split()}
