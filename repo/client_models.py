@@ -1,8 +1,8 @@
-"""The models that the published example programs of `tritonclient` use, with the names and tensors that they expect.
+"""Writes the models that the published example programs of `tritonclient` call, with the names and tensors that those
+programs expect and the outputs that they check. They are test fixtures, not samples for users.
 
-Run `python -m shmserve.repo.client_models DEST [NAME ...]` to write them. They compute what those programs check, and
-are not meant as samples. Each is a configuration and at most one short Python file, in Triton's format without
-extensions.
+Run `python -m shmserve.repo.client_models DEST [NAME ...]`. Each model is a configuration and at most one short Python
+file, in Triton's format without extensions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class TritonPythonModel:
     def execute(self, requests):
         return [self.answer(request) for request in requests]
 """
+"""Beginning of a model.py that answers each request on its own; the method `answer` follows."""
 
 ADD_SUB = f"""\
 import numpy as np
@@ -128,11 +129,13 @@ class TritonPythonModel:
 
 _DIRECT = "max_sequence_idle_microseconds: 5000000"
 _OLDEST = f"{_DIRECT}\n  oldest {{ max_candidate_sequences: 32 }}"
+"""Fields of `sequence_batching` that select a strategy; the strategy `direct` is the default."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model. `inputs` and `outputs`: name, type and dims. `more`: the rest of the configuration."""
+    """A model to write. `inputs` and `outputs`: name, data type and dims of each. `batch`: max_batch_size. `more`:
+    further lines of the configuration."""
 
     inputs: tuple[tuple[str, str, str], ...]
     outputs: tuple[tuple[str, str, str], ...]
@@ -143,6 +146,7 @@ class Model:
 
 
 def _pair(dtype: str) -> tuple[tuple[tuple[str, str, str], ...], tuple[tuple[str, str, str], ...]]:
+    """The inputs and outputs of an add_sub model: two of each, of this data type."""
     return (
         tuple((name, dtype, "[ 16 ]") for name in ("INPUT0", "INPUT1")),
         tuple((name, dtype, "[ 16 ]") for name in ("OUTPUT0", "OUTPUT1")),
@@ -154,8 +158,8 @@ def _identity(dtype: str) -> Model:
 
 
 def _sequence(source: str, strategy: str, number: str = "") -> Model:
-    """A sequence model. `number`: the data type of the sequence id, for a model that takes the id and the end
-    control.
+    """A sequence model. `number`: the data type of the sequence id, for a model that also has the controls END and
+    CORRID; "": it has neither.
     """
     controls = [
         f'{{ name: "{kind}" control [ {{ kind: CONTROL_SEQUENCE_{kind} int32_false_true: [ 0, 1 ] }} ] }}'

@@ -1,7 +1,7 @@
 """Loads a configuration from the text of a config.pbtxt: parse, complete, validate. All problems are in one error.
 
-Invariant: only ConfigError is raised, whatever the text. protobuf's text_format alone defines what a text means; the
-outline and the lint only improve the error messages and report all errors at once.
+Invariant: only ConfigError is raised, whatever the text. Only protobuf's text_format decides what a text means. The
+outline and the lint serve error messages: text_format stops at the first error, and they report all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CONFIG_FILE = "config.pbtxt"
 
 
 class Setting(NamedTuple):
-    """The context of a configuration: the model's directory and what the server has.
+    """What a configuration is checked against: the model's directory, and the backends and GPUs of the server.
 
-    `name` is the model's directory, `files` are the names in its first version directory. Files that the configuration
-    names are looked up in `folder`, if given.
+    `name` is the name of the model's directory, `files` are the names in its first version directory. `folder` is the
+    path of the directory: files that the configuration refers to must be there. None: they are not checked.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Setting(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """The result of examining a configuration. `places` maps fields to their positions.
+    """The result of `examine`. `places`: field -> its position in the text.
 
-    `given` is the configuration as written, None if it cannot be parsed; `completed` has all defaults. `config` is
-    `completed`, or None if there are problems.
+    `given` is the configuration as written, None if it cannot be parsed. `completed` has all defaults filled in, and is
+    None if that failed; it may still be invalid. Use `config`, which is None if there are problems.
     """
 
     given: ModelConfig | None
@@ -68,7 +68,7 @@ class Loaded(NamedTuple):
 
 
 def parse(data: str | bytes, file: str = CONFIG_FILE) -> ModelConfig:
-    """Parse the text. No default is filled in, and only the schema is checked."""
+    """Parse the text without filling in defaults. Only the syntax and the schema are checked."""
     report = Report(file)
     message = _message(data, report)
     report.raise_problems()
@@ -85,9 +85,9 @@ def load(
     gpus: Collection[int] = (),
     file: str = CONFIG_FILE,
 ) -> Loaded:
-    """Load the completed configuration of the model in directory `name`.
+    """Load and complete the configuration of the model in directory `name`. Raises ConfigError with all problems.
 
-    `files` are the names in its first version directory; `backends` and `gpus` are those of the server.
+    See Setting for the parameters; files that the configuration refers to are not checked.
     """
     found = examine(data, file, Setting(name, backends, files, gpus))
     if found.config is None:
@@ -96,7 +96,7 @@ def load(
 
 
 def examine(given: str | bytes | Message, file: str, setting: Setting) -> Examined:
-    """Examine a configuration: text, or an already parsed message."""
+    """Load a configuration, from text or an already parsed message, and return problems instead of raising them."""
     report = Report(file)
     message = given if isinstance(given, Message) else _message(given, report)
     said = completed = None
@@ -109,7 +109,7 @@ def examine(given: str | bytes | Message, file: str, setting: Setting) -> Examin
 
 
 def _checked(message: Message, given: ModelConfig, setting: Setting, report: Report) -> ModelConfig:
-    """The completed configuration; its problems are in the report."""
+    """Complete the configuration and check it. Problems are added to the report."""
     config = complete(given, setting.name, setting.files, setting.backends, setting.gpus)
     _unsupported(message, "", config.backend, report)
     if given.name and given.name != setting.name:
@@ -127,7 +127,7 @@ def _checked(message: Message, given: ModelConfig, setting: Setting, report: Rep
 
 
 def _message(data: str | bytes, report: Report) -> Message | None:
-    """The parsed message, or None with problems in the report."""
+    """Parse the text. None: it cannot be parsed, and the problems are in the report."""
     text = decode_text(data, report)
     if text is None:
         return None
@@ -169,7 +169,7 @@ def _config(message: Message, report: Report) -> ModelConfig:
 
 
 def _unsupported(message: Message, path: str, backend: str, report: Report) -> None:
-    """Report each given field that is refused or has no effect. Fields inside those are not reported."""
+    """Report fields of the message that are refused or have no effect, recursively, but not inside such a field."""
     owner = protos.local_name(message.DESCRIPTOR)
     given: list[tuple[protos.Field, Any]] = list(message.ListFields())
     for field, value in given:

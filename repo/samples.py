@@ -1,8 +1,8 @@
-"""Builds the sample model repository from the packaged examples; also has the pre- and postprocessing of the OCR
-sample.
+"""Builds the sample model repository from the packaged examples. Networks that are not packaged are taken from other
+installed Python packages. Also contains the pre- and postprocessing of the text recogniser `ocr_rec`.
 
-Run it with `python -m shmserve.repo.samples DEST [SET] ...`. It needs only numpy, so the samples can be built from an
-installed wheel without the package `onnx` or an inference engine.
+Run it with `python -m shmserve.repo.samples DEST [SET] ...`. Of third-party packages this module needs only numpy, so
+samples can be built from an installed wheel, without `onnx` or an inference engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VAD_PACKAGE = "silero_vad"
 VAD_RATE = 16_000
 VAD_CHUNK = 512
 VAD_CONTEXT = 64
-"""Audio samples of the previous chunk that the network takes as context."""
+"""Number of audio samples of the previous chunk that precede each chunk as context."""
 
 SETS = {
     "basic": ("add_sub", "cnn", "mlp", "ocr_rec"),
@@ -42,15 +42,15 @@ SETS = {
 }
 BASIC = ("basic",)
 _PICTURES = {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"}
-"""Modules that the Python models of the set `ocr` import -> the packages that provide them."""
+"""Modules that the Python models of the set `ocr` import -> the packages to install for them."""
 
 Say = Callable[[str], object]
 
 
 def build(dest: Path, say: Say = print, sets: Iterable[str] = BASIC) -> list[str]:
-    """Write these sets of samples to `dest`, except unchanged files, and return the names of the models.
+    """Write these sets of samples to `dest` and return the names of the models. Unchanged files are not written again.
 
-    A model whose network is in a package that is not installed is skipped, and so is a pipeline that needs one.
+    A set is skipped if it needs a package that is not installed; of the set `basic`, only the model is.
     """
     names: dict[str, None] = {}
     for part in sets:
@@ -72,7 +72,7 @@ def build(dest: Path, say: Say = print, sets: Iterable[str] = BASIC) -> list[str
 
 
 def _absent(part: str) -> list[str]:
-    """Arguments of `pip install` for what the set lacks."""
+    """The `pip install` arguments, one text for each command, that provide what the set lacks."""
     if part == "ocr":
         pictures = [package for module, package in _PICTURES.items() if importlib.util.find_spec(module) is None]
         return [" ".join(pictures)] * bool(pictures) + ["--no-deps rapidocr-onnxruntime"] * (ocr_model_file() is None)
@@ -80,7 +80,7 @@ def _absent(part: str) -> list[str]:
 
 
 def _from_packages(name: str) -> dict[str, bytes] | None:
-    """A model's files from other packages; None if a package is missing."""
+    """The files of a model that come from other packages: path -> content. None if a package is missing."""
     if name == "vad":
         file = vad_model_file()
         return {"1/model.onnx": vad_model(file.read_bytes())} if file is not None else None
@@ -104,7 +104,7 @@ def _write(name: str, made: dict[str, bytes], dest: Path) -> None:
 
 
 def _put(data: bytes, target: Path) -> None:
-    """Write a file atomically by a rename, as a running server may read it at any moment."""
+    """Write a file atomically, as a running server may read it at any moment. An unchanged file keeps its mtime."""
     if target.is_file() and target.read_bytes() == data:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -130,8 +130,10 @@ def vad_model_file() -> Path | None:
 
 
 def vad_model(network: bytes) -> bytes:
-    """The package's network with the batch as first dimension everywhere, and with its memory as inputs and outputs:
-    its state, and the end of the previous chunk. The sample rate is always 16 kHz.
+    """Wrap the network of the package so that it can be served as a sequence model.
+
+    The batch becomes the first dimension of every tensor. What must be kept between chunks, the recurrent state and the
+    last samples of the chunk (context), becomes pairs of inputs and outputs. The sample rate is fixed at 16 kHz.
     """
     before = [
         Node("Concat", ["CONTEXT", "CHUNK"], ["input"], {"axis": 1}),
@@ -167,7 +169,7 @@ def ocr_model_file(kind: str = "rec") -> Path | None:
 
 
 def ocr_characters(model: Path | None = None) -> list[str]:
-    """The character of each class of the recogniser, from the model file's metadata."""
+    """The character of each class of the recogniser, from the metadata of its file; class 0 is the CTC blank."""
     file = model or ocr_model_file()
     if file is None:
         raise FileNotFoundError("the OCR sample is not installed: pip install --no-deps rapidocr-onnxruntime")
@@ -178,7 +180,7 @@ def ocr_characters(model: Path | None = None) -> list[str]:
 
 
 def ocr_input(picture: NDArray[Any]) -> NDArray[np.float32]:
-    """An image of one line of text, RGB [height, width, 3] uint8 -> the input of the recogniser, [1, 3, 48, W]."""
+    """Convert an image of one line of text, RGB [height, width, 3] uint8, to the recogniser's input, [1, 3, 48, W]."""
     height, width = picture.shape[:2]
     scaled = -(-LINE_HEIGHT * width // height)
     line = _resize(picture[:, :, ::-1].astype(np.float32), LINE_HEIGHT, scaled)
@@ -188,7 +190,7 @@ def ocr_input(picture: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def ocr_text(probabilities: NDArray[Any], characters: list[str]) -> str:
-    """The output of the recogniser, [1, steps, classes] or [steps, classes] -> the text (greedy CTC)."""
+    """Decode the recogniser's output, [1, steps, classes] or [steps, classes], to text (greedy CTC)."""
     best = probabilities.reshape(-1, probabilities.shape[-1]).argmax(axis=1)
     changed = np.concatenate(([True], best[1:] != best[:-1]))
     return "".join(characters[index] for index in best[changed & (best != BLANK)]).strip()
@@ -200,7 +202,7 @@ def sample_picture() -> NDArray[np.uint8]:
 
 
 def _resize(picture: NDArray[np.float32], height: int, width: int) -> NDArray[np.float32]:
-    """Bilinear, with sample points at pixel centres."""
+    """Resize an image bilinearly, with sample points at pixel centres."""
     for axis, size in ((0, height), (1, width)):
         have = picture.shape[axis]
         at = np.clip((np.arange(size) + 0.5) * (have / size) - 0.5, 0, have - 1)

@@ -1,7 +1,8 @@
-"""Runs a batch of requests and returns their rows: gathers inputs, calls the backend, places outputs.
+"""Runs a batch of requests: gathers inputs, calls the backend, places outputs, and returns a `Row` for each request.
 
-Invariant: each request of the batch gets exactly one row, in the order of the batch, whatever the model does. The
-exceptions are requests that are answered by separate messages and requests that run again.
+A Row is the result of one request, outputs or an error; it is unrelated to rows of tensors. Invariant: each request
+gets exactly one Row, in the order of the batch, whatever the model does. The exceptions are requests that the model
+answers by separate messages (Streamed) and requests of iterative models that run again.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.scatter import Results, Scatter
 
 Times = tuple[int, int, int, int]
+"""When the batch was taken, inputs were ready, outputs were computed, and outputs were placed (ns)."""
 Ran = tuple[list[Row], Times, tuple[int, ...]]
+"""The results of the answered requests, the times, and the ids of the requests to run again."""
 Trace = Callable[[str, BaseException], None]
-"""Called with a description of what failed and the exception. The server's implementation writes to the log."""
+"""Reports the traceback of a failed model, with a description. In the server it is written to the log."""
 clock = time.monotonic_ns
 
 
 class Runner:
-    """Runs batches on a loaded backend. Times: batch taken, inputs ready, outputs computed, outputs placed."""
+    """Runs batches on a loaded backend. `model_dir` is replaced in error messages for clients."""
 
     def __init__(
         self,
@@ -56,15 +59,16 @@ class Runner:
             self._separate = backend
 
     def run(self, works: Sequence[Work]) -> Ran:
-        """Returns the rows of the answered requests, the times, and the ids of the requests to run again."""
+        """Runs one batch. Exceptions of the backend become errors of its requests."""
         return self._run_stacked(works) if self._stacked is not None else self._run_separate(works)
 
     def forget(self, sequences: Sequence[int | str]) -> None:
-        """Drops the state of sequences that have ended."""
+        """Drops the state of sequences that have ended. Hook of subclasses: this class keeps none."""
 
     # ------------------------------------------------------------------------------------ one array per input
 
     def _run_stacked(self, works: Sequence[Work]) -> Ran:
+        """Groups are requests that can share arrays; usually there is one, which is the fast path."""
         taken = clock()
         groups, failures = self._gather.groups(works)
         if len(groups) == 1 and not failures:
@@ -83,6 +87,7 @@ class Runner:
         return [row for row in found if row is not None], (taken, first or ready, computed, clock()), ()
 
     def _run_group(self, group: Group) -> tuple[list[Row], int, int]:
+        """Returns the results, when the inputs were ready, and when the outputs were computed."""
         assert self._stacked is not None
         if group.lengths:
             results: Results = PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
@@ -131,7 +136,7 @@ class Runner:
         return [row for row in found if row is not None], (taken, ready, computed, clock()), tuple(again)
 
     def row(self, work: Work, answer: Answer) -> Row:
-        """Converts an answer to a row: places the outputs where the reader can map them."""
+        """Converts an answer to a Row: places the outputs where their reader can map them."""
         if answer.error is not None:
             return Row(work.request, (), answer.error)
         if self._gather.pads:
@@ -148,12 +153,13 @@ class Runner:
             return Row(work.request, (), self._failure(error))
 
     def _unanswered(self, work: Work, answer: Answer | None) -> None:
-        """The request is answered by other messages, or runs again."""
+        """Hook of subclasses: `answer` has no result for the request, which is answered separately (None) or runs
+        again."""
 
     # ------------------------------------------------------------------------------------ failures
 
     def _failure(self, error: Exception) -> Failure:
-        """Returns the error for callers and passes the exception of a failed model to `trace`."""
+        """Returns the error for clients. Reports the traceback too, unless the request itself is the cause."""
         if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
             return Failure(error.code, public(str(error), self._model_dir))
         self._trace(f"model instance '{self._instance}' failed", error)

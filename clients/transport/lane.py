@@ -1,7 +1,8 @@
-"""The unix lane: a SEQPACKET socket, with one system call per packet where possible.
+"""The client's end of a lane: a unix SEQPACKET socket, with one system call per packet where possible.
 
-Waiting with a timeout by poll costs a second system call per packet. So the timeout is set on the socket (SO_RCVTIMEO)
-and kept as long as it fits: `receive` may return earlier than requested, but never much later.
+`poll` before each `recvmsg` would cost a second system call per packet. So the timeout is set on the socket instead
+(SO_RCVTIMEO), and changed only if it is longer than the requested one or much shorter. `receive` may therefore return
+before its timeout; callers check the time and call it again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shmserve.protocol.descriptors import ANCILLARY_BYTES, LOST, received
 from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.session import Incoming, Packet
 
-# Plain integers: the arithmetic of enums costs microseconds.
+# Plain integers, because operators of enum flags cost microseconds per call.
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -30,6 +31,8 @@ SEND_BUFFER = 1 << 20
 
 
 class Lane:
+    """A ServerLink over a lane."""
+
     def __init__(self, address: Address) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -51,6 +54,7 @@ class Lane:
         self._sock_send = sock.send
         self._recvmsg_into = sock.recvmsg_into
         self._limit: float | None = None
+        """The socket's receive timeout in seconds; None: no timeout."""
         self._buffer = bytearray(PACKET_BYTES + 1)
         self._buffers = [self._buffer]
         self._view = memoryview(self._buffer)
@@ -72,7 +76,7 @@ class Lane:
         return True
 
     def in_use(self) -> bool:
-        return False  # the garbage collector does not interrupt a system call
+        return False  # always safe to send: no finalizer runs within a system call of its own thread
 
     def wait_writable(self, wait: float | None) -> None:
         self._poll(select.POLLOUT, wait)
@@ -97,6 +101,7 @@ class Lane:
         elif wait <= 0:
             flags = _AT_ONCE
         else:
+            # Half of a long timeout, so that the limit still fits the rest of this wait and slightly shorter ones.
             limit = self._limit
             if limit is None or limit > wait or (limit < 0.5 and limit < wait * 0.25):
                 self._set_limit(wait if wait < 0.05 else wait * 0.5)
@@ -104,7 +109,7 @@ class Lane:
             size, ancillary, got, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # reported once, before the packets that the server sent last
+        except ConnectionResetError:  # reported once; after that, the last packets of the server can be read
             return self.receive(wait, to_send, wakeable)
         except OSError as error:
             raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error

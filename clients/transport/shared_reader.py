@@ -1,11 +1,12 @@
-"""How threads share one link: a thread that waits for its own answer reads for all.
+"""Lets several threads share one link without a dedicated reader thread (leader/follower pattern).
 
-One thread at a time is the leader: it receives without the lock, and settles all answers with it. Other waiting threads
-are followers: each sleeps on a lock of its own, its gate, until its answer has arrived or it becomes the leader. A
-separate reader thread runs only while futures have callbacks or other watchers.
+One of the waiting threads is the leader: it receives packets, without holding the lock, and then settles the futures
+of all threads, with the lock. The others are followers: each sleeps on a lock of its own, its gate, until its future is
+settled or it becomes the leader. A separate reader thread exists only while there are futures with callbacks or other
+watchers, which must be notified even if no thread waits.
 
-The methods that correspond to user calls take the lock themselves; those with a leading underscore are called with the
-lock held.
+Methods that users call, also through a future, take the lock themselves. All others are called with the lock held,
+unless their docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ LINGER_S = 5.0
 
 
 class SharedLink(ThreadedLink):
+    """The link behind a client's futures. It implements `AnswerReader`."""
+
     def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
         self.collecting = False
         """Whether a result was collected since the last submit."""
@@ -38,13 +41,17 @@ class SharedLink(ThreadedLink):
     def _start(self) -> None:
         super()._start()
         self.condition = threading.Condition(self.lock)
+        """For concurrent.futures, which uses the condition of each future."""
         self._gates: dict[Any, None] = {}
+        """Gates of the sleeping followers, in the order in which they become the leader."""
         self.reader: threading.Thread | None = None
         self._reader_leads = False
         self._reader_gate: Any = None
         """The gate on which the reader thread sleeps while another thread leads."""
         self._parked: Any = None
+        """The gate on which the reader thread sleeps while no future needs it."""
         self._needing_reader = 0
+        """Number of unsettled futures that have watchers."""
 
     def _on_full(self) -> Any:
         return _flusher(weakref.ref(self))
@@ -105,11 +112,12 @@ class SharedLink(ThreadedLink):
             gates.remove(gate)
 
     def _open(self, gate: Any) -> None:
+        """Wake up the thread that sleeps on the gate. Does nothing if it has been woken already."""
         if self._gates.pop(gate, self) is None:
             gate.release()
 
     def _leave(self) -> None:
-        """End a call: pass leadership to a waiting thread, release the lock, run callbacks."""
+        """End of each call: wake up a follower if there is no leader, release the lock, and run callbacks."""
         if self._gates and not self._leading:
             self._open(next(iter(self._gates)))
         self.lock.release()
@@ -117,7 +125,7 @@ class SharedLink(ThreadedLink):
             self.call_back()
 
     def call_back(self) -> None:
-        """Run pending callbacks. Called without the lock."""
+        """Run the callbacks of settled futures. Called without the lock."""
         while self.after:
             try:
                 future = self.after.pop()
@@ -146,7 +154,7 @@ class SharedLink(ThreadedLink):
     # ------------------------------------------------------------------------------------ called by futures
 
     def look(self, future: Future) -> None:
-        """Send buffered requests and read pending packets."""
+        """Send buffered requests, read pending packets without waiting, and expire the future if it is due."""
         self.lock.acquire()
         try:
             if self.outbox.messages or self._link is None:
@@ -193,7 +201,7 @@ class SharedLink(ThreadedLink):
     # ------------------------------------------------------------------------------------ the reader thread
 
     def need_reader(self, future: Future) -> None:
-        """Ensure that the reader thread runs, to notify a future's watchers. Called with the lock held."""
+        """Ensure that the reader thread runs until this future is settled. Called with the lock held."""
         watch = future.watch()
         if watch.counted or self.closed:
             return
@@ -206,21 +214,23 @@ class SharedLink(ThreadedLink):
             self._parked.release()
             self._parked = None
         else:
-            self.nudge()  # flush the outbox
+            self.nudge()  # it may sleep while the request is still in the outbox
 
     def nudge(self) -> None:
-        """Wake up the reader thread, as a new deadline may be earlier than its timeout. Called with the lock held."""
+        """Wake up the reader thread, so that it sends the outbox and computes its timeout again. Called with the lock
+        held."""
         if self._reader_leads and self._link is not None:
             self._link.wake()
         elif self._reader_gate is not None:
             self._open(self._reader_gate)
 
     def _read(self) -> None:
-        """The reader thread. It leads only while futures have watchers, and then stays parked for a while."""
+        """The reader thread. It reads while futures have watchers, and ends after LINGER_S without any. It takes the
+        lock itself."""
         lock = self.lock
         lock.acquire()
         try:
-            while not self.closed and lock is self.lock:
+            while not self.closed and lock is self.lock:  # a callback may have forked, which replaces the lock
                 if not self._needing_reader:
                     if not self._park():
                         break
@@ -249,7 +259,7 @@ class SharedLink(ThreadedLink):
             self._leave()
 
     def _park(self) -> bool:
-        """Let other threads lead, and wait for work. False: there was none for LINGER_S seconds."""
+        """Let another thread lead, and sleep until a future needs the reader thread. False: none did for LINGER_S."""
         if self._gates and not self._leading:
             self._open(next(iter(self._gates)))
         gate = self._parked = threading.Lock()
@@ -303,7 +313,8 @@ class SharedLink(ThreadedLink):
             reader.join()
 
     def forked(self) -> None:
-        """Reset in a forked child. Threads, link and memory belong to the parent; the first call reconnects."""
+        """Reset in a forked child, without the lock. Threads, link and memory belong to the parent; the first call
+        opens a new link."""
         link, session = self._link, self.session
         self.after = []
         self._start()
@@ -333,8 +344,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _flusher(shared: weakref.ref[SharedLink]) -> Any:
-    """An `on_full` callback, which returns dropped memory at once. It runs inside the garbage collector, so it does
-    nothing rather than block.
+    """An `on_full` callback, which sends returns of dropped memory. It may run inside the garbage collector, even in a
+    thread that holds the lock, so it gives up instead of waiting; the next call then sends them.
     """
 
     def flush() -> None:

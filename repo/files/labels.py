@@ -1,4 +1,4 @@
-"""Label files: one label per line. Invariant: no line is skipped, as its index is the class."""
+"""Label files: one label per line. Invariant: no line is skipped, because the index of a line is the class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT_BYTES = 16 * 1024 * 1024
 
 
 def read_labels(model_dir: Path, filename: str) -> tuple[str, ...]:
-    """The labels in a file of the model. An empty line is a class without a label; a final newline is optional."""
+    """Read the labels of all classes. An empty line is a class without a label; a final newline is optional."""
     what = f"label file '{filename}'"
     data = read_inside(model_dir, filename, what, LIMIT_BYTES)
     try:

@@ -1,11 +1,12 @@
-"""The core: takes every scheduling decision from events and the time, which are passed in; the shell executes them.
+"""The core: takes every scheduling decision. It gets events and the time from the shell, and returns effects, which the
+shell executes.
 
     core.handle([(peer, message), (0, event), ...], now) -> effects     one turn: all events since the last one
-    core.deadline() -> ns or None                                       when to call tick if no event arrives
-    core.tick(now) -> effects
+    core.deadline() -> ns or None                                       when to call tick if no event arrives before
+    core.tick(now) -> effects                                           a turn without events: expired timers
 
-The events of a turn are processed in order before batches are formed, so requests that arrive together can share a
-batch. Times are CLOCK_MONOTONIC in ns, as in the workers' reports.
+A turn first processes all its events, in order, and only then forms batches, so requests that arrive together can share
+a batch. Times are CLOCK_MONOTONIC in ns, as in the workers' reports.
 """
 
 from __future__ import annotations
@@ -66,17 +67,18 @@ from shmserve.protocol.roles import EVERYTHING, NOBODY
 _I = InstanceState
 KILLED = InstanceState.KILLED
 ROWS = 256
-"""Limit of requests created for rows of mapped steps in one turn, about 3 ms of work."""
+"""Limit, per turn, of requests created for rows of mapped steps: about 3 ms of work."""
 
 Handler = Callable[[int, Any, int], None]
+"""Called with the peer, the message or event, and the time."""
 
 
 class Core:
     def __init__(
         self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False, survive: bool = False
     ) -> None:
-        """`tracing`: log each batch with the reason for which it was formed. `survive`: continue after an internal
-        error."""
+        """`server`: name and version, for clients. `tracing`: log why each batch was formed. `survive`: log internal
+        errors and continue; otherwise they are raised."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         state = self.state
@@ -152,8 +154,8 @@ class Core:
         }
 
     def copy_with(self, copies: Copies, clock: Callable[[], int] | None = None) -> None:
-        """Sets how the response cache accesses shared memory; needed only for the cache. `clock`: returns ns, to
-        measure lookup and insertion times; without it they count as 0."""
+        """Enables the response cache to copy tensors from and to shared memory. Call it before the first turn if there
+        is a cache. `clock` returns ns, to measure cache lookups and insertions; without it they count as 0."""
         self.state.cache.copies = copies
         if clock is not None:
             self.state.cache.clock = clock
@@ -173,7 +175,7 @@ class Core:
                         of_clients[type(message)](peer, message, now)
                     else:
                         known = instances.get(peer)
-                        if known is not None and known[1].state is not KILLED:  # else a late message of a killed worker
+                        if known is not None and known[1].state is not KILLED:  # killed: ignore late messages
                             of_workers[type(message)](peer, message, now)
                 break
             except Exception:
@@ -199,6 +201,7 @@ class Core:
         return effects
 
     def _settle(self, now: int) -> None:
+        """`_settle_all`, and again after each internal error: the work that failed is no longer in its list."""
         while True:
             try:
                 self._settle_all(now)
@@ -207,6 +210,7 @@ class Core:
                 self._faults.told("what follows from events")
 
     def _settle_all(self, now: int) -> None:
+        """The second half of a turn: processes the work lists in `State` that its events have filled."""
         state = self.state
         if state.replaced or state.forced:
             self._handover.settle(now)
@@ -226,8 +230,8 @@ class Core:
             self._lifecycle.settle_drain()
 
     def _go_on(self, now: int) -> None:
-        """Processes the consequences of the turn's events until none are left. Rows of mapped steps beyond `ROWS` are
-        left for the next turn."""
+        """Advances ensembles and dispatches versions until no work is left, as each may cause more of the other. Rows
+        of mapped steps beyond `ROWS` are left for the next turn."""
         state = self.state
         rows = ROWS
         while state.dirty or state.stirred or state.answered_calls or (state.mapped.users and rows > 0):
@@ -273,7 +277,7 @@ class Core:
                 self.state.dirty[request.version] = None
 
     def _look_at(self, kind: Timer, instance: Instance, now: int) -> None:
-        """Handles an instance's timer, unless the instance has been removed meanwhile."""
+        """Handles a timer of an instance. Timers of removed instances are ignored."""
         for model in self.state.models.values():
             for version in model.generations():
                 if instance in version.instances:
@@ -313,14 +317,14 @@ class Core:
     # ------------------------------------------------------------------------------------ invariants
 
     def roles_of(self, peer: int) -> int:
-        """The roles of a client. Workers have all, because models may ask everything."""
+        """The roles of a peer. Workers have all, because models may ask all questions and start all operations."""
         if peer >= WORKERS_FROM:
             return EVERYTHING
         client = self.state.clients.get(peer)
         return client.roles if client is not None else NOBODY
 
     def check(self) -> None:
-        """Checks every invariant that must hold between turns. For tests and simulations: it visits every request."""
+        """Asserts all invariants that must hold between turns. Only for tests and simulations: visits every request."""
         state = self.state
         instances = state.instances.items()
         callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
@@ -439,7 +443,7 @@ class Core:
             assert version.state is VersionState.UNLOADING or not version.gone, version.label
 
     def _check_alive(self, version: Version) -> None:
-        """A version is READY while an instance of it is alive, and what waits is run by one."""
+        """A READY version has an instance that is alive, and no request waits for a version that cannot run it."""
         if version.state is VersionState.READY and version.instances and not self.state.draining:
             assert not all(instance.over for instance in version.instances), f"{version.label} is READY without any"
         serving = [instance for instance in version.instances if not (instance.over or instance.spec.passive)]

@@ -11,14 +11,14 @@ from shmserve.protocol.messages import Ask, Cancel, Handle, Tensor
 
 
 class Send(Struct, gc=False):
-    """Queue the message for this peer (client or worker). A Map is sent with its descriptor."""
+    """Queue the message for this peer (client or worker). The shell adds the segment's descriptor to a Map."""
 
     peer: int
     message: Any
 
 
 class Spawn(Struct):
-    """Start a worker process for this instance; its peer number is `peer`."""
+    """Start a worker process for this instance; its peer number is `peer`. `source`: that of `events.Target`."""
 
     peer: int
     model: str
@@ -28,15 +28,15 @@ class Spawn(Struct):
 
 
 class Compose(Struct):
-    """Check whether the models of this ensemble's steps, as currently served, are compatible. Composed is the
-    response."""
+    """Check whether the models of an ensemble's steps, as currently served, are compatible. `source` identifies the
+    ensemble, `number` this check; the response is an `events.Composed` with both."""
 
     source: int
     number: int
 
 
 class Kill(Struct):
-    """Kill this worker process now. Exited follows when it has ended."""
+    """Kill this worker process now. The event Exited follows when it has ended."""
 
     peer: int
     reason: str
@@ -49,7 +49,7 @@ class Close(Struct):
 
 
 class Pause(Struct):
-    """Read nothing from this client before that time; its messages stay queued."""
+    """Stop reading from this client until that time (ns). Its messages stay queued."""
 
     peer: int
     until: int
@@ -77,10 +77,14 @@ class Log(Struct):
 
 
 class Traced(Struct):
-    """A sampled request has been answered. `times`: when its batch was taken, ready, computed and placed, if it had
-    one. `log`: the record that its caller asked for. `tensors`: its inputs and outputs, readable during this turn;
-    None: not wanted. `number`: of the trace, from 1 in order of arrival; `parent`: the trace of the request for which
-    this one was made, 0 for a client's request; `model`: the model whose trace settings apply."""
+    """A sampled request has been answered: write its trace.
+
+    `times`: ns at which its batch was taken, its inputs were ready, its outputs computed and placed; empty without a
+    completed batch. `log`: the log entry for the request's `trace_id`, if it has one. `timestamps`, `tensors`: what the
+    trace settings ask for. `tensors` are its inputs and outputs, which are readable only during this turn. `number`:
+    the number of the trace. `parent`: the number of the trace of the request for which this one was made; 0: a client
+    made it. `model`: the model whose trace settings apply.
+    """
 
     fields: dict[str, Any]
     arrived: int
@@ -95,7 +99,7 @@ class Traced(Struct):
 
 
 class Settled(Struct):
-    """An operation (Deploy, Unload, Restart) has completed. `code` "": successfully."""
+    """An operation (Deploy, Unload, Restart) has ended. `code` is that of its error, "" if it succeeded."""
 
     operation: int
     code: str = ""
@@ -103,7 +107,7 @@ class Settled(Struct):
 
 
 class Query(Struct):
-    """Answer this query about the server or its models, or handle this operation or its cancellation."""
+    """Answer a query about the server or its models, or start or cancel an operation."""
 
     peer: int
     ask: Ask | Cancel

@@ -1,4 +1,8 @@
-"""State shared by the parts of the core: all tables, the effects of the current turn, and the timers."""
+"""State shared by the parts of the core: tables of all records, work lists and effects of the current turn, and timers.
+
+Parts of the core do not call upwards. Where one causes work for a part above it, it adds to a work list here (`dirty`,
+`stirred`, `replaced` and more), which `Core` processes at the end of the turn.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,8 @@ from shmserve.core.stats.latencies import FirstResponses
 from shmserve.errors import NotFound, Unavailable
 
 WORKERS_FROM = 1 << 30
-"""Peers from this number on are workers, numbered by the core. Those below are clients, numbered by the shell; 0 is the
-broker."""
+"""Peer numbers: 0 is the broker itself; below this number are clients, numbered by the shell; from it on are workers,
+numbered by the core."""
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
@@ -39,14 +43,14 @@ class Timer(Enum):
     DEADLINE = 1  # the request's own timeout
     QUEUE = 2  # the queue policy's timeout
     RETRY = 3  # start an instance again
-    HANG = 5  # an instance may have exceeded the execution limit
-    LATE = 6  # an instance may have exceeded the load limit
-    IDLE = 7  # a sequence may have exceeded its idle time
-    BACKLOG = 12  # a sequence may have waited too long for a slot
-    LEAVE = 8  # grace period of the sequences of an unloaded version
-    DRAIN = 4  # grace period at shutdown
-    RECALL = 9  # a replaced instance may not have returned its unstarted requests
-    OVERDUE = 10  # a replaced instance may not have finished its running batch
+    HANG = 5  # check whether an instance has exceeded the execution limit
+    LATE = 6  # check whether an instance has exceeded the load limit
+    IDLE = 7  # check whether a sequence has exceeded its idle time
+    BACKLOG = 12  # check whether a sequence has waited too long for a slot
+    LEAVE = 8  # end of the grace period for the sequences of an unloaded version
+    DRAIN = 4  # end of the grace period at shutdown
+    RECALL = 9  # check whether a replaced instance has returned its unstarted requests
+    OVERDUE = 10  # check whether a replaced instance has finished its running batch
 
 
 class State:
@@ -59,7 +63,7 @@ class State:
         self.clients: dict[int, Client] = {}
         self.models: dict[str, Model] = {}
         self.ready: dict[str, Version] = {}
-        """Model name -> its default version, used by requests that name no version."""
+        """Model name -> its default version, the highest one that is READY. Used by requests that name no version."""
         self.requests: dict[int, Request] = {}
         self.runs: dict[int, Run] = {}
         """Number of the request to an ensemble -> its run."""
@@ -74,48 +78,53 @@ class State:
         self.stirred: dict[Run, None] = {}
         """Ensemble runs to advance: a step's result has arrived, or the run has failed."""
         self.mapped: FairQueue[Run] = FairQueue()
-        """Runs with mapped steps that have rows left to request. May contain runs that have ended meanwhile."""
+        """Ensemble runs with mapped steps for whose rows requests are still to be created, queued by user. May contain
+        runs that have ended meanwhile."""
         self.abandoned: Counter[str] = Counter()
-        """User -> streams that no client waits for any more and that the model has not ended."""
+        """User -> number of streams that no client reads any more, and that the model has not ended yet."""
         self.sequences: dict[Key, Sequence] = {}
         """Sequences that further requests may continue."""
         self.ensembles: dict[Version, None] = {}
         """Deployed ensembles."""
         self.regard = False
-        """Set when something changes that the readiness of ensembles may depend on."""
+        """Re-evaluate the readiness of ensembles at the end of the turn. Set when something changes that it may depend
+        on."""
         self.wakes: dict[Version, int] = {}
+        """Version -> when to dispatch it again if no event does before, e.g. at the end of a queue delay."""
         self.loads: deque[tuple[Version, Instance]] = deque()
         """Instances queued to load."""
         self.loading: dict[Instance, None] = {}
         """Instances that are loading and count towards `Limits.loading`."""
         self.leaving: dict[Version, None] = {}
-        """Versions that accept no new requests and are removed when they have finished."""
+        """Versions that accept no new requests, and are removed when those that they have are answered."""
         self.replaced: list[tuple[Version, Instance | None, Version | None]] = []
-        """Replaced by a restart: an instance of a version that continues, or (None) a version, followed by its
-        successor."""
+        """What restarts have replaced: (version, instance, None) for one instance of a version that continues, and
+        (version, None, successor) for a whole version."""
         self.forced: list[Version] = []
-        """Versions that are being unloaded by force."""
+        """Versions to unload by force at the end of the turn."""
         self.parting: dict[Instance, Version] = {}
         """Instances that their versions no longer need, kept until their sequences have ended."""
         self.waiting: dict[Instance, None] = {}
-        """Instances that wait for responses of models that they called."""
+        """Instances that block until models that they called have answered."""
         self.answered_calls: list[Request] = []
-        """Requests answered in this turn for which the calling instance has been waiting."""
+        """Requests answered in this turn for which an instance has been blocking."""
         self.doubt = False
-        """A deadlock may have formed; check for one at the end of the turn. Set when an instance leaves, and when a
-        step starts to wait for resources."""
+        """Instances that call each other's models may have deadlocked; check at the end of the turn. Set when an
+        instance leaves, and when a step starts to wait for resources."""
         self.traces = Traces()
         self.refused: dict[str, int] = {}
-        """Requests that were not admitted, by limit, or by error code where no limit applied."""
+        """Number of refused requests, by the limit that they exceeded, or else by error code."""
         self.tracing = False
         """Log each batch with the reason for which it was formed."""
         self.draining = False
         self.drained = False
         self._timers: list[tuple[int, int, Timer, Subject]] = []
+        """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers = 0
         self._workers = WORKERS_FROM
 
     def begin(self) -> list[Effect]:
+        """Begins a turn. Returns the list that will contain its effects."""
         effects: list[Effect] = []
         self.effects = self.ledger.effects = effects
         return effects
@@ -140,7 +149,7 @@ class State:
         self.effects.append(Log(level, text, fields or None))
 
     def refresh(self, name: str) -> None:
-        """Updates the entry in `ready`. Call when the default version of a model may have changed."""
+        """Updates `ready` and the readiness of ensembles. Call when the default version of a model may have changed."""
         self.regard = True
         model = self.models.get(name)
         default = model.default() if model else None
@@ -184,11 +193,13 @@ class State:
 
     def set_timer(self, at: int, kind: Timer, subject: Subject) -> None:
         heapq.heappush(self._timers, (at, self.next_number(), kind, subject))
+        # Most timers are those of requests that are answered before: sweep when such ones are the majority.
         if len(self._timers) > 4096 and len(self._timers) > 4 * len(self.requests) + 256:
             self._timers = [entry for entry in self._timers if _live(entry[3])]
             heapq.heapify(self._timers)
 
     def due(self, now: int) -> list[tuple[Timer, Subject]]:
+        """Removes and returns the expired timers."""
         found = []
         timers = self._timers
         while timers and (timers[0][0] <= now or not _live(timers[0][3])):
@@ -212,6 +223,7 @@ class State:
 
 
 def _live(subject: Subject) -> bool:
+    """False if timers of this subject are obsolete: the request was answered, or the sequence has ended."""
     if isinstance(subject, Request):
         return subject.state in _LIVE
     return not isinstance(subject, Sequence) or subject.state is not SequenceState.ENDED

@@ -1,4 +1,4 @@
-"""Roles: one table from actions to the roles that allow them, used by all listeners and gateways.
+"""Roles of clients, and one table of the roles that allow each action, for all listeners and gateways.
 
 Invariant: an action that is not in the table is denied.
 """
@@ -11,12 +11,12 @@ INFER, OBSERVE, OPERATE = 1, 2, 4
 NOBODY = 0
 EVERYTHING = INFER | OBSERVE | OPERATE
 ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
-"""Names in --access. Roles are bits, so that the check of each request is a single `and`."""
+"""Names as in --access. A set of roles is an int with one bit for each."""
 
 _ANY = EVERYTHING
 _LOOK = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
-"""Actions that concern only the connection itself."""
+"""Messages that affect only the client's own connection and requests; they need any role."""
 QUESTIONS = {
     "live": _ANY,
     "ready": _ANY,
@@ -36,12 +36,12 @@ QUESTIONS = {
     "set_log": OPERATE,
     "set_trace": OPERATE,
 }
-"""Ask.what -> roles, any of which is sufficient."""
+"""Values of `Ask.what`, both questions and operations -> the roles, any of which is sufficient."""
 OPERATIONS = frozenset(("load", "unload", "restart", "rollback", "set_log", "set_trace"))
-"""Queries that change something and may have a body."""
+"""The values of `Ask.what` that change something and may have a body."""
 ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS
-"""All actions of clients. `map`: map the client's own memory by descriptor. `register`: map memory by name, which a
-worker opens with the server's rights."""
+"""All actions of clients -> the roles, any of which is sufficient. `map` announces memory by descriptor, which proves
+that the client may use it; `register` announces memory by name, which a worker opens with the server's rights."""
 
 
 def allows(action: str, roles: int) -> bool:
@@ -74,7 +74,7 @@ def names(roles: int) -> list[str]:
 
 
 def roles_of(text: str) -> int:
-    """Parses ROLE,ROLE as written in flags and files. Raises ValueError."""
+    """Parses a list such as `infer,observe`. Raises ValueError."""
     roles = NOBODY
     for name in text.split(","):
         if name not in ROLES:

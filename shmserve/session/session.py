@@ -1,11 +1,11 @@
 """The client half of the protocol, without I/O: no sockets, no clock, no threads.
 
-Calls create messages; `take` returns the packets to send; `receive` processes incoming packets and settles tickets.
-Invariant: the owner of the session serialises all calls, except for dropped arrays, which may occur in any thread at
-any time.
+`infer`, `ask` and `cancel` queue messages; `take` returns the packets to send; `receive` processes an incoming packet
+and settles tickets. Invariant: the owner of the session serialises all calls. The exceptions are `forget` and dropped
+arrays, which the garbage collector may cause in any thread at any time.
 
-A request is kept until it is answered, so that it can be resent over a new connection. A cancelled or expired request
-is kept too, without its caller, until the server reports that its inputs are no longer read.
+A request is kept until it is answered, so that it can be resent over a new connection. After it was cancelled or has
+expired, its inputs are kept until the server reports that it no longer reads them.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ from shmserve.session.uploads import Body
 log = logging.getLogger("shmserve")
 
 GRACE_S = 0.1
-"""The server enforces the deadline; the client gives up this much later, in case the server does not answer."""
+"""The server enforces the deadline of a request; the client itself gives up this much later."""
 
 
 class Session:
-    """`memory` is memfd, posix or frames. `on_full` is called, possibly inside the garbage collector, when returns or
-    cancellations should be sent soon.
+    """`memory`: memfd, posix or frames (the `kind` of SessionMemory, which also explains `cold`). `on_full` is called,
+    possibly inside the garbage collector, when returns of dropped arrays or cancellations should be sent soon.
     """
 
     def __init__(
@@ -99,24 +99,25 @@ class Session:
         self.goodbye: ServeError | None = None
         """The error with which the server ended the connection, if it sent one."""
         self.outbox = SessionOutbox(self.memory, self.tickets)
-        """Messages that `take` packs."""
+        """Queued messages, which `take` packs."""
         self.urgent = False
-        """A message should be sent soon that no call asked for, e.g. Pong, or returns after Reclaim."""
+        """Call `take` soon, even if no user calls anything: for a Pong, for returns after Reclaim, and the like."""
         self._encoder = Encoder(self.memory)
         self._tensors = self._encoder.tensors
         self._result_of = result_of
-        """Makes the caller's result. Replies that are entirely inline bypass it."""
+        """Converts a reply or part to the caller's result. `receive` handles simple replies without it."""
         self._decode = codec.Codec(BrokerMessage).decode
         self._number = 0
         self._held: dict[int, KeptInputs] = {}
+        """Number of a failed request -> its inputs, which the server still reads (FailHeld to Released)."""
         self._behind: list[int] = []
-        """Requests to resend once the server has loaded."""
+        """Requests to resend once the new server has loaded its models, and requests of sequences that follow them."""
         self.questions = Queries(self.tickets, self.outbox)
         self._operations = self.questions.to_send
         self._nudge = on_full
         self._deadlines = Deadlines(self.tickets)
         self.forgotten: deque[Ticket] = deque()
-        """Tickets whose caller was dropped: they are cancelled with the next send."""
+        """Streams whose caller was dropped; the next `take` cancels them."""
 
     # ------------------------------------------------------------------------------------ questions
 
@@ -138,10 +139,10 @@ class Session:
         window: int = 0,
         caller: str = "",
     ) -> None:
-        """Append a request to the outbox. Raises InvalidRequest, without side effects, if it cannot be encoded.
+        """Queue a request. Raises InvalidRequest, without side effects, if it cannot be encoded.
 
-        `now` is the monotonic clock; it is only read if `timeout` is given. `window` is that of a StreamTicket.
-        `caller` identifies one of several users of this client, to whom the sequence belongs.
+        `now` is the time of the monotonic clock, used only with `timeout`. `window` is that of a StreamTicket, 0 for
+        other tickets. `caller` is for clients that serve several users: a sequence belongs to one of them.
         """
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
         tensors, kept, size = self._tensors(inputs)
@@ -184,7 +185,7 @@ class Session:
             outbox.framed = True
         self.tickets[number] = ticket
         if self._behind and message.options is not None and message.options.sequence:
-            self._behind.append(number)  # keep the order of the sequence
+            self._behind.append(number)  # after the earlier requests of its sequence, which are not resent yet
             return
         outbox.messages.append(message)
         outbox.size += size + 64
@@ -215,7 +216,7 @@ class Session:
         self.questions.put(message, body)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancel a request. False: it was already answered. The ticket itself is not notified."""
+        """Cancel a request, question or operation. False: it was already answered. The ticket is not notified."""
         if self.tickets.get(ticket.number) is not ticket:
             return False
         if isinstance(ticket.message, Infer):
@@ -258,7 +259,7 @@ class Session:
         return bool(self.memory.drops or self.forgotten)
 
     def take(self) -> list[Packet]:
-        """The packets to send now, in order. Returns of dropped outputs go with the first message."""
+        """The packets to send now, in order. They include returns of outputs whose arrays were dropped."""
         self.urgent = False
         while self.forgotten:
             self.cancel(self.forgotten.popleft())
@@ -298,13 +299,14 @@ class Session:
         return settled
 
     def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
-        """Settle a reply that has handles, frames or places. Its arrays are made at once, so that no handle is lost."""
+        """Settle a request that has kept inputs, or outputs that are not inline. Arrays are created at once, because
+        dropping them is what returns the memory to the server."""
         kept, ticket.kept = ticket.kept, None
         ticket.message = None
         try:
             result = self._result_of(reply, frames, kept.places if kept is not None else {}, self.memory)
         except ServeError as error:
-            ticket.fail(error.with_traceback(None))  # its frames would keep the ticket and the places alive
+            ticket.fail(error.with_traceback(None))  # the traceback would keep the ticket and the caller's arrays alive
         else:
             ticket.settle(result)
         finally:
@@ -329,22 +331,23 @@ class Session:
         ticket.part(result, part.last)
 
     def forget(self, ticket: StreamTicket) -> None:
-        """Schedule the cancellation of a stream whose caller was dropped. May run inside the collector, in any
-        thread.
+        """Cancel a stream whose caller was dropped, with the next `take`. May be called in any thread, inside the
+        garbage collector.
         """
         self.forgotten.append(ticket)
         if self._nudge is not None:
             self._nudge()
 
     def next_part(self, ticket: StreamTicket) -> Result:
-        """Return the next received part, and request more from the server when due."""
+        """Return the next received part. Requests more parts from the server if half of the window is used."""
         part, more = ticket.hand_out()
         if more and self.connected:
             self.outbox.say(More(ticket.number, more))
         return part
 
     def _on_fail(self, message: Fail) -> int:
-        if message.request == 0:  # concerns no known request; a lost packet loses its requests
+        if message.request == 0:
+            # It refers to no request. After a protocol error, a whole packet with unknown requests was refused.
             log.error("the server refused a message of this client: %s", message.text)
             if message.code != ProtocolError.code:
                 return 0
@@ -391,7 +394,8 @@ class Session:
         return 0
 
     def _on_refused(self, message: codec.Refused) -> int:
-        """Handle an unreadable message of the server: fail its request if that is known, else the connection."""
+        """Handle an undecodable message of the server: fail its request, or the connection if the request is
+        unknown."""
         if not message.request:
             raise ProtocolError(f"the server sent something unreadable: {message.text}")
         return self._on_fail(Fail(message.request, Internal.code, message.text))
@@ -399,7 +403,7 @@ class Session:
     # ------------------------------------------------------------------------------------ connections
 
     def hello(self, pid: int, name: str) -> Packet:
-        """The first packet of a connection; nothing else is sent before `connected`."""
+        """The first packet of a connection. Send nothing else until `connected` is true."""
         self.connected = False
         self.goodbye = None
         return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind)]))
@@ -414,7 +418,7 @@ class Session:
         self.outbox.clear()
         for ticket in [self.tickets[number] for number in sorted(self.tickets)]:
             if ticket.message is None:
-                self._forget(ticket)  # abandoned, and the server has not seen it
+                self._forget(ticket)  # cancelled, and unknown to the new server
             elif isinstance(ticket.message, Ask):
                 self.questions.put_again(ticket.message)
         self._behind = renew(self.tickets, numbers, self.memory)
@@ -437,8 +441,8 @@ class Session:
         return 0
 
     def disconnected(self) -> None:
-        """Handle a disconnect. Stateless requests and questions are kept for resending; sequences and started
-        operations and streams fail.
+        """Handle a disconnect. Questions, requests without a sequence, and operations that were not begun are kept for
+        resending; requests of sequences, begun operations and begun streams fail.
         """
         self.connected = False
         self.outbox.clear()
@@ -471,10 +475,10 @@ class Session:
 
     def _end(self, ticket: Ticket, error: ServeError) -> None:
         self._forget(ticket)
-        ticket.fail(type(error)(str(error)))
+        ticket.fail(type(error)(str(error)))  # an exception of its own: raising one adds a traceback to it
 
     def _forget(self, ticket: Ticket) -> None:
-        """Remove a ticket and release what it kept."""
+        """Remove a ticket, and release its inputs and its operation's body."""
         self.tickets.pop(ticket.number, None)
         self.urgent |= self.questions.ended(ticket.number)
         if ticket.kept is not None:
@@ -487,7 +491,7 @@ class Session:
         return Packet(codec.encode([Bye()]))
 
     def close(self) -> None:
-        """Cancel all unanswered tickets; arrays stay valid."""
+        """Fail all unanswered tickets and close the memory. Arrays that callers have stay valid."""
         self.fail_all(Cancelled("the client was closed before the answer came"))
         self.memory.close()
 
@@ -506,4 +510,5 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Goodbye: Session._on_goodbye,
     codec.Refused: Session._on_refused,
 }
-"""Message type -> handler; it returns the number of settled tickets."""
+"""Message type -> handler, which returns the number of settled tickets. Lambdas look the method up when called, so that
+GatewaySession can override it."""

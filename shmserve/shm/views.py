@@ -1,8 +1,9 @@
-"""Arrays over mapped pages. Invariant: an array created here keeps its pages mapped, and `on_drop` reports when it and
-all its views and slices are gone.
+"""Arrays over mapped pages. Invariant: an array created here keeps its pages mapped, and `on_drop` is called when the
+array and all its views and slices are gone.
 
-numpy asks the ArrayHold for its memory once and keeps it as the last base of the array and of all its views. A
-read-only array cannot be made writable again, because its last base offers no writable buffer.
+numpy takes the memory from an ArrayHold, through the array interface, and keeps the hold as the last `base` of the
+array and of all its views. A read-only array cannot be made writable again, because its hold does not offer a writable
+buffer.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ _asarray = np.asarray
 _getpid = os.getpid
 _BYTE = np.dtype("uint8")
 _typestr: dict[np.dtype[Any], str] = {}
+"""Type strings of dtypes that were used before."""
 
 
 class ArrayHold:
-    """The lifetime of an array and all its views. `on_drop(what)` is called once, when the last one is dropped.
+    """Lives as long as an array and all its views. `on_drop(what)` is called once, when the last of them is dropped.
 
-    Finalizers can run in any thread, between any two instructions: `on_drop` should only append to a deque. It is not
+    That may happen in any thread, between any two instructions, so `on_drop` should only append to a deque. It is not
     called in a forked child, because the parent still holds the memory.
     """
 
@@ -55,7 +57,7 @@ def make(
 ) -> Array:
     """Returns an array at `address`. The caller must check that it lies within `pages`."""
     hold = ArrayHold()
-    hold.on_drop = None  # nothing is held until the array exists
+    hold.on_drop = None  # do not call it if creating the array fails
     hold.pages = pages
     hold.what = what
     text = _typestr.get(dtype)
@@ -70,7 +72,7 @@ def make(
             array = _asarray(hold)
         else:
             array = _make_rare(hold, address, dtype, shape, writable)
-    except (ValueError, OverflowError) as error:  # too many dims, or dims that are too large beside a dim of 0
+    except (ValueError, OverflowError) as error:  # too many dims, or a huge dim next to a dim of 0
         raise InvalidRequest(f"no array can have the shape {list(shape)}: {error}") from error
     if on_drop is not None:
         hold.pid = _getpid()
@@ -79,7 +81,8 @@ def make(
 
 
 def _make_rare(hold: ArrayHold, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> Array:
-    """Creates an array of a dtype that is used for the first time, or that has no usable type string (bfloat16)."""
+    """Creates an array of a dtype that is used for the first time, or that the array interface cannot express, such as
+    bfloat16: then it is a view of an array of bytes."""
     if dtype.hasobject or not dtype.itemsize:
         raise InvalidRequest(f"numpy dtype {dtype} cannot be read from shared memory: its elements have no fixed size")
     if dtype.isbuiltin == 1 and dtype.kind in "biufc":
@@ -102,7 +105,7 @@ def _make_rare(hold: ArrayHold, address: int, dtype: np.dtype[Any], shape: tuple
 
 
 def byte_count(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Returns the size of such an array. Python integers do not overflow; a negative dim is refused."""
+    """Returns the size in bytes of an array of this dtype and shape. Raises InvalidRequest for a negative dim."""
     size = dtype.itemsize
     for dim in shape:
         if dim < 0:
@@ -112,7 +115,7 @@ def byte_count(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 
 def hold_of(array: Array) -> ArrayHold | None:
-    """Returns the hold of the array, or of the array that it was cut from."""
+    """Returns the hold that keeps the memory of this array or view, or None if `make` did not create it."""
     base: object = array.base
     while isinstance(base, np.ndarray):
         base = base.base

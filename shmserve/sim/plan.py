@@ -18,8 +18,9 @@ MS = 1_000_000
 class SimModel(Struct, frozen=True):
     """A served model. An ensemble (`policy.steps`) has no instances, and the models of its steps are also in the plan.
 
-    `free`: range from which -1 dims of outputs are drawn, e.g. the number of crops over which a step is mapped.
-    `answers`: number of responses of a decoupled model. `runs`: how often an iterative model runs a request.
+    `service` and `load` are the distributions of execution and loading times. `free`: the range from which -1 dims of
+    outputs are drawn, e.g. the number of crops over which a step is mapped. `answers`: the range of the number of
+    responses per request of a decoupled model. `runs`: how often an iterative model runs each request.
     """
 
     policy: ModelPolicy
@@ -32,16 +33,16 @@ class SimModel(Struct, frozen=True):
     answers: tuple[int, int] = (1, 1)
     runs: int = 1
     calls: tuple[str, ...] = ()
-    """Models that it calls for each request, one after the other, before it computes. Its instance waits for them."""
+    """Models that it calls for each request, one after the other, before it computes. The calls block its instance."""
 
 
 class Plan(Struct, frozen=True):
-    """Arrivals end after `seconds`, or after `requests` requests (0: no limit); then the remaining requests are
-    answered.
+    """One simulation. Arrivals end after `seconds` or after `requests` requests, whichever is first (0: no limit). The
+    simulation then continues until all requests are answered, at most for `patience_s`.
 
     A message between processes takes `link_ns`. A turn of the broker takes `turn_ns`, plus `message_ns` for each
-    message in it; messages that arrive meanwhile are in the next turn. `check_every`: call `Core.check` after every
-    n-th turn.
+    message in it; messages that arrive during a turn are processed in the next one. `check_every`: call `Core.check`
+    after every n-th turn (0: never).
     """
 
     models: tuple[SimModel, ...]
@@ -56,9 +57,9 @@ class Plan(Struct, frozen=True):
     message_ns: int = 4_000
     check_every: int = 0
     reload_every_s: float = 0.0
-    """Mean time until one of the models is reloaded while it is served; 0: never."""
+    """Mean time between two reloads, each of one of the served models; 0: no reloads."""
     patience_s: float = 600.0
-    """Simulated time after the last arrival; requests unanswered by then are lost."""
+    """Simulated time after the last arrival. Requests that are still unanswered then count as lost."""
 
 
 def simple_model(
@@ -70,6 +71,6 @@ def simple_model(
 
 
 def answers_many(model: SimModel, models: Sequence[SimModel]) -> bool:
-    """Is the model decoupled, or an ensemble with a decoupled step?"""
+    """Whether a request may get several responses: the model is decoupled, or an ensemble with such a step."""
     names = {step.model for step in model.policy.steps or ()}
     return model.policy.decoupled or any(answers_many(other, models) for other in models if other.policy.name in names)

@@ -1,4 +1,4 @@
-"""prctl(2): settings of the calling process in the kernel."""
+"""prctl(2): changes kernel attributes of the calling process or thread."""
 
 from __future__ import annotations
 

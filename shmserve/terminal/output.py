@@ -1,6 +1,6 @@
 """Prints the outputs of a model as a table or as JSON, or writes them to files.
 
-Invariant: values are never changed silently; what the target cannot represent is an error.
+Invariant: no value is changed silently. What .npy cannot hold is an error; what JSON cannot express becomes a string.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shmserve.terminal.tables import duration_text, plain_text, shape_text, tabl
 
 Outputs = Mapping[str, NDArray[Any]]
 Dtypes = Mapping[str, str]
-"""Output name -> wire type, as in the model's metadata."""
+"""Output name -> data type, as in the model's metadata. numpy has no BF16, so the array alone is not sufficient."""
 Files = Mapping[str, Path]
-"""Output name -> file it was written to; empty if none was written."""
+"""Output name -> the file that has its values; empty: the values are printed."""
 
 
 class NotWritten(Exception):
-    """Outputs cannot be written to files; one line for the user."""
+    """Outputs cannot be written to files. The message is one line for the user."""
 
 
 def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
@@ -34,12 +34,12 @@ def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
 
 
 def _plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The array in a type that prints as numbers."""
+    """The array for printing: BF16 is converted to float32, as numpy would print its bits."""
     return from_bfloat16(array) if dtype == "BF16" else array
 
 
 def from_bfloat16(bits: NDArray[Any]) -> NDArray[np.float32]:
-    """Converts BF16 bits to float32; also for arrays of ml_dtypes."""
+    """Converts BF16, as uint16 bits or as an array of ml_dtypes, to float32."""
     wide = np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16
     return wide.view(np.float32).reshape(bits.shape)
 
@@ -54,7 +54,7 @@ def outputs_table(outputs: Outputs, dtypes: Dtypes, files: Files) -> str:
 
 
 def timing(seconds: Sequence[float]) -> str:
-    """One request: its duration. Several: median and 99th percentile of sequential requests."""
+    """One line about the duration of one request, or about median and 99th percentile of several."""
     if len(seconds) == 1:
         return duration_text(seconds[0])
     median, p99 = statistics.median(seconds), percentile(seconds, 99)
@@ -62,7 +62,7 @@ def timing(seconds: Sequence[float]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is not exceeded by at least `share` percent of the values."""
+    """The nearest-rank percentile: the smallest value v so that at least `share` percent of the values are <= v."""
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
@@ -85,7 +85,7 @@ def document(
 
 
 def as_json(value: Any) -> Any:
-    """JSON has neither NaN nor bytes: they become strings."""
+    """Converts NaN, infinities and bytes to strings, as JSON has none of them."""
     if isinstance(value, list):
         return [as_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -94,12 +94,12 @@ def as_json(value: Any) -> Any:
 
 
 def file_name(output: str) -> str:
-    """Replaces slashes and other characters, so that the file stays in its directory."""
+    """The file of an output. Slashes and other special characters are replaced, so that it stays in its directory."""
     return re.sub(r"[^\w.-]", "_", output).lstrip(".") + ".npy"
 
 
 def write(folder: Path, outputs: Outputs, dtypes: Dtypes) -> dict[str, Path]:
-    """Writes each output to DIR/NAME.npy."""
+    """Writes each output to `folder`/NAME.npy and returns the paths. Raises NotWritten."""
     files: dict[str, Path] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def write(folder: Path, outputs: Outputs, dtypes: Dtypes) -> dict[str, Path]:
 
 
 def storable(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Converts to what .npy can hold without pickle: strings of fixed width, and the bits of BF16."""
+    """Converts to types that .npy can hold without pickle: strings get a fixed width, BF16 becomes its uint16 bits."""
     if dtype == "BF16":
         return np.ascontiguousarray(array).view(np.uint16).reshape(array.shape)
     if dtype != "BYTES":

@@ -1,7 +1,8 @@
-"""Which loaded versions differ from what is in the repository now.
+"""Which loaded versions differ from the files that are in the repository now.
 
-Files are compared by size, time and inode, in a thread, as a disk may hang: at most once per FRESH_S and about FILES
-files at a time. A caller waits at most PATIENCE_S.
+Files are compared by size, time and inode, in a separate thread, because a disk may hang. A comparison runs at most
+once per FRESH_S and stops after about FILES files; the next one continues from there. A caller waits at most
+PATIENCE_S, and then gets the previous result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FILES = 20_000
 
 
 class Loaded(NamedTuple):
-    """What a version was made of: digests of its files, and of the model's configuration files ("": not compared)."""
+    """A loaded version. `files` and `configuration`: digests, when it was loaded, of its files and of the model's
+    configuration files ("": configuration files are not compared). `source` identifies it in the core."""
 
     source: int
     folder: Path
@@ -31,6 +33,8 @@ class Loaded(NamedTuple):
 
 
 class Differences:
+    """The sources of the versions that differ: test with `in`, after `look`."""
+
     def __init__(self, loop: Any, loaded: Callable[[], Sequence[Loaded]]) -> None:
         self._loop = loop
         self._loaded = loaded
@@ -38,16 +42,18 @@ class Differences:
         self._thread = ThreadPoolExecutor(1, "differences")
         self._looking = False
         self._at = -FRESH_S
+        """When the last comparison finished."""
         self._next = 0
-        """Where the next comparison starts: the last one reached its limit of files before this."""
+        """Index of the first version of the next comparison; the last one stopped before it."""
         self._waiting: list[Callable[[], None]] = []
 
     def __contains__(self, source: object) -> bool:
-        """As of the last comparison."""
+        """Whether the source differed at the last comparison that covered it."""
         return source in self._changed
 
     def look(self, then: Callable[[], None]) -> None:
-        """Calls `then` when a comparison has finished, or after PATIENCE_S."""
+        """Compares again, unless the last result is fresh, and calls `then` when that has finished or after
+        PATIENCE_S."""
         if time.monotonic() - self._at < FRESH_S:
             then()
             return
@@ -65,6 +71,7 @@ class Differences:
     def _known(self, future: Future[dict[int, bool]], start: int, loaded: Sequence[Loaded]) -> None:
         self._looking = False
         found = future.result()
+        # Versions that this comparison did not reach keep their previous result.
         kept = self._changed.difference(found).intersection(entry.source for entry in loaded)
         self._changed = kept | {source for source, differs in found.items() if differs}
         self._next = start + len(found)
@@ -82,7 +89,8 @@ class Differences:
 
 
 def compare(loaded: Iterable[Loaded], limit: int = FILES) -> dict[int, bool]:
-    """Source -> whether it differs; sources beyond the limit of files are missing. Runs in a thread."""
+    """Source -> whether it differs. Versions that were not reached within the limit of files are missing. Runs in a
+    thread."""
     found: dict[int, bool] = {}
     looks: dict[Path, Snapshot | None] = {}
     for entry in loaded:
@@ -101,5 +109,5 @@ def compare(loaded: Iterable[Loaded], limit: int = FILES) -> dict[int, bool]:
 def _take(folder: Path) -> Snapshot | None:
     try:
         return take(folder)
-    except (OSError, InvalidRequest):  # the folder is gone, or not a model any more
+    except (OSError, InvalidRequest):  # the folder has been removed, or is no longer that of a model
         return None

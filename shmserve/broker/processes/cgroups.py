@@ -1,7 +1,8 @@
-"""Control groups, one per worker with a memory limit, if the service manager delegates a group to the server.
+"""Memory limits of workers by control groups (cgroup v2): one group for each worker that has a limit.
 
-Invariant: only delegated groups are modified. Where there is none, or the kernel lacks a feature, CannotHave gives the
-reason, and memory is polled instead.
+Needs a group that the service manager has delegated to the server. Without one, or if the kernel lacks a feature,
+CannotHave is raised with the reason, and the caller polls the memory of workers instead. Invariant: only delegated
+groups are modified.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ log = logging.getLogger("shmserve")
 PROC = Path("/proc/self/cgroup")
 MOUNTS = Path("/proc/self/mounts")
 SERVER = "server"
-"""The group of the broker and of workers without a limit: a group with child groups cannot contain processes."""
+"""Child group of the broker and of workers without a limit. A group whose children have controllers enabled cannot
+contain processes itself."""
 PREFIX = "instance-"
 PROCESSES = "cgroup.procs"
 _MARKS = ("user.delegate", "trusted.delegate")
@@ -29,7 +31,7 @@ class CannotHave(Exception):
 
 
 class Group:
-    """A worker joins it first of all, by writing its pid to the file `processes`."""
+    """The group of one worker. The worker joins it by writing its pid to the file `processes` before anything else."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
@@ -37,8 +39,8 @@ class Group:
         path.mkdir()
         try:
             (path / "memory.max").write_text(str(limit))
-            _write_if_there(path / "memory.swap.max", "0")  # otherwise it would swap before it reaches its limit
-            _write_if_there(path / "memory.oom.group", "1")  # includes processes that the worker started
+            _write_if_there(path / "memory.swap.max", "0")  # otherwise a worker over its limit would swap
+            _write_if_there(path / "memory.oom.group", "1")  # kill processes that the worker started, too
         except OSError:
             path.rmdir()
             raise
@@ -57,7 +59,8 @@ class Group:
         return {key: int(value) for key, _, value in (line.partition(" ") for line in lines) if value.isdecimal()}
 
     def remove(self) -> bool:
-        """Kills what the exited worker left running and removes the group. False: call it again, some still run."""
+        """Kills processes that the exited worker left running, and removes the group. False: some have not ended yet;
+        call it again."""
         _write_if_there(self._path / "cgroup.kill", "1")
         try:
             self._path.rmdir()
@@ -70,8 +73,10 @@ class Group:
 
 
 class Groups:
+    """Creates the groups of workers, as children of the delegated group."""
+
     def __init__(self, top: Path) -> None:
-        """`top` is the delegated group. Moves its processes to a child group, so that it can have others."""
+        """`top` is the delegated group. Moves its processes to the child group SERVER. Raises CannotHave."""
         self._top = top
         _check(top)
         try:
@@ -87,7 +92,7 @@ class Groups:
             raise CannotHave(f"cannot create control groups below that of this service: {error.strerror}") from None
 
     def make(self, peer: int, limit: int) -> Group | None:
-        """None, and a warning in the log, if it cannot be created."""
+        """Creates the group of a worker. Returns None and logs a warning if that fails."""
         try:
             return Group(self._top / f"{PREFIX}{peer}", limit)
         except OSError as error:
@@ -103,7 +108,7 @@ def groups() -> Groups:
 
 
 def own(proc: Path, mounts: Path) -> Path:
-    """The directory of this process's group. CannotHave without cgroup v2."""
+    """The directory of this process's group. Raises CannotHave without cgroup v2."""
     try:
         name = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
         found = [line.split()[1] for line in mounts.read_text().splitlines() if line.split()[2] == "cgroup2"]
@@ -130,12 +135,12 @@ def _is_delegated(top: Path) -> bool:
         with contextlib.suppress(OSError):
             if os.getxattr(top, mark) == b"1":
                 return True
-    # Without a mark that users can read, a manager delegates by giving the directory to the service's user.
+    # Users other than root may be unable to read the marks; for them, delegation makes the user own the directory.
     return 0 != os.geteuid() == top.stat().st_uid
 
 
 def _write_if_there(path: Path, text: str) -> None:
-    """Ignores a missing file: older kernels lack some, and they are optional."""
+    """Writes to an optional file, which older kernels do not have. It is not created, as `write_text` would try."""
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

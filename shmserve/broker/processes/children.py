@@ -1,6 +1,6 @@
 """Child processes of the broker, workers and gateways: their environment, output and exit codes.
 
-Invariant: a child's output is untrusted; any bytes become printable lines.
+Invariant: the output of a child is untrusted, so it is escaped: each logged line is printable, whatever its bytes.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from shmserve.broker.observability.logs import printable
 LINE_BYTES = 4096
 """Longest line that is logged."""
 READ_BYTES = 16384
-"""Bytes per read, so that clients are served in between."""
+"""Maximum per read, so that a child with much output does not block the event loop."""
 PIPE_BYTES = 65536
-"""Capacity of a pipe."""
+"""Capacity of a pipe: at most this much is left to read when a child has exited."""
 TAIL_LINES = 20
-"""Last lines of a child's output to keep, for operators when it has exited."""
+"""Number of last lines to keep: they are reported when the child exits."""
 FATAL = "Fatal Python error"
-"""How the interpreter's report of a fatal signal such as SIGSEGV begins."""
+"""Begins the report that the interpreter writes on a fatal signal such as SIGSEGV."""
 _WORKERS = Path(__file__).parents[2] / "workers"
 _PLACES = sorted({os.fsencode(place) for place in (_WORKERS, _WORKERS.resolve())})
 _OUR_FRAME = re.compile(rb'  File "(?:<frozen runpy>|(?:%s)/[^"]*)", line \d+ in ' % b"|".join(map(re.escape, _PLACES)))
-"""Matches a frame outside the model's code in such a report (not in a traceback)."""
+"""Matches, in such a report, a frame in the server's own code. Frames of tracebacks have another format."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
 def environment(*prefixes: str) -> dict[str, str]:
-    """The environment of a child: a fixed list of variables, and those with a prefix. The rest may contain secrets."""
+    """The environment of a child: a fixed list of variables, and those with one of the prefixes. All others are left
+    out, as they may contain secrets."""
     return {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(prefixes)}
 
 
 def ended_with(code: int) -> str:
-    """`code` as in Popen: negative for a signal."""
+    """Describes an exit code as of Popen, which is negative for a signal."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
 
 
 class Output:
-    """A child's output, rate-limited and logged with `say(level, text)`. `written` is the child's end, which its parent
-    closes. `levels`: prefix of a line -> level in the log; other lines have level info.
+    """A pipe for the output of a child, which is rate-limited and logged with `say(level, text)`.
 
-    Invariant: the pipe is always drained, whatever the log accepts, so that no child blocks on its output.
+    `written` is the end for the child; whoever starts the child closes it in this process. `levels`: prefix of a line
+    -> its log level; lines without such a prefix have the level info.
+
+    Invariant: the pipe is always read, even if lines exceed the rate limit, so that no child blocks on its output.
     """
 
     def __init__(
@@ -68,15 +71,16 @@ class Output:
 
     @property
     def tail(self) -> list[str]:
-        """The last lines, whether logged or not."""
+        """The last lines, including those that the rate limit dropped."""
         return [_text(line) for line in self._tail]
 
     def last_words(self) -> str:
-        """The last non-empty line, without its level."""
+        """The last non-empty line, without its level prefix."""
         return next((self._parse(line)[1] for line in reversed(self.tail) if line.strip()), "")
 
     def read(self) -> None:
-        """Reads once."""
+        """Reads up to READ_BYTES and logs the complete lines. An incomplete one is kept, unless it is too long or the
+        pipe has ended."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -84,7 +88,7 @@ class Output:
         if not data:
             self._loop.remove_reader(self.descriptor)
         if self._throttle.is_full(self._loop.time()) and (count := data.count(b"\n")) > TAIL_LINES:
-            # The throttle would drop all but the last lines: do not spend time on splitting them.
+            # The throttle drops all lines until its window ends: split only those that the tail keeps.
             head, *lines, partial = data.rsplit(b"\n", TAIL_LINES + 1)
             self._throttle.drop(count - TAIL_LINES, len(self._partial) + len(head) + 1)
             self._partial = partial[:LINE_BYTES]
@@ -114,16 +118,17 @@ class Output:
         self._say(level, text)
 
     def _parse(self, line: str) -> tuple[str, str]:
-        """The level of a line, and the rest of it."""
+        """Splits a line into its log level and its text."""
         word, colon, rest = line.partition(": ")
         level = self._levels.get(word, "") if colon else ""
         return (level, rest) if level else ("error" if word == FATAL else "info", line)
 
     def finish(self) -> None:
-        """The child has exited: logs its last lines regardless of the limit, as they may contain the reason."""
+        """Call when the child has exited: reads the rest of its output, and logs the last lines even if they exceed the
+        rate limit, as they may contain the reason."""
         for _ in range(PIPE_BYTES // READ_BYTES):
             self.read()
-        if self._partial:  # a process that it started keeps the pipe open
+        if self._partial:  # the pipe has not ended: a process that the child started has it open
             partial, self._partial = self._partial, b""
             self._admit([partial])
         for notice in self._throttle.flush():

@@ -1,7 +1,9 @@
 """Batch forming: a pure function of the waiting requests, the model's policy and the time.
 
-It walks the queue from its head and adds requests until a rule stops it. `best` is the point up to which the batch has
-a preferred size. The rules and their order are those of Triton's dynamic batcher.
+`form` walks the queue from its head and adds requests until a rule stops it. On the way it remembers `best`: the last
+point at which the batch had a preferred size, or, if there was none, the point at which the next request would exceed
+the largest one. Then it decides whether to run the requests up to `best`, to run all that it has added (`pending`), or
+to wait. The rules and their order are those of Triton's dynamic batcher.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ class Waiting(Protocol):
 class Reason(Enum):
     """Why a batch was formed at this moment and with these requests."""
 
-    __hash__ = object.__hash__  # Enum.__hash__ is a Python function
+    __hash__ = object.__hash__  # faster: Enum.__hash__ is a Python function
 
     FULL = "full"  # no more rows fit
     PREFERRED = "preferred"  # it has a preferred size, or the next request would exceed the largest one
     DELAY = "delay"  # its oldest request has reached the maximum queue delay
     SHAPE = "shape"  # the next request differs in shapes or optional inputs, or too much in length to pad
     IDLE = "idle"  # an instance is idle, and no rule delays the batch
-    ALONE = "alone"  # a retry on its own, after its batch has killed a worker
+    ALONE = "alone"  # a request that runs alone, because a batch with it has killed a worker
     SINGLE = "single"  # the model takes one request at a time
 
 
 class Plan(Struct, gc=False):
-    """Run the first `count` requests now, for `reason`; with count 0, plan again at `wake` (0: when an event arrives).
-    `chosen`: the places of the requests to run instead of the first ones, increasing."""
+    """Run the first `count` requests of the queue now, for `reason`. Count 0: run none, and plan again at the time
+    `wake` (0: when an event arrives). `chosen`: run the requests at these increasing places instead of the first."""
 
     count: int
     rows: int
@@ -52,9 +54,13 @@ class Plan(Struct, gc=False):
 
 
 class Shape(Struct, frozen=True):
-    """The batch rules of a model, precomputed. `simple`: no delay, and no preferred size except the largest batch.
-    `prefers`: the model configures preferred sizes; otherwise the only one is the largest batch. `passes`: requests may
-    overtake earlier ones to reduce padding."""
+    """The batch rules of a model, precomputed.
+
+    `max_batch`: limit of rows. `preferred`: preferred sizes, only `max_batch` if none are configured. `largest`: the
+    largest of them. `varies`: requests may differ in shapes or optional inputs, and then cannot share a batch.
+    `simple`: no delay, no variation, and no preferred size but `max_batch`: a batch is whatever fits. `prefers`:
+    sizes other than `max_batch` are preferred. `passes`: a request may overtake earlier ones to reduce padding.
+    """
 
     max_batch: int
     largest: int
@@ -65,7 +71,7 @@ class Shape(Struct, frozen=True):
     prefers: bool = True
     passes: bool = True
     enough: int = 0
-    """More requests than fit into a batch: `form` reads no more."""
+    """How many waiting requests callers should pass to `form`: one more than can fit into a batch."""
 
     @classmethod
     def of(cls, max_batch: int, policy: BatchPolicy, varies: bool) -> Shape:
@@ -78,13 +84,16 @@ class Shape(Struct, frozen=True):
         return cls(*sizes, policy.delay_ns, varies, simple, prefers, passes, enough)
 
     def reason(self, rows: int) -> Reason:
-        """Why a batch of a preferred size is sent: it is full, or the model prefers this size."""
+        """The reason for a batch of a preferred size: FULL, or PREFERRED if it is a configured size below the limit."""
         return Reason.PREFERRED if self.prefers and rows < self.max_batch else Reason.FULL
 
 
 def form(waiting: Sequence[Waiting], shape: Shape, now: int, base: int = 0, signature: object = None) -> Plan:
-    """Plans which of `waiting` (not empty, in order) run now. If `base` rows with `signature` already wait at a worker,
-    the plan extends them: a delay would gain nothing, so only requests that fit are taken."""
+    """Plans which of `waiting` (in order, not empty) run now.
+
+    With `base` > 0, plans instead which of them to add to a batch of `base` rows with this `signature` that already
+    waits at a worker. It cannot start before the worker is free, so a delay would gain nothing and is ignored.
+    """
     if shape.simple:
         return _fill(waiting, shape.max_batch, base)
     count = rows = best_count = best_rows = 0
@@ -114,6 +123,10 @@ def form(waiting: Sequence[Waiting], shape: Shape, now: int, base: int = 0, sign
 
 
 def _decide(shape: Shape, age: int, now: int, pending: Plan, best: Plan, stopped: bool) -> Plan:
+    """Chooses between a preferred size (`best`), all requests that fit (`pending`), and waiting for more.
+
+    `age`: time for which the oldest request has waited. `stopped`: the next request cannot be added.
+    """
     delay = shape.delay_ns
     if best.count and not (delay and age >= delay):
         return best
@@ -126,13 +139,14 @@ def _decide(shape: Shape, age: int, now: int, pending: Plan, best: Plan, stopped
 
 
 def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated: bool, reason: Reason) -> Plan:
+    """The plan for a batch that is extended. `saturated`: the next request would exceed the largest preferred size."""
     if best_count or saturated:
         return Plan(best_count, best_rows, reason)
     return Plan(count, rows, Reason.IDLE)
 
 
 def _fill(waiting: Sequence[Waiting], max_batch: int, base: int) -> Plan:
-    """As many as fit: the fast path of the common case."""
+    """Takes as many requests as fit: the fast path for `Shape.simple`."""
     rows = base
     count = 0
     for request in waiting:

@@ -1,7 +1,7 @@
-"""Traces of single requests: a log entry for each request whose caller sets the parameter `trace_id`, and samples of
-all requests as configured by the operator.
+"""Traces of single requests: one log entry for each request that has the parameter `trace_id`, and one `Traced` effect
+for each request that is sampled by the operator's trace settings. A request may have both.
 
-Invariant: requests without a trace cost nothing here; the core only checks whether `open` and `samples` are empty.
+Invariant: while `open` and `samples` are empty, the core calls nothing in this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECOND = 1_000_000_000
 
 
 class Sample(Struct):
-    """Traces every `rate`-th request, `left` more of them; negative: unlimited."""
+    """The sampling of a model: every `rate`-th request is traced. `left`: traces left, negative without a limit."""
 
     rate: int
     left: int = -1
@@ -44,8 +44,9 @@ class Sample(Struct):
 
 
 class _Open(Struct):
-    """A traced request. `id`: its trace_id, or "". `sample`: the sample it belongs to. `model`: the model whose
-    settings apply. `number`, `parent`: of its trace, and of the trace of the request for which this one was made."""
+    """The trace of an unanswered request. `id`: its `trace_id`, or "". `sample`: None if it is not sampled; the fields
+    below are then unused. `model`: the model whose trace settings apply. `number`: the number of this trace. `parent`:
+    the number of the trace of the request for which this one was made, or 0."""
 
     id: str
     sample: Sample | None
@@ -58,30 +59,32 @@ class _Open(Struct):
 class Traces:
     def __init__(self) -> None:
         self.open: dict[int, _Open] = {}
-        """Number of an unanswered request -> its trace."""
+        """Request number -> its trace, until the request is answered."""
         self.samples: dict[str, Sample] = {}
         """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
         self._until = 0
+        """When the current second of the rate limit ends."""
         self._left = 0
+        """Traces by `trace_id` that are left in this second; below 0: requests over the limit."""
         self._numbers = 0
 
     def sample(self, request: Request) -> None:
-        """Called for each request that arrives while there are samples."""
+        """Traces the request if it is due for sampling. Called for each client request while `samples` is not empty."""
         found = self.samples.get(request.version.model) or self.samples.get("")
         if found is not None and found.takes():
             self._numbers += 1
             self.open[request.number] = _Open("", found, request.version.model, self._numbers)
 
     def child(self, request: Request, parent: Request) -> None:
-        """`request` is a step of the ensemble `parent`, or a call that a model makes for it. If `parent` is sampled, so
-        is this request, whatever the settings of its model."""
+        """Traces `request`, a step of the ensemble `parent` or a call that a model makes for `parent`, if `parent` is
+        sampled. The trace settings of its own model do not matter."""
         trace = self.open.get(parent.number)
         if trace is not None and trace.sample is not None:
             self._numbers += 1
             self.open[request.number] = _Open("", trace.sample, trace.model, self._numbers, trace.number)
 
     def begin(self, request: Request, now: int) -> Log | None:
-        """Called for a request with the parameter. Returns a log entry for the first request over the limit."""
+        """Traces a request with the parameter `trace_id`. Returns a warning for the first one over the limit."""
         assert request.options is not None
         if now >= self._until:
             self._until, self._left = now + _SECOND, PER_SECOND
@@ -100,14 +103,14 @@ class Traces:
         return None
 
     def made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
-        """Records a response if its tensors are wanted. The caller may return the memory of earlier parts at any time,
-        so only inline data of those is kept."""
+        """Records the outputs of a response, if the sample includes tensors. A client may free the shared memory of
+        earlier responses at any time, so only their inline data is kept."""
         trace = self.open.get(request.number)
         if trace is not None and trace.sample is not None and trace.sample.tensors:
             trace.outputs = (*_inline(trace.outputs), *outputs)
 
     def answered(self, request: Request, code: str, now: int) -> Log | Traced | None:
-        """Ends the trace; `code` is "" for a successful request. None: not traced."""
+        """Ends the trace and returns its effect, or None if the request is not traced. `code` "": it succeeded."""
         trace = self.open.pop(request.number, None)
         if trace is None:
             return None
@@ -136,18 +139,19 @@ class Traces:
             number=trace.number, parent=trace.parent, model=trace.model,
         )  # fmt: skip
         if sample.tensors:
-            # A request that waited for its turn has released its memory.
+            # A request whose response waits for earlier ones (preserve_ordering) has already released its inputs.
             inputs = _inline(request.inputs) if request.state is RequestState.DONE else request.inputs
             found.tensors = inputs, trace.outputs
         return found
 
 
 def _inline(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors without handles: data in shared memory is left out."""
     return tuple(tensor if isinstance(tensor.data, bytes) else replace(tensor, data=()) for tensor in tensors)
 
 
 def _at_worker(request: Request) -> dict[str, Any]:
-    """The fields about its batch. Times are known only if it was answered when its batch was done."""
+    """The fields about instance and batch. Times are known only if the batch had completed before the answer."""
     instance, batch = request.instance, request.batch
     if instance is None or batch is None:
         return {}

@@ -1,5 +1,7 @@
-"""Restricted APIs: groups of actions that need a header with a secret value. Invariant: values are compared in constant
-time, and appear in no text."""
+"""Restricted APIs: groups of actions that are allowed only with a header that has a secret value.
+
+Invariant: secret values are compared in constant time, and never appear in error messages or logs.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ GROUPS = {
     "trace": ("trace", "set_trace"),
     "logging": ("log", "set_log"),
 }
-"""Triton's names -> actions, as in access.NEEDS."""
+"""Triton's name of a group -> its actions, which are named as in access.NEEDS."""
 RPC_PREFIX = "triton-grpc-protocol-"
-"""Prefix of the header's name in gRPC; the flag omits it."""
+"""In gRPC, the name of the header is this prefix and the name given by the flag."""
 
 
 class Restriction(NamedTuple):
@@ -31,7 +33,7 @@ class Restriction(NamedTuple):
 
 
 def read(text: str, prefix: str = "") -> Restriction:
-    """Parses `GROUP,GROUP:header=value`. The text of a ValueError does not contain the value."""
+    """Parses `GROUP,GROUP:HEADER=VALUE`; `prefix` is added to the header's name. Raises ValueError."""
     names, colon, rest = text.partition(":")
     header, equals, value = rest.partition("=")
     if not colon or not equals or not header or not value:
@@ -48,7 +50,7 @@ def read(text: str, prefix: str = "") -> Restriction:
 
 
 class Restrictions:
-    """`what`: API or protocol, as in Triton's texts."""
+    """The restrictions of one endpoint. `what`: "API" or "protocol", for error messages equal to Triton's."""
 
     def __init__(self, given: Iterable[Restriction] = (), what: str = "API") -> None:
         from hmac import compare_digest  # not at the top: `shmserve --help` imports this module
@@ -57,7 +59,7 @@ class Restrictions:
         self._what = what
         self._of: dict[str, tuple[str, Restriction]] = {}
         self.headers: set[str] = set()
-        """In lower case; never passed on to models."""
+        """Names, in lower case, of the headers with secrets. They are never forwarded to models."""
         for one in given:
             name = one.header.lower()
             self.headers.add(name)

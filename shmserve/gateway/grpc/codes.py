@@ -1,4 +1,4 @@
-"""Server errors -> the status code and text that end a call."""
+"""Converts errors of the server to gRPC errors: status code and text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from shmserve.gateway.upstream.documents import BadLoad
 
 
 def code_of(error: ServeError) -> Code:
+    # Triton answers a load that fails with INTERNAL, whatever the reason.
     return Code.INTERNAL if isinstance(error, BadLoad) else Code[grpc_of(error)]
 
 

@@ -1,4 +1,4 @@
-"""Chunked and compressed bodies. Invariant: a limit is checked before memory is allocated for what it limits."""
+"""Chunked and compressed bodies. Invariant: a size is checked against its limit before memory is allocated."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from shmserve.gateway.kserve.json_tensors import json_too_large
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 _LINE = 1024
+"""Maximum length of an incomplete line: a chunk header or a trailer."""
 _EITHER = 32 + zlib.MAX_WBITS
-"""Detect gzip or zlib from the header of the data."""
+"""`wbits` with which zlib accepts both gzip and zlib data, and detects which one it is."""
 _LEVEL = 1
+"""Compression level of responses: the fastest."""
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t -~]*)?")
 """Chunk header: the size, then extensions, which are ignored."""
 _TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*")
@@ -35,11 +37,14 @@ class Chunks:
         self._left = 0
         """Bytes of the current chunk that have not arrived, including its CRLF."""
         self._trailer = 0
+        """Bytes of trailers so far."""
         self._ending = False
+        """The last chunk (size 0) has arrived; the following lines are trailers."""
 
     def feed(self, data: bytes) -> bytes:
-        """Consumes what it can of `data` and returns the rest. Pass the rest again with the data that follows it; once
-        `done`, it belongs to the next request. InvalidRequest: the end of the body cannot be found."""
+        """Parses as much of `data` as possible and returns the rest: an incomplete line, to be passed again with the
+        data that follows, or, once `done`, the next request. Raises InvalidRequest for an invalid encoding or an
+        exceeded limit; the connection is then unusable, because the end of the body is unknown."""
         at = 0
         while not self.done:
             if self._left:
@@ -61,6 +66,7 @@ class Chunks:
         return data[at:]
 
     def _chunk(self, piece: bytes) -> None:
+        """Adds a piece of the current chunk. The last two of its `_left` bytes are CRLF."""
         body = max(0, min(len(piece), self._left - 2))
         self.body += piece[:body]
         tail = piece[body:]
@@ -69,6 +75,7 @@ class Chunks:
         self._left -= len(piece)
 
     def _line(self, line: bytes) -> None:
+        """Handles a chunk header or a trailer, without its CRLF."""
         if self._ending:
             self._skip_trailer(line)
             return
@@ -98,7 +105,7 @@ class Chunks:
 
 
 def too_large(head: Head, limits: Limits) -> InvalidRequest:
-    """The error for a body whose Content-Length exceeds the limit for all bodies."""
+    """The error for a body whose Content-Length exceeds `limits.input_bytes`. The text depends on the kind of body."""
     action = head.route.action
     if head.encoding or (action == "infer" and head.json_length is not None):
         return _too_large(head.length, limits.input_bytes)
@@ -115,7 +122,8 @@ def _too_large(size: int, limit: int) -> InvalidRequest:
 
 
 def inflating(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable[[int], None]) -> Work[bytearray]:
-    """Decompresses a body. `flag`: the option that sets `limit`. `hold` is called with the number of bytes produced."""
+    """Decompresses a body to at most `limit` bytes, which the option `flag` sets. `hold` is called with the size of
+    each piece before the piece is added, and may raise to abort."""
     if encoding not in ("gzip", "deflate"):
         raise Unsupported(f"Unsupported compression type '{encoding[:40]}'")
     try:
@@ -130,5 +138,6 @@ def inflating(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable
 
 
 def deflating(encoding: str, parts: Sequence[Buffer]) -> Work[bytes]:
+    # HTTP calls the zlib format `deflate`. 31: 16 (gzip) + MAX_WBITS.
     machine = zlib.compressobj(_LEVEL, zlib.DEFLATED, 31 if encoding == "gzip" else zlib.MAX_WBITS)
     return gzip_stream.deflating(machine, parts, gzip_stream.FAST * SLICE_BYTES)

@@ -1,6 +1,6 @@
-"""Methods and paths -> actions, in one table of paths.
+"""The routing table of the HTTP endpoints: method and path -> action.
 
-An action has the same name whatever path leads to it; access rules are looked up by that name.
+Several paths may lead to the same action. Access rules refer to actions, not to paths.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from shmserve.gateway.upstream.documents import Route
 
 
 class Path(Struct, frozen=True):
-    """`template`: the path; a segment in braces matches any text. `wants`: method -> action. `kind`: of shared
-    memory."""
+    """`template`: the path, in which a segment in braces matches any text. `wants`: method -> action. `kind`: system or
+    cuda, for paths of shared memory."""
 
     template: str
     wants: dict[str, str]
@@ -74,6 +74,7 @@ METRICS = [Path("/metrics", {_GET: "metrics"})]
 
 UNKNOWN = Route("", status=404, text="Not Found")
 _Table = dict[int, list[tuple[list[str], Path]]]
+"""Number of segments -> the paths with that many, each with its segments."""
 
 
 def _by_length(paths: list[Path]) -> _Table:
@@ -88,7 +89,8 @@ _PATHS, _METRICS = _by_length(PATHS), _by_length(METRICS)
 
 
 def resolve(method: str, target: str, metrics: bool = False) -> Route:
-    """`target`: as received, percent-encoded. `metrics`: resolve the paths of the metrics endpoint."""
+    """Finds the route of a request; errors are routes with a status. `target`: as received, percent-encoded. `metrics`:
+    the request came to the metrics endpoint."""
     path = target.partition("?")[0].partition("#")[0]
     try:
         words = [unquote(word, errors="strict") for word in path.strip("/").split("/")]
@@ -101,6 +103,7 @@ def resolve(method: str, target: str, metrics: bool = False) -> Route:
 
 
 def _route(method: str, path: Path, words: dict[str, str]) -> Route:
+    """`words`: segment of the template -> segment of the request."""
     action = path.wants.get(method)
     if action is None:
         methods = list(path.wants)

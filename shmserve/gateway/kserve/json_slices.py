@@ -1,9 +1,10 @@
-"""Large JSON, a slice at a time. Invariant: the cost is linear in its bytes, whatever they are, and no Python object is
-created for a bracket.
+"""Decodes large JSON requests in slices, so that the event loop is never blocked for long.
 
-A request is split by its brackets into the `data` of each input, which may be megabytes, and the text around them,
-which is decoded at once. The values of `data` are needed flat, so its inner brackets are blanked out and the values
-decoded in slices that end at a comma.
+Only the `data` of inputs can be large. `outline` finds these lists by their brackets, cuts them out, and returns the
+text around them, which is small and is decoded at once. `flat` then decodes each cut: tensors need the values without
+the nesting, so inner brackets are replaced by spaces, and the values are decoded in slices that end at a comma.
+
+Invariant: for any input the cost is linear in its size, and brackets in `data` create no Python objects.
 """
 
 from __future__ import annotations
@@ -24,28 +25,30 @@ from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 JSON_DEPTH = 100
 AROUND_BYTES = 1 << 20
-"""Bytes of the request JSON without the `data` of its inputs and runs of white space."""
+"""Limit of the request JSON without large `data`, and with each run of white space counted as one byte."""
 VALUE_BYTES = 1 << 20
-"""Bytes of one number, with the space around it."""
+"""Limit of a value, with the white space and brackets around it. Strings may be longer, see Part."""
 AROUND_FIELDS, AROUND_BRACKETS = 16_384, 65_536
-"""Fields and brackets in the JSON around `data`: it is decoded at once, into a Python object for each."""
+"""Limits of fields and of lists and objects in the JSON around `data`: each becomes a Python object."""
 _CUT_BYTES = 1024
-"""Lists of at least this size are cut out."""
+"""Minimum size of a list that is cut out; smaller ones are decoded with the text around them."""
 _DATA_DEPTH = 4
-"""{"inputs": [{"data": [: the brackets around a value of `data`, including those of `data`."""
+"""Nesting depth inside of `data`: `{"inputs": [{"data": [` opens four brackets."""
 _MARK = f"cut {secrets.token_hex(8)}"
-"""Replaces a list that was cut out. It is random, so clients cannot write it."""
+"""Key of the object that replaces a list that was cut out. It is random, so that a client cannot forge one."""
 _QUOTE, _COMMA, _BACKSLASH, _LIST, _LIST_END, _OPEN, _CLOSE, _COLON = b'",\\[]{}:'
 _SPACE = np.zeros(256, bool)
 _SPACE[list(b" \t\r\n")] = True
 _PLAIN = np.ones(256, bool)
 _PLAIN[list(b" \t\r\n[],")] = False
-"""Bytes that belong to values."""
+"""Bytes that belong to values: everything but white space, commas and the brackets of lists."""
 _TAIL_BYTES = 12
-"""A truncated escape sequence is shorter: at most the first 11 bytes of a surrogate pair."""
+"""A truncated escape sequence is shorter than this: at most 11 of the 12 bytes of a surrogate pair."""
 _ESCAPED = re.compile(
     rb"(?:[^\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*"
 )
+"""Matches the content of a string up to the first incomplete or invalid escape sequence. A surrogate pair counts as one
+sequence."""
 Text = bytes | memoryview
 _Bytes = npt.NDArray[np.uint8]
 _Mask = npt.NDArray[np.bool_]
@@ -59,14 +62,14 @@ class Cut(Struct):
 
 
 class Part(Struct):
-    """Part of a string that is longer than a slice. `last`: the string ends here."""
+    """A part of a string that is longer than a slice. `last`: the end of the string."""
 
     text: str
     last: bool
 
 
 class Outline(Struct):
-    """`around`: the text with a mark in place of each cut."""
+    """A request without its large `data`. `around`: the text with an object `{_MARK: index}` in place of each cut."""
 
     around: bytes
     cuts: list[Cut]
@@ -81,15 +84,16 @@ def unreadable(text: object) -> InvalidRequest:
 
 
 def check_depth(text: bytes) -> None:
-    """Refuses JSON that is nested too deeply to be decoded at once."""
+    """Raises InvalidRequest for JSON that is nested too deeply for a recursive decoder."""
     if text.count(b"[") + text.count(b"{") > JSON_DEPTH:
         for _ in _Scan(text, 0, len(text)).slices():
             pass
 
 
 class _Slice(Struct):
-    """A slice: its offset, its bytes, and which of them are in strings (including the opening quotes). Of its brackets
-    outside of strings: their offsets in the slice, the change of depth by each, and the depth after each."""
+    """`at`: the offset of the slice. `inside`: which of its bytes are in strings, including opening but not closing
+    quotes. For the brackets outside of strings: `brackets`, their offsets in the slice; `steps`, 1 or -1; `depths`, the
+    depth after each."""
 
     at: int
     data: _Bytes
@@ -100,7 +104,7 @@ class _Slice(Struct):
 
 
 class _Scan:
-    """Scans a part of JSON that begins outside of strings, at nesting depth `depth`."""
+    """Finds strings and brackets in a part of JSON. The part begins outside of strings, at nesting depth `depth`."""
 
     def __init__(self, text: Text, begin: int, end: int, depth: int = 0) -> None:
         self.depth = depth
@@ -129,10 +133,13 @@ class _Scan:
             yield _Slice(at, data, inside, brackets, steps, depths)
 
     def _strings(self, data: _Bytes) -> _Mask:
+        """`_Slice.inside` of the next slice."""
         quotes = data == _QUOTE
         backslashes = data == _BACKSLASH
         if self._escapes or backslashes.any():
             # A byte is escaped by an odd number of backslashes before it.
+            # `others`: for each byte, the last place up to it that is not a backslash. Without one it is -1, or -2 if
+            # the previous slice ended with a backslash that escapes.
             places = np.arange(len(data))
             others = np.maximum.accumulate(np.where(backslashes, -1 - self._escapes, places))
             odd = (places - others) % 2 == 1
@@ -147,10 +154,13 @@ class _Scan:
 
 
 def outline(text: Text) -> Work[Outline]:
-    """Cuts out large lists of `data`."""
+    """Cuts out the large lists at the depth of `data`, whatever the name of their field.
+
+    Brackets between depths 3 and 4 alternate between opening and closing, so they are taken in pairs.
+    """
     cuts: list[Cut] = []
     begun: list[int] = []
-    """The offset of an opening bracket whose end is in a later slice."""
+    """The offset of an opening bracket whose closing bracket is in a later slice; at most one."""
     scan = _Scan(text, 0, len(text))
     for part in scan.slices():
         edges = part.brackets[np.maximum(part.depths, part.depths - part.steps) == _DATA_DEPTH] + part.at
@@ -176,6 +186,7 @@ def commas_of(text: bytes) -> Work[int]:
 
 
 def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
+    """The text with marks in place of the cuts. Raises InvalidRequest if it exceeds a limit."""
     size = len(text) - sum([cut.end - cut.begin for cut in cuts])
     parts: list[Text] = []
     at, left = 0, AROUND_BYTES
@@ -205,11 +216,11 @@ def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
 
 
 def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
-    """The text between two cuts, with runs of white space outside of strings reduced to one byte; stops at most one
-    slice above the limit."""
+    """The text between two cuts, with runs of white space outside of strings reduced to one byte. Stops early, within
+    one slice, when the result exceeds `limit`."""
     kept = bytearray()
     follows = False
-    """The last slice ends with white space."""
+    """The previous slice ends with white space."""
     for part in _Scan(text, begin, end, _DATA_DEPTH - 1 if begin else 0).slices():
         space = _SPACE[part.data] & ~part.inside
         dropped = space & np.concatenate(([follows], space[:-1]))
@@ -222,7 +233,7 @@ def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
 
 
 def cut_of(data: Any, found: Outline) -> Cut | None:
-    """The cut that `data` of a request is a mark of; None: `data` was not cut out."""
+    """The cut in whose place the mark `data` was decoded; None: `data` was not cut out."""
     if type(data) is dict and _MARK in data:
         return found.cuts[data[_MARK]]
     return None
@@ -232,19 +243,19 @@ def cut_of(data: Any, found: Outline) -> Cut | None:
 
 
 class _Shape:
-    """Checks the nesting of the lists in one `data`: any, but all values must have the same depth."""
+    """Checks the nesting of one `data`: all values must have the same depth, and with values no list may be empty."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._leaf = 0
         """Depth of the values; 0: none so far."""
         self._hollow = False
-        """There is a list without values."""
+        """There is an empty list."""
         self._bare = False
-        """A list has just begun."""
+        """The slice ended after an opening bracket: nothing of that list has been seen yet."""
 
     def check(self, part: _Slice, depth: int) -> None:
-        """`depth`: at the start of the slice."""
+        """`depth`: the depth at the start of the slice."""
         values = _PLAIN[part.data] | part.inside
         brackets, opens = part.brackets, part.steps > 0
         seen = np.cumsum(values, dtype=np.int32)
@@ -274,7 +285,7 @@ class _Shape:
 
 
 class _LongString:
-    """A string that began in an earlier slice. The incomplete end of each slice is kept for the next."""
+    """Decodes a string that spans slices. An incomplete character or escape sequence is kept for the next slice."""
 
     def __init__(self, begin: bytes) -> None:
         self._rest = begin
@@ -287,7 +298,7 @@ class _LongString:
 
 
 def _whole(data: bytes) -> int:
-    """The length of the start of a string that can be decoded: no character or escape sequence is split."""
+    """The length of the longest prefix that splits no UTF-8 character and no escape sequence."""
     end = len(data)
     for back in range(1, min(4, end) + 1):
         byte = data[-back]
@@ -306,6 +317,7 @@ def _whole(data: bytes) -> int:
 
 
 def _string(data: bytes) -> str:
+    """Decodes the content of a JSON string."""
     try:
         found: str = msgspec.json.decode(b'"%b"' % data, type=str)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -314,14 +326,16 @@ def _string(data: bytes) -> str:
 
 
 def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
-    """The values of a list that was cut out, a slice at a time, regardless of nesting. A string that is longer than a
-    slice is returned in Parts."""
+    """Yields the values of a cut without their nesting: for each slice one list, which may be empty. A string that is
+    longer than a slice is yielded as Parts, each alone in its list."""
     scan, shape = _Scan(text, cut.begin + 1, cut.end, 1), _Shape(name)
     rest: list[bytes] = []
-    """Bytes after the last comma, with spaces for brackets."""
+    """The bytes after the last comma, with spaces instead of brackets. They are decoded with the next slice."""
     found = missing = skip = False
-    """`skip`: the next value is a placeholder of a string that was returned in parts."""
+    """`found`: there was a value. `missing`: there was none where one must be. `skip`: the next value decoded is the
+    placeholder of a string that was yielded in parts."""
     string: _LongString | None = None
+    """The string that is being yielded in parts."""
     depth = 1
     for part in scan.slices():
         shape.check(part, depth)
@@ -374,7 +388,7 @@ def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
 
 
 def _decoded(piece: bytes) -> list[Any]:
-    """Decodes values between commas."""
+    """Decodes values that are separated by commas."""
     whole = b"[%b]" % piece
     try:
         values: list[Any] = msgspec.json.decode(whole)
@@ -389,6 +403,7 @@ def _decoded(piece: bytes) -> list[Any]:
 
 
 def _checked(text: bytes) -> None:
+    """Raises InvalidRequest unless the text is valid JSON."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
     except msgspec.MsgspecError as error:

@@ -1,8 +1,10 @@
-"""Extents with a name, through posix_ipc. Invariant: the name contains the creator, so that segments left by dead
-processes can be found, and no others are removed.
+"""Extents with a name in /dev/shm, through posix_ipc.
 
-Nothing here prevents the creator of a named segment from truncating it under its readers, which die by SIGBUS: map such
-segments of other processes only in workers, which may die.
+Invariant: a name contains the pid, start time and pid namespace of its creator, so that `sweep` removes segments of
+dead processes and no others.
+
+The creator of a named segment can truncate it at any time; a process that then reads the missing pages dies by SIGBUS.
+So map named segments of other processes only in workers, which may die.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ class PosixExtent(MappedExtent):
     kind = "posix"
 
     _maker = 0
+    """Pid of the process that removes the name: the creator. 0: nobody removes it through this object."""
 
     def unlink(self) -> None:
-        """Removes the name; existing mappings stay valid. May be called again. Only the creator removes it: neither the
-        other side nor a forked child may remove a name that is still needed."""
+        """Removes the name; existing mappings stay valid. Idempotent. Does nothing in a process that attached to the
+        segment and in a forked child, because others may still need the name."""
         maker, self._maker = self._maker, 0
         if self.name is None or maker != os.getpid():
             return
@@ -42,8 +45,7 @@ class PosixExtent(MappedExtent):
             posix_ipc.unlink_shared_memory(self.name)
 
     def bequeath(self) -> None:
-        """Keeps the name when this process exits, because others may not have opened it yet; the broker will `remove`
-        it."""
+        """Keeps the name after `close`, because others may not have opened it yet. The broker calls `remove` later."""
         self._maker = 0
 
     def close(self) -> None:
@@ -52,7 +54,8 @@ class PosixExtent(MappedExtent):
 
 
 def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExtent:
-    """Creates a named extent with warm pages. `group` is the gid for which `mode` (0o640, 0o660) allows access."""
+    """Creates a named extent, with all pages allocated and mapped. `group`: gid of the segment, to which `mode` (0o640,
+    0o660) gives access."""
     if size <= 0:
         raise Internal(f"an extent of {size} bytes was asked for")
     pid = os.getpid()
@@ -79,8 +82,8 @@ def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExten
 
 
 def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> PosixExtent:
-    """Maps `size` bytes of another process's segment. With `uid`, it must belong to that user: a caller must not use
-    the server to reach a segment of another user."""
+    """Maps `size` bytes of another process's segment. With `uid`, the segment must belong to that user; otherwise a
+    client could use the server's rights to access a segment of another user."""
     if not _NAME.fullmatch(name) or name.strip("/") in (".", ".."):
         raise InvalidRequest("a shared memory name is up to 250 of the characters A-Z a-z 0-9 _ . - behind one slash")
     name = "/" + name.lstrip("/")
@@ -114,16 +117,16 @@ def is_made_by(pid: int, name: str) -> bool:
 
 
 def remove(name: str) -> None:
-    """Removes a name that was bequeathed, or left behind by a dead process."""
+    """Removes a name that its creator kept with `bequeath`, or left behind when it died."""
     with suppress(posix_ipc.ExistentialError):  # already removed by its creator
         posix_ipc.unlink_shared_memory(name)
 
 
 def sweep(pid: int = 0, keep: Container[str] = ()) -> int:
-    """Removes named segments that dead processes of this machine, or one of them, left behind, except the names in
-    `keep`; returns how many.
+    """Removes named segments of dead processes and returns how many. `pid`: only those of this process; 0: of any.
+    `keep`: names to leave.
 
-    A name is checked only in the pid namespace in which it was created, as its pid is meaningless elsewhere.
+    Segments that were created in another pid namespace are left, because their pids are meaningless here.
     """
     here, removed = _namespace(), 0
     for entry in os.listdir(_DIRECTORY):
@@ -141,7 +144,7 @@ def sweep(pid: int = 0, keep: Container[str] = ()) -> int:
 
 
 def _start_time(pid: int) -> int:
-    """Returns the start time of a process in clock ticks since boot: the pair of pid and start time is unique."""
+    """Returns the start time of a process in clock ticks since boot. It tells processes with a reused pid apart."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
     fields = text[text.rindex(b")") + 2 :].split()
@@ -156,7 +159,7 @@ def _lives(pid: int, started: int) -> bool:
     except ProcessLookupError:
         return False
     except FileNotFoundError:
-        pass  # dead, or hidden by mount options of /proc: signal 0 decides
+        pass  # dead, or hidden by mount options of /proc: find out with signal 0
     except PermissionError:
         return True
     try:

@@ -1,7 +1,7 @@
-"""The common part of Python models: the file, the model instance, and calls to the server.
+"""The common base of both kinds of Python backends: the model file, the model object, and its calls to the server.
 
-Invariant: while the model's code runs, the main thread does not hold the turn, so that the model can make calls and
-wait for replies.
+Invariant: while `initialize` and `execute` run, the main thread does not hold the turn (the lock that guards all worker
+state, see `responses.Streams`), so that the model can make calls and wait for replies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.pending import Pending
 
 PROBES = 1024
-"""The most probes that wait for an `is_ready` that hangs; the oldest are dropped, as their callers have timed out."""
+"""Limit of probes that wait for the result of `is_ready`. Beyond it, the oldest are dropped; they have timed out."""
 
 
 class PythonModel(Backend):
@@ -89,7 +89,7 @@ class PythonModel(Backend):
         self._model = model
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        """Checks the class against the configuration. Raises if they do not match."""
+        """Hook of subclasses: checks the model's class against the configuration. Raises if they do not match."""
 
     def close(self) -> None:
         pb_metrics.keep()
@@ -109,8 +109,8 @@ class PythonModel(Backend):
     # ------------------------------------------------------------------------------------ readiness
 
     def probe(self, tell: Callable[[bool], None]) -> None:
-        """Calls `is_ready` in a separate thread, so that probes are answered while the model runs. Only one call runs
-        at a time; its result answers all probes that arrived meanwhile."""
+        """Calls `is_ready` in a separate thread, because the main thread may be running the model. Only one call runs
+        at a time; its result answers all probes that arrived during the call."""
         with self._probe_lock:
             self._probing.append(tell)
             if len(self._probing) > 1:
@@ -151,7 +151,8 @@ class PythonModel(Backend):
             self._streams.enter()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Returns the result of the coroutine. Replies to its calls are read meanwhile."""
+        """Runs a coroutine of the model and returns its result. If other models can be called, this thread reads their
+        replies meanwhile."""
         future = self._loop().submit(coroutine)
         streams = self._streams
         if streams.listening:
@@ -165,7 +166,8 @@ class PythonModel(Backend):
         return self._coroutines
 
     def _as_declared(self, name: str, array: Array) -> Array:
-        """Converts integers to the configured type if outputs are strict and they fit: numpy's default has 64 bits."""
+        """With strict outputs, converts an integer output to its configured type if all values fit, because numpy's
+        default is 64 bits."""
         declared = self._integers.get(name)
         if declared is None or array.dtype == declared or array.dtype.kind not in "iu":
             return array
@@ -173,21 +175,24 @@ class PythonModel(Backend):
         return converted if (converted == array).all() else array
 
     def _works(self) -> Sequence[Work]:
-        """The requests that the model is executing, except those that the server does not know (warm-up)."""
+        """The requests that the model is executing. Empty during warm-up, whose requests the server does not know."""
         raise NotImplementedError
 
     def _is_held(self) -> bool:
-        """Whether the instance is blocked until a call made by this thread is answered."""
+        """Whether a call made by this thread keeps the instance from running its next batch until it is answered."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------ calls to the server
 
     def server(self) -> Calls:
+        """Returns the interface for calls. Raises TritonModelException without a server, before `load` or after
+        `close`."""
         if self.calls is None or self.streams is None:
             raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
         return self.calls
 
     def count(self, subject: Subject) -> memoryview[float]:
+        """Returns the memory of a new metric, which the server reads."""
         if self.calls is None:
             return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server the metrics are not read
         try:
@@ -219,4 +224,5 @@ class PythonModel(Backend):
         return calls, pb_calls.begin(calls, request, decoupled, self._is_held(), self._works())
 
     def _here(self) -> bool:
+        """Whether this thread runs the event loop of the model's coroutines."""
         return self._coroutines is not None and self._coroutines.here

@@ -1,6 +1,6 @@
-"""The module `triton_python_backend_utils` of Python models: tensors, requests, responses, errors, helpers.
+"""The module that Python models import as `triton_python_backend_utils`: tensors, requests, responses, errors, helpers.
 
-Invariant: names and behaviour are those of Triton's module.
+Invariant: names, including those of parameters, and behaviour are those of Triton's module.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ __all__ = [
 
 
 class Level(Enum):
-    """Log levels; the values are those of the server's log."""
+    """Triton's log levels -> level names of the server's log."""
 
     INFO = "info"
     WARNING = "warning"
@@ -89,7 +89,7 @@ class Level(Enum):
 
 
 class Logger:
-    """Writes to the worker's stderr, which the server adds to its log."""
+    """Writes to the worker's stderr, which the server copies to its log."""
 
     LogLevel = Level
     INFO, WARNING, ERROR, VERBOSE = Level
@@ -121,7 +121,7 @@ class Logger:
 
 
 def get_model_dir() -> str:
-    """Returns the directory of this version of the model, which contains its file."""
+    """Returns the version directory of the model, which contains the model file."""
     return pb_requests.current().model_dir()
 
 
@@ -156,7 +156,7 @@ def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bo
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """Returns the numpy type for a name such as TYPE_FP32."""
+    """Returns the numpy type for a data type of a configuration, such as TYPE_FP32."""
     name = dtypes.FROM_CONFIG.get(triton_type_string)
     if name is None:
         raise TritonModelException(f"'{triton_type_string}' is no data type of a configuration")
@@ -189,7 +189,7 @@ def serialize_byte_tensor(input_tensor: Array) -> bytes | None:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """The inverse of serialize_byte_tensor; the result has one dimension."""
+    """The inverse of serialize_byte_tensor. The shape is not encoded, so the result has one dimension."""
     data = bytes(encoded_tensor)
     count = at = 0
     while at < len(data):
