@@ -1,4 +1,5 @@
-"""Roles of clients, and one table of the roles that allow each action, for all listeners and gateways.
+"""Roles of clients, and the roles that allow each action of the protocol. The HTTP and gRPC endpoints have other
+actions, and a table of their own in `gateway.auth.access`.
 
 Invariant: an action that is not in the table is denied.
 """
