@@ -80,7 +80,7 @@ class Operations:
         if coming is not None:
             self._abandon(model, model.coming.pop(number))
         version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
-        if current is not None:
+        if current is not None and current.reason != UNLOADED:
             version.statistics = current.statistics
         if target.policy is not None:
             self._state.adopt(version, target.policy)
