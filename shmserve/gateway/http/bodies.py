@@ -55,9 +55,9 @@ class Chunks:
                     break
                 continue
             end = data.find(b"\n", at)
+            if (end if end >= 0 else len(data)) - at > _LINE + len("\r"):
+                raise InvalidRequest(f"a line of the chunked body exceeds {_LINE} bytes")
             if end < 0:
-                if len(data) - at > _LINE:
-                    raise InvalidRequest(f"a line of the chunked body exceeds {_LINE} bytes")
                 break
             if end == at or data[end - 1] != 0x0D:
                 raise InvalidRequest("a line of the chunked body ends with a bare LF; CRLF is required")
