@@ -19,7 +19,7 @@ from typing import Any
 from shmserve.clients.future import FINISHED, PENDING, Future
 from shmserve.clients.transport.address import Address
 from shmserve.clients.transport.link import CLOSED
-from shmserve.clients.transport.threaded import ThreadedLink, monotonic
+from shmserve.clients.transport.threaded import ThreadedLink, get_ident, monotonic
 from shmserve.errors import Cancelled, ConnectionLost
 from shmserve.session import StreamTicket
 
@@ -61,28 +61,27 @@ class SharedLink(ThreadedLink):
     def wait(self, future: Future, timeout: float | None) -> bool:
         """Wait until the future is settled or cancelled. False after `timeout` seconds."""
         end = None if timeout is None else monotonic() + timeout
-        lock = self.lock
-        lock.acquire()
         try:
-            while future._state is PENDING:
-                if self.outbox.messages or self._link is None:
-                    self.send_now(future)
-                    if future._state is not PENDING:
-                        break
-                deadline = future.deadline
-                wait = None
-                if end is not None or deadline is not None:
-                    now = monotonic()
-                    if deadline is not None and now >= deadline:
-                        self._expire(future)
-                        break
-                    if end is not None and now >= end:
-                        return False
-                    wait = min(moment for moment in (end, deadline) if moment is not None) - now
-                if self._leading:
-                    self._follow(future, wait)
-                elif self._link is not None:
-                    self._lead(wait, False)
+            with self.lock:
+                while future._state is PENDING:
+                    if self.outbox.messages or self._link is None:
+                        self.send_now(future)
+                        if future._state is not PENDING:
+                            break
+                    deadline = future.deadline
+                    wait = None
+                    if end is not None or deadline is not None:
+                        now = monotonic()
+                        if deadline is not None and now >= deadline:
+                            self._expire(future)
+                            break
+                        if end is not None and now >= end:
+                            return False
+                        wait = min(moment for moment in (end, deadline) if moment is not None) - now
+                    if self._leading:
+                        self._follow(future, wait)
+                    elif self._link is not None:
+                        self._lead(wait, False)
         finally:
             self._leave()
         return True
@@ -96,6 +95,9 @@ class SharedLink(ThreadedLink):
         """Sleep until the future is settled or the leader stops. The reader thread, without a future, sleeps until
         there is work.
         """
+        if self._leader == get_ident():
+            self._resign()
+            return
         gate = threading.Lock()
         gate.acquire()
         if threading.current_thread() is self.reader:
@@ -103,8 +105,8 @@ class SharedLink(ThreadedLink):
         self._gates[gate] = None
         gates = future.watch().gates if future is not None else []
         gates.append(gate)
-        self.lock.release()
         try:
+            self.lock.release()
             gate.acquire(timeout=-1 if wait is None else max(0.0, wait))
         finally:
             self.lock.acquire()
@@ -117,12 +119,16 @@ class SharedLink(ThreadedLink):
             gate.release()
 
     def _leave(self) -> None:
-        """End of each call: wake up a follower if there is no leader, release the lock, and run callbacks."""
+        """End of each call, without the lock: wake up a follower if there is no leader, and run callbacks."""
         if self._gates and not self._leading:
-            self._open(next(iter(self._gates)))
-        self.lock.release()
+            with self.lock:
+                self._wake_follower()
         if self.after:
             self.call_back()
+
+    def _wake_follower(self) -> None:
+        if self._gates and not self._leading:
+            self._open(next(iter(self._gates)))
 
     def call_back(self) -> None:
         """Run the callbacks of settled futures. Called without the lock."""
@@ -155,42 +161,42 @@ class SharedLink(ThreadedLink):
 
     def look(self, future: Future) -> None:
         """Send buffered requests, read pending packets without waiting, and expire the future if it is due."""
-        self.lock.acquire()
         try:
-            if self.outbox.messages or self._link is None:
-                self.send_now(future)
-            if not self._leading:
-                self._read_what_is_there()
-            if future._state is PENDING and future.deadline is not None and monotonic() >= future.deadline:
-                self._expire(future)
+            with self.lock:
+                if self.outbox.messages or self._link is None:
+                    self.send_now(future)
+                if not self._leading:
+                    self._read_what_is_there()
+                if future._state is PENDING and future.deadline is not None and monotonic() >= future.deadline:
+                    self._expire(future)
         finally:
             self._leave()
 
     def cancel(self, future: Future) -> None:
-        self.lock.acquire()
         try:
-            if future._state is PENDING and self.session.cancel(future):
-                future.mark_cancelled()
-                if self._link is not None:
-                    self.send_now()
+            with self.lock:
+                if future._state is PENDING and self.session.cancel(future):
+                    future.mark_cancelled()
+                    if self._link is not None:
+                        self.send_now()
         finally:
             self._leave()
 
     def give_up(self, flow: StreamTicket) -> None:
         """Close a stream on behalf of its user."""
-        self.lock.acquire()
         try:
-            if not flow.ended and self.session.cancel(flow) and self._link is not None:
-                self.send_now()
-            flow.give_up()
+            with self.lock:
+                if not flow.ended and self.session.cancel(flow) and self._link is not None:
+                    self.send_now()
+                flow.give_up()
         finally:
             self._leave()
 
     def flush(self) -> None:
-        self.lock.acquire()
         try:
-            if self.outbox.messages or self.session.has_returns:
-                self.send_now()
+            with self.lock:
+                if self.outbox.messages or self.session.has_returns:
+                    self.send_now()
         finally:
             self._leave()
 
@@ -225,43 +231,46 @@ class SharedLink(ThreadedLink):
             self._open(self._reader_gate)
 
     def _read(self) -> None:
-        """The reader thread. It reads while futures have watchers, and ends after LINGER_S without any. It takes the
-        lock itself."""
+        """The reader thread. It reads while futures have watchers, and ends after LINGER_S without any."""
         lock = self.lock
-        lock.acquire()
-        try:
-            while not self.closed and lock is self.lock:  # a callback may have forked, which replaces the lock
-                if not self._needing_reader:
-                    if not self._park():
-                        break
-                    continue
-                if self.outbox.messages or self._link is None:
-                    self.send_now()
-                deadline = self.session.deadline()
-                wait = None if deadline is None else max(0.0, deadline - monotonic())
-                if self._leading:
-                    self._follow(None, wait)
-                elif self._link is not None:
-                    self._reader_leads = True
-                    try:
-                        self._lead(wait, True)
-                    finally:
-                        self._reader_leads = False
-                self.session.tick(monotonic())
-                if self.after:
-                    lock.release()
-                    try:
-                        self.call_back()
-                    finally:
-                        lock.acquire()
-        finally:
-            self.reader = None
+        needed = True
+        while needed and lock is self.lock:  # a callback may have forked, which replaces the lock
+            with lock:
+                needed = False
+                try:
+                    needed = self._read_until_callbacks()
+                finally:
+                    if not needed:
+                        self.reader = None
             self._leave()
+
+    def _read_until_callbacks(self) -> bool:
+        """False: the reader thread is not needed any more."""
+        while not self.closed:
+            if not self._needing_reader:
+                if not self._park():
+                    return False
+                continue
+            if self.outbox.messages or self._link is None:
+                self.send_now()
+            deadline = self.session.deadline()
+            wait = None if deadline is None else max(0.0, deadline - monotonic())
+            if self._leading:
+                self._follow(None, wait)
+            elif self._link is not None:
+                self._reader_leads = True
+                try:
+                    self._lead(wait, True)
+                finally:
+                    self._reader_leads = False
+            self.session.tick(monotonic())
+            if self.after:
+                return True
+        return False
 
     def _park(self) -> bool:
         """Let another thread lead, and sleep until a future needs the reader thread. False: none did for LINGER_S."""
-        if self._gates and not self._leading:
-            self._open(next(iter(self._gates)))
+        self._wake_follower()
         gate = self._parked = threading.Lock()
         gate.acquire()
         self.lock.release()
@@ -276,37 +285,37 @@ class SharedLink(ThreadedLink):
 
     def close(self) -> None:
         """Cancel all unanswered requests and close the link. Idempotent, and callable from any thread."""
-        self.lock.acquire()
         try:
-            if self.closed:
-                return
-            link = self._link
-            if link is not None and not self._unsent:
-                try:
-                    for packet in [*self.session.take(), self.session.bye()]:
-                        if not link.send(packet):
-                            break  # closing the link implies Bye
-                except ConnectionLost:
-                    pass  # already disconnected
-            self.closed = True
-            self._closing.set()
-            self.session.fail_all(Cancelled(CLOSED))
-            if self._parked is not None:
-                self._parked.release()
-                self._parked = None
-            reader = self.reader
-            busy = link or self._dialed
-            if busy is not None and self._leading:
-                busy.interrupt()
-            while self._leading:
-                self._follow(None, None)
-            if self._link is not None:
-                self._link.close(linger=True)
-                self._link = None
-            self.session.disconnected()
-            self.session.close()
-            for gate in list(self._gates):
-                self._open(gate)
+            with self.lock:
+                if self.closed:
+                    return
+                link = self._link
+                if link is not None and not self._unsent:
+                    try:
+                        for packet in [*self.session.take(), self.session.bye()]:
+                            if not link.send(packet):
+                                break  # closing the link implies Bye
+                    except ConnectionLost:
+                        pass  # already disconnected
+                self.closed = True
+                self._closing.set()
+                self.session.fail_all(Cancelled(CLOSED))
+                if self._parked is not None:
+                    self._parked.release()
+                    self._parked = None
+                reader = self.reader
+                busy = link or self._dialed
+                if busy is not None and self._leading:
+                    busy.interrupt()
+                while self._leading:
+                    self._follow(None, None)
+                if self._link is not None:
+                    self._link.close(linger=True)
+                    self._link = None
+                self.session.disconnected()
+                self.session.close()
+                for gate in list(self._gates):
+                    self._open(gate)
         finally:
             self._leave()
         if reader is not None and reader is not threading.current_thread():

@@ -2,6 +2,9 @@
 
 Invariant: every method is called with the lock held and releases it only while it waits for the kernel. One thread at a
 time is the leader: it connects or receives without the lock, and no other thread does meanwhile.
+
+KeyboardInterrupt can be raised after any call. Therefore the lock is released inside the `try` that takes it again, and
+a thread that was interrupted between the two and finds itself the leader later gives up the link (`_resign`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ READ_EVERY = 16
 """Number of packets sent without reading after which pending input is read: a full socket would block the server."""
 
 monotonic = time.monotonic
+get_ident = threading.get_ident
 
 
 class ThreadedLink:
@@ -48,6 +52,8 @@ class ThreadedLink:
         self._dialed: ServerLink | None = None
         self._was_connected = False
         self._leading = False
+        self._leader = 0
+        """The identifier of the leading thread."""
         self._unread = 0
         self._closing = threading.Event()
 
@@ -101,8 +107,8 @@ class ThreadedLink:
             try:
                 if self._leading:
                     link = self._link
-                    self.lock.release()
                     try:
+                        self.lock.release()
                         link.wait_writable(wait)
                     finally:
                         self.lock.acquire()
@@ -119,10 +125,11 @@ class ThreadedLink:
         link = self._link
         assert link is not None
         to_send = bool(self._unsent)
-        self._leading = True
-        self.lock.release()
         incoming: Incoming | ServeError | None = INTERRUPTED
+        self._leader = get_ident()
+        self._leading = True
         try:
+            self.lock.release()
             incoming = link.receive(wait, to_send, wakeable)
         except ServeError as error:
             incoming = error
@@ -136,6 +143,11 @@ class ThreadedLink:
                 self._lose(incoming)  # also after KeyboardInterrupt: a packet may have been read and lost
         if incoming is not None and not isinstance(incoming, ServeError):
             self._take_in(incoming)
+
+    def _resign(self) -> None:
+        """Stop leading after an interrupt that `_lead` or `_connect` did not notice."""
+        self._leading = False
+        self._lose(INTERRUPTED)
 
     def _take_in(self, incoming: Incoming) -> None:
         session = self.session
@@ -207,9 +219,10 @@ class ThreadedLink:
         tired = False
         failure: ServeError = ConnectionLost("connecting was interrupted")
         found: tuple[ServerLink, Incoming] | None = None
+        self._leader = get_ident()
         self._leading = True
-        self.lock.release()
         try:
+            self.lock.release()
             found = self._dial(limit)
         except ServeError as error:
             failure = error

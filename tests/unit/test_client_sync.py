@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dis
 import gc
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -397,6 +399,25 @@ def test_the_death_of_the_parent_is_seen_although_a_child_lives(broker: FakeBrok
         os.close(descriptor)
 
 
+def test_a_callback_may_fork(client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child leaves the callback and ends; the reader thread of the parent reads on."""
+    children: list[int] = []
+    answered = threading.Event()
+
+    def fork(future: Any) -> None:
+        children.append(os.fork())
+        if children[0]:
+            answered.set()
+
+    monkeypatch.setattr(threading, "excepthook", lambda args: os._exit(1))
+    client.submit("echo", {"x": X}).add_done_callback(fork)
+    assert answered.wait(20)
+    assert os.waitpid(children[0], 0)[1] == 0
+    future = client.submit("echo", {"x": X})
+    future.add_done_callback(lambda future: None)
+    np.testing.assert_array_equal(future.result(20)["x"], X)
+
+
 def test_a_client_that_is_only_dropped_leaves_nothing(broker: FakeBroker) -> None:
     client = shmserve.Client(broker.lane)
     client.infer("echo", {"x": np.zeros(10_000)})
@@ -437,3 +458,63 @@ def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) ->
             broker.do(lambda peer=peer, infer=infer, frames=frames: echo(broker, peer, infer, frames))  # type: ignore[misc]
         client.live()
     np.testing.assert_array_equal(future.result(20)["x"], X)
+
+
+@pytest.mark.parametrize("reader", [False, True], ids=["alone", "beside_the_reader_thread"])
+def test_interrupted_anywhere(broker: FakeBroker, reader: bool) -> None:
+    """KeyboardInterrupt, wherever the interpreter looks for signals during a call: the client can still be closed."""
+    number = 0
+    while True:
+        client = shmserve.Client(broker.lane)
+        client.live()
+        if reader:
+            client.submit("hold", {"x": X}).add_done_callback(lambda future: None)
+        interrupt = _Interrupt(number)
+        try:
+            gc.disable()  # finalizers of other clients would be interrupted too
+            sys.settrace(interrupt.call)
+            try:
+                client.infer("echo", {"x": X})
+            finally:
+                sys.settrace(None)
+                gc.enable()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            client.close()
+        number += 1
+    assert number > 20
+
+
+class _Interrupt:
+    """A trace function that raises KeyboardInterrupt at one of the places where the interpreter runs signal handlers:
+    at the start of a function and after each call."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if f"{os.sep}shmserve{os.sep}clients{os.sep}" not in frame.f_code.co_filename:
+            return None
+        self._check()
+        frame.f_trace_opcodes = True
+        called = False
+
+        def step(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal called
+            if event == "opcode":
+                if called:
+                    self._check()
+                called = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
+            return step
+
+        return step
+
+    def _check(self) -> None:
+        if self._left == 0:
+            sys.settrace(None)
+            self._left = -1
+            raise KeyboardInterrupt
+        self._left -= 1
