@@ -21,10 +21,10 @@ from shmserve.gateway.auth import tokens
 from shmserve.gateway.auth.gate import Guard, Guards
 from shmserve.gateway.grpc import start as grpc_start
 from shmserve.gateway.http import start as http_start
-from shmserve.gateway.http.limits import Limits
-from shmserve.gateway.http.listener import Door
+from shmserve.gateway.http.limits import HttpLimits
+from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Bounds
+from shmserve.gateway.limits.caller_shares import ShareBounds
 from shmserve.gateway.service import Service
 from shmserve.gateway.supervised import ServerLog, end_with
 from shmserve.gateway.upstream.link import GatewayLink
@@ -34,8 +34,8 @@ from shmserve.system.service_manager import of_this_process
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
-    from shmserve.gateway.http2.listener import RpcDoor
-    from shmserve.gateway.zmq_tcp.listener import ZmqDoor
+    from shmserve.gateway.http2.listener import RpcListener
+    from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 
 log = logging.getLogger("shmserve.gateway")
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
-    bounds = Bounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes)
+    bounds = ShareBounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes)
     try:
         link = GatewayLink(url, args.runtime_dir, f"gateway of {os.getpid()}", args.memory_bytes, bounds)
     except InvalidRequest as error:
@@ -76,8 +76,8 @@ def _log_to_stderr(of_server: bool) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def _limits(args: argparse.Namespace) -> Limits:
-    return Limits(
+def _limits(args: argparse.Namespace) -> HttpLimits:
+    return HttpLimits(
         args.http_max_input_size, args.http_max_json_size or args.http_max_input_size, args.http_max_connections,
         args.http_read_timeout, args.http_min_data_rate, args.http_idle_timeout, args.exit_timeout_secs,
     )  # fmt: skip
@@ -88,32 +88,32 @@ class Opening(NamedTuple):
 
     name: str
     title: str
-    door: Door | RpcDoor
+    listener: HttpListener | RpcListener
     guard: Guard
     address: str
     port: int
 
 
 def _openings(
-    args: argparse.Namespace, link: GatewayLink, limits: Limits, guards: Guards, zmq_door: ZmqDoor | None
+    args: argparse.Namespace, link: GatewayLink, limits: HttpLimits, guards: Guards, zmq_listener: ZmqTcpListener | None
 ) -> list[Opening]:
     made = []
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
     budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
     guard = guards.http
-    http = http_start.door(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
+    http = http_start.make_listener(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
     if args.allow_http:
         made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
     more: list[Callable[[], str]] = [link.shares.metrics, partial(http.metrics, "HTTP", "HTTP responses", "status")]
-    if zmq_door is not None:
-        more.append(zmq_door.metrics)
+    if zmq_listener is not None:
+        more.append(zmq_listener.metrics)
     if args.allow_grpc:
-        rpc = grpc_start.door(args, link, guards.rpc, regions, budget)
+        rpc = grpc_start.make_listener(args, link, guards.rpc, regions, budget)
         more.append(partial(rpc.metrics, "gRPC", "Completed gRPC calls", "code"))
         made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
-        metrics = http_start.door(
+        metrics = http_start.make_listener(
             link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in more])
         )
         address = args.metrics_address or args.http_address
@@ -122,31 +122,34 @@ def _openings(
 
 
 async def _serve(
-    args: argparse.Namespace, link: GatewayLink, guards: Guards, make_zmq: Callable[[GatewayLink], ZmqDoor] | None
+    args: argparse.Namespace,
+    link: GatewayLink,
+    guards: Guards,
+    make_zmq: Callable[[GatewayLink], ZmqTcpListener] | None,
 ) -> None:
     loop = asyncio.get_running_loop()
-    told: asyncio.Queue[int] = asyncio.Queue()
+    signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, told.put_nowait, number)
+        loop.add_signal_handler(number, signals.put_nowait, number)
     service = Service(loop, of_this_process())
     link.bind()
     limits = _limits(args)
-    zmq_door = make_zmq(link) if make_zmq is not None else None
-    openings = _openings(args, link, limits, guards, zmq_door)
+    zmq_listener = make_zmq(link) if make_zmq is not None else None
+    openings = _openings(args, link, limits, guards, zmq_listener)
     ports = {}
     try:
         for opening in openings:
             ports[opening.name] = await _open(opening, args.reuse_port)
-        if zmq_door is not None:
-            ports["zmq"] = zmqtcp_start.listen(zmq_door, args)
+        if zmq_listener is not None:
+            ports["zmq"] = zmqtcp_start.listen(zmq_listener, args)
         for lack in {opening.guard.lack(opening.address) for opening in openings} - {None}:
             log.warning("%s; or listen on 127.0.0.1 behind a proxy that provides this", lack)
         if args.ready_fd is not None:
             with open(args.ready_fd, "w") as ready:
-                ready.write(f"READY {' '.join(f'{door}={port}' for door, port in ports.items())}\n")
+                ready.write(f"READY {' '.join(f'{endpoint}={port}' for endpoint, port in ports.items())}\n")
         service.ready(ports)
         _freeze()
-        while await told.get() == signal.SIGHUP:
+        while await signals.get() == signal.SIGHUP:
             service.reloading()
             await _renew(openings, guards)
             service.ready(ports)
@@ -155,8 +158,8 @@ async def _serve(
             "shutting down: new requests are refused, requests in flight have %g s to finish", limits.exit_timeout_s
         )
     finally:
-        closing = [opening.door.close() for opening in openings]
-        await asyncio.gather(*closing, *([zmq_door.close()] if zmq_door is not None else []))
+        closing = [opening.listener.close() for opening in openings]
+        await asyncio.gather(*closing, *([zmq_listener.close()] if zmq_listener is not None else []))
         await link.close()
         service.close()
 
@@ -170,7 +173,7 @@ def _freeze() -> None:
 async def _open(opening: Opening, share: bool) -> int:
     address, guard = opening.address, opening.guard
     try:
-        port = await opening.door.open(address, opening.port, share, guard.tls)
+        port = await opening.listener.open(address, opening.port, share, guard.tls)
     except OSError as error:
         raise Failed(f"cannot listen on {address}, port {opening.port}: {error.strerror or error}") from error
     log.info("%s on %s, port %d%s, %s", opening.title, address, port, " with TLS" if guard.tls else "", guard.access)
@@ -181,7 +184,7 @@ async def _renew(openings: list[Opening], guards: Guards) -> None:
     try:
         guards.read_again()
         for opening in openings:
-            await opening.door.renew(opening.guard.tls)
+            await opening.listener.renew(opening.guard.tls)
     except (Failed, OSError) as error:
         log.error("%s; the previous certificates and tokens stay in use", error)
     else:

@@ -22,7 +22,7 @@ class Service:
 
     def ready(self, ports: Mapping[str, int]) -> None:
         """All listeners are open."""
-        text = ", ".join(f"{door} on port {port}" for door, port in ports.items())
+        text = ", ".join(f"{endpoint} on port {port}" for endpoint, port in ports.items())
         self._manager.tell("READY=1", f"STATUS=listening: {text or 'no endpoints'}", once=True)
 
     def reloading(self) -> None:

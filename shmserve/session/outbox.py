@@ -47,7 +47,7 @@ class SessionOutbox:
         self.framed = False
         """Whether one of `messages` has frames."""
 
-    def say(self, message: Any) -> None:
+    def queue(self, message: Any) -> None:
         self.messages.append(message)
         self.size += 64
 

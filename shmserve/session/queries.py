@@ -59,12 +59,12 @@ class Queries:
             operation = self._operations[ask.request] = _Operation(ask, body or Body())
             self.to_send.append(operation)
         else:
-            self._outbox.say(ask)
+            self._outbox.queue(ask)
 
     def put_again(self, ask: Ask) -> None:
         """Resend a question on a new connection. Operations are still queued."""
         if ask.request not in self._operations:
-            self._outbox.say(ask)
+            self._outbox.queue(ask)
 
     def packets(self, end: Callable[[Ticket, ServeError], None]) -> list[Packet]:
         """The packets of operations that may be sent now. `end` fails an operation whose body cannot be read."""
@@ -141,7 +141,7 @@ class Queries:
         operation.body.close()
         self.to_send.remove(operation)
         if operation.begun:
-            self._outbox.say(Cancel(number))
+            self._outbox.queue(Cancel(number))
         return True
 
     def late(self, number: int) -> str:

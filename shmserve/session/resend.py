@@ -64,7 +64,7 @@ def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOu
             over.append(ticket)
         else:
             outbox.framed |= ticket.kept is not None and bool(ticket.kept.frames)
-            outbox.say(ticket.message)
+            outbox.queue(ticket.message)
     return over
 
 

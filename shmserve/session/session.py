@@ -220,7 +220,7 @@ class Session:
         if self.tickets.get(ticket.number) is not ticket:
             return False
         if isinstance(ticket.message, Infer):
-            self.outbox.say(Cancel(ticket.number))
+            self.outbox.queue(Cancel(ticket.number))
         elif self.questions.ended(ticket.number):
             del self.tickets[ticket.number]
             ticket.message = None
@@ -342,7 +342,7 @@ class Session:
         """Return the next received part. Requests more parts from the server if half of the window is used."""
         part, more = ticket.hand_out()
         if more and self.connected:
-            self.outbox.say(More(ticket.number, more))
+            self.outbox.queue(More(ticket.number, more))
         return part
 
     def _on_fail(self, message: Fail) -> int:
@@ -356,7 +356,7 @@ class Session:
         if ticket is None:
             return 0
         if message.code == HandleLost.code and once_more(ticket, self.memory):
-            self.outbox.say(ticket.message)
+            self.outbox.queue(ticket.message)
             self.urgent = True
             return 0
         self._forget(ticket)
@@ -385,7 +385,7 @@ class Session:
         return 0
 
     def _on_ping(self, message: Ping) -> int:
-        self.outbox.say(Pong(message.number))
+        self.outbox.queue(Pong(message.number))
         self.urgent = True
         return 0
 

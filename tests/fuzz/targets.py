@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from bench.mischief import Mischief
 from shmserve.errors import ProtocolError, ServeError
-from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http import bodies, heads
 from shmserve.gateway.kserve import generate
 from shmserve.gateway.kserve import plans as kserve
@@ -40,7 +40,7 @@ _UNIONS: tuple[Any, ...] = (
 )
 _CODECS = [(wire.Codec(union), (*get_args(union), wire.Refused)) for union in _UNIONS]
 LONGEST_BODY = 100_000
-_EVERYBODY = Access(ROLES)
+_EVERYBODY = EndpointAccess(ROLES)
 _MODEL = {
     "max_batch_size": 8,
     "input": [

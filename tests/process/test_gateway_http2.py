@@ -57,7 +57,7 @@ def authority() -> trustme.CA:
 def opened(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, list[int]]]:
     certificate = tmp_path_factory.mktemp("tls") / "server.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(certificate))
-    with running("grpc_doors.py", str(certificate)) as program:
+    with running("grpc_listeners.py", str(certificate)) as program:
         yield program, program.answer()
         assert program.ask("held") == 0
 

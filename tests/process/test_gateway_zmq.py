@@ -52,7 +52,7 @@ def shmserve_command(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def listener(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     repository, folder = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("keys")
     model(repository, "all", list(ITEM_BYTES), "[ -1 ]", 0)
     for name, roles in (("server", "infer"), ("alice", "infer,observe,operate"), ("bob", "infer")):
@@ -69,48 +69,48 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
 
 @pytest.mark.parametrize("face", list(FACES))
 @pytest.mark.parametrize("size", [3, 5000])
-def test_tensors_of_all_types(door: Door, face: str, size: int) -> None:
+def test_tensors_of_all_types(listener: Door, face: str, size: int) -> None:
     given: dict[str, Any] = {f"i_{name}": data(name, (size,)) for name in NUMBERS}
     given["i_BF16"] = shmserve.Raw("BF16", given["i_BF16"].view(np.uint16))
     words = np.array([b"x" * (n % 50) for n in range(size)], object)
-    with FACES[face](door.url, **door.keys("bob"), timeout=60) as client:
+    with FACES[face](listener.url, **listener.keys("bob"), timeout=60) as client:
         found = client.infer("all", given | {"i_BYTES": words})
     for name in NUMBERS:
         assert found[f"o_{name}"].tobytes() == data(name, (size,)).tobytes(), name
     assert found["o_BYTES"].tolist() == words.tolist()
 
 
-def test_commands(door: Door) -> None:
-    code, out, _ = shmserve_command("models", "--json", *door.where("alice"))
+def test_commands(listener: Door) -> None:
+    code, out, _ = shmserve_command("models", "--json", *listener.where("alice"))
     assert code == 0
     assert [entry["name"] for entry in json.loads(out)] == ["all"]
-    code, _, err = shmserve_command("models", *door.where("bob"))
+    code, _, err = shmserve_command("models", *listener.where("bob"))
     assert code == 1
     assert "'models' needs the role observe or operate" in err
-    code, _, err = shmserve_command("ready", "--url", door.url)
+    code, _, err = shmserve_command("ready", "--url", listener.url)
     assert code == 2
     assert "tcp:// needs --server-key (or SHMSERVE_SERVER_KEY)" in err
-    assert shmserve_command("ready", *door.where("bob"))[0] == 0
+    assert shmserve_command("ready", *listener.where("bob"))[0] == 0
 
 
-def test_operations(door: Door) -> None:
+def test_operations(listener: Door) -> None:
     with (
-        shmserve.Client(door.url, **door.keys("alice"), timeout=60) as alice,
+        shmserve.Client(listener.url, **listener.keys("alice"), timeout=60) as alice,
         pytest.raises(shmserve.ServeError, match="--model-control-mode") as caught,
     ):
         alice.load("all")
     assert not isinstance(caught.value, shmserve.Denied), "she may, and the server's mode forbids it"
     with (
-        shmserve.Client(door.url, **door.keys("bob"), timeout=60) as bob,
+        shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob,
         pytest.raises(shmserve.Denied, match="'load' needs the role operate, and this connection has infer"),
     ):
         bob.load("all")
 
 
-def test_metrics(door: Door) -> None:
-    with shmserve.Client(door.url, **door.keys("bob"), timeout=60) as bob:
+def test_metrics(listener: Door) -> None:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob:
         assert bob.live()
-        with urllib.request.urlopen(door.metrics, timeout=60) as answer:
+        with urllib.request.urlopen(listener.metrics, timeout=60) as answer:
             text = answer.read().decode()
     assert "\nshmserve_gateway_zmq_connections 1\n" in text
 

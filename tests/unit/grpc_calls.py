@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc.messages import INFERENCE
 from shmserve.gateway.grpc.methods import Methods
 from shmserve.gateway.grpc.services import Services
@@ -100,7 +100,7 @@ class Case:
         link: Any = self.link
         roles = {"infer", "observe", "operate"}
         forward: Any = Forward()
-        self.services = Services(link, 16 << 20, Access(roles, knob="--grpc-roles"), Regions(False), forward)
+        self.services = Services(link, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False), forward)
         self.stream = Stream(f"/{service}/{method}", **metadata)
         stream: Any = self.stream
         self.call: Any = Methods(self.services)(stream)

@@ -15,14 +15,14 @@ import h2.connection
 import h2.events
 import h2.exceptions
 
-from shmserve.gateway.http2.backlog import Backlog
-from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.backlog import FrameBacklog
+from shmserve.gateway.http2.interface import Application, Awaits, ServiceCall, TransportStream
+from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.http2.protocol import Http2
-from shmserve.gateway.http2.seam import Application, Awaits, Call, Stream
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
 
 HEADERS = [
@@ -40,7 +40,7 @@ class Echo:
 
     awaits = Awaits.NEXT_REQUEST
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: TransportStream) -> None:
         self.stream = stream
         self.told: list[Any] = []
         self.rooms: list[memoryview] = []
@@ -71,15 +71,17 @@ class Echo:
 class Host:
     """What connections share, with a clock that is set by hand."""
 
-    def __init__(self, application: Callable[[Stream], Call] = Echo, held_bytes: int = 1 << 30, **limits: Any) -> None:
+    def __init__(
+        self, application: Callable[[TransportStream], ServiceCall] = Echo, held_bytes: int = 1 << 30, **limits: Any
+    ) -> None:
         self.budget = Budget(held_bytes)
-        self.limits = Limits(**limits)
+        self.limits = Http2Limits(**limits)
         self.shares = Shares()
         self.later: deque[Callable[[], None]] = deque()
         self.loop = cast(Any, SimpleNamespace(call_soon=self.later.append))
-        self.turns = Turns(self.loop)
+        self.turns = JobTurns(self.loop)
         self.reads = ReadTurns(self.loop)
-        self.backlog = Backlog(self.loop)
+        self.backlog = FrameBacklog(self.loop)
         self.calls: list[Any] = []
         self.turn = 0
         self.stream_turns = 1000
@@ -92,7 +94,7 @@ class Host:
     def application(self) -> Application:
         return self._new
 
-    def _new(self, stream: Stream) -> Call:
+    def _new(self, stream: TransportStream) -> ServiceCall:
         made = self._make(stream)
         self.calls.append(made)
         return made

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.limits.body_budget import Account, Budget
+from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from tests.unit.http2_caller import Caller, Host, message
 from tests.unit.test_gateway_connection import answered, connected, receive
@@ -21,7 +21,7 @@ from tests.unit.test_gateway_http import lines
 MIB = 1 << 20
 
 
-def fill(account: Account, step: int = 1) -> int:
+def fill(account: BudgetAccount, step: int = 1) -> int:
     """Takes as much as is given."""
     while True:
         try:
@@ -154,17 +154,17 @@ def test_announced_bodies_of_http_are_not_counted() -> None:
     """Sixteen connections announce the largest body there may be, and send one byte."""
     connection, _, _, _ = connected(input_bytes=64 * MIB)
     budget = Budget(64 * MIB)
-    connection._door.budget = budget
+    connection._listener.budget = budget
     waiting = []
     for _ in range(16):
         connection, transport, _, _ = connected(input_bytes=64 * MIB)
-        connection._door.budget = budget
+        connection._listener.budget = budget
         connection.connection_made(transport)
         receive(connection, lines(f"Content-Length: {64 * MIB}") + b"x")
         waiting.append(connection)
     assert budget.held == 16
     honest, transport, _, _ = connected(input_bytes=64 * MIB)
-    honest._door.budget = budget
+    honest._listener.budget = budget
     honest.connection_made(transport)
     body = bytes(8 * MIB)
     receive(honest, lines(f"Content-Length: {len(body)}") + body)
@@ -176,7 +176,7 @@ def test_announced_bodies_of_http_are_not_counted() -> None:
 
 def test_bytes_that_have_arrived_are_counted_and_refused_over_the_share() -> None:
     connection, transport, _, _ = connected(input_bytes=64 * MIB)
-    budget = connection._door.budget = Budget(4 * MIB)
+    budget = connection._listener.budget = Budget(4 * MIB)
     connection.connection_made(transport)
     receive(connection, lines(f"Content-Length: {8 * MIB}") + bytes(MIB // 2))
     assert budget.held == MIB // 2
@@ -186,7 +186,7 @@ def test_bytes_that_have_arrived_are_counted_and_refused_over_the_share() -> Non
     assert budget.held == 0
     for headers in (("Transfer-Encoding: chunked",),):
         connection, transport, _, _ = connected(input_bytes=64 * MIB)
-        connection._door.budget = budget
+        connection._listener.budget = budget
         connection.connection_made(transport)
         receive(connection, lines(*headers) + b"800000\r\n" + bytes(2 * MIB))
         assert [status for status, _ in answered(transport.sent)] == [503]
@@ -216,7 +216,7 @@ def test_answers_that_http_callers_do_not_read_are_counted() -> None:
     slow = []
     for _ in range(8):
         connection, transport, _, _ = connected(False)
-        connection._door.budget = budget
+        connection._listener.budget = budget
         connection.connection_made(transport)
         receive(connection, lines("Content-Length: 1") + b"x")
         connection.pause_writing()
@@ -235,7 +235,7 @@ def test_answers_that_http_callers_do_not_read_are_counted() -> None:
 
 def test_an_answer_that_is_read_at_once_is_not_held() -> None:
     connection, transport, _, _ = connected()
-    budget = connection._door.budget = Budget(16 * MIB)
+    budget = connection._listener.budget = Budget(16 * MIB)
     connection.connection_made(transport)
     receive(connection, lines(f"Content-Length: {MIB}") + bytes(MIB))
     assert answered(transport.sent) == [(200, bytes(MIB))]

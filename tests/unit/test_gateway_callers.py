@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shmserve.gateway.http.connection import Connection
-from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.listeners.callers import EVICTED, Callers
@@ -30,7 +30,7 @@ class One:
 
 def callers(connections: int) -> Callers:
     loop: Any = SimpleNamespace(call_later=lambda *given: None, call_soon=lambda given: None, time=lambda: 0.0)
-    return Callers(loop, lambda: None, Limits(connections=connections), 1.0, Budget(), Shares())
+    return Callers(loop, lambda: None, HttpLimits(connections=connections), 1.0, Budget(), Shares())
 
 
 def test_a_full_endpoint_closes_the_longest_idle_connections() -> None:
@@ -67,22 +67,22 @@ def test_connections_in_use_are_not_closed() -> None:
     assert not any(one.evicted for one in ones)
 
 
-def idle_since(connection: Connection) -> float | None:
+def idle_since(connection: HttpConnection) -> float | None:
     return connection.idle_since
 
 
 def test_when_a_connection_of_http_is_idle() -> None:
     connection, transport, echo, _ = connected(False)
-    door: Any = connection._door
+    listener: Any = connection._listener
     assert idle_since(connection) == 0.0
     receive(connection, post(b"x"))
     assert idle_since(connection) is None, "its request is being answered"
-    door.now = lambda: 7.0
+    listener.now = lambda: 7.0
     echo.answers.pop()()
     assert idle_since(connection) == 7.0
     receive(connection, b"POST / HT")
     assert idle_since(connection) is None, "a request is being received"
-    door.turn += 2
+    listener.turn += 2
     assert idle_since(connection) == 7.0, "and slower than the data rate"
     connection.evict()
     assert transport.closed

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.auth.access import Access
-from shmserve.gateway.http.connection import Connection
-from shmserve.gateway.http.heads import Heads
-from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.auth.access import EndpointAccess
+from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.heads import HttpHeads
+from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES, ReadTurns, Turns
+from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES, JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
@@ -77,7 +77,7 @@ class Echo:
         self.at_once = at_once
         self.answers: list[Callable[[], None]] = []
 
-    def begin(self, connection: Connection, head: Any, body: Any) -> None:
+    def begin(self, connection: HttpConnection, head: Any, body: Any) -> None:
         if head.route.status != 200:
             connection.answer(head.route.status, [b"?"])
         elif self.at_once:
@@ -85,7 +85,7 @@ class Echo:
         else:
             self.answers.append(lambda: connection.answer(200, [body]))
 
-    def prepare(self, connection: Connection, head: Any, first: bytes) -> None:
+    def prepare(self, connection: HttpConnection, head: Any, first: bytes) -> None:
         half = head.length // 2
         begin, end = ReceiveBuffer(half), ReceiveBuffer(head.length - half)
 
@@ -97,22 +97,22 @@ class Echo:
         connection.fill([begin, end], first, whole)
 
 
-def connected(at_once: bool = True, **limits: int) -> tuple[Connection, Transport, Echo, list[Callable[[], None]]]:
+def connected(at_once: bool = True, **limits: int) -> tuple[HttpConnection, Transport, Echo, list[Callable[[], None]]]:
     later: list[Callable[[], None]] = []
     echo = Echo(at_once)
     loop: Any = SimpleNamespace(call_soon=later.append)
-    door: Any = SimpleNamespace(
-        turn=0, now=lambda: 0.0, stopping=False, heads=Heads(Access(ROLES)), limits=Limits(**limits),
-        loop=loop, turns=Turns(loop), reads=ReadTurns(loop), enter=lambda connection: True,
+    listener: Any = SimpleNamespace(
+        turn=0, now=lambda: 0.0, stopping=False, heads=HttpHeads(EndpointAccess(ROLES)), limits=HttpLimits(**limits),
+        loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), enter=lambda connection: True,
         leave=lambda connection: None,
         budget=Budget(1 << 30), shares=Shares(), answered=lambda status: None, least_bytes=10, idle_turns=100,
     )  # fmt: skip
-    connection, transport = Connection(door, echo), Transport()
+    connection, transport = HttpConnection(listener, echo), Transport()
     connection.connection_made(transport)
     return connection, transport, echo, later
 
 
-def receive(connection: Connection, data: bytes) -> None:
+def receive(connection: HttpConnection, data: bytes) -> None:
     while data:
         place = connection.get_buffer(-1)
         count = min(len(place), len(data))
@@ -226,21 +226,21 @@ def test_those_who_keep_others_waiting() -> None:
         (lines("Transfer-Encoding: chunked"), b""),
     ):
         connection, transport, _, _ = connected()
-        door: Any = connection._door
+        listener: Any = connection._listener
         receive(connection, begin)
         for turn in range(1, 7):
-            door.turn = turn
+            listener.turn = turn
             connection.look(4)
             if not transport.sent:
                 receive(connection, drip)
         assert [status for status, _ in answered(transport.sent)] == [408]
     connection, transport, echo, _ = connected(False)
     receive(connection, post(b"x"))
-    connection._door.turn = 1000
+    connection._listener.turn = 1000
     connection.look(4)
     assert not transport.closed
     echo.answers.pop()()
-    connection._door.turn += 101
+    connection._listener.turn += 101
     connection.look(4)
     assert transport.closed, "an idle one is closed at last"
 
@@ -249,7 +249,7 @@ def test_a_caller_who_does_not_read_is_given_up() -> None:
     connection, transport, _, _ = connected()
     receive(connection, post(b"x"))
     for turn in range(1, 7):
-        connection._door.turn = turn
+        connection._listener.turn = turn
         transport.unsent = 1000 - turn
         connection.look(4)
     assert transport.closed
@@ -403,12 +403,12 @@ def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
         bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
         session=SimpleNamespace(ask=lambda ticket, *more: asked.append(ticket)),
     )  # fmt: skip
-    requests = Requests(link, Limits(), lambda: "extra\n", Regions(False))
+    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False))
 
-    def scrape() -> tuple[Connection, Transport]:
+    def scrape() -> tuple[HttpConnection, Transport]:
         connection, transport, _, _ = connected()
         connection._handler = requests
-        connection._door.heads = Heads(Access(ROLES), True)
+        connection._listener.heads = HttpHeads(EndpointAccess(ROLES), True)
         receive(connection, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         return connection, transport
 
@@ -438,7 +438,7 @@ def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
 # ---------------------------------------------------------------------------------------- turns
 
 
-def send_all_it_takes(connection: Connection, transport: Transport) -> int:
+def send_all_it_takes(connection: HttpConnection, transport: Transport) -> int:
     """As a sender that is faster than the gateway: the event loop reads until the connection pauses."""
     sent = 0
     while transport.reads and sent < 2 * READ_BYTES:
@@ -456,7 +456,7 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
     many = [(one, one._transport)]
     for _ in range(uploads - 1):
         transport = Transport()
-        many.append((Connection(one._door, one._handler), transport))
+        many.append((HttpConnection(one._listener, one._handler), transport))
         many[-1][0].connection_made(transport)
     size = 60 << 20
     head = lines("Transfer-Encoding: chunked") + b"%x\r\n" % size if chunked else lines(f"Content-Length: {size}")
@@ -476,7 +476,7 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
 def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
     connection, transport, echo, _ = connected()
 
-    def prepare(connection: Connection, head: Any, first: bytes) -> None:
+    def prepare(connection: HttpConnection, head: Any, first: bytes) -> None:
         memory = memoryview(bytearray(head.length))
 
         def warm(begin: int, end: int) -> None:

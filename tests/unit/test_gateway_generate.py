@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.kserve.generate import event, generate_plan, generated
-from shmserve.gateway.kserve.plans import Options, Plan, Spec
+from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.protocol.messages import Handle, Part, Tensor
 from tests.examples import examples
@@ -31,10 +31,10 @@ def test_inputs_and_parameters() -> None:
     asked = {"text": "hé", "many": [1, 2.5], "id": "me", "priority": 2, "temperature": 0.5, "parameters": {"top": 3}}
     found = generate_plan(json.dumps(asked).encode(), TEXT)
     assert found.inputs == (
-        Spec("text", "BYTES", (1, 1), 7, b"\x03\0\0\0h\xc3\xa9"),
-        Spec("many", "FP32", (1, 2), 8, np.array([1, 2.5], np.float32).tobytes()),
+        InputPlan("text", "BYTES", (1, 1), 7, b"\x03\0\0\0h\xc3\xa9"),
+        InputPlan("many", "FP32", (1, 2), 8, np.array([1, 2.5], np.float32).tobytes()),
     )
-    assert found.options == Options("me", 2, parameters={"temperature": 0.5, "top": 3})
+    assert found.options == RequestOptions("me", 2, parameters={"temperature": 0.5, "top": 3})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_an_answer() -> None:
     )
     half = np.array([0.5], np.float32).tobytes()
     held = Held(Part(1, 3, tensors), [[half], [b"\2\0\0\0hi"], [memoryview(b"\1\2"), memoryview(b"\3")]])
-    text = generated("m", Plan((), 0, Options("me")), held)
+    text = generated("m", RequestPlan((), 0, RequestOptions("me")), held)
     assert json.loads(text) == {
         "model_name": "m", "model_version": "3", "id": "me", "one": 0.5, "text": "hi", "more": [1, 2, 3],
     }  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.gateway.auth.access import NEEDS, Access
+from shmserve.gateway.auth.access import NEEDS, EndpointAccess
 from shmserve.gateway.grpc import wire as grpc_wire
 from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
@@ -23,13 +23,13 @@ from shmserve.gateway.grpc.methods import Methods
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
 from shmserve.gateway.grpc.rpcs import RPCS
 from shmserve.gateway.grpc.services import Services
-from shmserve.gateway.grpc.wire import IS_FINAL, Answers, stream_error, streamed, take_apart
+from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, streamed, take_apart
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
-from shmserve.gateway.kserve.plans import Options, Place, Plan, Spec
+from shmserve.gateway.kserve.plans import InputPlan, Place, RequestOptions, RequestPlan
 from shmserve.gateway.limits.caller_shares import Payer, Shares
 from shmserve.gateway.limits.turns import finished
-from shmserve.gateway.upstream.documents import BadLoad, Known, Question, Route, question_of
+from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, FixedDocument, Route, question_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.messages import TENSORS, Tensor
 from shmserve.protocol.roles import ROLES
@@ -144,9 +144,9 @@ def test_a_request_of_everything() -> None:
         parameter(made.parameters[name], value)
     made.parameters["priority"].uint64_param = 4
     places = {"p": Place("r", 0, 64)}
-    options = Options("", 4, 7, True, True, {"timeout": 9, "mine": 1.5})
-    specs = (Spec("a", "FP32", (2, 3), 0), Spec("b", "INT8", (4,), 4, None, Place("r", 8, 4)))
-    plan = Plan(specs, 0, options, {"p": None, "k": TopK(2)}, {}, places)
+    options = RequestOptions("", 4, 7, True, True, {"timeout": 9, "mine": 1.5})
+    specs = (InputPlan("a", "FP32", (2, 3), 0), InputPlan("b", "INT8", (4,), 4, None, Place("r", 8, 4)))
+    plan = RequestPlan(specs, 0, options, {"p": None, "k": TopK(2)}, {}, places)
     assert plan_of(made.SerializeToString()) == RpcPlan("m", "3", plan, 1, "", True)
 
 
@@ -254,7 +254,7 @@ def test_an_answer_is_what_protobuf_reads(
 ) -> None:
     outputs = [Tensor(name, dtype, tuple(shape), data) for name, dtype, shape, data in tensors]
     buffers = [[memoryview(t[3])[:7], memoryview(t[3])[7:]] for t in tensors] if in_pieces else None
-    answers = Answers()
+    answers = ResponseEncoder()
     for _ in range(2):
         parts = answers.infer(model, version, request_id, IS_FINAL if final else b"", outputs, buffers)
         expected = message("ModelInferResponse", model_name=model, id=request_id)
@@ -272,10 +272,10 @@ def test_an_answer_is_what_protobuf_reads(
 
 def test_tensors_are_not_copied_into_an_answer() -> None:
     data = memoryview(bytes(100_000))
-    parts = Answers().infer("m", 1, "", b"", [Tensor("o", "UINT8", (100_000,), ())], [[data]])
+    parts = ResponseEncoder().infer("m", 1, "", b"", [Tensor("o", "UINT8", (100_000,), ())], [[data]])
     assert any(part is data for part in parts)
     with pytest.raises(Internal):
-        Answers().infer("m", 1, "", b"", [Tensor("o", "UINT8", (1,), 0)], None)
+        ResponseEncoder().infer("m", 1, "", b"", [Tensor("o", "UINT8", (1,), 0)], None)
 
 
 def test_an_error_of_a_stream() -> None:
@@ -298,9 +298,9 @@ def test_every_method_is_there() -> None:
     assert {rpc.action for rpc in RPCS.values()} <= set(NEEDS)
 
 
-def asked(rpc_name: str, /, **fields: Any) -> tuple[Route, Question | Known]:
+def asked(rpc_name: str, /, **fields: Any) -> tuple[Route, BrokerQuery | FixedDocument]:
     rpc = RPCS[rpc_name]
-    route, arguments = rpc.asked(rpc.request(**fields))
+    route, arguments = rpc.query(rpc.request(**fields))
     return route, question_of(route, arguments, Regions(False))
 
 
@@ -311,12 +311,12 @@ def answered(name: str, document: Any) -> Any:
 
 def test_documents_are_messages() -> None:
     _, question = asked("ModelReady", name="m", version="2")
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     assert (question.what, question.model, question.version) == ("ready", "m", "2")
     assert answered("ModelReady", question.show({"ready": True})).ready is True
     assert answered("ModelReady", question.failed(NotFound("?"))).ready is False
     _, question = asked("RepositoryIndex", ready=True)
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     models = [{"name": "a", "version": "1", "state": "READY", "reason": ""}, {"name": "b", "state": ""}]
     (model,) = answered("RepositoryIndex", question.show(models)).models
     assert (model.name, model.version, model.state) == ("a", "1", "READY")
@@ -331,11 +331,11 @@ def test_documents_are_messages() -> None:
 def test_loads() -> None:
     parameters = {"config": {"string_param": '{"backend": "python"}'}, "file:1/model.py": {"bytes_param": b"x"}}
     _, question = asked("RepositoryModelLoad", model_name="m", parameters=parameters)
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     assert question.body is not None
     assert question.body.take() == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
     _, question = asked("RepositoryModelLoad", model_name="m", parameters={"previous": {"bool_param": True}})
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     assert question.body is not None
     assert (question.what, question.body.take()) == ("rollback", b"")
     with pytest.raises(BadLoad, match="failed to load 'm', failed to poll from model repository: wrong"):
@@ -343,11 +343,11 @@ def test_loads() -> None:
     with pytest.raises(BadLoad, match="load failed for model 'm': version 1 is at UNAVAILABLE state: no file"):
         question.failed(InvalidRequest("load failed for model 'm': version 1 is at UNAVAILABLE state: no file"))
     _, question = asked("RepositoryModelUnload", model_name="m", parameters={"unload_dependents": {"bool_param": True}})
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     assert question.body is not None
     assert json.loads(question.body.take()) == {"unload_dependents": True, "wait": False}
     _, question = asked("RepositoryModelUnload", model_name="m", parameters={"force": {"bool_param": True}})
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     assert question.body is not None
     assert json.loads(question.body.take()) == {"unload_dependents": False, "wait": False, "force": True}
 
@@ -381,7 +381,7 @@ def test_settings() -> None:
     values = {"trace_rate": {"value": ["1"]}, "trace_level": {"value": ["A", "B"]}, "log_frequency": {"value": []}}
     route, question = asked("TraceSetting", settings=values)
     assert route.action == "set_trace"
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     assert question.body is not None
     said = json.loads(question.body.take())
     assert said == {"trace_rate": ["1"], "trace_level": ["A", "B"], "log_frequency": None}
@@ -390,7 +390,7 @@ def test_settings() -> None:
     log = {"log_info": {"bool_param": False}, "log_verbose_level": {"uint32_param": 2}}
     route, question = asked("LogSettings", settings=log | {"log_format": {"string_param": "default"}})
     assert route.action == "set_log"
-    assert isinstance(question, Question)
+    assert isinstance(question, BrokerQuery)
     assert question.body is not None
     said = json.loads(question.body.take())
     assert said == {"log_info": False, "log_verbose_level": 2, "log_format": "default"}
@@ -417,7 +417,7 @@ def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None
         f"/{HEALTH}/Check": "ready",
     }
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
-        methods = Methods(Services(nothing, 16 << 20, Access(roles, knob="--grpc-roles"), Regions(False)))
+        methods = Methods(Services(nothing, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False)))
         for path, action in paths.items():
             stream: Any = _Stream(path)
             if roles & set(NEEDS[action]):

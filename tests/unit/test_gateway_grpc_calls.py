@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.upstream.link import GatewaySession
@@ -108,11 +108,11 @@ def test_an_inference_is_taken_back() -> None:
 
 def test_what_needs_another_role_is_known_from_the_message() -> None:
     case = Case("TraceSetting")
-    case.services.access = Access({"infer", "observe"}, knob="--grpc-roles")
+    case.services.access = EndpointAccess({"infer", "observe"}, knob="--grpc-roles")
     case.call.message(b"")
     assert case.link.asked[0][1][0] == "trace"
     case = Case("TraceSetting")
-    case.services.access = Access({"infer", "observe"}, knob="--grpc-roles")
+    case.services.access = EndpointAccess({"infer", "observe"}, knob="--grpc-roles")
     with pytest.raises(RpcError, match="operate") as caught:
         case.call.message(message("TraceSettingRequest", settings={"trace_rate": {"value": ["1"]}}).SerializeToString())
     assert caught.value.code == Code.PERMISSION_DENIED

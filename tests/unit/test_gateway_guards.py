@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from shmserve.clients.cli import main
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, tokens
-from shmserve.gateway.auth.access import NEEDS, OPEN, Access, Unauthenticated
+from shmserve.gateway.auth.access import NEEDS, OPEN, EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.gate import Guards
-from shmserve.gateway.auth.tls import Files, Given
-from shmserve.gateway.http.heads import Heads, parse
+from shmserve.gateway.auth.tls import Files, FlagFile
+from shmserve.gateway.http.heads import HttpHeads, parse
 from shmserve.protocol.messages import PARAMETERS
 from shmserve.protocol.roles import ROLES
 from shmserve.terminal.errors import Failed, Misuse
@@ -47,7 +47,7 @@ def digest(token: str) -> str:
 def test_who_has_none_of_the_roles_is_refused(action: str) -> None:
     """Every action against every set of roles; one that is not in the table nobody has."""
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
-        access = Access(roles)
+        access = EndpointAccess(roles)
         if roles & set(NEEDS.get(action, ())):
             access.check(action, nothing)
         else:
@@ -58,7 +58,7 @@ def test_who_has_none_of_the_roles_is_refused(action: str) -> None:
 @pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
 def test_tokens_give_their_roles_and_nobody_else_has_any(action: str) -> None:
     known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in ROLES))
-    access = Access((), known)
+    access = EndpointAccess((), known)
     for role in ROLES:
         bearer = {"authorization": f"Bearer {role}"}
         if role in NEEDS.get(action, ()):
@@ -76,7 +76,7 @@ def test_tokens_give_their_roles_and_nobody_else_has_any(action: str) -> None:
 
 
 def test_a_token_adds_to_what_the_door_gives_and_a_wrong_one_is_said() -> None:
-    access = Access(["observe"], tokens.Tokens(f"a infer {digest('t')}"))
+    access = EndpointAccess(["observe"], tokens.Tokens(f"a infer {digest('t')}"))
     access.check("statistics", nothing)
     access.check("statistics", {"authorization": "bearer t"}.get)
     access.check("infer", {"authorization": "BEARER  t"}.get)
@@ -93,12 +93,12 @@ def test_pages_in_browsers_change_nothing_in_the_name_of_who_looks_at_them() -> 
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
     changing |= {"memory_register", "memory_unregister", "memory_status"}
     for action in NEEDS:
-        Access(ROLES, tokens.Tokens(f"a operate {digest('t')}")).check(action, page.get)
+        EndpointAccess(ROLES, tokens.Tokens(f"a operate {digest('t')}")).check(action, page.get)
         if action in changing:
             with pytest.raises(Denied, match="requests from web pages"):
-                Access(ROLES).check(action, page.get)
+                EndpointAccess(ROLES).check(action, page.get)
         else:
-            Access(ROLES).check(action, page.get)
+            EndpointAccess(ROLES).check(action, page.get)
 
 
 # ---------------------------------------------------------------------------------------- tokens
@@ -203,7 +203,9 @@ def test_a_group_is_restricted_once() -> None:
 
 
 def test_roles_come_first_and_restrictions_with_them() -> None:
-    access = Access(["infer"], None, restricted_apis.Restrictions([restricted_apis.read("inference,statistics:k=v")]))
+    access = EndpointAccess(
+        ["infer"], None, restricted_apis.Restrictions([restricted_apis.read("inference,statistics:k=v")])
+    )
     access.check("infer", {"k": "v"}.get)
     with pytest.raises(Denied, match="restricted, expecting header 'k'"):
         access.check("infer", nothing)
@@ -262,8 +264,8 @@ def test_a_header_stands_for_the_parameter_of_its_name() -> None:
 
 
 def test_heads_say_who_may_and_what_goes_on() -> None:
-    access = Access((), tokens.Tokens(f"a infer {digest('t')}"))
-    heads = Heads(access, forward=header_forwarding.Forward("x-.*"))
+    access = EndpointAccess((), tokens.Tokens(f"a infer {digest('t')}"))
+    heads = HttpHeads(access, forward=header_forwarding.Forward("x-.*"))
     good = lines("Authorization: Bearer t", "X-User: J\xf6rg", "x-user: b")
     head = heads.head(good)
     assert head.refusal is None
@@ -282,7 +284,7 @@ def test_heads_say_who_may_and_what_goes_on() -> None:
 
 
 def test_two_authorizations_are_none() -> None:
-    access = Access(ROLES, tokens.Tokens(f"a infer {digest('a')}\nb infer {digest('b')}"))
+    access = EndpointAccess(ROLES, tokens.Tokens(f"a infer {digest('a')}\nb infer {digest('b')}"))
     for other in "ab":
         head = parse(lines("Authorization: Bearer a", f"authorization: Bearer {other}"), access=access)
         assert isinstance(head.refusal, Unauthenticated)
@@ -310,14 +312,14 @@ def files(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
 
 
 def test_certificates_make_a_context(files: dict[str, str]) -> None:
-    made = tls.context(Files(Given(files["cert"], "--c"), Given(files["key"], "--k")), "h2")
+    made = tls.context(Files(FlagFile(files["cert"], "--c"), FlagFile(files["key"], "--k")), "h2")
     assert made.minimum_version == ssl.TLSVersion.TLSv1_2
     assert made.verify_mode == ssl.CERT_NONE
-    both = Files(Given(files["both"], "--c"), None, Given(files["ca"], "--a"))
+    both = Files(FlagFile(files["both"], "--c"), None, FlagFile(files["ca"], "--a"))
     assert tls.context(both, "h2").verify_mode == ssl.CERT_REQUIRED
-    assert tls.exposed(Files(Given(files["cert"], "--c"), Given(files["key"], "--k"))) is None
+    assert tls.exposed(Files(FlagFile(files["cert"], "--c"), FlagFile(files["key"], "--k"))) is None
     Path(files["key"]).chmod(0o644)
-    assert "chmod 600" in (tls.exposed(Files(Given(files["cert"], "--c"), Given(files["key"], "--k"))) or "")
+    assert "chmod 600" in (tls.exposed(Files(FlagFile(files["cert"], "--c"), FlagFile(files["key"], "--k"))) or "")
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,9 @@ def test_files_that_are_no_certificates(
     files: dict[str, str], cert: str, key: str | None, ca: str | None, flags_: str, said: str
 ) -> None:
     chosen = Files(
-        Given(files[cert], "--c"), Given(files[key], "--k") if key else None, Given(files[ca], "--a") if ca else None
+        FlagFile(files[cert], "--c"),
+        FlagFile(files[key], "--k") if key else None,
+        FlagFile(files[ca], "--a") if ca else None,
     )
     with pytest.raises(tls.BadCertificate, match=said) as caught:
         tls.context(chosen, "h2")
@@ -355,7 +359,7 @@ def test_an_encrypted_key_asks_nobody(files: dict[str, str], tmp_path: Path) -> 
         )
     )
     with pytest.raises(tls.BadCertificate, match="encrypted"):
-        tls.context(Files(Given(files["cert"], "--c"), Given(str(locked), "--k")), "h2")
+        tls.context(Files(FlagFile(files["cert"], "--c"), FlagFile(str(locked), "--k")), "h2")
 
 
 # ---------------------------------------------------------------------------------------- flags

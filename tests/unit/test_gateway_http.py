@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.gateway.auth.access import NEEDS, OPERATE, Access
+from shmserve.gateway.auth.access import NEEDS, OPERATE, EndpointAccess
 from shmserve.gateway.http import bodies
-from shmserve.gateway.http.heads import BadHead, Heads, parse
+from shmserve.gateway.http.heads import BadHead, HttpHeads, parse
 from shmserve.gateway.http.routes import resolve
 from shmserve.gateway.limits.turns import finished
 from shmserve.gateway.upstream import documents
@@ -23,7 +23,7 @@ from shmserve.gateway.upstream.documents import Route
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
 
-EVERYBODY = Access(ROLES)
+EVERYBODY = EndpointAccess(ROLES)
 
 # ---------------------------------------------------------------------------------------- heads
 
@@ -96,7 +96,7 @@ def test_any_bytes_are_a_head_or_refused(noise: bytes) -> None:
 
 
 def test_heads_are_remembered_where_they_can_be() -> None:
-    heads = Heads(EVERYBODY)
+    heads = HttpHeads(EVERYBODY)
     assert heads.head(lines()) is heads.head(bytes(bytearray(lines())))
     for number in range(1100):
         heads.head(lines(f"a: {number}"))
@@ -278,10 +278,10 @@ def test_roles_that_are_given_by_default_change_nothing() -> None:
 # ---------------------------------------------------------------------------------------- documents
 
 
-def question(action: str, body: bytes = b"", model: str = "") -> documents.Question:
+def question(action: str, body: bytes = b"", model: str = "") -> documents.BrokerQuery:
     route = Route(action, model, kind="system")
     found = documents.question_of(route, documents.arguments_of(route, body), Regions(False))
-    assert isinstance(found, documents.Question)
+    assert isinstance(found, documents.BrokerQuery)
     return found
 
 

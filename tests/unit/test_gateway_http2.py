@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.http2.protocol import Http2
-from shmserve.gateway.http2.seam import Stream
 from shmserve.gateway.kserve.answers import Buffer
 from tests.examples import examples
 from tests.unit.http2_caller import HEADERS, Caller, Echo, Host, message
@@ -68,10 +68,10 @@ def test_many_calls_one_after_another_and_at_once() -> None:
 
 
 def test_what_the_service_is_told_of_the_call() -> None:
-    seen: list[Stream] = []
+    seen: list[TransportStream] = []
 
     class Call(Echo):
-        def __init__(self, stream: Stream) -> None:
+        def __init__(self, stream: TransportStream) -> None:
             super().__init__(stream)
             seen.append(stream)
 
@@ -89,7 +89,7 @@ def test_equal_headers_are_looked_up_and_others_are_not_mixed_up() -> None:
     paths: list[str] = []
 
     class Call(Echo):
-        def __init__(self, stream: Stream) -> None:
+        def __init__(self, stream: TransportStream) -> None:
             super().__init__(stream)
             paths.append(stream.path)
 
@@ -292,7 +292,7 @@ def test_calls_that_end_before_the_caller_does() -> None:
 
 
 def test_a_service_that_refuses_at_once_and_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    def refuses(stream: Stream) -> Any:
+    def refuses(stream: TransportStream) -> Any:
         raise RpcError(Code.UNIMPLEMENTED, "unknown service")
 
     class Fails(Echo):
@@ -308,7 +308,7 @@ def test_a_service_that_refuses_at_once_and_one_that_fails(caplog: pytest.LogCap
     assert caller.call(b"x")[1] == Code.INTERNAL
     assert "ZeroDivisionError" in caplog.text
 
-    def fails(stream: Stream) -> Any:
+    def fails(stream: TransportStream) -> Any:
         raise KeyError
 
     caller = Caller(Host(fails))

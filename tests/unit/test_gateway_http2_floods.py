@@ -11,8 +11,8 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.connection import Connection
-from shmserve.gateway.http2.seam import Awaits, Stream
+from shmserve.gateway.http2.connection import Http2Connection
+from shmserve.gateway.http2.interface import Awaits, TransportStream
 from tests.unit.grpc_calls import Case
 from tests.unit.http2_caller import HEADERS, Caller, Echo, Host, message
 from tests.unit.test_gateway_http2 import (
@@ -52,11 +52,11 @@ def new_fields(count: int, at: int) -> bytes:
 def test_a_turn_takes_no_more_than_its_frames() -> None:
     caller = Caller(greet=False)
     caller.core.feed(HELLO + frame(PRIORITY, 0, 1, bytes(5)) * 300)
-    counts = [caller.core.conduct.idle_frames - most.SETTINGS_WEIGHT]
+    counts = [caller.core.abuse.idle_frames - most.SETTINGS_WEIGHT]
     while caller.core.more:
         caller.host.turn_once()
         caller.core.feed(b"")
-        counts.append(caller.core.conduct.idle_frames - most.SETTINGS_WEIGHT)
+        counts.append(caller.core.abuse.idle_frames - most.SETTINGS_WEIGHT)
     assert counts == [most.WORK - 1, 2 * most.WORK - 1, 300]
 
 
@@ -125,7 +125,7 @@ class Transport:
 class Loop(Host):
     """A door whose loop is turned by hand."""
 
-    def __init__(self, application: Callable[[Stream], Any] = Echo) -> None:
+    def __init__(self, application: Callable[[TransportStream], Any] = Echo) -> None:
         super().__init__(application)
 
     def enter(self, connection: Any) -> bool:
@@ -133,14 +133,14 @@ class Loop(Host):
 
     def leave(self, connection: Any) -> None: ...
 
-    def connect(self) -> tuple[Connection, Transport]:
-        door: Any = self
-        made, transport = Connection(door), Transport()
+    def connect(self) -> tuple[Http2Connection, Transport]:
+        listener: Any = self
+        made, transport = Http2Connection(listener), Transport()
         made.connection_made(transport)
         return made, transport
 
 
-def receive(connection: Connection, data: bytes) -> None:
+def receive(connection: Http2Connection, data: bytes) -> None:
     connection.get_buffer(-1)[: len(data)] = data
     connection.buffer_updated(len(data))
 
@@ -158,7 +158,7 @@ def test_others_have_their_turn_between_those_of_a_flood() -> None:
     assert answered.reading
 
     def taken() -> list[int]:
-        return [connection._core.conduct.idle_frames for connection, _ in floods if connection._core]
+        return [connection._core.abuse.idle_frames for connection, _ in floods if connection._core]
 
     while loop.later:
         before = taken()
@@ -264,7 +264,7 @@ def test_resets_are_counted_whoever_sends_them(
     assert ended(caller, provoke(50)) == []
 
 
-def unknown(stream: Stream) -> Any:
+def unknown(stream: TransportStream) -> Any:
     raise RpcError(Code.UNIMPLEMENTED, "there is no such method")
 
 
@@ -347,7 +347,7 @@ def test_what_calls_of_the_services_wait_for() -> None:
     assert found == [Awaits.REQUEST, Awaits.NEXT_REQUEST, Awaits.NOTHING, Awaits.NOTHING, Awaits.NEXT_REQUEST]
 
 
-def idle_since(connection: Connection) -> float | None:
+def idle_since(connection: Http2Connection) -> float | None:
     return connection.idle_since
 
 

@@ -19,7 +19,16 @@ from shmserve.errors import BY_CODE, ConnectionLost, Internal, InvalidRequest, N
 from shmserve.gateway.auth.access import Unauthenticated
 from shmserve.gateway.kserve import json_tensors, status
 from shmserve.gateway.kserve.answers import Held, response
-from shmserve.gateway.kserve.plans import Options, Place, Plan, Plans, Spec, plan_in_slices, plan_of, raw_plan
+from shmserve.gateway.kserve.plans import (
+    InputPlan,
+    Place,
+    RequestOptions,
+    RequestPlan,
+    RequestPlans,
+    plan_in_slices,
+    plan_of,
+    raw_plan,
+)
 from shmserve.protocol.messages import Handle, Reply, Tensor
 from shmserve.session.encode import TopK
 from tests.examples import examples
@@ -58,12 +67,12 @@ def test_a_request_of_everything() -> None:
         )
     )  # fmt: skip
     assert found.inputs == (
-        Spec("x", "FP32", (1, 3), 12),
-        Spec("y", "BYTES", (2,), 10, b"\x02\0\0\0\xc3\xa9\0\0\0\0"),
+        InputPlan("x", "FP32", (1, 3), 12),
+        InputPlan("y", "BYTES", (2,), 10, b"\x02\0\0\0\xc3\xa9\0\0\0\0"),
     )
     assert found.binary_bytes == 12
     assert found.outputs == {"p": None, "q": TopK(3)}
-    assert found.options == Options(
+    assert found.options == RequestOptions(
         "a", 2, 7, True, False, {"timeout": 1000, "text": "t", "number": -5, "share": 0.5, "flag": False}, True
     )
     assert [found.is_binary(name) for name in "pqr"] == [True, False, True]
@@ -142,7 +151,7 @@ def test_tensors_in_shared_memory() -> None:
             outputs=[{"name": "p", "parameters": region()}, {"name": "q"}],
         )
     )
-    assert found.inputs == (Spec("x", "FP32", (2,), 8, None, Place("r", 4, 8)),)
+    assert found.inputs == (InputPlan("x", "FP32", (2,), 8, None, Place("r", 4, 8)),)
     assert found.binary_bytes == 0
     assert found.places == {"p": Place("r", 0, 8)}
     assert found.outputs == ["p", "q"]
@@ -167,11 +176,11 @@ def test_tensors_that_cannot_be_in_shared_memory(given_input: dict[str, Any]) ->
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 def test_any_bytes_are_a_plan_or_refused(text: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
-        assert isinstance(plan_of(text), Plan)
+        assert isinstance(plan_of(text), RequestPlan)
 
 
 def test_plans_are_remembered_where_they_can_be() -> None:
-    plans = Plans()
+    plans = RequestPlans()
     same = one_input(parameters={"binary_data_size": 8})
     assert plans.plan(same) is plans.plan(bytes(bytearray(same)))
     assert plans.plan(request()) is not plans.plan(request()), "one with data is not kept"
@@ -234,7 +243,7 @@ def test_outputs_that_json_cannot_carry() -> None:
 
 def test_an_answer_in_json_and_binary() -> None:
     reply = Reply(1, 3, (Tensor("p", "INT16", (2,), b"\1\0\2\0"), Tensor("q", "BYTES", (1,), b"\2\0\0\0hi")), {"k": 1})
-    plan = Plan((), 0, Options("me"), None, {"p": True})
+    plan = RequestPlan((), 0, RequestOptions("me"), None, {"p": True})
     length, parts = response("m", plan, reply)
     text = bytes(parts[0])
     assert length == len(text)
@@ -246,7 +255,7 @@ def test_an_answer_in_json_and_binary() -> None:
         ],
     }  # fmt: skip
     assert parts[1:] == [b"\1\0\2\0"]
-    length, parts = response("m", Plan((), 0, Options()), reply)
+    length, parts = response("m", RequestPlan((), 0, RequestOptions()), reply)
     assert length is None
     assert [output["data"] for output in json.loads(bytes(parts[0]))["outputs"]] == [[1, 2], ["hi"]]
 
@@ -254,25 +263,25 @@ def test_an_answer_in_json_and_binary() -> None:
 def test_an_answer_in_shared_memory_is_not_copied() -> None:
     views = [np.arange(6, dtype=np.uint8).data, np.arange(2, dtype=np.uint8).data]
     reply = Reply(1, 1, (Tensor("p", "UINT8", (8,), (Handle(1, 0, 6), Handle(1, 64, 2))),))
-    length, parts = response("m", Plan((), 0, Options(binary=True)), Held(reply, [list(views)]))
+    length, parts = response("m", RequestPlan((), 0, RequestOptions(binary=True)), Held(reply, [list(views)]))
     assert length is not None
     assert parts[1] is views[0]
     assert parts[2] is views[1]
-    length, parts = response("m", Plan((), 0, Options()), Held(reply, [list(views)]))
+    length, parts = response("m", RequestPlan((), 0, RequestOptions()), Held(reply, [list(views)]))
     assert json.loads(bytes(parts[0]))["outputs"][0]["data"] == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
 def test_an_answer_that_is_written_to_a_place() -> None:
     written = {}
     reply = Reply(1, 1, (Tensor("p", "UINT8", (4,), b"abcd"), Tensor("q", "UINT8", (1,), b"e")))
-    plan = Plan((), 0, Options(), None, {}, {"p": Place("r", 3, 6)})
+    plan = RequestPlan((), 0, RequestOptions(), None, {}, {"p": Place("r", 3, 6)})
     length, parts = response("m", plan, reply, lambda name, buffers: written.update({name: b"".join(buffers)}))
     assert length is None
     assert written == {"p": b"abcd"}
     first, second = json.loads(bytes(parts[0]))["outputs"]
     assert first == {"name": "p", "datatype": "UINT8", "shape": [4]}
     assert second["data"] == [101]
-    small = Plan((), 0, Options(), None, {}, {"p": Place("r", 0, 3)})
+    small = RequestPlan((), 0, RequestOptions(), None, {}, {"p": Place("r", 0, 3)})
     with pytest.raises(InvalidRequest, match=r"output 'p' \(3 bytes\) should be at least 4 bytes to hold"):
         response("m", small, reply, lambda name, buffers: None)
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unsupported
-from shmserve.gateway.kserve.plans import Options, Place, Plan
+from shmserve.gateway.kserve.plans import Place, RequestOptions, RequestPlan
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.upstream.device_regions import DeviceOrder
-from shmserve.gateway.upstream.regions import Order, Region, Regions
-from shmserve.gateway.upstream.requests import Asker, Waiting
+from shmserve.gateway.upstream.regions import Region, Regions, Registration
+from shmserve.gateway.upstream.requests import PendingCall, RequestSender
 from shmserve.protocol.messages import INLINE_BYTES, Handle
 from shmserve.session.gpu.foreign_memory import ForeignMemory
 from shmserve.session.memory import SessionMemory
@@ -44,7 +44,7 @@ def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     os.pwrite(descriptor, b"0123456789", 100)
     regions = Regions(True)
-    regions.register("r", Order(key, 1000, 100))
+    regions.register("r", Registration(key, 1000, 100))
     assert regions.status("system", "r") == [{"name": "r", "key": key, "offset": 100, "byte_size": 1000}]
     assert regions.status("cuda", "") == []
     region: Any = regions.find(Place("r", 2, 5))
@@ -54,7 +54,7 @@ def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
     region.write(Place("r", 995, 5), [b"abc", memoryview(b"de")])
     assert os.pread(descriptor, 6, 1095) == b"abcde\0"
     with pytest.raises(AlreadyExists, match="already in manager"):
-        regions.register("r", Order(key, 10))
+        regions.register("r", Registration(key, 10))
     regions.unregister("system", "r")
     regions.unregister("system", "r")
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
@@ -74,15 +74,15 @@ class Paid:
 def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[str, int]) -> None:
     changes: list[int] = []
     regions = Regions(True, changed=lambda: changes.append(1))
-    regions.register("r", Order(memory[0], 1000))
-    regions.register("idle", Order(memory[0], 1000))
+    regions.register("r", Registration(memory[0], 1000))
+    regions.register("idle", Registration(memory[0], 1000))
     paid = Paid()
     first = regions.use(paid, ["r", "r"])
     regions.unregister("system", "")
     assert [region["name"] for region in regions.status("system", "")] == ["r"]
     regions.find(Place("r", 0, 1))
     with pytest.raises(AlreadyExists):
-        regions.register("r", Order(memory[0], 10))
+        regions.register("r", Registration(memory[0], 10))
     second = regions.use(paid, ["r"])
     first.give(5)
     assert [region["name"] for region in regions.status("system", "")] == ["r"]
@@ -91,14 +91,14 @@ def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[st
     assert regions.status("system", "") == []
     assert len(changes) == 2
     assert paid.given == [5, 7]
-    regions.register("r", Order(memory[0], 10))
+    regions.register("r", Registration(memory[0], 10))
     regions.use(paid, ["r"]).give(0)
     assert regions.status("system", "r"), "it was not unregistered"
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
-    region = Region("r", Order("/x", 1000, 5), os.open(os.devnull, os.O_RDWR))
+    region = Region("r", Registration("/x", 1000, 5), os.open(os.devnull, os.O_RDWR))
     if offset < 1000 and offset + size <= 1000:
         region.check(Place("r", offset, size))
         return
@@ -122,7 +122,7 @@ def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str
 def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     regions = Regions(True)
-    regions.register("r", Order(key, 4096))
+    regions.register("r", Registration(key, 4096))
     region: Any = regions.find(Place("r", 0, 4096))
     os.ftruncate(descriptor, 100)
     with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
@@ -153,7 +153,7 @@ def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
     ],
 )
 def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any], said: str) -> None:
-    order = Order(memory[0], 10)
+    order = Registration(memory[0], 10)
     for name, value in change.items():
         setattr(order, name, value)
     with pytest.raises(InvalidRequest, match=said):
@@ -162,12 +162,12 @@ def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any
 
 def test_a_key_that_does_not_exist() -> None:
     with pytest.raises(Internal, match="Unable to open shared memory region: '/nothing-of-that-name'"):
-        Regions(True).register("r", Order("/nothing-of-that-name", 0))
+        Regions(True).register("r", Registration("/nothing-of-that-name", 0))
 
 
 def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> None:
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        Regions(False).register("r", Order(memory[0], 10))
+        Regions(False).register("r", Registration(memory[0], 10))
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
         Regions(False).unregister("system", "r")
     with pytest.raises(Unsupported, match="CUDA"):
@@ -189,12 +189,12 @@ def test_what_a_model_is_is_asked_where_a_worker_could_write(
     session = SimpleNamespace(memory=mapped, infer=lambda *_: None, ask=lambda _, what, *__: questions.append(what))
     link: Any = SimpleNamespace(session=session, send_soon=lambda: None)
     regions = Regions(True, lambda: mapped.foreign, copied)
-    regions.register("r", Order(key, 8192))
-    plan = Plan((), 0, Options(), ["y"], places={"y": Place("r", 0, size)})
-    asker = Asker(link, regions)
+    regions.register("r", Registration(key, 8192))
+    plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": Place("r", 0, size)})
+    sender = RequestSender(link, regions)
     payer = Shares().connect("127.0.0.1").payer("")
-    asker.infer(payer, Waiting(), "m", "", plan, [], "", window=window)
-    asker.infer(payer, Waiting(), "m", "", plan, [], "", window=window)
+    sender.infer(payer, PendingCall(), "m", "", plan, [], "", window=window)
+    sender.infer(payer, PendingCall(), "m", "", plan, [], "", window=window)
     assert questions == asked
     mapped.close()
 
@@ -230,7 +230,7 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
     with pytest.raises(InvalidRequest, match="Invalid offset"):
         regions.find(Place("g", 100, 901))
     with pytest.raises(AlreadyExists):
-        regions.register("g", Order("/k", 1))
+        regions.register("g", Registration("/k", 1))
     foreign._announcements.maps.clear()  # it has been told
     foreign._announcements.connected(9, True, True)
     foreign.connected()

@@ -10,13 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import ServeError, Unavailable
-from shmserve.gateway.limits.caller_shares import Bounds, Charged, ConnectionShares, Payer, Shares, network_of, release
-from shmserve.gateway.upstream.requests import InParts, Waiting
+from shmserve.gateway.limits.caller_shares import (
+    Charged,
+    ConnectionShares,
+    Payer,
+    ShareBounds,
+    Shares,
+    network_of,
+    release,
+)
+from shmserve.gateway.upstream.requests import PendingCall, PendingStream
 from shmserve.protocol.messages import Part
 from tests.examples import examples
 
 
-class Ticket(Waiting):
+class Ticket(PendingCall):
     def __init__(self) -> None:
         self.payer = None
         self.input_bytes = 0
@@ -35,7 +43,7 @@ def fill(payer: Payer, most: int, size: int = 0) -> list[Charged]:
     return made
 
 
-def pool(calls: int, bounds: Bounds) -> Shares:
+def pool(calls: int, bounds: ShareBounds) -> Shares:
     made = Shares(bounds)
     made.limits({"client_requests": calls})
     return made
@@ -73,7 +81,7 @@ def test_many_connections_of_one_address_leave_new_ones_a_call() -> None:
 
 
 def test_a_connection_alone_has_a_quarter_of_the_calls() -> None:
-    shares = pool(400, Bounds())
+    shares = pool(400, ShareBounds())
     payer = shares.connect("10.0.0.1").payer("")
     assert len(fill(payer, 1000)) == 100
     text = (
@@ -86,12 +94,12 @@ def test_a_connection_alone_has_a_quarter_of_the_calls() -> None:
 
 
 def test_each_next_one_has_a_quarter_of_what_the_others_leave() -> None:
-    shares = pool(400, Bounds())
+    shares = pool(400, ShareBounds())
     assert [len(fill(shares.connect(f"10.0.0.{n + 10}").payer(""), 1000)) for n in range(5)] == [100, 75, 56, 42, 31]
 
 
 def test_a_full_address_is_closed_to_those_who_have_much_of_it() -> None:
-    shares = pool(400, Bounds(connection=1.0))
+    shares = pool(400, ShareBounds(connection=1.0))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 1000)) == 100
     assert len(fill(second, 1000)) == 25
@@ -101,7 +109,7 @@ def test_a_full_address_is_closed_to_those_who_have_much_of_it() -> None:
 
 
 def test_a_token_is_charged_wherever_it_comes_from() -> None:
-    shares = pool(400, Bounds())
+    shares = pool(400, ShareBounds())
     connections = [shares.connect(f"10.0.0.{n + 10}") for n in range(30)]
     taken = [len(fill(connection.payer("bob"), 1000)) for connection in connections]
     assert 200 < sum(taken) <= 200 + 30, "twice the share, and one call for each connection that has none"
@@ -112,7 +120,7 @@ def test_a_token_is_charged_wherever_it_comes_from() -> None:
 
 
 def test_input_bytes_have_shares_too_and_one_request_always_fits() -> None:
-    shares = Shares(Bounds(input_bytes=4000))
+    shares = Shares(ShareBounds(input_bytes=4000))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 10, 400)) == 2
     with pytest.raises(Unavailable, match=r"requests in flight take 800 bytes; 400 more would exceed "
@@ -124,7 +132,7 @@ def test_input_bytes_have_shares_too_and_one_request_always_fits() -> None:
 
 
 def test_with_whole_shares_only_the_total_counts() -> None:
-    shares = pool(400, Bounds(1.0, 1.0, 1.0))
+    shares = pool(400, ShareBounds(1.0, 1.0, 1.0))
     payer = shares.connect("10.0.0.1").payer("bob")
     assert len(fill(payer, 1000)) == 400
     with pytest.raises(Unavailable, match=r"400 requests are in flight through this gateway, .*\(client_requests\)"):
@@ -133,7 +141,7 @@ def test_with_whole_shares_only_the_total_counts() -> None:
 
 def test_below_the_smallest_share_nothing_is_looked_at() -> None:
     """What a request costs while the gateway is calm: a broker without limits is never asked about any account."""
-    shares = pool(400, Bounds())
+    shares = pool(400, ShareBounds())
     payer = shares.connect("10.0.0.1").payer("")
     shares.connect("10.0.0.1").payer("")  # which has nothing in flight
     payer.accounts[1].share = 0.0
@@ -141,7 +149,7 @@ def test_below_the_smallest_share_nothing_is_looked_at() -> None:
 
 
 def test_questions_have_an_allowance_of_their_own() -> None:
-    shares = pool(400, Bounds())
+    shares = pool(400, ShareBounds())
     shares.limits({"client_questions": 40})
     payer = shares.connect("10.0.0.1").payer("bob")
     assert len(fill(payer.questions, 1000)) == 10
@@ -154,7 +162,7 @@ def test_a_call_is_released_once_however_it_ends() -> None:
     shares = Shares()
     payer = shares.connect("10.0.0.1").payer("bob")
 
-    class Parts(InParts):
+    class Parts(PendingStream):
         def news(self) -> None: ...
 
     for end in (lambda one: one.fail(Unavailable("")), lambda one: one.settle(None), release):
@@ -187,7 +195,7 @@ def test_addresses_of_one_caller(address: str, expected: str) -> None:
     st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["take", "give", "close"]), st.integers(0, 50)), max_size=300)
 )
 def test_counts_are_the_sums_of_what_is_in_flight(steps: list[tuple[int, str, int]]) -> None:
-    shares = pool(60, Bounds(input_bytes=2000))
+    shares = pool(60, ShareBounds(input_bytes=2000))
     open_: dict[int, tuple[ConnectionShares, str]] = {}
     flying: list[tuple[int, str, Charged]] = []
     for number, step, size in steps:

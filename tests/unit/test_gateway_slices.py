@@ -18,7 +18,7 @@ from shmserve.gateway.http import bodies
 from shmserve.gateway.kserve import json_slices, json_tensors
 from shmserve.gateway.kserve.generate import VALUES, check_in_slices
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
-from shmserve.gateway.limits.turns import SLICE_BYTES, Turns, Work, finished
+from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, Work, finished
 from tests.examples import examples
 from tests.unit.test_gateway_connection import answered, connected, post, receive
 
@@ -285,7 +285,7 @@ class Loop:
 
 def test_one_slice_in_an_iteration_of_the_loop_whoever_it_is_for() -> None:
     loop: Any = Loop()
-    turns, done = Turns(loop), list[str]()
+    turns, done = JobTurns(loop), list[str]()
     log: list[str] = []
 
     def work(name: str, count: int) -> Work[str]:
@@ -310,7 +310,7 @@ def test_one_slice_in_an_iteration_of_the_loop_whoever_it_is_for() -> None:
 
 def test_work_that_begins_at_the_end_of_other_work_has_one_turn_in_an_iteration() -> None:
     loop: Any = Loop()
-    turns, log = Turns(loop), list[str]()
+    turns, log = JobTurns(loop), list[str]()
 
     def work(name: str) -> Work[str]:
         for _ in range(3):
@@ -331,7 +331,7 @@ def test_work_that_begins_at_the_end_of_other_work_has_one_turn_in_an_iteration(
 
 def test_work_that_fails_harms_no_other() -> None:
     loop: Any = Loop()
-    turns, failed = Turns(loop), list[Exception]()
+    turns, failed = JobTurns(loop), list[Exception]()
 
     def work(error: Exception | None) -> Work[int]:
         yield

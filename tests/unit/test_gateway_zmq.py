@@ -17,14 +17,14 @@ import pytest
 
 import shmserve
 from shmserve.errors import Unavailable
-from shmserve.gateway.zmq_tcp.requests import Limits
+from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol.messages import Cancel, More
 from tests.client_faces import FACES
 from tests.fake_broker import MODELS, FakeBroker, echo
 from tests.running_broker import running
-from tests.zmq_door import HELLO, Bare, DoorThread
+from tests.zmq_listener import HELLO, Bare, ListenerThread
 
-LIMITS = Limits(
+LIMITS = ZmqLimits(
     input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6,
     exit_timeout_s=5.0,
 )  # fmt: skip
@@ -37,9 +37,9 @@ def broker() -> Iterator[FakeBroker]:
 
 
 @pytest.fixture(scope="module")
-def door(broker: FakeBroker) -> Iterator[DoorThread]:
+def listener(broker: FakeBroker) -> Iterator[ListenerThread]:
     with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        made = DoorThread(Path(folder), broker.lane, LIMITS)
+        made = ListenerThread(Path(folder), broker.lane, LIMITS)
         with shmserve.Client(made.url, **made.keys("alice"), timeout=20) as client:
             # The door is connected to the broker from here on, and both have all the memory that they will need.
             for future in [client.submit("echo", {"x": np.zeros(3 << 20, np.uint8)}) for _ in range(2)]:
@@ -50,16 +50,16 @@ def door(broker: FakeBroker) -> Iterator[DoorThread]:
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(broker: FakeBroker, door: DoorThread) -> Iterator[None]:
+def _as_it_was(broker: FakeBroker, listener: ListenerThread) -> Iterator[None]:
     """Nothing of a test is left in the door, nor held of the broker's memory."""
     yield
     gc.collect()
-    door.do(lambda: door.door.link.flush())
-    with Bare(door, "alice") as bare:  # whose question comes behind what was given back
-        bare.say([9, 1, "live"])
-        assert bare.hear()[:3] == [37, 1, b'{"live": true}']
-    while door.do(lambda: door.door.peers):
-        assert door.door.peers < 10
+    listener.do(lambda: listener.listener.link.flush())
+    with Bare(listener, "alice") as bare:  # whose question comes behind what was given back
+        bare.send([9, 1, "live"])
+        assert bare.receive()[:3] == [37, 1, b'{"live": true}']
+    while listener.do(lambda: listener.listener.peers):
+        assert listener.listener.peers < 10
     assert broker.held_handles == []
     while not broker.parked.empty():
         broker.parked.get()
@@ -68,14 +68,14 @@ def _as_it_was(broker: FakeBroker, door: DoorThread) -> Iterator[None]:
 
 
 @pytest.fixture
-def bare(door: DoorThread) -> Iterator[Callable[..., Bare]]:
+def bare(listener: ListenerThread) -> Iterator[Callable[..., Bare]]:
     with ExitStack() as made:
-        yield lambda name="alice", **more: made.enter_context(Bare(door, name, **more))
+        yield lambda name="alice", **more: made.enter_context(Bare(listener, name, **more))
 
 
 @pytest.fixture(params=list(FACES))
-def client(request: pytest.FixtureRequest, door: DoorThread) -> Iterator[Any]:
-    with FACES[request.param](door.url, **door.keys("alice"), timeout=20) as made:
+def client(request: pytest.FixtureRequest, listener: ListenerThread) -> Iterator[Any]:
+    with FACES[request.param](listener.url, **listener.keys("alice"), timeout=20) as made:
         yield made
 
 
@@ -153,13 +153,13 @@ def test_bodies_of_operations(client: Any, broker: FakeBroker) -> None:
     assert client.live()
 
 
-def test_too_much(client: Any, broker: FakeBroker, door: DoorThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much(client: Any, broker: FakeBroker, listener: ListenerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     client.live()  # the limits are known from here on
     with pytest.raises(shmserve.InvalidRequest, match=f"over the {LIMITS.input_bytes} that one message may carry"):
         client.infer("echo", {"x": np.zeros(LIMITS.input_bytes + 1, np.uint8)})
     large = np.zeros(3 << 20, np.uint8)
-    monkeypatch.setattr(door.door.link.shares.requests, "calm_bytes", 0)
-    monkeypatch.setattr(door.door.link.shares.requests, "_input_bytes", 24 << 20)
+    monkeypatch.setattr(listener.listener.link.shares.requests, "calm_bytes", 0)
+    monkeypatch.setattr(listener.listener.link.shares.requests, "_input_bytes", 24 << 20)
     held = [client.submit("hold", {"x": large}) for _ in range(2)]
     with pytest.raises(shmserve.Unavailable, match=r"exceed its share \(--connection-share\) of 25165824 bytes"):
         client.infer("echo", {"x": large})
@@ -169,9 +169,9 @@ def test_too_much(client: Any, broker: FakeBroker, door: DoorThread, monkeypatch
     assert client.infer("echo", {"x": large})["x"].nbytes == large.nbytes
 
 
-def test_a_client_that_goes_takes_its_requests_along(door: DoorThread, broker: FakeBroker, bare: Any) -> None:
+def test_a_client_that_goes_takes_its_requests_along(listener: ListenerThread, broker: FakeBroker, bare: Any) -> None:
     one = bare()
-    one.say([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
+    one.send([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
     _, infer, _ = broker.parked.get(timeout=20)
     one.close()  # without a word: libzmq tells that the connection has ended
     assert broker.wait_for(Cancel).request == infer.request
@@ -179,10 +179,10 @@ def test_a_client_that_goes_takes_its_requests_along(door: DoorThread, broker: F
 
 def test_cancelled_and_answered_once(broker: FakeBroker, bare: Any) -> None:
     one = bare()
-    one.say([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
+    one.send([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
     peer, infer, frames = broker.parked.get(timeout=20)
-    one.say([8, 5])
-    assert one.hear() == [34, 5, "CANCELLED", "the request was cancelled by the client"]
+    one.send([8, 5])
+    assert one.receive() == [34, 5, "CANCELLED", "the request was cancelled by the client"]
     assert broker.wait_for(Cancel).request == infer.request
     broker.do(lambda: echo(broker, peer, infer, frames))  # the two have crossed
     assert one.quiet()
@@ -192,9 +192,9 @@ def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
     broker = FakeBroker(tmp_path)
     broker.start()
     (tmp_path / "keys").mkdir()
-    door = DoorThread(tmp_path / "keys", broker.lane)
+    listener = ListenerThread(tmp_path / "keys", broker.lane)
     x = np.arange(5000.0)
-    with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as client:
+    with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as client:
         future = client.submit("hold", {"x": x})
         broker.parked.get(timeout=20)
         broker.stop()
@@ -209,28 +209,28 @@ def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
         assert client.live() is False
         broker.start()
         np.testing.assert_array_equal(client.infer("echo", {"x": x})["x"], x)
-    door.stop()
+    listener.stop()
     broker.stop()
 
 
 def test_a_gateway_that_is_started_again(broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    door = DoorThread(tmp_path, broker.lane, Limits(exit_timeout_s=0.01))
+    listener = ListenerThread(tmp_path, broker.lane, ZmqLimits(exit_timeout_s=0.01))
     x = np.arange(5000.0)
-    with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as client:
+    with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as client:
         future = client.submit("hold", {"x": x})
         broker.parked.get(timeout=20)
-        door.stop()
+        listener.stop()
         monkeypatch.setitem(MODELS, "hold", echo)
-        door = DoorThread(tmp_path, broker.lane, address=door.url)
+        listener = ListenerThread(tmp_path, broker.lane, address=listener.url)
         np.testing.assert_array_equal(future.result()["x"], x)
-    door.stop()
+    listener.stop()
 
 
 # ------------------------------------------------------------------------------------------------ who comes in
 
 
-def test_roles_are_those_of_the_key(door: DoorThread, broker: FakeBroker) -> None:
-    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as bob:
+def test_roles_are_those_of_the_key(listener: ListenerThread, broker: FakeBroker) -> None:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
         assert bob.infer("echo", {"x": 1})["x"] == 1
         assert bob.ready()
         with pytest.raises(shmserve.Denied, match=r"'models' needs the role observe or operate.*--zmq-keys"):
@@ -240,67 +240,71 @@ def test_roles_are_those_of_the_key(door: DoorThread, broker: FakeBroker) -> Non
 
 
 @pytest.mark.parametrize("face", list(FACES))
-def test_who_is_not_let_in_is_told_why(door: DoorThread, face: str) -> None:
-    right, make = door.keys("alice"), FACES[face]
+def test_who_is_not_let_in_is_told_why(listener: ListenerThread, face: str) -> None:
+    right, make = listener.keys("alice"), FACES[face]
     with (
-        make(door.url, **door.keys("eve")) as eve,
+        make(listener.url, **listener.keys("eve")) as eve,
         pytest.raises(shmserve.Denied, match=r"does not know the key .* file of --zmq-keys"),
     ):
         eve.infer("echo", {"x": 1})
-    wrong = {**right, "server_key": door.pair("eve").public}
+    wrong = {**right, "server_key": listener.pair("eve").public}
     with (
-        make(door.url, **wrong) as client,
+        make(listener.url, **wrong) as client,
         pytest.raises(shmserve.Denied, match=r"does not have the server key .* is it the right server"),
     ):
         client.infer("echo", {"x": 1})
 
 
-def test_without_keys_there_is_no_client(door: DoorThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = door.keys("alice")
+def test_without_keys_there_is_no_client(
+    listener: ListenerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = listener.keys("alice")
     with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs server_key= \(or SHMSERVE_SERVER_KEY\)"):
-        shmserve.Client(door.url)
+        shmserve.Client(listener.url)
     with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs key_file= \(or SHMSERVE_KEY_FILE\)"):
-        shmserve.Client(door.url, server_key=right["server_key"])
+        shmserve.Client(listener.url, server_key=right["server_key"])
     with pytest.raises(shmserve.InvalidRequest, match="for tcp://, and this is unix://"):
         shmserve.Client("unix:///nowhere/lane.sock", **right)
     open_to_all = tmp_path / "open.key"
     open_to_all.write_text(right["key_file"].read_text())
     open_to_all.chmod(0o644)
     with pytest.raises(shmserve.InvalidRequest, match="is readable by other users: chmod 600"):
-        shmserve.Client(door.url, server_key=right["server_key"], key_file=open_to_all)
+        shmserve.Client(listener.url, server_key=right["server_key"], key_file=open_to_all)
     monkeypatch.setenv("SHMSERVE_SERVER_KEY", str(right["server_key"]))
     monkeypatch.setenv("SHMSERVE_KEY_FILE", str(right["key_file"]))
-    with shmserve.Client(door.url, timeout=20) as client:
+    with shmserve.Client(listener.url, timeout=20) as client:
         assert client.live()
 
 
-def test_keys_come_and_go_while_it_runs(door: DoorThread) -> None:
-    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as bob:
+def test_keys_come_and_go_while_it_runs(listener: ListenerThread) -> None:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
         assert bob.live()
-        door.let_in("alice", "eve")
-        door.do(door.door.read_keys)
+        listener.let_in("alice", "eve")
+        listener.do(listener.listener.read_keys)
         with pytest.raises(shmserve.Denied, match=r"does not know the key|has no roles"):
             bob.infer("echo", {"x": 1})
-    with shmserve.Client(door.url, **door.keys("eve"), timeout=20) as eve:
+    with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
         assert eve.live()
-    (door.folder / "keys").write_text("nonsense\n")
-    door.do(door.door.read_keys)  # what was right goes on
-    with shmserve.Client(door.url, **door.keys("eve"), timeout=20) as eve:
+    (listener.folder / "keys").write_text("nonsense\n")
+    listener.do(listener.listener.read_keys)  # what was right goes on
+    with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
         assert eve.live()
-    door.let_in("alice", "bob")
-    door.do(door.door.read_keys)
+    listener.let_in("alice", "bob")
+    listener.do(listener.listener.read_keys)
 
 
-def test_who_takes_an_identity_gets_nothing_of_who_had_it(door: DoorThread, broker: FakeBroker, bare: Any) -> None:
+def test_who_takes_an_identity_gets_nothing_of_who_had_it(
+    listener: ListenerThread, broker: FakeBroker, bare: Any
+) -> None:
     alice = bare("alice", identity=b"mine")
-    alice.say([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
+    alice.send([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
     peer, infer, frames = broker.parked.get(timeout=20)
     alice.close()
     assert broker.wait_for(Cancel).request == infer.request
     bob = bare("bob", identity=b"mine")
     broker.do(lambda: echo(broker, peer, infer, frames))
-    bob.say([9, 6, "models"])
-    assert bob.hear()[:3] == [34, 6, "DENIED"]
+    bob.send([9, 6, "models"])
+    assert bob.receive()[:3] == [34, 6, "DENIED"]
     assert bob.quiet()
 
 
@@ -317,13 +321,13 @@ def test_who_takes_an_identity_gets_nothing_of_who_had_it(door: DoorThread, brok
 )
 def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
     one = bare(greet=False)
-    one.say(said)
-    tag, found, words = one.hear()
+    one.send(said)
+    tag, found, words = one.receive()
     assert (tag, found) == (39, code)
     assert text in words
-    one.say([4, 1])  # it has been told
-    one.say(HELLO)
-    assert one.hear()[0] == 32
+    one.send([4, 1])  # it has been told
+    one.send(HELLO)
+    assert one.receive()[0] == 32
 
 
 @pytest.mark.parametrize(
@@ -360,8 +364,8 @@ def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
 def test_what_is_refused(bare: Any, broker: FakeBroker, said: Any, answer: list[Any]) -> None:
     one = bare()
     before = len(broker.requests)
-    one.say(said, frames=(b"frame",))
-    found = one.hear()
+    one.send(said, frames=(b"frame",))
+    found = one.receive()
     assert found[:-1] == answer[:-1]
     assert answer[-1] in found[-1]
     if found[0] == 34:
@@ -371,58 +375,58 @@ def test_what_is_refused(bare: Any, broker: FakeBroker, said: Any, answer: list[
 
 def test_one_frame_named_by_many_inputs_is_counted_each_time(bare: Any) -> None:
     one = bare()
-    one.say([7, 4, "echo", 0, [[f"x{n}", "UINT8", [1 << 20], 0] for n in range(256)]], frames=(bytes(1 << 20),))
-    assert one.hear()[:3] == [34, 4, "INVALID_ARG"]
+    one.send([7, 4, "echo", 0, [[f"x{n}", "UINT8", [1 << 20], 0] for n in range(256)]], frames=(bytes(1 << 20),))
+    assert one.receive()[:3] == [34, 4, "INVALID_ARG"]
 
 
-def test_garbage_is_answered_and_a_flood_of_it_ends(bare: Any, door: DoorThread) -> None:
+def test_garbage_is_answered_and_a_flood_of_it_ends(bare: Any, listener: ListenerThread) -> None:
     one = bare()
     one.socket.send(b"\xc1garbage")
-    assert one.hear()[:3] == [34, 0, "PROTOCOL"]
+    assert one.receive()[:3] == [34, 0, "PROTOCOL"]
     one.socket.send_multipart([b"", b"frame"])
-    assert one.hear()[:3] == [34, 0, "PROTOCOL"]
+    assert one.receive()[:3] == [34, 0, "PROTOCOL"]
     for _ in range(1100):
         one.socket.send(b"\xc1")
-    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as honest:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as honest:
         assert honest.live()
-    last = one.hear()
+    last = one.receive()
     while last[0] == 34:
-        last = one.hear()
+        last = one.receive()
     assert last[:2] == [39, "UNAVAILABLE"]
     assert "client_errors" in last[2]
 
 
-def test_one_that_does_not_read_is_given_up(bare: Any, door: DoorThread, broker: FakeBroker) -> None:
+def test_one_that_does_not_read_is_given_up(bare: Any, listener: ListenerThread, broker: FakeBroker) -> None:
     one = bare(kept=1)
     frame = bytes(3 << 20)
     number = 0
-    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as honest:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as honest:
         assert honest.live()
-        while door.door.peers == 2:
+        while listener.listener.peers == 2:
             number += 1
-            one.say([7, number, "hold", 0, [["x", "UINT8", [len(frame)], 0]]], frames=(frame,))
+            one.send([7, number, "hold", 0, [["x", "UINT8", [len(frame)], 0]]], frames=(frame,))
             broker.answer()
             assert honest.live(), "and comes behind that answer"
 
 
 def test_too_many_requests_and_too_many_connections(
-    bare: Any, door: DoorThread, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+    bare: Any, listener: ListenerThread, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door.door.link.shares.requests, "calm_calls", 100)
-    monkeypatch.setattr(door.door.link.shares.requests, "calls", 400)
+    monkeypatch.setattr(listener.listener.link.shares.requests, "calm_calls", 100)
+    monkeypatch.setattr(listener.listener.link.shares.requests, "calls", 400)
     first = bare()
     for number in range(1, 102):
-        first.say([7, number, "hold", 0, []])
-    assert first.hear()[:3] == [34, 101, "UNAVAILABLE"]
+        first.send([7, number, "hold", 0, []])
+    assert first.receive()[:3] == [34, 101, "UNAVAILABLE"]
     others = [bare() for _ in range(5)]
     seventh = bare(greet=False)
-    seventh.say(HELLO)
-    assert seventh.hear()[:2] == [39, "UNAVAILABLE"]
+    seventh.send(HELLO)
+    assert seventh.receive()[:2] == [39, "UNAVAILABLE"]
     assert all(other.quiet() for other in others)
 
 
-def test_strangers_at_the_port(door: DoorThread) -> None:
-    host, port = "127.0.0.1", int(door.url.rpartition(":")[2])
+def test_strangers_at_the_port(listener: ListenerThread) -> None:
+    host, port = "127.0.0.1", int(listener.url.rpartition(":")[2])
     with socket.create_connection((host, port), 20) as half_open:
         with socket.create_connection((host, port), 20) as web:
             web.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
@@ -431,14 +435,14 @@ def test_strangers_at_the_port(door: DoorThread) -> None:
                     pass
             except ConnectionResetError:
                 pass  # as good an end
-        with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as honest:
+        with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as honest:
             assert honest.live()
         assert half_open.fileno() > 0
 
 
-def test_a_crowd_at_the_port_is_cut_off(bare: Any, door: DoorThread) -> None:
+def test_a_crowd_at_the_port_is_cut_off(bare: Any, listener: ListenerThread) -> None:
     one = bare()
-    host, port = "127.0.0.1", int(door.url.rpartition(":")[2])
+    host, port = "127.0.0.1", int(listener.url.rpartition(":")[2])
     with ExitStack() as crowd:
         made = [crowd.enter_context(socket.create_connection((host, port), 20)) for _ in range(40)]
         for knocking in made[20:]:  # there are at most 16, one of them alice
@@ -449,39 +453,39 @@ def test_a_crowd_at_the_port_is_cut_off(bare: Any, door: DoorThread) -> None:
                 except ConnectionResetError:
                     break
         assert one.quiet()
-    while door.do(lambda: len(door.door._connections)) > 1:
+    while listener.do(lambda: len(listener.listener._connections)) > 1:
         assert one.quiet()  # libzmq says one by one that they have gone
-    with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as honest:
+    with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as honest:
         assert honest.live()
 
 
 def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBroker) -> None:
     with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        door = DoorThread(Path(folder), broker.lane, LIMITS)
-        with Bare(door, "alice") as one:
-            one.say([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
+        listener = ListenerThread(Path(folder), broker.lane, LIMITS)
+        with Bare(listener, "alice") as one:
+            one.send([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
             peer, infer, frames = broker.parked.get(timeout=20)
-            door.begin_to_stop()
-            while not door.do(lambda: door.door.stopping):
+            listener.begin_to_stop()
+            while not listener.do(lambda: listener.listener.stopping):
                 pass
-            one.say([7, 6, "echo", 0, [["x", "UINT8", [1], b"a"]]])
-            assert one.hear() == [34, 6, Unavailable.code, "the gateway is stopping"]
+            one.send([7, 6, "echo", 0, [["x", "UINT8", [1], b"a"]]])
+            assert one.receive() == [34, 6, Unavailable.code, "the gateway is stopping"]
             broker.do(lambda: echo(broker, peer, infer, frames))
-            assert one.hear()[:2] == [33, 5]
-        door.join()
+            assert one.receive()[:2] == [33, 5]
+        listener.join()
 
 
 def test_several_doors_may_share_a_port(broker: FakeBroker, tmp_path: Path) -> None:
     with ExitStack() as made:
-        doors = [DoorThread(tmp_path, broker.lane, LIMITS) for _ in range(2)]
-        for door in doors:
-            made.callback(door.stop)
-        port = doors[0].do(lambda: doors[0].door.open("tcp://[::1]:0", share=True))
-        assert doors[1].do(lambda: doors[1].door.open(f"tcp://[::1]:{port}", share=True)) == port
+        doors = [ListenerThread(tmp_path, broker.lane, LIMITS) for _ in range(2)]
+        for listener in doors:
+            made.callback(listener.stop)
+        port = doors[0].do(lambda: doors[0].listener.open("tcp://[::1]:0", share=True))
+        assert doors[1].do(lambda: doors[1].listener.open(f"tcp://[::1]:{port}", share=True)) == port
         with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
-            doors[1].do(lambda: doors[1].door.open(f"tcp://[::1]:{port}"))
+            doors[1].do(lambda: doors[1].listener.open(f"tcp://[::1]:{port}"))
         with ExitStack() as clients:
             for _ in range(4):
                 url, keys_of_alice = f"tcp://[::1]:{port}", doors[0].keys("alice")
                 assert clients.enter_context(shmserve.Client(url, **keys_of_alice, timeout=20)).live()
-            assert sum(door.door.peers for door in doors) == 4
+            assert sum(listener.listener.peers for listener in doors) == 4

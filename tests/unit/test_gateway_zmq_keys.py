@@ -18,16 +18,16 @@ from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.listeners.listen import is_local
 from shmserve.gateway.upstream.link import GatewaySession
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
-from shmserve.gateway.zmq_tcp.keys import Entry, parse
+from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
 from shmserve.gateway.zmq_tcp.listener import host_of
-from shmserve.gateway.zmq_tcp.peer import Outside, Peer
-from shmserve.gateway.zmq_tcp.requests import Limits
+from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost
+from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, OPERATIONS
 from shmserve.terminal.errors import Misuse
 from tests.examples import examples
-from tests.zmq_door import HELLO
+from tests.zmq_listener import HELLO
 
-LIMITS = Limits(input_bytes=4 << 20)
+LIMITS = ZmqLimits(input_bytes=4 << 20)
 OPTIONS = [
     "id", "priority", "queue_timeout_us", "sequence", "sequence_start", "sequence_end", "parameters", "window",
 ]  # fmt: skip
@@ -97,7 +97,7 @@ def test_files_of_keys_that_are_none(line: str, text: str) -> None:
 def test_files_of_keys() -> None:
     first, second = "#" * 40, "z" * 40
     found = parse(f"# a comment\n\n{first} infer,operate  Alice of there \n#\n{second} observe\n", "file")
-    assert found == {first: Entry(INFER | OPERATE, "Alice of there"), second: Entry(OBSERVE, "")}
+    assert found == {first: KeyEntry(INFER | OPERATE, "Alice of there"), second: KeyEntry(OBSERVE, "")}
 
 
 class _NoBroker:
@@ -114,7 +114,7 @@ class _NoBroker:
         self.session.cancel(ticket)
 
 
-class _Outside(Outside):
+class _Outside(PeerHost):
     def __init__(self) -> None:
         self.link = _NoBroker()  # type: ignore[assignment]
         self.limits = LIMITS
@@ -124,7 +124,7 @@ class _Outside(Outside):
     def send(self, peer: Peer, packet: bytes, frames: Any) -> None:
         self.sent += msgpack.unpackb(packet)
 
-    def drop(self, peer: Peer, sent_away: bool) -> None:
+    def drop(self, peer: Peer, still_open: bool) -> None:
         peer.end()
 
 
@@ -150,11 +150,11 @@ _infer = st.builds(
 @given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
 def test_whatever_is_said_nothing_is_raised_and_nothing_is_kept(said: list[Any]) -> None:
     outside = _Outside()
-    peer = Peer(outside, b"me", 1, "key", Entry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
-    peer.hear(msgpack.packb([HELLO]), [])
+    peer = Peer(outside, b"me", 1, "key", KeyEntry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
+    peer.receive(msgpack.packb([HELLO]), [])
     peer.take_out()
     for one in said:
-        peer.hear(one if isinstance(one, bytes) else msgpack.packb(one), [b"", bytes(5000)])
+        peer.receive(one if isinstance(one, bytes) else msgpack.packb(one), [b"", bytes(5000)])
         peer.take_out()
     assert outside.sent[0][0] == 32
     assert {message[0] for message in outside.sent} <= {32, 34, 39, 5}

@@ -40,7 +40,7 @@ NEEDS = {
 """Action -> the roles of which one is needed. An action that is not listed is denied."""
 OPEN = ("live", "ready")
 """Actions that need no token, for process monitoring: the answer is yes or no."""
-_NOBODY = ("of nobody",)
+_NO_ROLE = ("of nobody",)
 _NO_RESTRICTIONS = Restrictions()
 
 
@@ -50,7 +50,7 @@ class Unauthenticated(Denied):
     code = "UNAUTHENTICATED"
 
 
-class Access:
+class EndpointAccess:
     """`roles`: of clients without a token. With `tokens`, an unknown token is refused even if the endpoint grants the
     role."""
 
@@ -73,7 +73,7 @@ class Access:
     def check(self, action: str, header: Callable[[str], str | None]) -> str:
         """Checks access and returns the name of the token, or "". `header` returns the value of a header, given its
         name in lower case. Raises errors for the client."""
-        roles, needs, tokens, name = self._roles, NEEDS.get(action, _NOBODY), self.tokens, ""
+        roles, needs, tokens, name = self._roles, NEEDS.get(action, _NO_ROLE), self.tokens, ""
         if tokens is not None and action not in OPEN:
             given = header("authorization")
             if given is not None:

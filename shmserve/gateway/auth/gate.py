@@ -9,9 +9,9 @@ import ssl
 from collections.abc import Iterator
 
 from shmserve.gateway.auth import restricted_apis, tls, tokens
-from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
-from shmserve.gateway.auth.tls import Files, Given
+from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.gateway.listeners.listen import is_local
 from shmserve.protocol.roles import INFER, OBSERVE, names
 from shmserve.terminal.errors import Failed, Misuse
@@ -22,7 +22,7 @@ log = logging.getLogger("shmserve.gateway")
 class Guard:
     """Access control of one endpoint."""
 
-    def __init__(self, access: Access, forward: Forward | None, files: Files | None, alpn: str) -> None:
+    def __init__(self, access: EndpointAccess, forward: Forward | None, files: Files | None, alpn: str) -> None:
         self.access = access
         self.forward = forward
         self._files = files
@@ -44,12 +44,12 @@ class Guard:
         known = certified or self.access.tokens is not None
         if self.tls is not None and known:
             return None
-        told = []
+        warnings = []
         if not known:
-            told.append("any client can use it without authentication (--tokens-file, --tls-client-ca)")
+            warnings.append("any client can use it without authentication (--tokens-file, --tls-client-ca)")
         if self.tls is None:
-            told.append("traffic, including tokens, is not encrypted (--tls-cert)")
-        return f"{address} is reachable from other machines: {', and '.join(told)}"
+            warnings.append("traffic, including tokens, is not encrypted (--tls-cert)")
+        return f"{address} is reachable from other machines: {', and '.join(warnings)}"
 
 
 class Guards:
@@ -69,10 +69,15 @@ class Guards:
         rpc_forward = _forward("--grpc-header-forward-pattern", args.grpc_header_forward_pattern, withheld)
         roles, rpc_roles = _roles(args.http_roles, found), _roles(args.grpc_roles or args.http_roles, found)
         try:
-            self.http = Guard(Access(roles, found, restricted), forward, common, "http/1.1")
-            self.metrics = Guard(Access(names(OBSERVE) if found is None else [], found), None, common, "http/1.1")
+            self.http = Guard(EndpointAccess(roles, found, restricted), forward, common, "http/1.1")
+            self.metrics = Guard(
+                EndpointAccess(names(OBSERVE) if found is None else [], found), None, common, "http/1.1"
+            )
             self.rpc = Guard(
-                Access(rpc_roles, found, rpc_restricted, "--grpc-roles"), rpc_forward, _rpc(args) or common, "h2"
+                EndpointAccess(rpc_roles, found, rpc_restricted, "--grpc-roles"),
+                rpc_forward,
+                _rpc(args) or common,
+                "h2",
             )
         except tls.BadCertificate as error:
             raise Failed(str(error)) from error
@@ -119,7 +124,7 @@ def _common(args: argparse.Namespace) -> Files | None:
                 raise Misuse(f"{flag} requires --tls-cert")
         return None
     return Files(
-        Given(args.tls_cert, "--tls-cert"),
+        FlagFile(args.tls_cert, "--tls-cert"),
         _given(args.tls_key, "--tls-key"),
         _given(args.tls_client_ca, "--tls-client-ca"),
     )
@@ -138,12 +143,14 @@ def _rpc(args: argparse.Namespace) -> Files | None:
         raise Misuse("--grpc-use-ssl-mutual requires --grpc-root-cert")
     mutual = root if args.grpc_use_ssl_mutual else None
     return Files(
-        Given(certificate, "--grpc-server-cert"), _given(key, "--grpc-server-key"), _given(mutual, "--grpc-root-cert")
+        FlagFile(certificate, "--grpc-server-cert"),
+        _given(key, "--grpc-server-key"),
+        _given(mutual, "--grpc-root-cert"),
     )
 
 
-def _given(path: str | None, flag: str) -> Given | None:
-    return None if path is None else Given(path, flag)
+def _given(path: str | None, flag: str) -> FlagFile | None:
+    return None if path is None else FlagFile(path, flag)
 
 
 def _forward(flag: str, pattern: str | None, withheld: set[str]) -> Forward | None:

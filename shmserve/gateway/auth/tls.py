@@ -13,7 +13,7 @@ class BadCertificate(Exception):
     """The files cannot be used."""
 
 
-class Given(NamedTuple):
+class FlagFile(NamedTuple):
     """A file, and the flag that it was given with."""
 
     path: str
@@ -27,9 +27,9 @@ class Files(NamedTuple):
     """`key`: if it is not in the certificate file. `client_ca`: clients need a certificate signed by one of these
     CAs."""
 
-    certificate: Given
-    key: Given | None = None
-    client_ca: Given | None = None
+    certificate: FlagFile
+    key: FlagFile | None = None
+    client_ca: FlagFile | None = None
 
 
 def context(files: Files, alpn: str) -> ssl.SSLContext:
@@ -66,7 +66,7 @@ def exposed(files: Files) -> str | None:
     return None
 
 
-def _load_authorities(context: ssl.SSLContext, given: Given) -> None:
+def _load_authorities(context: ssl.SSLContext, given: FlagFile) -> None:
     try:
         context.load_verify_locations(given.path)
     except (ssl.SSLError, ValueError) as error:
@@ -81,7 +81,7 @@ def _no_password() -> str:
     raise _Encrypted
 
 
-def _readable(given: Given) -> None:
+def _readable(given: FlagFile) -> None:
     try:
         with open(given.path, "rb"):
             pass

@@ -33,7 +33,7 @@ class Holder(NamedTuple):
     roles: frozenset[str]
 
 
-_NOBODY = Holder("", frozenset())
+_NO_HOLDER = Holder("", frozenset())
 
 
 class Tokens:
@@ -75,7 +75,7 @@ class Tokens:
         if scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(token.strip().encode(errors="replace")).digest()
-        kept, found = self._holders.get(digest, (b"", _NOBODY))
+        kept, found = self._holders.get(digest, (b"", _NO_HOLDER))
         if not compare_digest(kept, digest):
             return None
         if len(self._known) >= _REMEMBERED:

@@ -12,19 +12,19 @@ from shmserve.gateway.grpc.messages import filled, message_class, read
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.rpcs import Rpc
 from shmserve.gateway.grpc.services import Services
-from shmserve.gateway.grpc.wire import Answers, parameters_of
+from shmserve.gateway.grpc.wire import ResponseEncoder, parameters_of
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.seam import Awaits, Stream
+from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held, check_room
 from shmserve.gateway.kserve.status import grpc_text_of
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Job
 from shmserve.gateway.upstream.device_regions import DeviceRegion
-from shmserve.gateway.upstream.documents import Flag, Known, Question, question_of
+from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesOrNo, question_of
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Region
-from shmserve.gateway.upstream.requests import Waiting, not_passed_on, withdraw
+from shmserve.gateway.upstream.requests import PendingCall, not_passed_on, withdraw
 from shmserve.protocol.messages import Reply
 
 ASKED_BYTES = 64 * 1024
@@ -33,7 +33,12 @@ Targets = Mapping[str, Region | DeviceRegion]
 
 
 def answer_of(
-    answers: Answers, plan: RpcPlan, request_id: str, answer: Reply | Held, targets: Targets | None, more: bytes = b""
+    answers: ResponseEncoder,
+    plan: RpcPlan,
+    request_id: str,
+    answer: Reply | Held,
+    targets: Targets | None,
+    more: bytes = b"",
 ) -> list[Buffer]:
     """A ModelInferResponse in pieces. `more`: encoded fields to add. Outputs with a place are written there instead."""
     buffers: list[list[Buffer]] | None
@@ -57,13 +62,13 @@ def answer_of(
     return answers.infer(plan.model, found.version, request_id, more, found.outputs, buffers)
 
 
-class _Answered(Waiting):
+class _InferTicket(PendingCall):
     """An inference whose answer ends the call."""
 
     __slots__ = ("_answers", "_plan", "_request_id", "_stream", "_targets")
 
     def __init__(
-        self, stream: Stream, answers: Answers, plan: RpcPlan, request_id: str, targets: Targets | None
+        self, stream: TransportStream, answers: ResponseEncoder, plan: RpcPlan, request_id: str, targets: Targets | None
     ) -> None:
         self._stream = stream
         self._answers = answers
@@ -85,11 +90,11 @@ class Unary:
 
     __slots__ = ("_begun", "_payer", "_services", "_stream", "_ticket")
 
-    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+    def __init__(self, services: Services, stream: TransportStream, payer: Payer) -> None:
         self._services = services
         self._stream = stream
         self._payer = payer
-        self._ticket: Waiting | None = None
+        self._ticket: PendingCall | None = None
         self._begun = False
 
     @property
@@ -127,7 +132,7 @@ class InferCall(Unary):
 
     __slots__ = ("_job", "_room")
 
-    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+    def __init__(self, services: Services, stream: TransportStream, payer: Payer) -> None:
         super().__init__(services, stream, payer)
         self._room: memoryview | None = None
         self._job: Job | None = None
@@ -160,9 +165,9 @@ class InferCall(Unary):
 
     def _ask(self, plan: RpcPlan, raw: list[Piece], request_id: str) -> None:
         services = self._services
-        targets = services.asker.targets(plan.plan)
-        ticket = _Answered(self._stream, services.answers, plan, request_id, targets)
-        services.asker.infer(
+        targets = services.sender.targets(plan.plan)
+        ticket = _InferTicket(self._stream, services.answers, plan, request_id, targets)
+        services.sender.infer(
             self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), request_id,
             services.forwarded(self._stream),
         )  # fmt: skip
@@ -174,12 +179,12 @@ class InferCall(Unary):
             self._job.cancel()
 
 
-class _Asked(Waiting):
+class _QueryTicket(PendingCall):
     """A query to the broker: its document is passed to `tell`, an error to `fail`."""
 
     __slots__ = ("_fail", "_question", "_tell")
 
-    def __init__(self, question: Question, tell: Callable[[Any], None], fail: Callable[[ServeError], None]) -> None:
+    def __init__(self, question: BrokerQuery, tell: Callable[[Any], None], fail: Callable[[ServeError], None]) -> None:
         self._question = question
         self._tell = tell
         self._fail = fail
@@ -199,7 +204,7 @@ class AskCall(Unary):
 
     __slots__ = ("_rpc",)
 
-    def __init__(self, services: Services, stream: Stream, payer: Payer, rpc: Rpc) -> None:
+    def __init__(self, services: Services, stream: TransportStream, payer: Payer, rpc: Rpc) -> None:
         super().__init__(services, stream, payer)
         self._rpc = rpc
 
@@ -208,15 +213,15 @@ class AskCall(Unary):
         try:
             if len(data) > ASKED_BYTES and rpc.action != "load":
                 raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
-            route, given = rpc.asked(read(rpc.request, bytes(data)))
+            route, given = rpc.query(read(rpc.request, bytes(data)))
             if route.action != rpc.action:
                 services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
-            found = question_of(route, given, services.asker.regions)
-            if isinstance(found, Known):
+            found = question_of(route, given, services.sender.regions)
+            if isinstance(found, FixedDocument):
                 self._tell(found.document)
             else:
-                self._ticket = _Asked(found, self._tell, self._fail)
-                services.asker.ask(self._payer, self._ticket, found)
+                self._ticket = _QueryTicket(found, self._tell, self._fail)
+                services.sender.ask(self._payer, self._ticket, found)
         except ServeError as error:
             raise rpc_error(error) from error
 
@@ -230,7 +235,7 @@ class AskCall(Unary):
 
 # ---------------------------------------------------------------------------------------- grpc.health.v1
 
-_ASKED = message_class("grpc.health.v1.HealthCheckRequest")
+_HEALTH_REQUEST = message_class("grpc.health.v1.HealthCheckRequest")
 _HEALTH = message_class("grpc.health.v1.HealthCheckResponse")
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     filled(_HEALTH, {"status": name}) for name in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
@@ -247,7 +252,7 @@ class CheckCall(Unary):
     def begin(self, data: Buffer) -> None:
         services = self._services
         try:
-            service = read(_ASKED, bytes(data)).service
+            service = read(_HEALTH_REQUEST, bytes(data)).service
             if service not in services.names:
                 raise NotFound(f"unknown service '{service[:80]}'")
             self._ticket = ask_health(services, self._payer, self._tell)
@@ -262,23 +267,23 @@ class CheckCall(Unary):
 class WatchCall(Unary):
     """Health: Watch. Sends the status at once, and again when it changes."""
 
-    __slots__ = ("_said", "_timer")
+    __slots__ = ("_sent_status", "_timer")
 
-    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+    def __init__(self, services: Services, stream: TransportStream, payer: Payer) -> None:
         super().__init__(services, stream, payer)
-        self._said = b""
+        self._sent_status = b""
         self._timer: Any = None
 
     def begin(self, data: Buffer) -> None:
         try:
-            service = read(_ASKED, bytes(data)).service
+            service = read(_HEALTH_REQUEST, bytes(data)).service
         except ServeError as error:
             raise rpc_error(error) from error
         self._services.watches.add(self)
         if service in self._services.names:
             self._look()
         else:
-            self._say(SERVICE_UNKNOWN)  # per the protocol the service may be added later; here none ever is
+            self._send_status(SERVICE_UNKNOWN)  # per the protocol the service may be added later; here none ever is
 
     def _look(self) -> None:
         self._timer = None
@@ -289,15 +294,15 @@ class WatchCall(Unary):
 
     def _tell(self, health: bytes) -> None:
         self._ticket = None
-        self._say(health)
+        self._send_status(health)
         self._look_again()
 
     def _look_again(self) -> None:
         self._timer = self._services.link.bind().call_later(LOOK_S, self._look)
 
-    def _say(self, health: bytes) -> None:
-        if health != self._said and self._stream.writable:
-            self._said = health
+    def _send_status(self, health: bytes) -> None:
+        if health != self._sent_status and self._stream.writable:
+            self._sent_status = health
             self._stream.send([health])
 
     def cancelled(self) -> None:
@@ -310,15 +315,17 @@ class WatchCall(Unary):
     def end(self) -> None:
         """The gateway is stopping."""
         self.cancelled()
-        self._say(NOT_SERVING)
+        self._send_status(NOT_SERVING)
         self._stream.finish(Code.UNAVAILABLE, "the gateway is stopping")
 
 
-def ask_health(services: Services, payer: Payer, tell: Callable[[bytes], None]) -> Waiting:
+def ask_health(services: Services, payer: Payer, tell: Callable[[bytes], None]) -> PendingCall:
     def failed(error: ServeError) -> Any:
-        return Flag(False)
+        return YesOrNo(False)
 
-    question = Question("ready", lambda said: Flag(bool(said["ready"])), failed=failed)
-    ticket = _Asked(question, lambda flag: tell(SERVING if flag.yes else NOT_SERVING), lambda error: tell(NOT_SERVING))
-    services.asker.ask(payer, ticket, question)
+    question = BrokerQuery("ready", lambda answer: YesOrNo(bool(answer["ready"])), failed=failed)
+    ticket = _QueryTicket(
+        question, lambda flag: tell(SERVING if flag.yes else NOT_SERVING), lambda error: tell(NOT_SERVING)
+    )
+    services.sender.ask(payer, ticket, question)
     return ticket

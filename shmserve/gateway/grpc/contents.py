@@ -28,16 +28,16 @@ _WIDE = {"int_contents": np.dtype("int32"), "uint_contents": np.dtype("uint32")}
 _REQUEST = "ModelInferRequest"
 
 
-class Cut(Struct):
+class CutRequest(Struct):
     """`around`: the request with empty contents. `contents`: those of each input."""
 
     around: bytes
     contents: list[memoryview | None]
 
 
-def cut(head: bytes) -> Cut:
+def cut(head: bytes) -> CutRequest:
     """Separates the contents of the inputs from the request."""
-    found = Cut(b"", [])
+    found = CutRequest(b"", [])
     parts: list[bytes] = []
     try:
         for tag, begin, start, end in _fields(head, 0, len(head), _FIELDS):

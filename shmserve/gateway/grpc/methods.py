@@ -12,10 +12,10 @@ from shmserve.gateway.grpc.rpcs import RPCS, Rpc
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.stream import StreamCall
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.seam import Call, Stream
+from shmserve.gateway.http2.interface import ServiceCall, TransportStream
 from shmserve.gateway.limits.caller_shares import Payer
 
-Make = Callable[[Stream, Payer], Call]
+Make = Callable[[TransportStream, Payer], ServiceCall]
 
 
 class Methods:
@@ -31,12 +31,12 @@ class Methods:
             f"/{HEALTH}/Watch": ("ready", lambda stream, payer: WatchCall(services, stream, payer)),
         }
         for name, rpc in RPCS.items():
-            self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._asking(rpc)
+            self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._query_call(rpc)
 
-    def _asking(self, rpc: Rpc) -> Make:
+    def _query_call(self, rpc: Rpc) -> Make:
         return lambda stream, payer: AskCall(self._services, stream, payer, rpc)
 
-    def __call__(self, stream: Stream) -> Call:
+    def __call__(self, stream: TransportStream) -> ServiceCall:
         found = self._paths.get(stream.path)
         if found is None:
             raise RpcError(Code.UNIMPLEMENTED, f"unknown method {stream.path[:200]}")

@@ -13,9 +13,9 @@ from shmserve.gateway.grpc.messages import message_class, read
 from shmserve.gateway.http2.limits import MESSAGE_BYTES
 from shmserve.gateway.kserve.json_tensors import contents_to_bytes
 from shmserve.gateway.kserve.plans import (
+    InputPlan,
     Place,
-    Plan,
-    Spec,
+    RequestPlan,
     Value,
     add_outputs,
     check_tensor,
@@ -39,7 +39,7 @@ class RpcPlan(Struct):
 
     model: str
     version: str
-    plan: Plan
+    plan: RequestPlan
     raw: int
     contents: str = ""
     """The first input with typed contents."""
@@ -87,7 +87,7 @@ def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> Work[RpcPlan]:
             name, dtype, shape = _described(one)
             _place(one)
             made = yield from contents.to_bytes(name, dtype, data, most)
-            specs.append(Spec(name, dtype, shape, len(made), made))
+            specs.append(InputPlan(name, dtype, shape, len(made), made))
     return _plan(request, specs)
 
 
@@ -98,13 +98,13 @@ def _request_of(head: bytes) -> Any:
     return request
 
 
-def _plan(request: Any, specs: list[Spec]) -> RpcPlan:
+def _plan(request: Any, specs: list[InputPlan]) -> RpcPlan:
     given = parameters_of("the request", request.parameters)
     empty_final = given.pop(_EMPTY_FINAL, False)
     if type(empty_final) is not bool:
         raise InvalidRequest(f"'{_EMPTY_FINAL}' must be true or false, not {empty_final!r:.40}")
     with_contents = next((one.name for one in request.inputs if one.HasField("contents")), "")
-    plan = Plan(tuple(specs), 0, options_of("", given))
+    plan = RequestPlan(tuple(specs), 0, options_of("", given))
     if len(request.outputs):
         add_outputs(plan, [_output(one) for one in request.outputs[: TENSORS + 1]])
     raw = sum([spec.follows for spec in specs])
@@ -132,15 +132,15 @@ def _place(one: Any) -> Place | None:
     return place
 
 
-def _spec(one: Any) -> Spec:
+def _spec(one: Any) -> InputPlan:
     name, dtype, shape = _described(one)
     place = _place(one)
     if place is not None:
-        return Spec(name, dtype, shape, place.size, None, place)
+        return InputPlan(name, dtype, shape, place.size, None, place)
     if one.HasField("contents"):
         data = contents_to_bytes(name, dtype, one.contents)
-        return Spec(name, dtype, shape, len(data), data)
-    return Spec(name, dtype, shape, 0)
+        return InputPlan(name, dtype, shape, len(data), data)
+    return InputPlan(name, dtype, shape, 0)
 
 
 def parameters_of(what: str, given: Any) -> dict[str, Value]:

@@ -13,40 +13,40 @@ from shmserve.gateway.grpc.messages import INFERENCE, message_class, methods
 from shmserve.gateway.kserve.plans import check_version
 from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.documents import Arguments, Route, unknown_of_load
-from shmserve.gateway.upstream.regions import Order
+from shmserve.gateway.upstream.regions import Registration
 
-Asked = tuple[Route, Arguments]
+RpcQuery = tuple[Route, Arguments]
 
 
 class Rpc(Struct):
-    """`action`: the key of the access rules. `asked`: a message -> what is requested. `shown`: a document -> the fields
+    """`action`: the key of the access rules. `query`: a message -> what is requested. `shown`: a document -> the fields
     of the response."""
 
     action: str
     request: Any
     response: Any
-    asked: Callable[[Any], Asked]
+    query: Callable[[Any], RpcQuery]
     shown: Callable[[Any], dict[str, Any]]
 
 
 # ---------------------------------------------------------------------------------------- requests
 
 
-def _plain(action: str) -> Callable[[Any], Asked]:
+def _plain(action: str) -> Callable[[Any], RpcQuery]:
     return lambda message: (Route(action), Arguments())
 
 
-def _of_model(action: str) -> Callable[[Any], Asked]:
+def _of_model(action: str) -> Callable[[Any], RpcQuery]:
     return lambda message: (Route(action, message.name, check_version(message.version)), Arguments())
 
 
-def _index(message: Any) -> Asked:
+def _index(message: Any) -> RpcQuery:
     if message.repository_name:
         return Route("named_repository"), Arguments()
     return Route("index"), Arguments(only_ready=message.ready)
 
 
-def _load(message: Any) -> Asked:
+def _load(message: Any) -> RpcQuery:
     if message.repository_name:
         return Route("named_repository"), Arguments()
     found = Arguments(files={})
@@ -62,7 +62,7 @@ def _load(message: Any) -> Asked:
     return Route("load", message.model_name), found
 
 
-def _unload(message: Any) -> Asked:
+def _unload(message: Any) -> RpcQuery:
     if message.repository_name:
         return Route("named_repository"), Arguments()
     found = Arguments()
@@ -81,28 +81,28 @@ def _value(name: str, parameter: Any, kind: str) -> Any:
     return getattr(parameter, kind)
 
 
-def _memory(action: str, kind: str) -> Callable[[Any], Asked]:
+def _memory(action: str, kind: str) -> Callable[[Any], RpcQuery]:
     return lambda message: (Route(action, message.name, kind=kind), Arguments())
 
 
-def _register(message: Any) -> Asked:
-    order = Order(message.key, message.byte_size, message.offset)
+def _register(message: Any) -> RpcQuery:
+    order = Registration(message.key, message.byte_size, message.offset)
     return Route("memory_register", message.name, kind="system"), Arguments(order=order)
 
 
-def _register_cuda(message: Any) -> Asked:
+def _register_cuda(message: Any) -> RpcQuery:
     order = DeviceOrder(message.raw_handle, message.device_id, message.byte_size)
     return Route("memory_register", message.name, kind="cuda"), Arguments(order=order)
 
 
-def _trace(message: Any) -> Asked:
+def _trace(message: Any) -> RpcQuery:
     if not message.settings:
         return Route("trace", message.model_name), Arguments()
     settings = {name: list(one.value) or None for name, one in message.settings.items()}
     return Route("set_trace", message.model_name), Arguments(settings=settings)
 
 
-def _log(message: Any) -> Asked:
+def _log(message: Any) -> RpcQuery:
     if not message.settings:
         return Route("log"), Arguments()
     settings = {}
@@ -155,7 +155,7 @@ def _kind(value: Any) -> str:
     return "uint32_param" if isinstance(value, int) else "string_param"
 
 
-_TABLE: dict[str, tuple[str, Callable[[Any], Asked], Callable[[Any], dict[str, Any]]]] = {
+_TABLE: dict[str, tuple[str, Callable[[Any], RpcQuery], Callable[[Any], dict[str, Any]]]] = {
     "ServerLive": ("live", _plain("live"), _flag("live")),
     "ServerReady": ("ready", _plain("ready"), _flag("ready")),
     "ModelReady": ("model_ready", _of_model("model_ready"), _flag("ready")),
@@ -180,10 +180,10 @@ _TABLE: dict[str, tuple[str, Callable[[Any], Asked], Callable[[Any], dict[str, A
 def _rpcs() -> dict[str, Rpc]:
     found = {}
     known = methods(INFERENCE)
-    for name, (action, asked, shown) in _TABLE.items():
+    for name, (action, query, shown) in _TABLE.items():
         method = known[name]
         request, response = message_class(method.input_type.full_name), message_class(method.output_type.full_name)
-        found[name] = Rpc(action, request, response, asked, shown)
+        found[name] = Rpc(action, request, response, query, shown)
     return found
 
 

@@ -7,18 +7,18 @@ from typing import Protocol
 import numpy as np
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans
-from shmserve.gateway.grpc.wire import Answers, take_apart, tensor_at
-from shmserve.gateway.http2.seam import Stream
+from shmserve.gateway.grpc.wire import ResponseEncoder, take_apart, tensor_at
+from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.turns import Turns
-from shmserve.gateway.upstream.link import GatewayLink, Piece, early_room
+from shmserve.gateway.limits.turns import JobTurns
+from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Regions
-from shmserve.gateway.upstream.requests import Asker
+from shmserve.gateway.upstream.requests import RequestSender
 from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.shm.arena import ALIGN
 
@@ -37,11 +37,16 @@ class Services:
     """`forward`: which metadata is passed on to models."""
 
     def __init__(
-        self, link: GatewayLink, message_bytes: int, access: Access, regions: Regions, forward: Forward | None = None
+        self,
+        link: GatewayLink,
+        message_bytes: int,
+        access: EndpointAccess,
+        regions: Regions,
+        forward: Forward | None = None,
     ) -> None:
         self.link = link
-        self.asker = Asker(link, regions)
-        self.answers = Answers()
+        self.sender = RequestSender(link, regions)
+        self.answers = ResponseEncoder()
         self.take_apart = take_apart
         plans = RpcPlans(message_bytes)
         self.plan = plans.plan
@@ -57,10 +62,10 @@ class Services:
         self._forward = forward
 
     @property
-    def turns(self) -> Turns:
+    def turns(self) -> JobTurns:
         return self.link.turns
 
-    def forwarded(self, stream: Stream) -> dict[str, str] | None:
+    def forwarded(self, stream: TransportStream) -> dict[str, str] | None:
         return None if self._forward is None else self._forward.of(stream.metadata.items())
 
     def room(self, size: int, first: Buffer) -> Room | None:
@@ -69,7 +74,7 @@ class Services:
         start = tensor_at(first)
         if start is None:
             return None
-        return early_room(self.link.session.memory, size, -start % ALIGN)
+        return partial_room(self.link.session.memory, size, -start % ALIGN)
 
     def in_room(self, raw: list[Piece]) -> list[Piece]:
         """Passes on without a copy the tensors that are aligned."""
@@ -99,7 +104,7 @@ class Services:
             if plan.raw == len(specs):
                 return raw
         left = iter(raw)
-        return [next(left, b"") if spec.follows else self.asker.given(spec) for spec in specs]
+        return [next(left, b"") if spec.follows else self.sender.given(spec) for spec in specs]
 
     # ------------------------------------------------------------------------------------ shutdown
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shmserve.gateway.auth.gate import Guard
-    from shmserve.gateway.http2.listener import RpcDoor
+    from shmserve.gateway.http2.listener import RpcListener
     from shmserve.gateway.limits.body_budget import Budget
     from shmserve.gateway.upstream.link import GatewayLink
     from shmserve.gateway.upstream.regions import Regions
@@ -62,15 +62,17 @@ def _whole(text: str) -> int:
     return found
 
 
-def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions, budget: Budget) -> RpcDoor:
+def make_listener(
+    args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions, budget: Budget
+) -> RpcListener:
     from shmserve.gateway.grpc.methods import Methods
     from shmserve.gateway.grpc.services import Services
-    from shmserve.gateway.http2.connection import Connection
-    from shmserve.gateway.http2.limits import Limits
-    from shmserve.gateway.http2.listener import RpcDoor
+    from shmserve.gateway.http2.connection import Http2Connection
+    from shmserve.gateway.http2.limits import Http2Limits
+    from shmserve.gateway.http2.listener import RpcListener
 
     services = Services(link, args.grpc_max_input_size, guard.access, regions, guard.forward)
-    limits = Limits(
+    limits = Http2Limits(
         message_bytes=args.grpc_max_input_size,
         connections=args.http_max_connections,
         read_timeout_s=args.http_read_timeout,
@@ -87,6 +89,14 @@ def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Reg
         age_s=args.grpc_max_connection_age / 1000,
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
-    return RpcDoor(
-        Connection, link.bind(), Methods(services), limits, services.close, budget, link.shares, link.turns, link.reads
+    return RpcListener(
+        Http2Connection,
+        link.bind(),
+        Methods(services),
+        limits,
+        services.close,
+        budget,
+        link.shares,
+        link.turns,
+        link.reads,
     )

@@ -19,14 +19,14 @@ from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed
 from shmserve.gateway.http2.codes import Code
-from shmserve.gateway.http2.seam import Awaits, Stream
+from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.status import text_of
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Job
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
-from shmserve.gateway.upstream.requests import InParts, not_passed_on, withdraw
+from shmserve.gateway.upstream.requests import PendingStream, not_passed_on, withdraw
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW
 
@@ -37,7 +37,7 @@ _MODELS = 1024
 """Maximum number of remembered decoupled models."""
 
 
-class _Request(InParts):
+class _StreamRequest(PendingStream):
     __slots__ = ("call", "final", "plan", "replied", "request_id", "targets", "version", "whole")
 
     def __init__(self, call: StreamCall) -> None:
@@ -63,12 +63,12 @@ class _Request(InParts):
 
 
 class StreamCall:
-    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+    def __init__(self, services: Services, stream: TransportStream, payer: Payer) -> None:
         self._services = services
         self._payer = payer
         self._stream = stream
-        self._live: dict[_Request, None] = {}
-        self._in_order: deque[_Request] = deque()
+        self._live: dict[_StreamRequest, None] = {}
+        self._in_order: deque[_StreamRequest] = deque()
         """Requests of models that are not known to be decoupled, in order."""
         self._no_more = False
         self._paused = False
@@ -87,7 +87,7 @@ class StreamCall:
 
     def message(self, data: Buffer) -> None:
         services = self._services
-        ticket = _Request(self)
+        ticket = _StreamRequest(self)
         self._live[ticket] = None
         try:
             taken = services.take_apart(data)
@@ -107,7 +107,7 @@ class StreamCall:
             self._paused = True
             self._stream.pause()
 
-    def _begin_in_slices(self, ticket: _Request, head: bytes, raw: list[Piece]) -> None:
+    def _begin_in_slices(self, ticket: _StreamRequest, head: bytes, raw: list[Piece]) -> None:
         """Pauses the stream meanwhile, as requests are started in order."""
         self._stream.pause()
 
@@ -126,20 +126,20 @@ class StreamCall:
 
         self._job = self._services.turns.run(self._services.plan_in_slices(head), then, failed)
 
-    def _ask(self, ticket: _Request, plan: RpcPlan, raw: list[Piece]) -> None:
-        services, asker = self._services, self._services.asker
+    def _ask(self, ticket: _StreamRequest, plan: RpcPlan, raw: list[Piece]) -> None:
+        services, sender = self._services, self._services.sender
         ticket.plan = plan
         if plan.model in services.decoupled:
             ticket.whole = False
         else:
             self._in_order.append(ticket)
-        ticket.targets = asker.targets(plan.plan)
-        asker.infer(
+        ticket.targets = sender.targets(plan.plan)
+        sender.infer(
             self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), ticket.request_id,
             services.forwarded(self._stream), WINDOW,
         )  # fmt: skip
 
-    def _refuse(self, ticket: _Request, error: ServeError) -> None:
+    def _refuse(self, ticket: _StreamRequest, error: ServeError) -> None:
         if ticket.plan is None:
             self._in_order.append(ticket)
         ticket.fail(error)
@@ -175,7 +175,7 @@ class StreamCall:
 
     # ------------------------------------------------------------------------------------ responses
 
-    def news(self, ticket: _Request) -> None:
+    def news(self, ticket: _StreamRequest) -> None:
         if self._over:
             return
         if ticket.whole and not ticket.replied and ticket.error is None:
@@ -195,7 +195,7 @@ class StreamCall:
         self._send_in_order()
         self._send_returns()
 
-    def _is_decoupled(self, ticket: _Request) -> None:
+    def _is_decoupled(self, ticket: _StreamRequest) -> None:
         """Takes the requests of its model out of the ordered queue."""
         assert ticket.plan is not None
         model, known = ticket.plan.model, self._services.decoupled
@@ -223,7 +223,7 @@ class StreamCall:
         if link.session.outbox.messages:
             link.send_soon()
 
-    def _send(self, ticket: _Request) -> None:
+    def _send(self, ticket: _StreamRequest) -> None:
         """Sends the responses that have arrived, as far as the client reads."""
         stream, session = self._stream, self._services.link.session
         try:
@@ -237,7 +237,7 @@ class StreamCall:
         if ticket.ended and not ticket.parts and stream.writable and ticket in self._live:
             self._end(ticket)
 
-    def _send_part(self, ticket: _Request, part: Held) -> None:
+    def _send_part(self, ticket: _StreamRequest, part: Held) -> None:
         plan, reply = ticket.plan, part.reply
         assert plan is not None
         ticket.version = reply.version
@@ -246,7 +246,7 @@ class StreamCall:
         answers = self._services.answers
         self._stream.send(streamed(answer_of(answers, plan, ticket.request_id, part, ticket.targets, more)))
 
-    def _give_up(self, ticket: _Request, error: ServeError) -> None:
+    def _give_up(self, ticket: _StreamRequest, error: ServeError) -> None:
         """Ends the request with an error and drops its remaining responses."""
         if not ticket.ended:
             withdraw(self._services.link, ticket)
@@ -254,7 +254,7 @@ class StreamCall:
         ticket.ended = True
         ticket.error = error
 
-    def _end(self, ticket: _Request) -> None:
+    def _end(self, ticket: _StreamRequest) -> None:
         """All responses of the request are sent, and no more will arrive."""
         del self._live[ticket]
         error, plan, stream = ticket.error, ticket.plan, self._stream

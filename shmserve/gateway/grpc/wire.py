@@ -163,7 +163,7 @@ IS_FINAL = parameters_of({FINAL: True})
 NOT_FINAL = parameters_of({FINAL: False})
 
 
-class Answers:
+class ResponseEncoder:
     """Assembles responses; encoded names and tensor headers are cached."""
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway import gzip_stream
-from shmserve.gateway.http.heads import Head
-from shmserve.gateway.http.limits import CHUNKS, HEAD_BYTES, Limits
+from shmserve.gateway.http.heads import HttpHead
+from shmserve.gateway.http.limits import CHUNKS, HEAD_BYTES, HttpLimits
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_tensors import json_too_large
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
@@ -104,7 +104,7 @@ class Chunks:
         self.done = not line
 
 
-def too_large(head: Head, limits: Limits) -> InvalidRequest:
+def too_large(head: HttpHead, limits: HttpLimits) -> InvalidRequest:
     """The error for a body whose Content-Length exceeds `limits.input_bytes`. The text depends on the kind of body."""
     action = head.route.action
     if head.encoding or (action == "infer" and head.json_length is not None):

@@ -18,13 +18,13 @@ from typing import Any, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unsupported
 from shmserve.gateway.http import bodies
-from shmserve.gateway.http.heads import BadHead, Head
+from shmserve.gateway.http.heads import BadHead, HttpHead
 from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
-from shmserve.gateway.http.listener import Door
+from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
-from shmserve.gateway.limits.turns import Job, Reader, Work
+from shmserve.gateway.limits.turns import FairReader, Job, Work
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.receive import ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, not_passed_on, withdraw
@@ -41,40 +41,40 @@ _scratch = memoryview(bytearray(256 * 1024))
 """Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 
 
-class Handler(Protocol):
+class RequestHandler(Protocol):
     """Receives requests from connections. A ServeError raised by either method becomes the response."""
 
-    def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
-        """Calls `Connection.fill` with the buffers for the body, of which only `first` has arrived."""
+    def prepare(self, connection: HttpConnection, head: HttpHead, first: bytes) -> None:
+        """Calls `HttpConnection.fill` with the buffers for the body, of which only `first` has arrived."""
 
-    def begin(self, connection: Connection, head: Head, body: Buffer) -> None:
+    def begin(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
         """Handles a complete request."""
 
 
-class Connection(Reader, asyncio.BufferedProtocol):
-    def __init__(self, door: Door, handler: Handler) -> None:
+class HttpConnection(FairReader, asyncio.BufferedProtocol):
+    def __init__(self, listener: HttpListener, handler: RequestHandler) -> None:
         super().__init__()
-        self._door = door
+        self._listener = listener
         self._handler = handler
         self._phase = HEAD
         self._rest = b""
-        self._head: Head | None = None
+        self._head: HttpHead | None = None
         self._keep_alive = True
         self._ticket: Charge | None = None
         self._shares: ConnectionShares | None = None
         self._job: Job | None = None
         self._resume: Callable[[], None] | None = None
         """For a response in parts: called when the transport is writable again."""
-        self._account = door.budget.account("")
+        self._account = listener.budget.account("")
         self._sink: ReceiveBuffer | None = None
         self._sinks: list[ReceiveBuffer] = []
         """Buffers to fill after `_sink`, in reverse order."""
         self._then: Callable[[bytes], None] | None = None
         self._chunks: bodies.Chunks | None = None
         self._writable = True
-        self.turn = door.turn
+        self.turn = listener.turn
         """Turn of the slow clock of the last progress."""
-        self._idle_since = door.now()
+        self._idle_since = listener.now()
         self._moved = 0
         self._unsent = 0
 
@@ -84,14 +84,14 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._transport = transport
         peer = transport.get_extra_info("peername")
         address = peer[0] if isinstance(peer, tuple) else ""
-        self._shares = self._door.shares.connect(address)
-        self._account = self._door.budget.account(address)
-        if not self._door.enter(self):
+        self._shares = self._listener.shares.connect(address)
+        self._account = self._listener.budget.account(address)
+        if not self._listener.enter(self):
             self._refuse(503, "too many connections; --http-max-connections of the gateway is the limit")
             transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._door.leave(self)
+        self._listener.leave(self)
         self._drop()
         self._account.sent()
         if self._shares is not None:
@@ -116,25 +116,25 @@ class Connection(Reader, asyncio.BufferedProtocol):
             self._go_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _scratch if self._sink is None else self._door.reads.bounded(self._sink.space())
+        return _scratch if self._sink is None else self._listener.reads.bounded(self._sink.space())
 
     def buffer_updated(self, count: int) -> None:
         if self._phase == FILL:
             self._moved += count
             self._fill(count)
             if self._phase == FILL:
-                self._door.reads.count(self, count)
+                self._listener.reads.count(self, count)
             return
         if self._phase == DRAIN:
             return
         if self._phase == CHUNKS:
-            self._door.reads.count(self, count)
+            self._listener.reads.count(self, count)
         data = bytes(_scratch[:count])
         if self._rest:
             data = self._rest + data
             self._rest = b""
         else:
-            self.turn = self._door.turn  # the timeout of a head in pieces runs from its first piece
+            self.turn = self._listener.turn  # the timeout of a head in pieces runs from its first piece
         self._moved += count
         self._take(data)
 
@@ -172,15 +172,15 @@ class Connection(Reader, asyncio.BufferedProtocol):
                     raise BadHead(431, f"the request headers exceed {HEAD_BYTES} bytes")
                 self._rest = data
                 return None
-            head = self._door.heads.head(data[:end])
+            head = self._listener.heads.head(data[:end])
         except BadHead as error:
             self._refuse(error.status, str(error))
             return None
         self._head = head
-        self._keep_alive = head.keep_alive and not self._door.stopping
-        limit = self._door.limits.input_bytes
+        self._keep_alive = head.keep_alive and not self._listener.stopping
+        limit = self._listener.limits.input_bytes
         if head.length > limit:
-            self._refuse_for(bodies.too_large(head, self._door.limits))
+            self._refuse_for(bodies.too_large(head, self._listener.limits))
             return None
         until = end + head.length
         if not head.chunked and len(data) >= until:
@@ -199,7 +199,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._fill_body(head, data[end:])
         return None
 
-    def _refused(self, head: Head) -> None:
+    def _refused(self, head: HttpHead) -> None:
         try:
             self._handler.begin(self, head, b"")
         except ServeError as error:
@@ -228,7 +228,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------------------------------ bodies read in place
 
-    def _fill_body(self, head: Head, first: bytes) -> None:
+    def _fill_body(self, head: HttpHead, first: bytes) -> None:
         try:
             self._hold(len(first))
             self._handler.prepare(self, head, first)
@@ -292,7 +292,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             more = b"Accept-Encoding: gzip, deflate\r\n" if isinstance(error, Unsupported) else b""
             self.answer(http_of(error), [error_body(http_text_of(error))], more=more)
 
-        begin, limits = self._handler.begin, self._door.limits
+        begin, limits = self._handler.begin, self._listener.limits
         limit, flag = limits.input_bytes, "--http-max-input-size"
         if head.route.action == "infer" and head.json_length is None and limits.json_bytes < limit:
             limit, flag = limits.json_bytes, "--http-max-json-size"
@@ -312,7 +312,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             (failed or self.fail)(error if isinstance(error, ServeError) else not_passed_on())
 
         self._ticket = None  # the broker has answered: there is nothing to withdraw
-        job = self._door.turns.run(work, then, stopped)
+        job = self._listener.turns.run(work, then, stopped)
         if job.running:
             self._job = job
 
@@ -329,13 +329,13 @@ class Connection(Reader, asyncio.BufferedProtocol):
         """Cancels the current request: the client has disconnected, or gets no response any more."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            withdraw(self._door.link, ticket)
+            withdraw(self._listener.link, ticket)
         job, self._job = self._job, None
         if job is not None:
             job.cancel()
-        self._let_go()
+        self._clear_request()
 
-    def _let_go(self) -> None:
+    def _clear_request(self) -> None:
         self._sink = self._then = self._head = self._chunks = self._resume = None
         self._sinks = []
         self._account.used()
@@ -390,8 +390,8 @@ class Connection(Reader, asyncio.BufferedProtocol):
         )  # fmt: skip
         if head is not None and head.is_head:
             parts = []  # HEAD: the same headers, without the body
-        self._door.answered(status)
-        self.turn = self._door.turn
+        self._listener.answered(status)
+        self.turn = self._listener.turn
         if size <= JOINED_BYTES:
             transport.write(b"".join([lines, *parts]))
         else:
@@ -402,7 +402,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         """The response is sent."""
         if self._writable:
             self._account.sent()
-        self._let_go()
+        self._clear_request()
         if unread:
             self._drain()
         elif not self._keep_alive:
@@ -410,9 +410,9 @@ class Connection(Reader, asyncio.BufferedProtocol):
             self._transport.close()
         else:
             self._phase = HEAD
-            self._idle_since = self._door.now()
+            self._idle_since = self._listener.now()
             if self._rest or not self._reading:
-                self._door.loop.call_soon(self._go_on)
+                self._listener.loop.call_soon(self._go_on)
 
     # ------------------------------------------------------------------------------------ responses in parts
 
@@ -422,7 +422,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         return self._writable and self._transport is not None
 
     def begin_events(self, status: int = 200) -> None:
-        self._door.answered(status)
+        self._listener.answered(status)
         more = b"" if self._keep_alive else b"Connection: close\r\n"
         self._transport.write(
             b"HTTP/1.1 %d %b\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
@@ -434,7 +434,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
 
     def end_events(self) -> None:
         self._ticket = None
-        self.turn = self._door.turn
+        self.turn = self._listener.turn
         self._transport.write(b"0\r\n\r\n")
         self._end(unread=False)
 
@@ -446,7 +446,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             return
         self.resume()
         data, self._rest = self._rest, b""
-        self.turn = self._door.turn
+        self.turn = self._listener.turn
         self._take(data)
 
     def _refuse_for(self, error: ServeError) -> None:
@@ -461,7 +461,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
     def _drain(self) -> None:
         self._phase = DRAIN
         self._rest = b""
-        self.turn = self._door.turn
+        self.turn = self._listener.turn
         if self._transport.can_write_eof():
             self._transport.write_eof()
 
@@ -470,24 +470,24 @@ class Connection(Reader, asyncio.BufferedProtocol):
     def look(self, waited: int) -> None:
         """Called on every turn of the slow clock. `waited`: turns without enough progress after which a client times
         out."""
-        transport, door = self._transport, self._door
+        transport, listener = self._transport, self._listener
         if transport is None:
             return
         unsent = transport.get_write_buffer_size()
         taken = self._unsent - unsent
-        if unsent and (taken < 0 or taken >= door.least_bytes):
-            self.turn = door.turn
-        if self._moved >= door.least_bytes and self._phase in (FILL, CHUNKS):
-            self.turn = door.turn
+        if unsent and (taken < 0 or taken >= listener.least_bytes):
+            self.turn = listener.turn
+        if self._moved >= listener.least_bytes and self._phase in (FILL, CHUNKS):
+            self.turn = listener.turn
         self._unsent, self._moved = unsent, 0
-        quiet = door.turn - self.turn
+        quiet = listener.turn - self.turn
         if self._phase == DRAIN or unsent:
             if quiet > waited:
                 transport.abort()
         elif self._phase == FILL or self._phase == CHUNKS or (self._phase == HEAD and self._rest):
             if quiet > waited:
                 self._refuse(408, "the request was not complete in time; --http-read-timeout is the limit")
-        elif self._phase == HEAD and quiet > door.idle_turns:
+        elif self._phase == HEAD and quiet > listener.idle_turns:
             transport.close()
 
     def stop(self) -> None:
@@ -502,7 +502,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         if transport is None or self._phase == BUSY:
             return None
         idle = self._phase == HEAD and not self._rest and not transport.get_write_buffer_size()
-        return self._idle_since if idle or self._door.turn - self.turn > 1 else None
+        return self._idle_since if idle or self._listener.turn - self.turn > 1 else None
 
     def evict(self) -> None:
         self.abort()

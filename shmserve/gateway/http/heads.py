@@ -13,7 +13,7 @@ import httptools
 from msgspec import Struct
 
 from shmserve.errors import ServeError
-from shmserve.gateway.auth.access import Access, Unauthenticated
+from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.http.limits import HEADERS
 from shmserve.gateway.http.routes import resolve
@@ -31,7 +31,7 @@ _FRAMING = frozenset(
 _TO_MODEL = ("infer", "generate", "generate_stream")
 
 
-class Head(Struct):
+class HttpHead(Struct):
     """The head of one request. Shared by requests with equal bytes: never modify it."""
 
     route: Route
@@ -90,16 +90,16 @@ class _Lines:
         self.keep_alive = self.parser.should_keep_alive()  # the parser resets this at the end of a request
 
 
-class Heads:
+class HttpHeads:
     """Parser and cache of heads. `metrics`: resolve the paths of the metrics endpoint."""
 
-    def __init__(self, access: Access, metrics: bool = False, forward: Forward | None = None) -> None:
+    def __init__(self, access: EndpointAccess, metrics: bool = False, forward: Forward | None = None) -> None:
         self._metrics = metrics
         self._access = access
         self._forward = forward
-        self._known: dict[bytes, Head] = {}
+        self._known: dict[bytes, HttpHead] = {}
 
-    def head(self, block: bytes) -> Head:
+    def head(self, block: bytes) -> HttpHead:
         """`block`: the bytes of the head, including the empty line."""
         found = self._known.get(block)
         if found is None:
@@ -116,8 +116,8 @@ class Heads:
 
 
 def parse(
-    block: bytes, metrics: bool = False, access: Access | None = None, forward: Forward | None = None
-) -> Head:  # fmt: skip
+    block: bytes, metrics: bool = False, access: EndpointAccess | None = None, forward: Forward | None = None
+) -> HttpHead:  # fmt: skip
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP requires")
     if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser accepts repeated spaces
@@ -144,7 +144,7 @@ def parse(
     return found
 
 
-def _guard(head: Head, headers: Headers, access: Access | None, forward: Forward | None) -> None:
+def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forward: Forward | None) -> None:
     def header(name: str) -> str | None:
         raw = name.encode()
         found = [_text(value).strip() for written, value in headers if written.lower() == raw]
@@ -176,8 +176,8 @@ def _path(target: bytes) -> str:
     return text
 
 
-def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, metrics: bool) -> Head:
-    found = Head(
+def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, metrics: bool) -> HttpHead:
+    found = HttpHead(
         resolve(method, target, metrics), keep_alive and http == "1.1", old=http == "1.0", is_head=method == "HEAD"
     )
     seen: set[bytes] = set()

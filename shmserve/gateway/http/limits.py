@@ -17,7 +17,7 @@ AHEAD_BYTES = 64 * 1024
 """Bytes of the next requests that are read while one is processed."""
 
 
-class Limits(Struct, frozen=True):
+class HttpLimits(Struct, frozen=True):
     """Limits set by flags."""
 
     input_bytes: int = 64 << 20

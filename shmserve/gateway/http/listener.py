@@ -7,20 +7,20 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
-from shmserve.gateway.http.heads import Heads
-from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.http.heads import HttpHeads
+from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.listeners.callers import TURNS, Callers
 from shmserve.gateway.upstream.link import GatewayLink
 
 
-class Door(Callers):
+class HttpListener(Callers):
     """`connect` makes the protocol of a new connection. `metrics`: serve only the Prometheus endpoint."""
 
     def __init__(
-        self, connect: Callable[[Door], Any], link: GatewayLink, limits: Limits, access: Access,
+        self, connect: Callable[[HttpListener], Any], link: GatewayLink, limits: HttpLimits, access: EndpointAccess,
         metrics: bool, forward: Forward | None, budget: Budget | None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -35,7 +35,7 @@ class Door(Callers):
         )
         self.link = link
         self.limits = limits
-        self.heads = Heads(access, metrics, forward)
+        self.heads = HttpHeads(access, metrics, forward)
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         self.heads.forget()

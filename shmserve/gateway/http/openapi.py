@@ -21,7 +21,7 @@ _HEADER_LENGTH = "Inference-Header-Content-Length"
 _Schema = dict[str, Any]
 
 
-class Operation(Struct, frozen=True):
+class ApiOperation(Struct, frozen=True):
     """`takes`, `gives`: schemas of the request and response body; empty: no body. `binary`: raw tensors may follow the
     JSON. `events`: the response is a stream of server-sent events."""
 
@@ -33,33 +33,33 @@ class Operation(Struct, frozen=True):
 
 
 OPERATIONS = {
-    "live": Operation("Liveness: 200, or 400"),
-    "ready": Operation("Readiness: 200, or 400"),
-    "metadata": Operation("Server metadata: name, version and extensions", gives="Server"),
-    "openapi": Operation("This document", gives="Any"),
-    "model_ready": Operation("Readiness of the model: 200, or 400"),
-    "model_metadata": Operation("Model metadata: inputs and outputs", gives="Model"),
-    "config": Operation("Model configuration", gives="Any"),
-    "statistics": Operation("Statistics", gives="Statistics"),
-    "infer": Operation("Run the model", takes="InferRequest", gives="InferResponse", binary=True),
-    "generate": Operation("Run the model once, with plain JSON", takes="Generate", gives="Generated"),
-    "generate_stream": Operation(
+    "live": ApiOperation("Liveness: 200, or 400"),
+    "ready": ApiOperation("Readiness: 200, or 400"),
+    "metadata": ApiOperation("Server metadata: name, version and extensions", gives="Server"),
+    "openapi": ApiOperation("This document", gives="Any"),
+    "model_ready": ApiOperation("Readiness of the model: 200, or 400"),
+    "model_metadata": ApiOperation("Model metadata: inputs and outputs", gives="Model"),
+    "config": ApiOperation("Model configuration", gives="Any"),
+    "statistics": ApiOperation("Statistics", gives="Statistics"),
+    "infer": ApiOperation("Run the model", takes="InferRequest", gives="InferResponse", binary=True),
+    "generate": ApiOperation("Run the model once, with plain JSON", takes="Generate", gives="Generated"),
+    "generate_stream": ApiOperation(
         "Run the model with plain JSON; each response is a server-sent event",
         takes="Generate",
         gives="Generated",
         events=True,
     ),
-    "index": Operation("All models", takes="Filter", gives="Index"),
-    "load": Operation("Load or reload the model", takes="Load"),
-    "unload": Operation("Unload the model", takes="Unload"),
-    "named_repository": Operation("Not supported: 501"),
-    "trace": Operation("Trace settings", gives="Settings"),
-    "set_trace": Operation("Change trace settings", takes="Settings", gives="Settings"),
-    "log": Operation("Log settings", gives="Settings"),
-    "set_log": Operation("Change log settings", takes="Settings", gives="Settings"),
-    "memory_status": Operation("Registered shared memory regions", gives="Regions"),
-    "memory_register": Operation("Register a shared memory region of the client", takes="Region"),
-    "memory_unregister": Operation("Unregister a region, or all regions"),
+    "index": ApiOperation("All models", takes="Filter", gives="Index"),
+    "load": ApiOperation("Load or reload the model", takes="Load"),
+    "unload": ApiOperation("Unload the model", takes="Unload"),
+    "named_repository": ApiOperation("Not supported: 501"),
+    "trace": ApiOperation("Trace settings", gives="Settings"),
+    "set_trace": ApiOperation("Change trace settings", takes="Settings", gives="Settings"),
+    "log": ApiOperation("Log settings", gives="Settings"),
+    "set_log": ApiOperation("Change log settings", takes="Settings", gives="Settings"),
+    "memory_status": ApiOperation("Registered shared memory regions", gives="Regions"),
+    "memory_register": ApiOperation("Register a shared memory region of the client", takes="Region"),
+    "memory_unregister": ApiOperation("Unregister a region, or all regions"),
 }
 
 
@@ -96,18 +96,18 @@ def _ref(name: str) -> _Schema:
 
 
 def _operation(path: Path, method: str, action: str) -> _Schema:
-    told = OPERATIONS[action]
+    operation = OPERATIONS[action]
     names = re.findall(r"{(\w+)}", path.template)
     made: _Schema = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path.template)]),
-        "summary": told.summary,
+        "summary": operation.summary,
         "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
-        "responses": {"200": _answer(told), "default": {"$ref": "#/components/responses/Error"}},
+        "responses": {"200": _answer(operation), "default": {"$ref": "#/components/responses/Error"}},
     }
-    takes = f"{path.kind.capitalize()}Region" if told.takes == "Region" else told.takes
+    takes = f"{path.kind.capitalize()}Region" if operation.takes == "Region" else operation.takes
     if takes:
         content: _Schema = {JSON: {"schema": _ref(takes)}}
-        if told.binary:
+        if operation.binary:
             content[BYTES] = {}
             made["parameters"].append(
                 {"name": _HEADER_LENGTH, "in": "header", "schema": {"type": "integer", "minimum": 0},
@@ -117,13 +117,13 @@ def _operation(path: Path, method: str, action: str) -> _Schema:
     return made
 
 
-def _answer(told: Operation) -> _Schema:
-    made: _Schema = {"description": told.summary}
-    if told.events:
+def _answer(operation: ApiOperation) -> _Schema:
+    made: _Schema = {"description": operation.summary}
+    if operation.events:
         made["content"] = {EVENTS: {"schema": {"type": "string"}}}
-    elif told.gives:
-        made["content"] = {JSON: {"schema": _ref(told.gives)}}
-        if told.binary:
+    elif operation.gives:
+        made["content"] = {JSON: {"schema": _ref(operation.gives)}}
+        if operation.binary:
             made["content"][BYTES] = {}
             made["headers"] = {_HEADER_LENGTH: {"schema": {"type": "integer"}}}
     return made

@@ -11,26 +11,26 @@ import numpy as np
 
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, QueueTimeout, ServeError, Unsupported
 from shmserve.gateway.http import openapi
-from shmserve.gateway.http.connection import BINARY, JSON, Connection
-from shmserve.gateway.http.heads import Head
-from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection
+from shmserve.gateway.http.heads import HttpHead
+from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.kserve.answers import Buffer, Held, as_json, response, texts_in_slices
 from shmserve.gateway.kserve.generate import ONE, check_in_slices, event, generate_plan, generated
-from shmserve.gateway.kserve.plans import Plan, Plans, plan_in_slices, raw_plan
+from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
 from shmserve.gateway.kserve.status import http_of, http_text_of
 from shmserve.gateway.limits.turns import SLICE_BYTES
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import (
-    Question,
+    BrokerQuery,
     arguments_of,
     error_body,
     http_answer,
     question_of,
 )
-from shmserve.gateway.upstream.link import GatewayLink, Piece, early_room
+from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Place, ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Region, Regions
-from shmserve.gateway.upstream.requests import Asker, InParts, Waiting, not_passed_on, withdraw
+from shmserve.gateway.upstream.requests import PendingCall, PendingStream, RequestSender, not_passed_on, withdraw
 from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW
 
@@ -42,23 +42,27 @@ status."""
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class _Waiting(Waiting):
+class _PendingRequest(PendingCall):
     """A request to the broker that a connection waits for."""
 
     __slots__ = ("_connection",)
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
 
     def failed(self, error: ServeError) -> None:
         self._connection.fail(error)
 
 
-class _Inference(_Waiting):
+class _Inference(_PendingRequest):
     __slots__ = ("_model", "_plan", "_targets")
 
     def __init__(
-        self, connection: Connection, model: str, plan: Plan, targets: dict[str, Region | DeviceRegion] | None
+        self,
+        connection: HttpConnection,
+        model: str,
+        plan: RequestPlan,
+        targets: dict[str, Region | DeviceRegion] | None,
     ) -> None:
         self._connection = connection
         self._model = model
@@ -86,10 +90,10 @@ class _Inference(_Waiting):
         self._connection.fail(error, self._plan.options.id)
 
 
-class _Asked(_Waiting):
+class _Query(_PendingRequest):
     __slots__ = ("_question",)
 
-    def __init__(self, connection: Connection, question: Question) -> None:
+    def __init__(self, connection: HttpConnection, question: BrokerQuery) -> None:
         self._connection = connection
         self._question = question
 
@@ -106,12 +110,12 @@ class _Asked(_Waiting):
             self._connection.answer(status, [body])
 
 
-class _Then(_Waiting):
+class _Then(_PendingRequest):
     """A preliminary query: its answer decides how to continue with the request."""
 
     __slots__ = ("_go_on",)
 
-    def __init__(self, connection: Connection, go_on: Callable[[Any], None]) -> None:
+    def __init__(self, connection: HttpConnection, go_on: Callable[[Any], None]) -> None:
         self._connection = connection
         self._go_on = go_on
 
@@ -119,7 +123,7 @@ class _Then(_Waiting):
         self._go_on(answer)
 
 
-class _Scrape(Waiting):
+class _Scrape(PendingCall):
     """One rendering of the metrics page, shared by all connections that ask while it is built. It is charged to one
     connection, but not withdrawn when that disconnects, as others may wait for it."""
 
@@ -127,7 +131,7 @@ class _Scrape(Waiting):
 
     def __init__(self, extra: Callable[[], str]) -> None:
         self._extra = extra
-        self._waiting: list[Connection] = []
+        self._waiting: list[HttpConnection] = []
         self._page: list[Buffer] = []
         self._error: ServeError | None = None
 
@@ -139,7 +143,7 @@ class _Scrape(Waiting):
     def failed_to_come(self) -> bool:
         return self._error is not None
 
-    def show(self, connection: Connection) -> None:
+    def show(self, connection: HttpConnection) -> None:
         if self._error is not None:
             connection.fail(self._error)
         elif self._page:
@@ -161,12 +165,14 @@ class _Scrape(Waiting):
             self.show(connection)
 
 
-class _Generation(InParts):
+class _Generation(PendingStream):
     """generate: one response as the body. generate_stream: each response as a server-sent event."""
 
     __slots__ = ("_as_events", "_connection", "_link", "_model", "_plan", "_sent")
 
-    def __init__(self, connection: Connection, link: GatewayLink, model: str, plan: Plan, as_events: bool) -> None:
+    def __init__(
+        self, connection: HttpConnection, link: GatewayLink, model: str, plan: RequestPlan, as_events: bool
+    ) -> None:
         super().__init__()
         self._connection = connection
         self._link = link
@@ -237,11 +243,11 @@ def _piece(buffer: ReceiveBuffer) -> Piece:
 class Requests:
     """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's."""
 
-    def __init__(self, link: GatewayLink, limits: Limits, extra: Callable[[], str], regions: Regions) -> None:
+    def __init__(self, link: GatewayLink, limits: HttpLimits, extra: Callable[[], str], regions: Regions) -> None:
         self._link = link
-        self._asker = Asker(link, regions)
+        self._sender = RequestSender(link, regions)
         self._limits = limits
-        self._plan = Plans().plan
+        self._plan = RequestPlans().plan
         self._extra = extra
         self._now = link.bind().time
         self._scrape: _Scrape | None = None
@@ -251,7 +257,7 @@ class Requests:
 
     # ------------------------------------------------------------------------------------ bodies read in place
 
-    def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
+    def prepare(self, connection: HttpConnection, head: HttpHead, first: bytes) -> None:
         """Chooses the buffers for the body, of which only `first` has arrived."""
         infer = head.route.action == "infer" and not head.encoding
         if infer and head.json_length is None and head.length > self._limits.json_bytes:
@@ -276,7 +282,7 @@ class Requests:
 
             connection.fill([tensor], first, whole)
 
-    def _gather(self, connection: Connection, head: Head, first: bytes) -> None:
+    def _gather(self, connection: HttpConnection, head: HttpHead, first: bytes) -> None:
         body = ReceiveBuffer(head.length)
 
         def whole(left: bytes) -> None:
@@ -291,11 +297,11 @@ class Requests:
 
     def _place(self, size: int) -> Place:
         def place(arrived: Buffer) -> Room | None:
-            return early_room(self._link.session.memory, size)
+            return partial_room(self._link.session.memory, size)
 
         return place
 
-    def _tensors(self, connection: Connection, head: Head, text: bytes, first: bytes) -> None:
+    def _tensors(self, connection: HttpConnection, head: HttpHead, text: bytes, first: bytes) -> None:
         """The JSON is complete: read each tensor into a buffer of the size that the JSON gives."""
         plan = self._plan(text)
         self._check_size(plan, head.length - len(text), head.route.model)
@@ -304,14 +310,14 @@ class Requests:
         def whole(left: bytes) -> None:
             connection.complete()
             received = map(_piece, sinks)
-            pieces = [next(received) if spec.follows else self._asker.given(spec) for spec in plan.inputs]
+            pieces = [next(received) if spec.follows else self._sender.given(spec) for spec in plan.inputs]
             self._infer(connection, head, plan, pieces)
 
         connection.fill(sinks, first, whole)
 
     # ------------------------------------------------------------------------------------ complete requests
 
-    def begin(self, connection: Connection, head: Head, body: Buffer) -> None:
+    def begin(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
         """Answers locally, or asks the broker. Raises errors for the client."""
         route = head.route
         if route.status != 200:
@@ -332,23 +338,23 @@ class Requests:
         else:
             self._begin_question(connection, head, bytes(body))
 
-    def _begin_question(self, connection: Connection, head: Head, body: bytes) -> None:
-        found = question_of(head.route, arguments_of(head.route, body), self._asker.regions)
-        if isinstance(found, Question):
-            ticket = _Asked(connection, found)
-            self._asker.ask(connection.payer(head.token), ticket, found)
+    def _begin_question(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
+        found = question_of(head.route, arguments_of(head.route, body), self._sender.regions)
+        if isinstance(found, BrokerQuery):
+            ticket = _Query(connection, found)
+            self._sender.ask(connection.payer(head.token), ticket, found)
             connection.wait_for(ticket)
         else:
             status, text = http_answer(found.document)
             connection.answer(status, [text])
 
-    def _ask_metrics(self, connection: Connection, head: Head) -> None:
+    def _ask_metrics(self, connection: HttpConnection, head: HttpHead) -> None:
         """Requests that arrive while a page is built share it. Beyond SCRAPES pages per second the last page is sent
         again."""
         scrape = self._scrape
         if scrape is None or scrape.failed_to_come or (not scrape.pending and self._may_scrape()):
             scrape = _Scrape(self._extra)
-            self._asker.ask(connection.payer(head.token), scrape, Question("metrics"))
+            self._sender.ask(connection.payer(head.token), scrape, BrokerQuery("metrics"))
             self._scrape = scrape
         scrape.show(connection)
 
@@ -359,14 +365,16 @@ class Requests:
         self._scrapes += 1
         return self._scrapes <= SCRAPES
 
-    def _ask_first(self, connection: Connection, head: Head, question: Question, go_on: Callable[[Any], None]) -> None:
+    def _ask_first(
+        self, connection: HttpConnection, head: HttpHead, question: BrokerQuery, go_on: Callable[[Any], None]
+    ) -> None:
         ticket = _Then(connection, go_on)
-        self._asker.ask(connection.payer(head.token), ticket, question)
+        self._sender.ask(connection.payer(head.token), ticket, question)
         connection.wait_for(ticket)
 
     # ------------------------------------------------------------------------------------ inference
 
-    def _begin_infer(self, connection: Connection, head: Head, body: Buffer) -> None:
+    def _begin_infer(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
         length = head.json_length
         if length is None:
             length = len(body)
@@ -385,7 +393,9 @@ class Requests:
             lambda plan: self._begin_planned(connection, head, body, length, plan),
         )
 
-    def _begin_planned(self, connection: Connection, head: Head, body: Buffer, at: int, plan: Plan) -> None:
+    def _begin_planned(
+        self, connection: HttpConnection, head: HttpHead, body: Buffer, at: int, plan: RequestPlan
+    ) -> None:
         """`at`: offset of the binary data in `body`."""
         self._check_size(plan, len(body) - at, head.route.model)
         if len(body) > SLICE_BYTES:
@@ -393,19 +403,19 @@ class Requests:
         pieces: list[Piece] = []
         for spec in plan.inputs:
             if not spec.follows:
-                pieces.append(self._asker.given(spec))
+                pieces.append(self._sender.given(spec))
             else:
                 pieces.append(body[at : at + spec.size])
                 at += spec.size
         self._infer(connection, head, plan, pieces)
 
-    def _json_length(self, head: Head, size: int) -> int:
+    def _json_length(self, head: HttpHead, size: int) -> int:
         length = head.json_length or 0
         if length > size:
             raise InvalidRequest(f"Inference-Header-Content-Length is {length}, but the body has {size} bytes")
         return length
 
-    def _check_size(self, plan: Plan, size: int, model: str) -> None:
+    def _check_size(self, plan: RequestPlan, size: int, model: str) -> None:
         if plan.binary_bytes > size:
             text = f"unexpected size for input data of model '{model}'"
             raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
@@ -413,11 +423,11 @@ class Requests:
             text = f"unexpected additional input data for model '{model}'"
             raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
 
-    def _infer(self, connection: Connection, head: Head, plan: Plan, pieces: list[Piece]) -> None:
-        asker, route, request_id = self._asker, head.route, plan.options.id
-        ticket = _Inference(connection, route.model, plan, asker.targets(plan))
+    def _infer(self, connection: HttpConnection, head: HttpHead, plan: RequestPlan, pieces: list[Piece]) -> None:
+        sender, route, request_id = self._sender, head.route, plan.options.id
+        ticket = _Inference(connection, route.model, plan, sender.targets(plan))
         try:
-            asker.infer(
+            sender.infer(
                 connection.payer(head.token), ticket, route.model, route.version, plan, pieces, request_id,
                 head.forwarded,
             )  # fmt: skip
@@ -426,7 +436,7 @@ class Requests:
             return
         connection.wait_for(ticket)
 
-    def _begin_generate(self, connection: Connection, head: Head, body: bytes) -> None:
+    def _begin_generate(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
         route, link = head.route, self._link
         as_events = route.action == "generate_stream"
         if head.encoding:
@@ -440,21 +450,21 @@ class Requests:
             plan = generate_plan(body, config)
             ticket = _Generation(connection, link, route.model, plan, as_events)
             pieces = [spec.data or b"" for spec in plan.inputs]
-            self._asker.infer(
+            self._sender.infer(
                 connection.payer(head.token), ticket, route.model, route.version, plan, pieces, plan.options.id,
                 head.forwarded, WINDOW,
             )  # fmt: skip
             connection.wait_for(ticket, ticket.news)
 
         def ask(checked: None) -> None:
-            self._ask_first(connection, head, Question("config", model=route.model, version=route.version), go_on)
+            self._ask_first(connection, head, BrokerQuery("config", model=route.model, version=route.version), go_on)
 
         if len(body) > SLICE_BYTES:
             connection.work(check_in_slices(body), ask)
         else:
             ask(None)
 
-    def _infer_raw(self, connection: Connection, head: Head, body: Piece) -> None:
+    def _infer_raw(self, connection: HttpConnection, head: HttpHead, body: Piece) -> None:
         """An infer request without JSON: the model's configuration gives the tensor's name, type and shape."""
         route = head.route
 
@@ -463,4 +473,4 @@ class Requests:
             piece = body if not prefix else prefix + bytes(body)
             self._infer(connection, head, plan, [piece])
 
-        self._ask_first(connection, head, Question("config", model=route.model, version=route.version), go_on)
+        self._ask_first(connection, head, BrokerQuery("config", model=route.model, version=route.version), go_on)

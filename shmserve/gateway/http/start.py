@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
-from shmserve.gateway.http.connection import Connection
-from shmserve.gateway.http.limits import Limits
-from shmserve.gateway.http.listener import Door
+from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.limits import HttpLimits
+from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.http.requests import Requests
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.regions import Regions
 
 
-def door(
-    link: GatewayLink, limits: Limits, access: Access, *, metrics: bool = False, extra: Callable[[], str] = lambda: "",
-    regions: Regions | None = None, forward: Forward | None = None, budget: Budget | None = None,
-) -> Door:  # fmt: skip
+def make_listener(
+    link: GatewayLink, limits: HttpLimits, access: EndpointAccess, *, metrics: bool = False,
+    extra: Callable[[], str] = lambda: "", regions: Regions | None = None, forward: Forward | None = None,
+    budget: Budget | None = None,
+) -> HttpListener:  # fmt: skip
     """`metrics`: serve the Prometheus endpoint. `extra`: text appended to the broker's metrics."""
     requests = Requests(link, limits, extra, regions or Regions(False))
-    return Door(lambda made: Connection(made, requests), link, limits, access, metrics, forward, budget)
+    return HttpListener(lambda made: HttpConnection(made, requests), link, limits, access, metrics, forward, budget)

@@ -3,7 +3,7 @@
 `listener` accepts sockets and keeps what their connections share; `host` is its interface as the protocol sees it. A
 `connection` feeds received bytes to `protocol`, which does no I/O: it parses `frames`, and `blocks` and `heads` decode
 the header blocks that open and end calls. Each call is a `stream`, which assembles messages and passes them to a
-service through the interface in `seam`; `sending` queues the responses under flow control, and `messages` compresses
-them. `life` has keepalive, idle timeouts and shutdown; `conduct` and `backlog` protect against floods of frames;
+service through `interface`; `sending` queues the responses under flow control, and `messages` compresses
+them. `life` has keepalive, idle timeouts and shutdown; `abuse` and `backlog` protect against floods of frames;
 `limits` has size limits and timeouts, `codes` the status codes.
 """

@@ -26,7 +26,7 @@ class Delayed(Protocol):
         """Processes frames up to the limits. True: some are left."""
 
 
-class Backlog:
+class FrameBacklog:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.left = most.TURN_WORK

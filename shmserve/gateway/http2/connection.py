@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from shmserve.gateway.http2.frames import Reason
-from shmserve.gateway.http2.listener import RpcDoor
+from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.interface import Awaits
+from shmserve.gateway.http2.listener import RpcListener
 from shmserve.gateway.http2.protocol import Http2
-from shmserve.gateway.http2.seam import Awaits
-from shmserve.gateway.http2.stream import Stream
-from shmserve.gateway.limits.turns import Reader
+from shmserve.gateway.http2.stream import Http2Stream
+from shmserve.gateway.limits.turns import FairReader
 
 JOINED_BYTES = 128 * 1024
 """Output of one iteration up to this size is joined into one buffer."""
@@ -22,28 +22,28 @@ _little = _scratch[: 4 * 1024]
 """Receive buffer when a large message is expected: only its start is read here, the rest directly into its place."""
 
 
-class Connection(Reader, asyncio.BufferedProtocol):
-    def __init__(self, door: RpcDoor) -> None:
+class Http2Connection(FairReader, asyncio.BufferedProtocol):
+    def __init__(self, listener: RpcListener) -> None:
         super().__init__()
-        self._door = door
+        self._listener = listener
         self._core: Http2 | None = None
         self._filling = False
         self._scheduled = False
-        self._turn = door.turn
+        self._turn = listener.turn
         self._unsent = 0
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        if not self._door.enter(self):
+        if not self._listener.enter(self):
             transport.abort()
             return
         peer = transport.get_extra_info("peername")
         text = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"
-        self._core = Http2(self._door, text, self._wake)
+        self._core = Http2(self._listener, text, self._wake)
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._door.leave(self)
+        self._listener.leave(self)
         self._transport = None
         if self._core is not None:
             self._core.lost()
@@ -56,7 +56,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         space = core.space()
         self._filling = space is not None
         if space is not None:
-            return self._door.reads.bounded(space)
+            return self._listener.reads.bounded(space)
         return _little if core.large else _scratch
 
     def buffer_updated(self, count: int) -> None:
@@ -70,10 +70,10 @@ class Connection(Reader, asyncio.BufferedProtocol):
             core.feed(bytes(_scratch[:count]))
             if core.more:
                 self._transport.pause_reading()
-                self._door.backlog.put(self)
+                self._listener.backlog.put(self)
         self._flush()
         if not core.more and not core.over:
-            self._door.reads.count(self, count)
+            self._listener.reads.count(self, count)
 
     @property
     def _may_read(self) -> bool:
@@ -102,7 +102,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         if self._core is not None:
             self._core.accepts = False
-            self._turn = self._door.turn
+            self._turn = self._listener.turn
 
     def resume_writing(self) -> None:
         if self._core is not None:
@@ -111,7 +111,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
     def _wake(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._door.loop.call_soon(self._flush)
+            self._listener.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._scheduled = False
@@ -133,24 +133,24 @@ class Connection(Reader, asyncio.BufferedProtocol):
 
     def look(self, waited: int) -> None:
         """Called on every turn of the slow clock."""
-        core, transport, door = self._core, self._transport, self._door
+        core, transport, listener = self._core, self._transport, self._listener
         if core is None or transport is None:
             return
         unsent = transport.get_write_buffer_size()
-        if not unsent or self._unsent - unsent < 0 or self._unsent - unsent >= door.least_bytes:
-            self._turn = door.turn
+        if not unsent or self._unsent - unsent < 0 or self._unsent - unsent >= listener.least_bytes:
+            self._turn = listener.turn
         self._unsent = unsent
-        if door.turn - self._turn > waited:
+        if listener.turn - self._turn > waited:
             transport.abort()
             return
-        core.life.look(waited, door.least_bytes, door.idle_turns)
+        core.life.look(waited, listener.least_bytes, listener.idle_turns)
         self._flush()
 
     def stop(self) -> None:
         """Takes no more calls after the current ones."""
         if self._core is not None:
             self._core.life.drain()
-            self._door.loop.call_later(LAST_CALLS_S, self._no_more)
+            self._listener.loop.call_later(LAST_CALLS_S, self._no_more)
 
     def _no_more(self) -> None:
         if self._core is not None:
@@ -164,13 +164,13 @@ class Connection(Reader, asyncio.BufferedProtocol):
             return None
         return None if any(self._in_use(stream) for stream in core.streams.values()) else core.idle_since
 
-    def _in_use(self, stream: Stream) -> bool:
+    def _in_use(self, stream: Http2Stream) -> bool:
         """Whether a response is due, or the stream made progress lately. Other streams are open but idle."""
-        return stream.call.awaits is Awaits.NOTHING or self._door.turn - max(stream.used, stream.turn) <= 1
+        return stream.call.awaits is Awaits.NOTHING or self._listener.turn - max(stream.used, stream.turn) <= 1
 
     def evict(self) -> None:
         if self._core is not None:
-            self._core.end(Reason.NO_ERROR, "idle, closed for other clients (--http-max-connections)")
+            self._core.end(ErrorCode.NO_ERROR, "idle, closed for other clients (--http-max-connections)")
 
     def abort(self) -> None:
         if self._transport is not None:

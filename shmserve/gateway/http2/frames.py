@@ -31,7 +31,7 @@ _SETTING = Struct(">HI")
 _GOAWAY = Struct(">II")
 
 
-class Reason(IntEnum):
+class ErrorCode(IntEnum):
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
     INTERNAL_ERROR = 2
@@ -46,10 +46,10 @@ class Reason(IntEnum):
     ENHANCE_YOUR_CALM = 11
 
 
-class Broken(Exception):
+class Http2Error(Exception):
     """The client violated the protocol; the connection cannot be used again."""
 
-    def __init__(self, reason: Reason, text: str) -> None:
+    def __init__(self, reason: ErrorCode, text: str) -> None:
         super().__init__(text)
         self.reason = reason
 
@@ -67,11 +67,11 @@ def window_update(stream: int, size: int) -> bytes:
     return frame(WINDOW_UPDATE, 0, stream, _NUMBER.pack(size))
 
 
-def reset(stream: int, reason: Reason) -> bytes:
+def reset(stream: int, reason: ErrorCode) -> bytes:
     return frame(RST_STREAM, 0, stream, _NUMBER.pack(reason))
 
 
-def goaway(last: int, reason: Reason, text: str = "") -> bytes:
+def goaway(last: int, reason: ErrorCode, text: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, _GOAWAY.pack(last, reason) + text.encode()[:256])
 
 
@@ -86,9 +86,9 @@ def settings_of(payload: bytes) -> dict[int, int]:
     found = dict(_SETTING.iter_unpack(payload))
     for name, value in found.items():
         if name == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
-            raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
+            raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
         if name == MAX_FRAME_SIZE and not DEFAULT_FRAME <= value <= LARGEST_FRAME:
-            raise Broken(Reason.PROTOCOL_ERROR, "invalid SETTINGS_MAX_FRAME_SIZE")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "invalid SETTINGS_MAX_FRAME_SIZE")
         if name == ENABLE_PUSH and value > 1:
-            raise Broken(Reason.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is neither 0 nor 1")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is neither 0 nor 1")
     return found

@@ -21,8 +21,8 @@ from shmserve.gateway.http2.frames import (
     END_STREAM,
     PADDED,
     WITH_PRIORITY,
-    Broken,
-    Reason,
+    ErrorCode,
+    Http2Error,
     frame,
     reset,
 )  # fmt: skip
@@ -44,7 +44,7 @@ _VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
 _PSEUDO = {b":method", b":scheme", b":path", b":authority"}
 
 
-class Head(Struct, frozen=True):
+class Http2Head(Struct, frozen=True):
     """The headers of one call. Shared by calls with equal blocks."""
 
     path: str = ""
@@ -75,18 +75,18 @@ class _Table(HeaderTable):
         super().add(name, value)
 
 
-class Heads:
+class Http2Heads:
     """Decoder and cache of the header blocks of one connection."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(HEAD_BYTES)
         self._table = _Table()
         self._decoder.header_table = self._table
-        self._known: dict[bytes, Head] = {}
+        self._known: dict[bytes, Http2Head] = {}
         self.fields = 0
         """Fields decoded in the last block; 0 if the block was cached."""
 
-    def head(self, block: bytes) -> Head:
+    def head(self, block: bytes) -> Http2Head:
         """Decodes the block of a new call. Broken: neither this block nor a later one can be decoded."""
         found = self._known.get(block)
         if found is not None:
@@ -122,7 +122,9 @@ class Heads:
         try:
             found = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
         except (HPACKError, IndexError, ValueError) as error:
-            raise Broken(Reason.COMPRESSION_ERROR, f"the headers of the call cannot be decoded: {error}") from None
+            raise Http2Error(
+                ErrorCode.COMPRESSION_ERROR, f"the headers of the call cannot be decoded: {error}"
+            ) from None
         self.fields = len(found)
         return found
 
@@ -145,7 +147,7 @@ def _check_count(block: bytes) -> None:
                     at += size
             count += 1
             if count > HEADERS:
-                raise Broken(Reason.ENHANCE_YOUR_CALM, f"the call has more than {HEADERS} headers")
+                raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, f"the call has more than {HEADERS} headers")
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
@@ -169,7 +171,9 @@ def _check_sizes(block: bytes) -> None:
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
         if count > 2:
-            raise Broken(Reason.COMPRESSION_ERROR, "the header block begins with more than two table size updates")
+            raise Http2Error(
+                ErrorCode.COMPRESSION_ERROR, "the header block begins with more than two table size updates"
+            )
         if block[at] & 0x1F == 0x1F:
             at += 1
             while at < len(block) and block[at] & 0x80:
@@ -177,18 +181,18 @@ def _check_sizes(block: bytes) -> None:
         at += 1
 
 
-def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
+def _head(pairs: list[tuple[bytes, bytes]]) -> Http2Head:
     pseudo: dict[bytes, bytes] = {}
     found: dict[str, str] = {}
     for name, value in pairs:
         if name.startswith(b":"):
             if name in pseudo or found or name not in _PSEUDO:
-                return Head(malformed="misplaced pseudo-header")
+                return Http2Head(malformed="misplaced pseudo-header")
             if not _VALUE.fullmatch(value):
-                return Head(malformed="invalid value of a pseudo-header")
+                return Http2Head(malformed="invalid value of a pseudo-header")
             pseudo[name] = value
         elif wrong := _wrong_field(name, value):
-            return Head(malformed=wrong)
+            return Http2Head(malformed=wrong)
         else:
             key, text = name.decode("latin-1"), value.decode("latin-1")
             found[key] = f"{found[key]},{text}" if key in found else text
@@ -197,17 +201,17 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
         or not pseudo.get(b":scheme")
         or not pseudo.get(b":path", b"").startswith((b"/", b"*"))
     ):
-        return Head(malformed="missing method, scheme or path")
+        return Http2Head(malformed="missing method, scheme or path")
     length, digits = None, found.pop("content-length", None)
     if digits is not None:
         if not digits.isascii() or not digits.isdecimal() or len(digits) > 18:
-            return Head(malformed="content-length is not a number")
+            return Http2Head(malformed="content-length is not a number")
         length = int(digits)
     if pseudo[b":method"] != b"POST":
-        return Head(status=405)
+        return Http2Head(status=405)
     kind = found.get("content-type", "")
     if kind != "application/grpc" and not kind.startswith(("application/grpc+", "application/grpc;")):
-        return Head(status=415)
+        return Http2Head(status=415)
     return _call(pseudo[b":path"].decode("latin-1"), found, length)
 
 
@@ -222,7 +226,7 @@ def _wrong_field(name: bytes, value: bytes) -> str:
     return ""
 
 
-def _call(path: str, found: dict[str, str], length: int | None) -> Head:
+def _call(path: str, found: dict[str, str], length: int | None) -> Http2Head:
     timeout, wrong = None, ""
     written = found.get("grpc-timeout")
     if written is not None:
@@ -235,7 +239,7 @@ def _call(path: str, found: dict[str, str], length: int | None) -> Head:
     accepted = [name.strip() for name in found.get("grpc-accept-encoding", "").split(",")]
     accepts = next((name for name in ENCODINGS if name in accepted), "")
     metadata = {name: text for name, text in found.items() if name not in ("te", "content-type") and not _of_grpc(name)}
-    return Head(path, metadata, timeout, "" if encoding == "identity" else encoding, accepts, length, wrong=wrong)
+    return Http2Head(path, metadata, timeout, "" if encoding == "identity" else encoding, accepts, length, wrong=wrong)
 
 
 def _of_grpc(name: str) -> bool:
@@ -243,7 +247,7 @@ def _of_grpc(name: str) -> bool:
     return name in ("grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "grpc-message-type")
 
 
-class Block:
+class HeaderBlock:
     """A header block in more than one frame."""
 
     def __init__(self, number: int, flags: int, payload: bytes) -> None:
@@ -257,7 +261,7 @@ class Block:
         self._size += len(payload)
         if len(self.parts) > CONTINUATIONS or self._size > HEAD_BYTES:
             text = f"the headers of the call exceed {HEAD_BYTES} bytes or {CONTINUATIONS} frames"
-            raise Broken(Reason.ENHANCE_YOUR_CALM, text)
+            raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, text)
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
@@ -268,7 +272,7 @@ def unpadded(flags: int, payload: bytes) -> bytes:
     if flags & WITH_PRIORITY:
         start += 5
     if start + padding > len(payload):
-        raise Broken(Reason.PROTOCOL_ERROR, "padding exceeds the frame")
+        raise Http2Error(ErrorCode.PROTOCOL_ERROR, "padding exceeds the frame")
     return payload[start : len(payload) - padding]
 
 
@@ -317,7 +321,7 @@ def refused(number: int, status: int, ended: bool) -> bytes:
     """The frames that refuse a request that is not gRPC. `ended`: the client has ended the stream."""
     block = b"\x08\x03%d" % status  # :status, by its name in the static table
     found = frame(HEADERS_FRAME, END_HEADERS | END_STREAM, number, block)
-    return found if ended else found + reset(number, Reason.NO_ERROR)
+    return found if ended else found + reset(number, ErrorCode.NO_ERROR)
 
 
 def percent(text: str) -> bytes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shmserve.gateway.http2.backlog import Backlog
+from shmserve.gateway.http2.backlog import FrameBacklog
 from shmserve.gateway.http2.codes import RpcError
-from shmserve.gateway.http2.limits import Limits
-from shmserve.gateway.http2.seam import Application
+from shmserve.gateway.http2.interface import Application
+from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import Turns
+from shmserve.gateway.limits.turns import JobTurns
 
 
 class Expiring(Protocol):
@@ -22,11 +22,11 @@ class Expiring(Protocol):
     def fail(self, error: RpcError) -> None: ...
 
 
-class Host(Protocol):
+class Http2Host(Protocol):
     """What all connections of a listener share."""
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> Http2Limits: ...
 
     @property
     def application(self) -> Application: ...
@@ -38,10 +38,10 @@ class Host(Protocol):
     def shares(self) -> Shares: ...
 
     @property
-    def backlog(self) -> Backlog: ...
+    def backlog(self) -> FrameBacklog: ...
 
     @property
-    def turns(self) -> Turns: ...
+    def turns(self) -> JobTurns: ...
 
     @property
     def turn(self) -> int:

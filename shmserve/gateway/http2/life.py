@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from shmserve.gateway.http2 import frames
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.frames import Broken, Reason
-from shmserve.gateway.http2.seam import Awaits
-from shmserve.gateway.http2.stream import Stream, Streams
+from shmserve.gateway.http2.frames import ErrorCode, Http2Error
+from shmserve.gateway.http2.interface import Awaits
+from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
 
 _LAST_CALLS = b"lastcall"
 _STILL_THERE = b"thereyet"
@@ -17,17 +17,17 @@ _WITHOUT_CALLS_S = 7200.0
 
 
 class Life:
-    def __init__(self, core: Streams) -> None:
+    def __init__(self, core: Http2Streams) -> None:
         self._core = core
         self._draining = False
         self.ending = False
         """The final GOAWAY has been sent."""
         self.last = frames.LARGEST_STREAM
         """Last stream that is processed."""
-        self.heard = True
+        self.received = True
         """Input has arrived since the last `look`."""
-        self._heard_at = self._born = core.door.now()
-        self._asked_at: float | None = None
+        self._received_at = self._born = core.listener.now()
+        self._ping_sent_at: float | None = None
         self._strikes = 0
         self._pinged = _NEVER
 
@@ -43,9 +43,9 @@ class Life:
         if not core.greeted:
             self.no_more()
             return
-        core.out.append(frames.goaway(frames.LARGEST_STREAM, Reason.NO_ERROR))
+        core.out.append(frames.goaway(frames.LARGEST_STREAM, ErrorCode.NO_ERROR))
         core.out.append(frames.frame(frames.PING, 0, 0, _LAST_CALLS))
-        core.quiet_since = core.door.turn
+        core.quiet_since = core.listener.turn
         core.wake()
 
     def no_more(self) -> None:
@@ -53,7 +53,7 @@ class Life:
         if not self.ending:
             self.ending = True
             self.last = core.last
-            core.out.append(frames.goaway(core.last, Reason.NO_ERROR))
+            core.out.append(frames.goaway(core.last, ErrorCode.NO_ERROR))
             core.wake()
 
     # ------------------------------------------------------------------------------------ PING
@@ -62,9 +62,9 @@ class Life:
         if payload == _LAST_CALLS and self._draining:
             self.no_more()
 
-    def asked(self) -> None:
+    def ping_received(self) -> None:
         """Handles a PING of the client, and counts a strike if the minimum interval was not kept."""
-        core, limits, now = self._core, self._core.limits, self._core.door.now()
+        core, limits, now = self._core, self._core.limits, self._core.listener.now()
         if core.sent_since_ping:
             core.sent_since_ping = False
             self._strikes, self._pinged = 0, _NEVER
@@ -74,7 +74,7 @@ class Life:
         if now < self._pinged + calm and limits.ping_strikes:
             self._strikes += 1
             if self._strikes > limits.ping_strikes:
-                raise Broken(Reason.ENHANCE_YOUR_CALM, "too_many_pings")
+                raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
         self._pinged = now
 
     # ------------------------------------------------------------------------------------ timeouts
@@ -85,7 +85,7 @@ class Life:
         core = self._core
         if core.over:
             return
-        turn, now, limits = core.door.turn, core.door.now(), core.limits
+        turn, now, limits = core.listener.turn, core.listener.now(), core.limits
         core.next_turn()
         for stream in list(core.watched):
             self._look_at(stream, turn, waited, least)
@@ -101,11 +101,11 @@ class Life:
         if limits.age_s and now - self._born > limits.age_s:
             self.drain()
             if limits.age_grace_s and now - self._born > limits.age_s + limits.age_grace_s:
-                core.end(Reason.NO_ERROR, "max_age")
+                core.end(ErrorCode.NO_ERROR, "max_age")
                 return
         self._keep_alive(now)
 
-    def _look_at(self, stream: Stream, turn: int, waited: int, least: int) -> None:
+    def _look_at(self, stream: Http2Stream, turn: int, waited: int, least: int) -> None:
         if not stream.stuck:
             self._core.watched.discard(stream)
         elif stream.moved >= least:
@@ -114,8 +114,8 @@ class Life:
             text = "the client stalled; --http-read-timeout is the limit"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
-    def _look_at_idle(self, stream: Stream, quiet: int, waited: int) -> None:
-        awaits, most = stream.call.awaits, self._core.door.stream_turns
+    def _look_at_idle(self, stream: Http2Stream, quiet: int, waited: int) -> None:
+        awaits, most = stream.call.awaits, self._core.listener.stream_turns
         if awaits is Awaits.REQUEST and quiet > waited:
             text = "the request was not received in time; --http-read-timeout is the limit"
         elif awaits is Awaits.NEXT_REQUEST and quiet > most:
@@ -126,12 +126,12 @@ class Life:
 
     def _keep_alive(self, now: float) -> None:
         core, limits = self._core, self._core.limits
-        if self.heard:
-            self.heard, self._heard_at, self._asked_at = False, now, None
-        elif self._asked_at is not None:
-            if now - self._asked_at >= limits.keepalive_timeout_s:
-                core.end(Reason.NO_ERROR, "keepalive_timeout")
-        elif now - self._heard_at >= limits.keepalive_s and (core.streams or limits.pings_without_calls):
-            self._asked_at = now
+        if self.received:
+            self.received, self._received_at, self._ping_sent_at = False, now, None
+        elif self._ping_sent_at is not None:
+            if now - self._ping_sent_at >= limits.keepalive_timeout_s:
+                core.end(ErrorCode.NO_ERROR, "keepalive_timeout")
+        elif now - self._received_at >= limits.keepalive_s and (core.streams or limits.pings_without_calls):
+            self._ping_sent_at = now
             core.out.append(frames.frame(frames.PING, 0, 0, _STILL_THERE))
             core.wake()

@@ -45,7 +45,7 @@ MESSAGE_BYTES = 64 << 20
 """Default maximum message size."""
 
 
-class Limits(Struct, frozen=True):
+class Http2Limits(Struct, frozen=True):
     """Limits set by flags."""
 
     message_bytes: int = MESSAGE_BYTES

@@ -8,27 +8,27 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.gateway.http2.backlog import Backlog
+from shmserve.gateway.http2.backlog import FrameBacklog
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.host import Expiring
-from shmserve.gateway.http2.limits import Limits
-from shmserve.gateway.http2.seam import Application
+from shmserve.gateway.http2.interface import Application
+from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.listeners.callers import TURNS, Callers
 
 DEADLINE_S = 0.02
 """Resolution of deadlines."""
 
 
-class RpcDoor(Callers):
+class RpcListener(Callers):
     """`connect` makes the protocol of a new connection. `stopped` is called when no new calls are accepted."""
 
     def __init__(
-        self, connect: Callable[[RpcDoor], Any], loop: asyncio.AbstractEventLoop, application: Application,
-        limits: Limits, stopped: Callable[[], None] = lambda: None, budget: Budget | None = None,
-        shares: Shares | None = None, turns: Turns | None = None, reads: ReadTurns | None = None,
+        self, connect: Callable[[RpcListener], Any], loop: asyncio.AbstractEventLoop, application: Application,
+        limits: Http2Limits, stopped: Callable[[], None] = lambda: None, budget: Budget | None = None,
+        shares: Shares | None = None, turns: JobTurns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             loop, lambda: connect(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
@@ -38,7 +38,7 @@ class RpcDoor(Callers):
         self.application = application
         self.limits = limits
         self._stopped = stopped
-        self.backlog = Backlog(loop)
+        self.backlog = FrameBacklog(loop)
         self._due: dict[int, set[Expiring]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = 0
@@ -87,7 +87,7 @@ class RpcDoor(Callers):
             self._alarm.cancel()
 
 
-def _turn_s(limits: Limits) -> float:
+def _turn_s(limits: Http2Limits) -> float:
     """The period of the slow clock: a fraction of the shortest time that it measures."""
     spans = [limits.read_timeout_s, limits.idle_timeout_s, limits.keepalive_s, limits.keepalive_timeout_s]
     spans += [span for span in (limits.age_s, limits.age_grace_s) if span]

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from shmserve.gateway.http2 import frames, heads
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.blocks import HeaderBlocks
-from shmserve.gateway.http2.frames import Broken, Reason
-from shmserve.gateway.http2.host import Host
+from shmserve.gateway.http2.frames import ErrorCode, Http2Error
+from shmserve.gateway.http2.host import Http2Host
 from shmserve.gateway.http2.life import Life
-from shmserve.gateway.http2.stream import Stream, Streams
+from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
 
 _GREETING = frames.settings({
     frames.MAX_FRAME_SIZE: most.FRAME_BYTES,
@@ -25,16 +25,16 @@ _GREETING = frames.settings({
 _PREFACE_SIZE = len(frames.PREFACE)
 
 
-class Http2(Streams):
+class Http2(Http2Streams):
     """The parser of a connection. The owner of the socket calls `feed`, and sends what is in `out`."""
 
-    def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
-        super().__init__(door, peer, wake)
-        self.out += [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: door.limits.streams}),
+    def __init__(self, listener: Http2Host, peer: str, wake: Callable[[], None]) -> None:
+        super().__init__(listener, peer, wake)
+        self.out += [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: listener.limits.streams}),
                      frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
         self._rest = b""
         self._set = False
-        self._stream: Stream | None = None
+        self._stream: Http2Stream | None = None
         """Stream of the DATA frame being read. `_left`: bytes of its body to come; `_skip`: bytes of padding after
         that, or of an ignored frame; `_ends`: the frame ends the stream."""
         self._left = self._skip = 0
@@ -50,16 +50,16 @@ class Http2(Streams):
     def feed(self, data: bytes) -> None:
         if self.over:
             return
-        self.life.heard = True
+        self.life.received = True
         if self._rest:
             data = self._rest + data
             self._rest = b""
-        backlog = self.door.backlog
+        backlog = self.listener.backlog
         self.work = allowed = max(0, min(most.WORK, backlog.left))
         self.more = False
         try:
             self._parse(data)
-        except Broken as error:
+        except Http2Error as error:
             self.end(error.reason, str(error))
         self.spent += allowed - self.work
         backlog.spend(allowed - self.work)
@@ -79,7 +79,7 @@ class Http2(Streams):
         stream = self._stream
         if stream is None:
             return
-        self.life.heard = True
+        self.life.received = True
         self._left -= size
         stream.fill(size)
         if not self._left:
@@ -89,7 +89,7 @@ class Http2(Streams):
         at, size = 0, len(data)
         if not self.greeted:
             if data[:_PREFACE_SIZE] != frames.PREFACE[:size]:
-                raise Broken(Reason.PROTOCOL_ERROR, "this is a gRPC port, but the client does not use HTTP/2")
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "this is a gRPC port, but the client does not use HTTP/2")
             if size < _PREFACE_SIZE:
                 self._rest = data
                 return
@@ -120,11 +120,12 @@ class Http2(Streams):
                 self._frame(kind, flags, number, data[start:end])
                 at = end
             elif kind > frames.CONTINUATION:
-                self.conduct.idle()
+                self.abuse.idle()
                 self._skip, at = length, start
             elif length > heads.HEAD_BYTES:
-                raise Broken(
-                    Reason.ENHANCE_YOUR_CALM, f"frame of {length} bytes; the limit for frames other than DATA is 32768"
+                raise Http2Error(
+                    ErrorCode.ENHANCE_YOUR_CALM,
+                    f"frame of {length} bytes; the limit for frames other than DATA is 32768",
                 )
             else:
                 break
@@ -132,11 +133,11 @@ class Http2(Streams):
 
     def _check(self, kind: int, number: int, length: int) -> None:
         if length > most.FRAME_BYTES:
-            raise Broken(Reason.FRAME_SIZE_ERROR, f"frame of {length} bytes; the limit is {most.FRAME_BYTES}")
+            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"frame of {length} bytes; the limit is {most.FRAME_BYTES}")
         if not self._set and kind != frames.SETTINGS:
-            raise Broken(Reason.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         if self._blocks.pending is not None and (kind != frames.CONTINUATION or number != self._blocks.pending.number):
-            raise Broken(Reason.PROTOCOL_ERROR, "another frame inside a header block")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "another frame inside a header block")
 
     # ------------------------------------------------------------------------------------ DATA
 
@@ -150,7 +151,7 @@ class Http2(Streams):
         body = length
         if flags & frames.PADDED:
             if not length or data[start] >= length:
-                raise Broken(Reason.PROTOCOL_ERROR, "padding exceeds the frame")
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "padding exceeds the frame")
             padding = data[start]
             start += 1
             body = length - 1 - padding
@@ -163,7 +164,7 @@ class Http2(Streams):
         if stream.taken > most.STREAM_WINDOW // 2:
             self._much_of(stream)
         if not body and not flags & frames.END_STREAM:
-            self.conduct.idle()
+            self.abuse.idle()
         if stream.head.length is not None and not self.fits(stream, body, bool(flags & frames.END_STREAM)):
             self._left, self._skip = 0, body + padding
             return start
@@ -179,15 +180,15 @@ class Http2(Streams):
         self._ends = bool(flags & frames.END_STREAM)
         return start
 
-    def _closed_data(self, number: int, stream: Stream | None, ended: bool) -> None:
+    def _closed_data(self, number: int, stream: Http2Stream | None, ended: bool) -> None:
         if not number & 1 or number > self.last:
-            raise Broken(Reason.PROTOCOL_ERROR, "DATA on an idle stream")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "DATA on an idle stream")
         if stream is not None:
-            self.reset(stream, Reason.STREAM_CLOSED)
+            self.reset(stream, ErrorCode.STREAM_CLOSED)
         elif self.closed.ignores(number, ended):
-            self.conduct.idle()
+            self.abuse.idle()
         else:
-            self.refuse(number, Reason.STREAM_CLOSED)
+            self.refuse(number, ErrorCode.STREAM_CLOSED)
 
     def _go_on(self, data: bytes, at: int, size: int) -> int:
         if not self._left:
@@ -209,11 +210,11 @@ class Http2(Streams):
             stream.half = True
             stream.ended()
 
-    def _much_of(self, stream: Stream) -> None:
+    def _much_of(self, stream: Http2Stream) -> None:
         if not stream.paused:
             self.grant(stream)
         elif stream.taken > most.STREAM_WINDOW:
-            self.reset(stream, Reason.FLOW_CONTROL_ERROR)
+            self.reset(stream, ErrorCode.FLOW_CONTROL_ERROR)
 
     # ------------------------------------------------------------------------------------ other frames
 
@@ -221,7 +222,7 @@ class Http2(Streams):
         if kind == frames.HEADERS:
             self._blocks.headers(number, flags, payload)
         elif len(payload) != frames.LENGTHS.get(kind, len(payload)):
-            raise Broken(Reason.FRAME_SIZE_ERROR, "wrong frame length")
+            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "wrong frame length")
         elif kind == frames.WINDOW_UPDATE:
             self._window_update(number, payload)
         elif kind == frames.PING:
@@ -233,24 +234,24 @@ class Http2(Streams):
         elif kind == frames.CONTINUATION:
             self._blocks.continuation(flags, payload)
         elif kind == frames.PUSH_PROMISE:
-            raise Broken(Reason.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             if (kind == frames.GOAWAY) == bool(number) and kind <= frames.CONTINUATION:
-                raise Broken(Reason.PROTOCOL_ERROR, "frame on the wrong stream")
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "frame on the wrong stream")
             if kind == frames.GOAWAY and len(payload) < frames.GOAWAY_LENGTH:
-                raise Broken(Reason.FRAME_SIZE_ERROR, "wrong frame length")
-            self.conduct.idle()
+                raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "wrong frame length")
+            self.abuse.idle()
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number or (flags & frames.ACK and not self._set):
-            raise Broken(Reason.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
         if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > most.SETTINGS_BYTES:
-            raise Broken(Reason.FRAME_SIZE_ERROR, "wrong length of SETTINGS")
+            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "wrong length of SETTINGS")
         self._set = True
         if flags & frames.ACK:
-            self.conduct.idle()
+            self.abuse.idle()
             return
-        self.conduct.idle(most.SETTINGS_WEIGHT)
+        self.abuse.idle(most.SETTINGS_WEIGHT)
         found = frames.settings_of(payload)
         self.frame_bytes = found.get(frames.MAX_FRAME_SIZE, self.frame_bytes)
         if frames.INITIAL_WINDOW_SIZE in found:
@@ -264,60 +265,60 @@ class Http2(Streams):
         for stream in self.streams.values():
             stream.window += change
             if stream.window > frames.LARGEST_WINDOW:
-                raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
+                raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
 
     def _reply(self, data: bytes) -> None:
         if not self.accepts:
-            self.conduct.unsent_reply()
+            self.abuse.unsent_reply()
         self.out.append(data)
         self.wake()
 
     def _ping(self, flags: int, number: int, payload: bytes) -> None:
         if number:
-            raise Broken(Reason.PROTOCOL_ERROR, "PING on a stream other than 0")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "PING on a stream other than 0")
         if flags & frames.ACK:
             self.life.acknowledged(payload)
             return
-        self.conduct.idle()
+        self.abuse.idle()
         self._reply(frames.frame(frames.PING, frames.ACK, 0, payload))
-        self.life.asked()
+        self.life.ping_received()
 
     def _rst_stream(self, number: int, payload: bytes) -> None:
         if not number & 1 or number > self.last:
-            raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
         stream = self.streams.get(number)
         if stream is None:
             self.closed.ignores(number, True)
-            self.conduct.idle()
+            self.abuse.idle()
             return
-        early = stream.expires is None or self.door.now() < stream.expires - most.EARLY_S
+        early = stream.expires is None or self.listener.now() < stream.expires - most.EARLY_S
         stream.half = True
         stream.cancel()
         if early:
-            self.conduct.reset()
+            self.abuse.reset()
 
     def _window_update(self, number: int, payload: bytes) -> None:
         size = frames.number(payload) & frames.LARGEST_WINDOW
         if not number:
             if not size:
-                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
             self.window += size
             if self.window > frames.LARGEST_WINDOW:
-                raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
+                raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
             if self.unsent:
                 self.pump()
             return
         stream = self.streams.get(number)
         if stream is None:
             if not number & 1 or number > self.last:
-                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
+                raise Http2Error(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
             return
         stream.window += size
         if not size or stream.window > frames.LARGEST_WINDOW:
-            self.reset(stream, Reason.FLOW_CONTROL_ERROR if size else Reason.PROTOCOL_ERROR)
+            self.reset(stream, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
         elif stream.queued:
             if size < most.SMALL_UPDATE:
-                self.conduct.idle()
+                self.abuse.idle()
             self.pump()
 
     # ------------------------------------------------------------------------------------ shutdown

@@ -10,9 +10,9 @@ from struct import Struct
 from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import frames, heads, limits
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.host import Host
+from shmserve.gateway.http2.host import Http2Host
+from shmserve.gateway.http2.interface import Awaits, ServiceCall
 from shmserve.gateway.http2.messages import COMPRESSED_BYTES, deflating
-from shmserve.gateway.http2.seam import Awaits, Call
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import Job
 from shmserve.gateway.upstream.receive import Room
@@ -53,13 +53,13 @@ class Channel:
     """Output of one connection, and its flow control. `wake` is called when `out` has data for the owner of the
     socket."""
 
-    def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
-        self.door = door
-        self.limits = door.limits
+    def __init__(self, listener: Http2Host, peer: str, wake: Callable[[], None]) -> None:
+        self.listener = listener
+        self.limits = listener.limits
         self.peer = peer
         address = peer.rpartition(":")[0]
-        self.account = door.budget.account(address)
-        self.shares = door.shares.connect(address)
+        self.account = listener.budget.account(address)
+        self.shares = listener.shares.connect(address)
         self.wake = wake
         self.out: list[Buffer] = []
         self.out_bytes = 0
@@ -83,17 +83,17 @@ class Sending:
         "moved", "number", "over", "queued", "used", "window",
     )  # fmt: skip
 
-    def __init__(self, core: Channel, number: int, head: heads.Head, window: int) -> None:
+    def __init__(self, core: Channel, number: int, head: heads.Http2Head, window: int) -> None:
         self._core = core
         self.number = number
         self.head = head
         self.window = window
         """Flow-control window of this stream."""
-        self.call: Call = NO_CALL
+        self.call: ServiceCall = NO_CALL
         self.over = False
         self.half = False
         """The client sends no more."""
-        self.used = core.door.turn
+        self.used = core.listener.turn
         """Turn of the slow clock of the last message, in either direction."""
         self.moved = 0
         self._begun = False
@@ -112,7 +112,7 @@ class Sending:
     def send(self, parts: Sequence[Buffer]) -> None:
         if self.over or self._end is not None:
             return
-        self.used = self._core.door.turn
+        self.used = self._core.listener.turn
         if self._deflating is None:
             self._send(parts)
         else:
@@ -127,7 +127,7 @@ class Sending:
             return
         core = self._core
         work = deflating(self._compression, parts, core.limits.compression)
-        job = core.door.turns.run(work, self._deflated, lambda error: self.faulty())
+        job = core.listener.turns.run(work, self._deflated, lambda error: self.faulty())
         if job.running:
             self._headers()
             self._deflating = job
@@ -184,7 +184,7 @@ class Sending:
         if self.over or self._end is not None:
             return
         self.call = NO_CALL
-        self._core.door.answered(code)
+        self._core.listener.answered(code)
         if code or text or not self._begun:
             block = heads.trailers(code, text)
             if not self._begun:
@@ -216,7 +216,7 @@ class Sending:
         core.out.append(self._end)
         core.out_bytes += len(self._end)
         if not self.half:
-            core.out.append(frames.reset(self.number, frames.Reason.NO_ERROR))
+            core.out.append(frames.reset(self.number, frames.ErrorCode.NO_ERROR))
         self.close()
         core.wake()
 

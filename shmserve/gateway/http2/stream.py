@@ -11,12 +11,12 @@ from typing import TypeVar
 from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import frames, heads
 from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2.abuse import AbuseCounters, ClosedStreams
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.conduct import ClosedStreams, Conduct
-from shmserve.gateway.http2.frames import Reason
-from shmserve.gateway.http2.host import Host
+from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.host import Http2Host
+from shmserve.gateway.http2.interface import ServiceCall
 from shmserve.gateway.http2.messages import inflating, too_large
-from shmserve.gateway.http2.seam import Call
 from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, tell
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
@@ -30,14 +30,16 @@ LARGE = 64 * 1024
 """Messages of at least this size are not copied here."""
 
 
-class Stream(Sending):
-    _core: Streams
+class Http2Stream(Sending):
+    _core: Http2Streams
     __slots__ = (
         "_buffer", "_end_waits", "_flag", "_held", "_job", "_prefix", "_waiting", "_wanted", "expires", "length",
         "taken", "turn",
     )  # fmt: skip
 
-    def __init__(self, core: Streams, number: int, head: heads.Head, window: int, expires: float | None) -> None:
+    def __init__(
+        self, core: Http2Streams, number: int, head: heads.Http2Head, window: int, expires: float | None
+    ) -> None:
         super().__init__(core, number, head, window)
         self.expires = expires
         self.length = 0
@@ -96,7 +98,7 @@ class Stream(Sending):
         ends, self._end_waits = self._end_waits, False
         while waiting:
             data = waiting.popleft()
-            self._let_go(len(data))
+            self._free_held(len(data))
             self.receive(data, 0, len(data))
             if self._stopped(waiting):
                 self._end_waits = ends
@@ -117,7 +119,7 @@ class Stream(Sending):
             return True
         return self.over
 
-    def serve(self, call: Call) -> None:
+    def serve(self, call: ServiceCall) -> None:
         """Sets the call that receives messages, unless the stream has ended already."""
         if not self.over and self._end is None:
             self.call = call
@@ -198,7 +200,7 @@ class Stream(Sending):
         self.moved += size
         if self._received(buffer.add, size) and buffer.full:
             self._buffer = None
-            self._let_go(buffer.size)
+            self._free_held(buffer.size)
             self._deliver(self._flag, buffer.memory)
 
     def _received(self, receive: Callable[[T], object], what: T) -> bool:
@@ -210,8 +212,8 @@ class Stream(Sending):
         return True
 
     def _deliver(self, flag: int, data: Buffer) -> None:
-        self.used = self._core.door.turn
-        self._core.idle_since = self._core.door.now()
+        self.used = self._core.listener.turn
+        self._core.idle_since = self._core.listener.now()
         self._core.work -= 1
         if not flag:
             self._pass_on(data)
@@ -237,7 +239,7 @@ class Stream(Sending):
 
         def then(found: Buffer) -> None:
             self._pass_on(found)
-            self._let_go(len(data) + len(found))
+            self._free_held(len(data) + len(found))
 
         self._run(work(), then)
 
@@ -264,7 +266,7 @@ class Stream(Sending):
             else:
                 self.faulty()
 
-        job = self._core.door.turns.run(work, done, failed)
+        job = self._core.listener.turns.run(work, done, failed)
         if job.running:
             self._job = job
             if self._waiting is None:
@@ -312,7 +314,7 @@ class Stream(Sending):
         self._held += size
         return True
 
-    def _let_go(self, size: int) -> None:
+    def _free_held(self, size: int) -> None:
         size = min(size, self._held)
         if size:
             self._held -= size
@@ -332,7 +334,7 @@ class Stream(Sending):
             if self._end is None:
                 self.finish(error.code, error.text)
             else:
-                self._core.out.append(frames.reset(self.number, frames.Reason.CANCEL))
+                self._core.out.append(frames.reset(self.number, frames.ErrorCode.CANCEL))
                 self.close()
                 self._core.wake()
         tell(call.cancelled)
@@ -351,35 +353,35 @@ class Stream(Sending):
             self._job.cancel()
             self._job = None
         self._buffer = self._waiting = None
-        self._let_go(self._held)
+        self._free_held(self._held)
         self._core.forget(self)
 
 
-class Streams(Channel):
+class Http2Streams(Channel):
     """The calls of one connection, and the work that it has done and may still do."""
 
-    def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
-        super().__init__(door, peer, wake)
+    def __init__(self, listener: Http2Host, peer: str, wake: Callable[[], None]) -> None:
+        super().__init__(listener, peer, wake)
         self.over = False
         """The connection accepts no more input; the owner closes it when `out` is sent."""
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, Http2Stream] = {}
         self.stream_window = frames.DEFAULT_WINDOW
         self.greeted = False
         self.last = 0
         """The highest stream id that the client opened."""
         self.large = False
         """The last message was large."""
-        self.unsent: dict[Stream, None] = {}
+        self.unsent: dict[Http2Stream, None] = {}
         """Streams with queued output."""
-        self.watched: set[Stream] = set()
+        self.watched: set[Http2Stream] = set()
         self.work = 0
         """Work left in this iteration of the loop."""
         self.spent = 0
-        self.conduct = Conduct()
+        self.abuse = AbuseCounters()
         self.closed = ClosedStreams()
-        self.quiet_since = door.turn
+        self.quiet_since = listener.turn
         """Turn of the slow clock since which there are no calls."""
-        self.idle_since = door.now()
+        self.idle_since = listener.now()
         """The same as a time, also set by each message."""
         self.sent_since_ping = False
         """Part of a response or a WINDOW_UPDATE was sent since the client's last ping, which resets its strikes."""
@@ -387,43 +389,43 @@ class Streams(Channel):
     def next_turn(self) -> None:
         """Called on every turn of the slow clock."""
         self.spent //= 2
-        self.conduct.next_turn()
+        self.abuse.next_turn()
 
     # ------------------------------------------------------------------------------------ streams
 
-    def send_reset(self, number: int, reason: Reason) -> None:
+    def send_reset(self, number: int, reason: ErrorCode) -> None:
         self.out.append(frames.reset(number, reason))
         self.wake()
 
-    def refuse(self, number: int, reason: Reason) -> None:
+    def refuse(self, number: int, reason: ErrorCode) -> None:
         """Resets a stream for a protocol violation of the client."""
         self.send_reset(number, reason)
-        self.conduct.reset()
+        self.abuse.reset()
 
-    def reset(self, stream: Stream, reason: Reason) -> None:
+    def reset(self, stream: Http2Stream, reason: ErrorCode) -> None:
         stream.cancel()
         self.refuse(stream.number, reason)
 
-    def fits(self, stream: Stream, body: int, ended: bool) -> bool:
+    def fits(self, stream: Http2Stream, body: int, ended: bool) -> bool:
         """Checks received DATA against content-length, and resets the stream on a mismatch."""
         stream.length += body
         length = stream.head.length or 0
         if stream.length <= length and (not ended or stream.length == length):
             return True
         stream.half = ended
-        self.reset(stream, Reason.PROTOCOL_ERROR)
+        self.reset(stream, ErrorCode.PROTOCOL_ERROR)
         return False
 
     # ------------------------------------------------------------------------------------ interface for streams
 
-    def watch(self, stream: Stream) -> None:
+    def watch(self, stream: Http2Stream) -> None:
         """Progress now depends on the client: apply the read timeout."""
         if stream not in self.watched:
             self.watched.add(stream)
-            stream.turn = self.door.turn
+            stream.turn = self.listener.turn
             stream.moved = 0
 
-    def grant(self, stream: Stream) -> None:
+    def grant(self, stream: Http2Stream) -> None:
         if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
             self.grant_bytes(stream.number, stream.taken)
             stream.taken = 0
@@ -433,7 +435,7 @@ class Streams(Channel):
         self.sent_since_ping = True
         self.wake()
 
-    def push(self, stream: Stream) -> None:
+    def push(self, stream: Http2Stream) -> None:
         """Queues the stream, and sends as much as the windows allow."""
         self.unsent[stream] = None
         while self.writable and stream.pump(most.QUANTUM, resume=False):
@@ -442,17 +444,17 @@ class Streams(Channel):
             self.unsent.pop(stream, None)
         self.wake()
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: Http2Stream) -> None:
         if self.streams.pop(stream.number, None) is None:
             return
         self.closed.add(stream.number, stream.half)
         self.watched.discard(stream)
         self.unsent.pop(stream, None)
         if stream.expires is not None:
-            self.door.keep(stream)
+            self.listener.keep(stream)
         if not self.streams:
-            self.quiet_since = self.door.turn
-            self.idle_since = self.door.now()
+            self.quiet_since = self.listener.turn
+            self.idle_since = self.listener.now()
             self.wake()
 
     # ------------------------------------------------------------------------------------ interface for the owner
@@ -474,7 +476,7 @@ class Streams(Channel):
     def resumed(self) -> None:
         """The socket is writable again."""
         self.accepts = True
-        self.conduct.unsent_replies = 0
+        self.abuse.unsent_replies = 0
         self.pump()
         for stream in list(self.streams.values()):
             if not self.writable:
@@ -491,7 +493,7 @@ class Streams(Channel):
 
     # ------------------------------------------------------------------------------------ disconnects
 
-    def end(self, reason: Reason, text: str) -> None:
+    def end(self, reason: ErrorCode, text: str) -> None:
         if not self.over:
             self.over = True
             self.out.append(frames.goaway(self.last, reason, text))

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.kserve.json_tensors import to_json, to_json_in_slices
-from shmserve.gateway.kserve.plans import Plan
+from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import Work
 from shmserve.protocol.messages import Part, Reply, Tensor
 
@@ -30,7 +30,7 @@ class _Size(Struct):
     binary_data_size: int
 
 
-class _Output(Struct, omit_defaults=True):
+class _ResponseOutput(Struct, omit_defaults=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class _Output(Struct, omit_defaults=True):
 class _Response(Struct, omit_defaults=True):
     model_name: str
     model_version: str
-    outputs: list[_Output]
+    outputs: list[_ResponseOutput]
     id: str = ""
     parameters: dict[str, Any] | None = None
 
@@ -50,13 +50,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 def response(
-    model: str, plan: Plan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None,
+    model: str, plan: RequestPlan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None,
     texts: Mapping[str, msgspec.Raw] | None = None,
 ) -> tuple[int | None, list[Buffer]]:  # fmt: skip
     """The length of the JSON if binary data follows it, else None; and the buffers to send. `write` writes an output to
     its place in the plan. `texts`: outputs that were encoded as JSON before."""
     reply, buffers = _parts(answer)
-    outputs: list[_Output] = []
+    outputs: list[_ResponseOutput] = []
     behind: list[Buffer] = []
     binary = False
     for index, tensor in enumerate(reply.outputs):
@@ -65,18 +65,18 @@ def response(
             check_room(plan, tensor.name, sum([len(part) for part in parts]))
             write(tensor.name, parts)
             # No parameters describe the place: clients take any parameters for those of binary data.
-            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape))
+            outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape))
         elif plan.is_binary(tensor.name):
             binary = True
             behind += parts
             size = _Size(sum([len(part) for part in parts]))
-            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, size))
+            outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape, size))
         else:
             if texts is None:
                 data = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
             else:
                 data = texts[tensor.name]
-            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, None, data))
+            outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape, None, data))
     text = _encode(_Response(model, str(reply.version), outputs, plan.options.id, reply.parameters or None))
     return (len(text) if binary else None), [text, *behind]
 
@@ -88,7 +88,7 @@ def _parts(answer: Reply | Held) -> tuple[Reply | Part, list[list[Buffer]] | Non
     return answer, None
 
 
-def as_json(plan: Plan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
+def as_json(plan: RequestPlan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
     """The outputs to be sent as JSON, if any of the answer is in shared memory and so may be large."""
     reply, buffers = _parts(answer)
     if buffers is None:
@@ -104,7 +104,7 @@ def texts_in_slices(outputs: list[tuple[Tensor, list[Buffer]]]) -> Work[dict[str
     return found
 
 
-def check_room(plan: Plan, name: str, size: int) -> None:
+def check_room(plan: RequestPlan, name: str, size: int) -> None:
     place = plan.places[name]
     if size > place.size:
         raise InvalidRequest(

@@ -1,5 +1,5 @@
-"""The generate extension: a JSON object whose keys are inputs and parameters -> a Plan, and a response -> such an
-object.
+"""The generate extension: a JSON object whose keys are inputs and parameters -> a RequestPlan, and a response -> such
+an object.
 
 Invariant: the model's configuration decides what a key means, never its value.
 """
@@ -17,7 +17,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held, joined
 from shmserve.gateway.kserve.json_slices import check_depth, commas_of, unreadable
 from shmserve.gateway.kserve.json_tensors import to_bytes, to_json
-from shmserve.gateway.kserve.plans import Plan, Spec, Value, options_of, tensor_type
+from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
 from shmserve.gateway.limits.turns import Work
 
 ONE = (
@@ -39,12 +39,12 @@ def check_in_slices(text: bytes) -> Work[None]:
         )
 
 
-def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:
+def generate_plan(text: bytes, config: Mapping[str, Any]) -> RequestPlan:
     """`config`: the model's configuration."""
     lead = (1,) if config.get("max_batch_size", 0) else ()
     inputs = {one["name"]: one for one in config.get("input", [])}
     given = _read(text, inputs)
-    specs: list[Spec] = []
+    specs: list[InputPlan] = []
     parameters: dict[str, Value] = {}
     request_id = ""
     for name, value in given.items():
@@ -56,7 +56,7 @@ def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:
             _add_all(parameters, value)
         else:
             _add(parameters, name, value)
-    return Plan(tuple(specs), 0, options_of(request_id, parameters))
+    return RequestPlan(tuple(specs), 0, options_of(request_id, parameters))
 
 
 def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _add(parameters: dict[str, Value], name: str, value: Any) -> None:
     parameters[name] = _scalar(name, value)
 
 
-def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any) -> Spec:
+def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any) -> InputPlan:
     """`value`: one element, or a list of all elements in order."""
     dims = [int(dim) for dim in config["dims"]]
     count = len(value) if type(value) is list else 1
@@ -118,10 +118,10 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
     shape = (*lead, *dims)
     dtype = tensor_type(config)
     data = to_bytes(name, dtype, shape, value)
-    return Spec(name, dtype, shape, len(data), data)
+    return InputPlan(name, dtype, shape, len(data), data)
 
 
-def generated(model: str, plan: Plan, answer: Held) -> bytes:
+def generated(model: str, plan: RequestPlan, answer: Held) -> bytes:
     """One response as an object: an output of one element as a value, others as flat lists."""
     found: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
     if plan.options.id:

@@ -54,14 +54,14 @@ _Bytes = npt.NDArray[np.uint8]
 _Mask = npt.NDArray[np.bool_]
 
 
-class Cut(Struct):
+class CutList(Struct):
     """A list that was cut out: the offsets of its brackets in the text."""
 
     begin: int
     end: int
 
 
-class Part(Struct):
+class StringPart(Struct):
     """A part of a string that is longer than a slice. `last`: the end of the string."""
 
     text: str
@@ -72,7 +72,7 @@ class Outline(Struct):
     """A request without its large `data`. `around`: the text with an object `{_MARK: index}` in place of each cut."""
 
     around: bytes
-    cuts: list[Cut]
+    cuts: list[CutList]
 
 
 def too_deep() -> InvalidRequest:
@@ -86,7 +86,7 @@ def unreadable(text: object) -> InvalidRequest:
 def check_depth(text: bytes) -> None:
     """Raises InvalidRequest for JSON that is nested too deeply for a recursive decoder."""
     if text.count(b"[") + text.count(b"{") > JSON_DEPTH:
-        for _ in _Scan(text, 0, len(text)).slices():
+        for _ in _JsonScan(text, 0, len(text)).slices():
             pass
 
 
@@ -103,7 +103,7 @@ class _Slice(Struct):
     depths: npt.NDArray[np.int32]
 
 
-class _Scan:
+class _JsonScan:
     """Finds strings and brackets in a part of JSON. The part begins outside of strings, at nesting depth `depth`."""
 
     def __init__(self, text: Text, begin: int, end: int, depth: int = 0) -> None:
@@ -158,10 +158,10 @@ def outline(text: Text) -> Work[Outline]:
 
     Brackets between depths 3 and 4 alternate between opening and closing, so they are taken in pairs.
     """
-    cuts: list[Cut] = []
+    cuts: list[CutList] = []
     begun: list[int] = []
     """The offset of an opening bracket whose closing bracket is in a later slice; at most one."""
-    scan = _Scan(text, 0, len(text))
+    scan = _JsonScan(text, 0, len(text))
     for part in scan.slices():
         edges = part.brackets[np.maximum(part.depths, part.depths - part.steps) == _DATA_DEPTH] + part.at
         places = begun + edges.tolist()
@@ -169,7 +169,7 @@ def outline(text: Text) -> Work[Outline]:
         pairs = np.array(places, np.int64).reshape(-1, 2)
         for begin, end in pairs[pairs[:, 1] - pairs[:, 0] >= _CUT_BYTES].tolist():
             if text[begin] == _LIST and text[end] == _LIST_END:
-                cuts.append(Cut(begin, end))
+                cuts.append(CutList(begin, end))
         yield
     if scan.depth:
         raise unreadable("unexpected end inside a list or an object")
@@ -179,13 +179,13 @@ def outline(text: Text) -> Work[Outline]:
 def commas_of(text: bytes) -> Work[int]:
     """Number of commas outside of strings."""
     found = 0
-    for part in _Scan(text, 0, len(text)).slices():
+    for part in _JsonScan(text, 0, len(text)).slices():
         found += int(np.count_nonzero((part.data == _COMMA) & ~part.inside))
         yield
     return found
 
 
-def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
+def _around(text: Text, cuts: list[CutList]) -> Work[bytes]:
     """The text with marks in place of the cuts. Raises InvalidRequest if it exceeds a limit."""
     size = len(text) - sum([cut.end - cut.begin for cut in cuts])
     parts: list[Text] = []
@@ -203,7 +203,7 @@ def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
             at = cuts[number].end + 1
     around = b"".join(parts)
     fields = brackets = 0
-    for part in _Scan(around, 0, len(around)).slices():
+    for part in _JsonScan(around, 0, len(around)).slices():
         fields += int(np.count_nonzero((part.data == _COLON) & ~part.inside))
         brackets += int(np.count_nonzero(part.steps > 0))
         yield
@@ -221,7 +221,7 @@ def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
     kept = bytearray()
     follows = False
     """The previous slice ends with white space."""
-    for part in _Scan(text, begin, end, _DATA_DEPTH - 1 if begin else 0).slices():
+    for part in _JsonScan(text, begin, end, _DATA_DEPTH - 1 if begin else 0).slices():
         space = _SPACE[part.data] & ~part.inside
         dropped = space & np.concatenate(([follows], space[:-1]))
         follows = bool(space[-1])
@@ -232,7 +232,7 @@ def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
     return bytes(kept)
 
 
-def cut_of(data: Any, found: Outline) -> Cut | None:
+def cut_of(data: Any, found: Outline) -> CutList | None:
     """The cut in whose place the mark `data` was decoded; None: `data` was not cut out."""
     if type(data) is dict and _MARK in data:
         return found.cuts[data[_MARK]]
@@ -290,11 +290,11 @@ class _LongString:
     def __init__(self, begin: bytes) -> None:
         self._rest = begin
 
-    def part(self, more: bytes, last: bool) -> Part:
+    def part(self, more: bytes, last: bool) -> StringPart:
         data = self._rest + more
         at = len(data) if last else _whole(data)
         self._rest = data[at:]
-        return Part(_string(data[:at]), last)
+        return StringPart(_string(data[:at]), last)
 
 
 def _whole(data: bytes) -> int:
@@ -325,10 +325,10 @@ def _string(data: bytes) -> str:
     return found
 
 
-def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
+def flat(name: str, text: Text, cut: CutList) -> Iterator[list[Any]]:
     """Yields the values of a cut without their nesting: for each slice one list, which may be empty. A string that is
     longer than a slice is yielded as Parts, each alone in its list."""
-    scan, shape = _Scan(text, cut.begin + 1, cut.end, 1), _Shape(name)
+    scan, shape = _JsonScan(text, cut.begin + 1, cut.end, 1), _Shape(name)
     rest: list[bytes] = []
     """The bytes after the last comma, with spaces instead of brackets. They are decoded with the next slice."""
     found = missing = skip = False
@@ -343,10 +343,10 @@ def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
         blanked = part.data.tobytes()
         begin = 0
         if string is not None:
-            outside = np.flatnonzero(~part.inside)
-            begin = int(outside[0]) + 1 if len(outside) else len(blanked)
-            yield [string.part(blanked[: begin - 1] if len(outside) else blanked, bool(len(outside)))]
-            if not len(outside):
+            outer = np.flatnonzero(~part.inside)
+            begin = int(outer[0]) + 1 if len(outer) else len(blanked)
+            yield [string.part(blanked[: begin - 1] if len(outer) else blanked, bool(len(outer)))]
+            if not len(outer):
                 continue
             string = None
         if len(part.brackets):

@@ -16,7 +16,7 @@ import numpy as np
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve import json_slices
-from shmserve.gateway.kserve.json_slices import JSON_DEPTH, Cut, Text
+from shmserve.gateway.kserve.json_slices import JSON_DEPTH, CutList, Text
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 from shmserve.shm import strings
 
@@ -34,7 +34,7 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
     return _converted(name, dtype, values)
 
 
-def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: Cut, most: int) -> Work[bytearray]:
+def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: CutList, most: int) -> Work[bytearray]:
     """The same for a list that was cut out of `text`; refused above `most` bytes."""
     _check_dtype(name, dtype)
     count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
@@ -45,7 +45,7 @@ def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut:
     begin = -1
     """Offset in `data` of a string that arrives in parts."""
     for values in json_slices.flat(name, text, cut):
-        if values and type(values[0]) is json_slices.Part:
+        if values and type(values[0]) is json_slices.StringPart:
             part = values[0]
             if dtype != "BYTES":
                 raise _other_kind(name, dtype, {str})

@@ -17,7 +17,7 @@ from shmserve.dtypes import ITEM_BYTES
 from shmserve.dtypes import elements as elements_of
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.kserve import json_slices, json_tensors
-from shmserve.gateway.kserve.json_slices import Cut, Text
+from shmserve.gateway.kserve.json_slices import CutList, Text
 from shmserve.gateway.limits.turns import Work
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
 from shmserve.session.encode import TopK
@@ -41,19 +41,19 @@ class _Input(Struct):
     data: Any = UNSET
 
 
-class _Output(Struct):
+class _RequestedOutput(Struct):
     name: str
     parameters: dict[str, Value] = {}
 
 
-class _Request(Struct):
+class _JsonRequest(Struct):
     inputs: list[_Input]
-    outputs: list[_Output] | None = None
+    outputs: list[_RequestedOutput] | None = None
     id: str = ""
     parameters: dict[str, Value] = {}
 
 
-_decode = msgspec.json.Decoder(_Request).decode
+_decode = msgspec.json.Decoder(_JsonRequest).decode
 
 
 class Place(Struct, frozen=True):
@@ -76,7 +76,7 @@ class Place(Struct, frozen=True):
             raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{region}'")
 
 
-class Spec(Struct, frozen=True):
+class InputPlan(Struct, frozen=True):
     """An input. Its bytes are in `data` if the JSON had them, or at its `place`; otherwise `size` bytes follow the
     JSON."""
 
@@ -92,7 +92,7 @@ class Spec(Struct, frozen=True):
         return self.data is None and self.place is None
 
 
-class Options(Struct):
+class RequestOptions(Struct):
     """The parameters of a request, as the session takes them."""
 
     id: str = ""
@@ -105,13 +105,13 @@ class Options(Struct):
     """Default of `Plan.is_binary`: send outputs as binary data."""
 
 
-class Plan(Struct):
+class RequestPlan(Struct):
     """One request to a model. Cached and shared by equal requests: never modify it."""
 
-    inputs: tuple[Spec, ...]
+    inputs: tuple[InputPlan, ...]
     binary_bytes: int
     """Bytes that follow the JSON."""
-    options: Options
+    options: RequestOptions
     outputs: Sequence[str] | Mapping[str, TopK | None] | None = None
     binary: dict[str, bool] = {}
     """Outputs for which the request sets `binary_data`."""
@@ -128,13 +128,13 @@ class Plan(Struct):
         return self.binary.get(output, self.options.binary)
 
 
-class Plans:
+class RequestPlans:
     """Cache of plans: clients repeat requests byte for byte."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Plan] = {}
+        self._known: dict[bytes, RequestPlan] = {}
 
-    def plan(self, text: bytes) -> Plan:
+    def plan(self, text: bytes) -> RequestPlan:
         found = self._known.get(text)
         if found is not None:
             return found
@@ -146,13 +146,13 @@ class Plans:
         return made
 
 
-def plan_of(text: bytes) -> Plan:
+def plan_of(text: bytes) -> RequestPlan:
     json_slices.check_depth(text)
     request = _request_of(text)
     return _plan(request, [_spec(given) for given in request.inputs])
 
 
-def plan_in_slices(text: Text, most: int) -> Work[Plan]:
+def plan_in_slices(text: Text, most: int) -> Work[RequestPlan]:
     """The same for a large text, in slices. `most`: bytes of an input."""
     outline = yield from json_slices.outline(text)
     request = _request_of(outline.around)
@@ -164,15 +164,15 @@ def plan_in_slices(text: Text, most: int) -> Work[Plan]:
     return _plan(request, specs)
 
 
-def _plan(request: _Request, specs: Sequence[Spec]) -> Plan:
+def _plan(request: _JsonRequest, specs: Sequence[InputPlan]) -> RequestPlan:
     total = sum([spec.size for spec in specs if spec.follows])
-    plan = Plan(tuple(specs), total, options_of(request.id, request.parameters))
+    plan = RequestPlan(tuple(specs), total, options_of(request.id, request.parameters))
     if request.outputs:
         add_outputs(plan, [(output.name, output.parameters) for output in request.outputs])
     return plan
 
 
-def _request_of(text: bytes) -> _Request:
+def _request_of(text: bytes) -> _JsonRequest:
     try:
         found = _decode(text)
     except _UNREADABLE as error:
@@ -184,10 +184,10 @@ def _request_of(text: bytes) -> _Request:
     return found
 
 
-def _with_what_is_no_number(text: bytes) -> _Request:
+def _with_what_is_no_number(text: bytes) -> _JsonRequest:
     """NaN and Infinity are not JSON, but are accepted and sent here."""
     try:
-        return msgspec.convert(json.loads(text), _Request)
+        return msgspec.convert(json.loads(text), _JsonRequest)
     except _UNREADABLE as error:
         raise json_slices.unreadable(error) from None
 
@@ -224,7 +224,7 @@ def _shape_of(given: _Input) -> tuple[int, ...]:
     return check_tensor(given.name, given.datatype, given.shape)
 
 
-def _spec(given: _Input) -> Spec:
+def _spec(given: _Input) -> InputPlan:
     name, parameters = given.name, given.parameters
     shape = _shape_of(given)
     size = parameters.get("binary_data_size")
@@ -232,26 +232,26 @@ def _spec(given: _Input) -> Spec:
     if place is not None:
         if size is not None or given.data is not UNSET:
             raise InvalidRequest(f"input '{name}' is in a shared memory region, but also has data")
-        return Spec(name, given.datatype, shape, place.size, None, place)
+        return InputPlan(name, given.datatype, shape, place.size, None, place)
     if size is None:
         if given.data is UNSET:
             raise InvalidRequest(f"input '{name}' has neither 'data' nor the parameter 'binary_data_size'")
         data = json_tensors.to_bytes(name, given.datatype, shape, given.data)
-        return Spec(name, given.datatype, shape, len(data), data)
+        return InputPlan(name, given.datatype, shape, len(data), data)
     if given.data is not UNSET:
         raise InvalidRequest(f"input '{name}' has both 'data' and the parameter 'binary_data_size'")
-    return Spec(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
+    return InputPlan(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
-def _cut_spec(given: _Input, text: Text, cut: Cut, most: int) -> Work[Spec]:
+def _cut_spec(given: _Input, text: Text, cut: CutList, most: int) -> Work[InputPlan]:
     if "binary_data_size" in given.parameters or "shared_memory_region" in given.parameters:
         return _spec(given)  # raises
     shape = _shape_of(given)
     data = yield from json_tensors.cut_to_bytes(given.name, given.datatype, shape, text, cut, most)
-    return Spec(given.name, given.datatype, shape, len(data), data)
+    return InputPlan(given.name, given.datatype, shape, len(data), data)
 
 
-def add_outputs(plan: Plan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
+def add_outputs(plan: RequestPlan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
     """Sets the requested outputs: names with their parameters."""
     if len(given) > TENSORS:
         raise InvalidRequest(f"the request names {len(given)} outputs; the limit is {TENSORS}")
@@ -297,10 +297,10 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
 # ---------------------------------------------------------------------------------------- parameters
 
 
-def options_of(request_id: str, given: Mapping[str, Value]) -> Options:
+def options_of(request_id: str, given: Mapping[str, Value]) -> RequestOptions:
     """Separates the parameters of the server from those of the model. `timeout` stays with the latter: the session
     handles it."""
-    found = Options(check_text("request id", request_id) if request_id else "")
+    found = RequestOptions(check_text("request id", request_id) if request_id else "")
     if not given:
         return found
     rest: dict[str, Value] = {}
@@ -385,7 +385,7 @@ def _writable(what: str, text: str) -> str:
 # ---------------------------------------------------------------------------------------- raw requests
 
 
-def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, bytes]:
+def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[RequestPlan, bytes]:
     """The plan of a request without JSON, whose body is the model's only input, and the bytes to insert before it.
 
     `config`: the model's configuration.
@@ -406,8 +406,8 @@ def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, by
         prefix = size.to_bytes(4, "little")
     else:
         dims = _fitted(name, dims, size, ITEM_BYTES[dtype])
-    spec = Spec(name, dtype, (*lead, *dims), len(prefix) + size)
-    return Plan((spec,), spec.size, Options(binary=True)), prefix
+    spec = InputPlan(name, dtype, (*lead, *dims), len(prefix) + size)
+    return RequestPlan((spec,), spec.size, RequestOptions(binary=True)), prefix
 
 
 def tensor_type(config: Mapping[str, Any]) -> str:

@@ -46,15 +46,15 @@ class Budget:
         """Connections that hold anything."""
         self._addresses: WeakValueDictionary[str, _Address] = WeakValueDictionary()
 
-    def account(self, address: str) -> Account:
+    def account(self, address: str) -> BudgetAccount:
         """The account of a new connection. `address`: of the peer of its socket."""
         address = network_of(address)
         if not address:
-            return Account(self, None)
+            return BudgetAccount(self, None)
         found = self._addresses.get(address)
         if found is None:
             found = self._addresses[address] = _Address()
-        return Account(self, found)
+        return BudgetAccount(self, found)
 
     def share_of(self, share: float, held: int, parties: int) -> float:
         """Maximum bytes for one of `parties`, which holds `held` bytes now."""
@@ -65,7 +65,7 @@ class Budget:
         return len(self._addresses)
 
 
-class Account:
+class BudgetAccount:
     """What one connection holds."""
 
     __slots__ = ("_address", "_budget", "held", "unsent")

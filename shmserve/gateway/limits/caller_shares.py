@@ -21,7 +21,7 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.metrics import family
 
 
-class Bounds(Struct, frozen=True):
+class ShareBounds(Struct, frozen=True):
     """Fractions of what the others leave, above 0; with 1 only the total is limited."""
 
     connection: float = 0.25
@@ -31,7 +31,7 @@ class Bounds(Struct, frozen=True):
     """Of all requests together."""
 
 
-class Account:
+class ShareAccount:
     """`kind`: of the party, as in the flag and in error texts."""
 
     __slots__ = ("calls", "connections", "input_bytes", "kind", "share")
@@ -64,7 +64,7 @@ class Payer:
     __slots__ = ("_pool", "accounts", "calls", "input_bytes", "questions", "token")
 
     def __init__(
-        self, pool: Pool, accounts: tuple[Account, ...], questions: Payer | None = None, token: str = ""
+        self, pool: Pool, accounts: tuple[ShareAccount, ...], questions: Payer | None = None, token: str = ""
     ) -> None:
         self._pool = pool
         self.accounts = accounts
@@ -111,14 +111,14 @@ def release(ticket: Charged) -> None:
 class Pool:
     """The calls of one kind that the broker accepts from this gateway. `limit`: the broker's name of their limit."""
 
-    def __init__(self, what: str, limit: str, calls: int, bounds: Bounds) -> None:
-        self.total = Account("gateway", 1.0)
+    def __init__(self, what: str, limit: str, calls: int, bounds: ShareBounds) -> None:
+        self.total = ShareAccount("gateway", 1.0)
         self.refused = {"connection": 0, "address": 0, "token": 0}
         self.limit = limit
         self._what = what
         self._bounds = bounds
-        self._addresses: dict[str, Account] = {}
-        self._tokens: dict[str, Account] = {}
+        self._addresses: dict[str, ShareAccount] = {}
+        self._tokens: dict[str, ShareAccount] = {}
         self.allow(calls, bounds.input_bytes)
 
     def allow(self, calls: int, input_bytes: int | None = None) -> None:
@@ -138,7 +138,7 @@ class Pool:
 
     # ------------------------------------------------------------------------------------ accounts
 
-    def enter(self, connection: Account, address: str, token: str) -> tuple[Account, ...]:
+    def enter(self, connection: ShareAccount, address: str, token: str) -> tuple[ShareAccount, ...]:
         accounts = [self.total, connection]
         if address:
             accounts.append(_entered(self._addresses, address, "address", self._bounds.address))
@@ -166,7 +166,7 @@ class Pool:
             ):
                 raise self._too_large(account, input_bytes)
 
-    def _too_many(self, account: Account) -> Unavailable:
+    def _too_many(self, account: ShareAccount) -> Unavailable:
         self.refused[account.kind] += 1
         if self.total.calls >= self.calls:
             return Unavailable(
@@ -178,7 +178,7 @@ class Pool:
             f"the {self.calls} that this gateway may have; retry later"
         )
 
-    def _too_large(self, account: Account, more: int) -> Unavailable:
+    def _too_large(self, account: ShareAccount, more: int) -> Unavailable:
         self.refused[account.kind] += 1
         return Unavailable(
             f"the inputs of this {account.kind}'s {self._what} in flight take {account.input_bytes} bytes; "
@@ -196,7 +196,7 @@ class ConnectionShares:
         self._shares = shares
         self._address = address
         share = shares.bounds.connection
-        self._accounts = Account("connection", share), Account("connection", share)
+        self._accounts = ShareAccount("connection", share), ShareAccount("connection", share)
         self._payers: dict[str, Payer] = {}
 
     def payer(self, token: str) -> Payer:
@@ -219,15 +219,15 @@ class ConnectionShares:
 class Shares:
     """The shares of one gateway."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        self.bounds = bounds or Bounds()
+    def __init__(self, bounds: ShareBounds | None = None) -> None:
+        self.bounds = bounds or ShareBounds()
         self.requests = Pool("requests", "client_requests", 8192, self.bounds)
         self.questions = Pool("questions", "client_questions", 1024, self.bounds)
 
-    def limits(self, said: dict[str, int]) -> None:
+    def limits(self, limits: dict[str, int]) -> None:
         """Applies the limits in the broker's Welcome."""
         for pool in (self.requests, self.questions):
-            pool.allow(said.get(pool.limit, pool.calls))
+            pool.allow(limits.get(pool.limit, pool.calls))
 
     def connect(self, address: str) -> ConnectionShares:
         """`address`: of the peer of the socket. Headers that a proxy adds are ignored: clients can send them too."""
@@ -256,7 +256,7 @@ def share_of_rest(share: float, most: int, total: int, used: int) -> float:
     return share * (most - total + used)
 
 
-def _is_over(account: Account, used: int, part: int, total: int, most: int, more: int) -> bool:
+def _is_over(account: ShareAccount, used: int, part: int, total: int, most: int, more: int) -> bool:
     """Whether `more` would be too much for an account that uses `used`, `part` of it by this payer, while `total` of
     `most` is in flight."""
     limit = share_of_rest(account.share, most, total, used)
@@ -269,15 +269,15 @@ def _is_over(account: Account, used: int, part: int, total: int, most: int, more
     return part + more > account.share * (2 * limit - used + part)
 
 
-def _entered(accounts: dict[str, Account], key: str, kind: str, share: float) -> Account:
+def _entered(accounts: dict[str, ShareAccount], key: str, kind: str, share: float) -> ShareAccount:
     found = accounts.get(key)
     if found is None:
-        found = accounts[key] = Account(kind, share)
+        found = accounts[key] = ShareAccount(kind, share)
     found.connections += 1
     return found
 
 
-def _left(accounts: dict[str, Account], key: str) -> None:
+def _left(accounts: dict[str, ShareAccount], key: str) -> None:
     account = accounts[key]
     account.connections -= 1
     if not account.connections:

@@ -54,7 +54,7 @@ class Job:
         return False
 
 
-class Turns:
+class JobTurns:
     """The jobs of one loop, round robin."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -88,11 +88,11 @@ READ_BYTES = 2 << 20
 """Bytes that all connections together read in one iteration of the loop: 1 to 2 ms of work."""
 LEAST_BYTES = 64 * 1024
 """Minimum share of a connection."""
-CROWDED_BYTES = 16 * 1024
+BUSY_READ_BYTES = 16 * 1024
 """Maximum size of one read when READ_BYTES are used up."""
 
 
-class Reader:
+class FairReader:
     """The reading side of a connection."""
 
     def __init__(self) -> None:
@@ -126,14 +126,14 @@ class ReadTurns:
         self._turn = 0
         self._left = READ_BYTES
         self._share = READ_BYTES
-        self._paused: deque[Reader] = deque()
+        self._paused: deque[FairReader] = deque()
         self._scheduled = False
 
     def bounded(self, space: memoryview) -> memoryview:
         """The part of `space` that one read may use in this iteration."""
-        return space[: self._share if self._left > 0 else CROWDED_BYTES]
+        return space[: self._share if self._left > 0 else BUSY_READ_BYTES]
 
-    def count(self, reader: Reader, size: int) -> None:
+    def count(self, reader: FairReader, size: int) -> None:
         """Counts bytes that were read, and pauses the connection when its share is used up."""
         if reader.read_turn != self._turn:
             reader.read_turn = self._turn

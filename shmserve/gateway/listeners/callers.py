@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.listeners.listen import Listener
 from shmserve.gateway.metrics import family
 
@@ -23,7 +23,7 @@ TURNS = 4
 """Turns of the slow clock in the shortest time that it measures."""
 
 
-class Caller(Protocol):
+class CallerConnection(Protocol):
     """A connection."""
 
     def look(self, waited: int) -> None:
@@ -43,7 +43,7 @@ class Caller(Protocol):
         """Closes the connection to make room for a new one."""
 
 
-class Bounds(Protocol):
+class ConnectionBounds(Protocol):
     @property
     def connections(self) -> int: ...
     @property
@@ -61,13 +61,13 @@ class Callers:
     unsent responses."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: Bounds, turn_s: float, budget: Budget,
-        shares: Shares, turns: Turns | None = None, reads: ReadTurns | None = None,
+        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: ConnectionBounds, turn_s: float,
+        budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.now = loop.time
         self.shares = shares
-        self.turns = turns or Turns(loop)
+        self.turns = turns or JobTurns(loop)
         self.reads = reads or ReadTurns(loop)
         self.turn = 0
         self.least_bytes = max(1, int(bounds.data_rate * turn_s))
@@ -79,7 +79,7 @@ class Callers:
         self._bounds = bounds
         self._turn_s = turn_s
         self._read_turns = math.ceil(bounds.read_timeout_s / turn_s)
-        self._connections: set[Caller] = set()
+        self._connections: set[CallerConnection] = set()
         self.evicted = 0
         self._listener = Listener(loop, made, self._room, bounds.read_timeout_s)
         self._empty = asyncio.Event()
@@ -115,7 +115,7 @@ class Callers:
 
     # ------------------------------------------------------------------------------------ interface for connections
 
-    def enter(self, connection: Caller) -> bool:
+    def enter(self, connection: CallerConnection) -> bool:
         if len(self._connections) >= self._bounds.connections:
             self._evict()
         self._connections.add(connection)
@@ -131,7 +131,7 @@ class Callers:
             self.evicted += 1
             connection.evict()
 
-    def leave(self, connection: Caller) -> None:
+    def leave(self, connection: CallerConnection) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._empty.set()

@@ -30,7 +30,7 @@ ACCEPTED = 16
 """Connections accepted per iteration; the others wait in the backlog of the socket."""
 LEAST_ROOM = 32
 """Connections that may be in the handshake when the endpoint is full: idle ones are closed for them afterwards."""
-CROWDED_S = 0.5
+EVICTION_S = 0.5
 """Time after which a handshake under way is ended if others wait for its place."""
 _RETRY_S = 1.0
 """Until connections are accepted again after there was no descriptor or memory for one."""
@@ -50,7 +50,7 @@ class Arrival:
         self.task: asyncio.Task[None] | None = None
 
 
-class Address:
+class AddressHandshakes:
     """An address, or one /64 network with IPv6."""
 
     __slots__ = ("arrivals", "queue", "under_way")
@@ -79,11 +79,11 @@ class Handshakes:
         self._goodbye_s = goodbye_s
         self._room = room
         self._listening: list[socket.socket] = []
-        self._addresses: dict[str, Address] = {}
+        self._addresses: dict[str, AddressHandshakes] = {}
         self._waiting: deque[str] = deque()
         """Addresses with a queue, in the order of their turns."""
         self._next: asyncio.Handle | None = None
-        self._crowded: asyncio.TimerHandle | None = None
+        self._eviction: asyncio.TimerHandle | None = None
         self.count = 0
         """Connections that are accepted and whose handshake has not ended."""
         self.under_way = 0
@@ -130,12 +130,12 @@ class Handshakes:
     def _arrive(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
         if self.count >= max(LEAST_ROOM, self._room()):
-            crowd = max(self._addresses.values(), key=_waiting)
-            if crowd.arrivals:
-                self._drop(next(iter(crowd.arrivals)))
+            busiest = max(self._addresses.values(), key=_waiting)
+            if busiest.arrivals:
+                self._drop(next(iter(busiest.arrivals)))
         arrival = Arrival(sock, peer)
         self.count += 1
-        self._addresses.setdefault(peer, Address()).arrivals[arrival] = None
+        self._addresses.setdefault(peer, AddressHandshakes()).arrivals[arrival] = None
         arrival.timer = self._loop.call_later(self._patience_s, self._drop, arrival)
         self._loop.add_reader(sock, self._begun, arrival)
 
@@ -189,10 +189,10 @@ class Handshakes:
             if started:
                 self._start_soon()
                 return
-        if self._waiting and self._crowded is None:
+        if self._waiting and self._eviction is None:
             self._make_room()
 
-    def _start(self, address: Address, arrival: Arrival) -> None:
+    def _start(self, address: AddressHandshakes, arrival: Arrival) -> None:
         del address.queue[arrival]
         del address.arrivals[arrival]
         address.under_way[arrival] = None
@@ -222,25 +222,25 @@ class Handshakes:
     def _make_room(self) -> None:
         """No address with a queue may start one more. Ends handshakes that have had CROWDED_S, one for each
         that waits."""
-        self._crowded = None
+        self._eviction = None
         now = self._loop.time()
-        due = now + CROWDED_S
+        due = now + EVICTION_S
         for name in self._waiting:
             address = self._addresses[name]
-            crowd = address if address.under_way else max(self._addresses.values(), key=_under_way)
-            for arrival in islice(crowd.under_way, len(address.queue)):
-                if arrival.started + CROWDED_S > now:
-                    due = min(due, arrival.started + CROWDED_S)
+            busiest = address if address.under_way else max(self._addresses.values(), key=_under_way)
+            for arrival in islice(busiest.under_way, len(address.queue)):
+                if arrival.started + EVICTION_S > now:
+                    due = min(due, arrival.started + EVICTION_S)
                     break
                 assert arrival.task is not None
                 arrival.task.cancel()
         if self._waiting:
-            self._crowded = self._loop.call_at(due, self._make_room)
+            self._eviction = self._loop.call_at(due, self._make_room)
 
 
-def _waiting(address: Address) -> int:
+def _waiting(address: AddressHandshakes) -> int:
     return len(address.arrivals)
 
 
-def _under_way(address: Address) -> int:
+def _under_way(address: AddressHandshakes) -> int:
     return len(address.under_way)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.json_slices import check_depth
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
-from shmserve.gateway.upstream.regions import Order, Regions
+from shmserve.gateway.upstream.regions import Regions, Registration
 from shmserve.session.uploads import Body, loading, of_json, of_unload
 
 _FILE = "file:"
@@ -39,22 +39,22 @@ class Route(Struct, frozen=True):
     """The methods of the path, if another was used."""
 
 
-class Flag(Struct):
+class YesOrNo(Struct):
     """Yes, or no with a reason."""
 
     yes: bool
     text: str = ""
 
 
-def _same(said: Any) -> Any:
-    return said
+def _same(answer: Any) -> Any:
+    return answer
 
 
 def _raise(error: ServeError) -> Any:
     raise error
 
 
-class Question(Struct):
+class BrokerQuery(Struct):
     """A query to the broker. `show` converts the broker's answer to a document: a Flag, None for no body, or anything
     that can be JSON. `failed` converts an error to a document, or raises it."""
 
@@ -78,7 +78,7 @@ class BadLoad(InvalidRequest):
         super().__init__(f"{begin}, {_NO_MODEL}: {reason}")
 
 
-class Known(Struct):
+class FixedDocument(Struct):
     """A document for which the broker need not be asked."""
 
     document: Any
@@ -93,44 +93,44 @@ class Arguments(Struct):
     previous: bool = False
     unload_dependents: bool = False
     force: bool = False
-    order: Order | DeviceOrder | None = None
+    order: Registration | DeviceOrder | None = None
     settings: dict[str, Any] | None = None
 
 
-def question_of(route: Route, given: Arguments, regions: Regions) -> Question | Known:
+def question_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery | FixedDocument:
     """The query, or the document if none is needed. Raises errors for the client."""
     model, version = route.model, route.version
     match route.action:
         case "live" | "ready":
-            return Question(route.action, _flag(route.action), failed=_not_there)
+            return BrokerQuery(route.action, _flag(route.action), failed=_not_there)
         case "model_ready":
-            return Question("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
+            return BrokerQuery("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
         case "metadata":
-            return Question("metadata", _server(regions))
+            return BrokerQuery("metadata", _server(regions))
         case "model_metadata":
-            return Question("metadata", _same, model, version)
+            return BrokerQuery("metadata", _same, model, version)
         case "config" | "statistics":
-            return Question(route.action, _same, model, version)
+            return BrokerQuery(route.action, _same, model, version)
         case "index":
-            return Question("models", _index(given.only_ready))
+            return BrokerQuery("models", _index(given.only_ready))
         case "load":
             operation, body = _loading(model, given)
-            return Question(operation, _nothing, model, body=body, failed=_not_loaded(model))
+            return BrokerQuery(operation, _nothing, model, body=body, failed=_not_loaded(model))
         case "unload":
             body = of_unload(given.unload_dependents, False, given.force, None)
-            return Question("unload", _nothing, model, body=body, failed=_was_not_there)
+            return BrokerQuery("unload", _nothing, model, body=body, failed=_was_not_there)
         case "trace" | "log":
-            return Question(route.action, _same, model)
+            return BrokerQuery(route.action, _same, model)
         case "set_trace" | "set_log":
-            return Question(route.action, _same, model, body=of_json(given.settings or {}))
+            return BrokerQuery(route.action, _same, model, body=of_json(given.settings or {}))
         case "memory_status":
-            return Known(regions.status(route.kind, model))
+            return FixedDocument(regions.status(route.kind, model))
         case "memory_register":
-            regions.register(model, given.order or Order("", 0))
-            return Known(None)
+            regions.register(model, given.order or Registration("", 0))
+            return FixedDocument(None)
         case "memory_unregister":
             regions.unregister(route.kind, model)
-            return Known(None)
+            return FixedDocument(None)
         case "named_repository":
             raise Unsupported("'repository_name' specification is not supported")
     raise Unsupported("not supported by this gateway")
@@ -149,7 +149,7 @@ def http_answer(document: Any) -> tuple[int, bytes]:
     """Status and body."""
     if document is None:
         return 200, b""
-    if type(document) is Flag:
+    if type(document) is YesOrNo:
         if document.yes:
             return 200, b""
         return 400, error_body(document.text) if document.text else b""
@@ -162,27 +162,27 @@ def http_answer(document: Any) -> tuple[int, bytes]:
 def _server(regions: Regions) -> Callable[[Any], Any]:
     """Adds the extensions that the gateway implements."""
     added = ["binary_tensor_data", *(_MEMORY if regions.allowed else ())]
-    return lambda said: said | {"extensions": [*said["extensions"], *added]}
+    return lambda answer: answer | {"extensions": [*answer["extensions"], *added]}
 
 
-def _nothing(said: Any) -> Any:
+def _nothing(answer: Any) -> Any:
     return None
 
 
 def _flag(name: str, otherwise: str = "") -> Callable[[Any], Any]:
-    return lambda said: Flag(True) if said[name] else Flag(False, otherwise)
+    return lambda answer: YesOrNo(True) if answer[name] else YesOrNo(False, otherwise)
 
 
 def _not_there(error: ServeError) -> Any:
     """For health, a server that is unreachable or stopping is an answer, not an error."""
     if isinstance(error, Unavailable):
-        return Flag(False)
+        return YesOrNo(False)
     raise error
 
 
 def _not_ready(error: ServeError) -> Any:
     if isinstance(error, NotFound):
-        return Flag(False, f"Model version not ready: {error}")
+        return YesOrNo(False, f"Model version not ready: {error}")
     raise error
 
 
@@ -201,9 +201,9 @@ def _not_loaded(model: str) -> Callable[[ServeError], Any]:
 
 
 def _index(only_ready: bool) -> Callable[[Any], Any]:
-    def show(said: Any) -> Any:
+    def show(answer: Any) -> Any:
         found = []
-        for model in said:
+        for model in answer:
             if only_ready and model["state"] != "READY":
                 continue
             if model["state"]:
@@ -256,7 +256,7 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
             given = _read(_Unload, body).parameters
             return Arguments(unload_dependents=given.unload_dependents, force=given.force)
         case "memory_register" if route.kind == "system":
-            return Arguments(order=_read(Order, body or b"{}"))
+            return Arguments(order=_read(Registration, body or b"{}"))
         case "memory_register":
             found = _read(_DeviceOrder, body or b"{}")
             return Arguments(order=DeviceOrder(handle_of(found.raw_handle.b64), found.device_id, found.byte_size))

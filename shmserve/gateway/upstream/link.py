@@ -14,8 +14,8 @@ from shmserve.clients.transport.address import address_of
 from shmserve.clients.transport.event_loop import LoopLink, flusher
 from shmserve.errors import HandleLost, Internal, InvalidRequest, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
-from shmserve.gateway.limits.caller_shares import Bounds, Shares
-from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
+from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor, Welcome
 from shmserve.session import Session, Ticket
@@ -39,7 +39,7 @@ class GatewaySession(Session):
         super().__init__(*args, **named)
         self._tensors = _as_they_are
         self._result_of = _held
-        self.on_limits: Callable[[dict[str, int]], None] = lambda said: None
+        self.on_limits: Callable[[dict[str, int]], None] = lambda limits: None
 
     def _on_welcome(self, message: Welcome) -> int:
         self.on_limits(message.limits)
@@ -62,11 +62,11 @@ class GatewaySession(Session):
 
     def _regions_of(self, ticket: Ticket | None) -> list[ForeignRegion]:
         """Registered client memory that the request reads or writes."""
-        asked = ticket.message if ticket is not None else None
-        if not isinstance(asked, Infer):
+        message = ticket.message if ticket is not None else None
+        if not isinstance(message, Infer):
             return []
-        handles = [part for tensor in asked.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
-        handles += [wanted.place for wanted in asked.outputs or () if wanted.place is not None]
+        handles = [part for tensor in message.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
+        handles += [wanted.place for wanted in message.outputs or () if wanted.place is not None]
         found = [self.memory.foreign.regions.get(handle.segment) for handle in handles]
         return [region for region in found if region is not None]
 
@@ -149,15 +149,15 @@ def space(memory: SessionMemory, size: int) -> Array:
     return memory.empty((size,), _BYTE)
 
 
-EARLY = 0.5
+PARTIAL_SHARE = 0.5
 """Up to this fraction of the memory for inputs is given to tensors of which only a part has arrived. The rest is for
 the inputs of complete requests, so clients that never finish a body cannot use it up."""
 
 
-def early_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | None:
+def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | None:
     """Like `space`, before all bytes have arrived: `size` bytes, `shift` bytes after the start of a block. None:
     receive them elsewhere and copy them."""
-    if memory.used >= EARLY:
+    if memory.used >= PARTIAL_SHARE:
         return None
     try:
         found = memory.empty((size + shift,), _BYTE, cold=True)[shift:]
@@ -171,20 +171,20 @@ class GatewayLink(LoopLink):
     flight."""
 
     def __init__(
-        self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int, bounds: Bounds | None = None
+        self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int, bounds: ShareBounds | None = None
     ) -> None:
         address = address_of(url, runtime_dir)
         if address.kind != "unix":
             raise InvalidRequest(
                 f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
             )
-        self.shares = Shares(bounds or Bounds(input_bytes=memory_bytes))
+        self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
         super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
 
     @cached_property
-    def turns(self) -> Turns:
+    def turns(self) -> JobTurns:
         """Shared by all endpoints."""
-        return Turns(self.bind())
+        return JobTurns(self.bind())
 
     @cached_property
     def reads(self) -> ReadTurns:

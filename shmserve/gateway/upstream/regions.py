@@ -32,7 +32,7 @@ _MOST_PASSED = 512
 """Limit on announced regions: a client may have only so many segments."""
 
 
-class Order(Struct):
+class Registration(Struct):
     """A client's registration of a region."""
 
     key: str
@@ -44,7 +44,7 @@ class Region:
     """A registered region. Its descriptor is closed when nothing refers to it, including requests in flight."""
 
     def __init__(
-        self, name: str, order: Order, descriptor: int, foreign: Callable[[], ForeignMemory] | None = None
+        self, name: str, order: Registration, descriptor: int, foreign: Callable[[], ForeignMemory] | None = None
     ) -> None:
         """`foreign`: the foreign memory of the link that announces its name; None: the region is copied."""
         self.name = name
@@ -114,7 +114,7 @@ class Use:
 
     def give(self, input_bytes: int) -> None:
         self._payer.give(input_bytes)
-        self._regions.let_go(self._used)
+        self._regions.release(self._used)
 
 
 class Regions:
@@ -135,7 +135,7 @@ class Regions:
         self._copied = copied
         self._regions: dict[str, Region | DeviceRegion] = {}
 
-    def register(self, name: str, order: Order | DeviceOrder) -> None:
+    def register(self, name: str, order: Registration | DeviceOrder) -> None:
         self._check_allowed()
         if not name:
             raise InvalidRequest(f"{_invalid(name)}: a region needs a name")
@@ -179,7 +179,7 @@ class Regions:
             region.users += 1
         return Use(self, found, payer)
 
-    def let_go(self, used: list[Region | DeviceRegion]) -> None:
+    def release(self, used: list[Region | DeviceRegion]) -> None:
         for region in used:
             region.users -= 1
         gone = [region for region in dict.fromkeys(used) if self._remove(region)]
@@ -206,7 +206,7 @@ class Regions:
         return region
 
 
-def _opened(name: str, order: Order) -> int:
+def _opened(name: str, order: Registration) -> int:
     key, given = order.key, order.key.lstrip("/")
     for prefix in (PREFIX.lstrip("/"), _TRITON_PREFIX):
         if given.startswith(prefix):

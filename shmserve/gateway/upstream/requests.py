@@ -10,10 +10,10 @@ from typing import Any
 from shmserve.errors import Internal, ServeError
 from shmserve.gateway.auth.header_forwarding import merged
 from shmserve.gateway.kserve.answers import Held
-from shmserve.gateway.kserve.plans import Plan, Spec
+from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.caller_shares import Creditor, Payer, release
 from shmserve.gateway.upstream.device_regions import DeviceRegion
-from shmserve.gateway.upstream.documents import Question
+from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, space
 from shmserve.gateway.upstream.regions import Region, Regions
 from shmserve.protocol.messages import INLINE_BYTES, Reply
@@ -26,7 +26,7 @@ NO_TIME = 0.0
 """Passed as the current time: the session uses it only for requests with a timeout of their own."""
 
 
-class Waiting(Ticket):
+class PendingCall(Ticket):
     """A call with one answer, charged to the client that waits for it."""
 
     __slots__ = ("input_bytes", "payer")
@@ -54,7 +54,7 @@ class Waiting(Ticket):
         raise NotImplementedError
 
 
-class InParts(StreamTicket):
+class PendingStream(StreamTicket):
     """A request with any number of answers, charged to the client that waits for them. Each part is a Held."""
 
     __slots__ = ("input_bytes", "payer")
@@ -80,7 +80,7 @@ class InParts(StreamTicket):
         self.part(answer, True)
 
 
-Charge = Waiting | InParts
+Charge = PendingCall | PendingStream
 
 
 def withdraw(link: GatewayLink, ticket: Charge) -> None:
@@ -111,7 +111,7 @@ class _Learning(Ticket):
         self._found.pop(self._key, None)
 
 
-class Asker:
+class RequestSender:
     """Sends the requests of one endpoint. HTTP and gRPC share `regions`."""
 
     def __init__(self, link: GatewayLink, regions: Regions) -> None:
@@ -119,7 +119,7 @@ class Asker:
         self.regions = regions
         self._plain: dict[tuple[str, str], bool] = {}
 
-    def ask(self, payer: Payer, ticket: Charge, question: Question) -> None:
+    def ask(self, payer: Payer, ticket: Charge, question: BrokerQuery) -> None:
         """Raises errors for the client; Unavailable if a share is exceeded."""
         link = self.link
         payer.questions.charge(ticket, 0)
@@ -132,7 +132,7 @@ class Asker:
             raise
         link.send_soon()
 
-    def given(self, spec: Spec) -> Any:
+    def given(self, spec: InputPlan) -> Any:
         """The bytes of an input from the JSON or from a region, or the part of the region that workers read in
         place."""
         if spec.place is None:
@@ -147,11 +147,11 @@ class Asker:
         region.read_into(spec.place, target)
         return target
 
-    def targets(self, plan: Plan) -> dict[str, Region | DeviceRegion] | None:
+    def targets(self, plan: RequestPlan) -> dict[str, Region | DeviceRegion] | None:
         """The regions that outputs are written to."""
         return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
 
-    def _outputs(self, plan: Plan, model: str, version: str, window: int) -> Any:
+    def _outputs(self, plan: RequestPlan, model: str, version: str, window: int) -> Any:
         """The requested outputs; one with a place gets the part that the worker writes, if possible."""
         found = {}
         for name, place in plan.places.items():
@@ -176,12 +176,12 @@ class Asker:
         return bool(known)
 
     def infer(
-        self, payer: Payer, ticket: Charge, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
+        self, payer: Payer, ticket: Charge, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece],
         request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
     ) -> None:  # fmt: skip
         """Raises errors for the client; Unavailable if a share is exceeded. `forwarded`: headers to pass on to the
         model."""
-        link, asked = self.link, plan.options
+        link, options = self.link, plan.options
         payer.charge(ticket, sum([len(piece) for piece in pieces if not isinstance(piece, RegionPart)]))
         try:
             if plan.in_regions:
@@ -190,10 +190,11 @@ class Asker:
             for spec, piece in zip(plan.inputs, pieces, strict=True):
                 inputs.add(spec.name, spec.dtype, spec.shape, piece)
             outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
-            parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
+            parameters = options.parameters if forwarded is None else merged(options.parameters, forwarded)
             link.session.infer(
-                ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, asked.priority, asked.sequence,
-                asked.sequence_start, asked.sequence_end, parameters, request_id or None, window, payer.token,
+                ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, options.priority,
+                options.sequence, options.sequence_start, options.sequence_end, parameters, request_id or None, window,
+                payer.token,
             )  # fmt: skip
         except BaseException:
             release(ticket)

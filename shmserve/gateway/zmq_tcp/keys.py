@@ -27,14 +27,14 @@ UNKNOWN, FULL, GOOD = b"400", b"500", b"200"
 """Status codes of ZAP. On 300 libzmq would not notify the client, which would retry for ever."""
 
 
-class Entry(Struct, frozen=True):
+class KeyEntry(Struct, frozen=True):
     roles: int
     name: str
 
 
-def parse(text: str, shown: str) -> dict[str, Entry]:
+def parse(text: str, shown: str) -> dict[str, KeyEntry]:
     """Parses lines of PUBLIC-KEY ROLE,ROLE NAME. InvalidRequest names the line."""
-    found: dict[str, Entry] = {}
+    found: dict[str, KeyEntry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split(None, 2)
         if not words or words[0] == keys.COMMENT.strip():
@@ -50,7 +50,7 @@ def parse(text: str, shown: str) -> dict[str, Entry]:
             roles = roles_of(words[1])
         except ValueError as error:
             raise InvalidRequest(f"{where}: {error}") from None
-        found[words[0]] = Entry(roles, words[2].strip() if len(words) > 2 else "")
+        found[words[0]] = KeyEntry(roles, words[2].strip() if len(words) > 2 else "")
     return found
 
 
@@ -59,7 +59,7 @@ class Allowed:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.entries: Mapping[str, Entry] = parse(keys.read(path), path)
+        self.entries: Mapping[str, KeyEntry] = parse(keys.read(path), path)
         self._seen = self._state()
 
     def _state(self) -> tuple[int, ...]:

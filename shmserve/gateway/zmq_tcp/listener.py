@@ -26,9 +26,9 @@ from shmserve.errors import Internal, ProtocolError, Unavailable
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.metrics import family
 from shmserve.gateway.upstream.link import GatewayLink
-from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, Allowed, Entry, Zap
-from shmserve.gateway.zmq_tcp.peer import Outside, Peer, decode
-from shmserve.gateway.zmq_tcp.requests import Limits
+from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, Allowed, KeyEntry, Zap
+from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost, decode
+from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol import zmq_frames
 from shmserve.protocol.messages import PACKET_BYTES, Hello
 
@@ -48,16 +48,16 @@ FILE_S = 2.0
 """Interval at which the key file is checked for changes."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _EVENT = struct.Struct("=hi")
-TOLD_S = 1.0
-NOBODY = Entry(0, "")
+LOG_INTERVAL_S = 1.0
+NO_ENTRY = KeyEntry(0, "")
 
 monotonic = time.monotonic
 
 
-class ZmqDoor(Outside):
+class ZmqTcpListener(PeerHost):
     """`pair`: the keys of the gateway. `allowed`: the keys of clients."""
 
-    def __init__(self, link: GatewayLink, limits: Limits, pair: Pair, allowed: Allowed) -> None:
+    def __init__(self, link: GatewayLink, limits: ZmqLimits, pair: Pair, allowed: Allowed) -> None:
         self.link = link
         self.limits = limits
         self.stopping = False
@@ -77,12 +77,12 @@ class ZmqDoor(Outside):
         """Descriptors of connections, including those in the handshake."""
         self._most = min(2 * limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._port = 0
-        self._sent_away: dict[bytes, int] = {}
+        self._dropped: dict[bytes, int] = {}
         """Identities of disconnected clients whose connection still exists -> its descriptor."""
         self._dirty: dict[Peer, None] = {}
         self._stuck: dict[Peer, None] = {}
         self._looking = False
-        self._told_at = -TOLD_S
+        self._logged_at = -LOG_INTERVAL_S
         self._idle = asyncio.Event()
         self._watched = [self._zap.descriptor, self._descriptor(self._socket), self._descriptor(self._monitor)]
         for descriptor in self._watched:
@@ -192,8 +192,8 @@ class ZmqDoor(Outside):
         peer = self._by_connection.get(connection)
         if peer is not None:
             self.drop(peer, False)
-        for identity in [one for one, its in self._sent_away.items() if its == connection]:
-            del self._sent_away[identity]
+        for identity in [one for one, its in self._dropped.items() if its == connection]:
+            del self._dropped[identity]
 
     def _take(self, parts: Sequence[zmq.Frame]) -> None:
         first = parts[0]
@@ -205,21 +205,21 @@ class ZmqDoor(Outside):
             peer = None
         packet: Buffer = parts[1].buffer if len(parts) > 1 else b""
         if peer is None:
-            if self._sent_away.get(identity) == connection and not _is_hello(packet):
+            if self._dropped.get(identity) == connection and not _is_hello(packet):
                 return  # the client was disconnected with a reason
             peer = self._enter(identity, connection, key, str(first.get("Peer-Address")))
             if peer is None:
                 return
         try:
-            peer.hear(packet, [part.buffer for part in parts[2:]])
+            peer.receive(packet, [part.buffer for part in parts[2:]])
         except Exception:  # an internal error must not affect other clients
             log.exception("cannot process a message of a ZeroMQ client")
             peer.goodbye(Internal("the gateway could not process a message of this client; see its log"))
 
     def _enter(self, identity: bytes, connection: int, key: str, address: str) -> Peer | None:
-        self._sent_away.pop(identity, None)
+        self._dropped.pop(identity, None)
         entry = self._allowed.entries.get(key)
-        peer = Peer(self, identity, connection, key, entry or NOBODY, address)
+        peer = Peer(self, identity, connection, key, entry or NO_ENTRY, address)
         limits, mine = self.limits, self._of_keys[key]
         count = len(self._peers)
         self._peers[identity] = self._by_connection[connection] = peer
@@ -245,8 +245,8 @@ class ZmqDoor(Outside):
         if status != GOOD:
             self.refused += 1
             now = monotonic()
-            if now - self._told_at >= TOLD_S:  # a client that retries must not fill the log
-                self._told_at = now
+            if now - self._logged_at >= LOG_INTERVAL_S:  # a client that retries must not fill the log
+                self._logged_at = now
                 why = "it is not in the file of --zmq-keys" if status == UNKNOWN else "the gateway is stopping"
                 log.warning("ZeroMQ: key %s from %s refused: %s", key, address, why)
         return status
@@ -300,7 +300,7 @@ class ZmqDoor(Outside):
 
     # ------------------------------------------------------------------------------------ disconnects
 
-    def drop(self, peer: Peer, sent_away: bool) -> None:
+    def drop(self, peer: Peer, still_open: bool) -> None:
         if peer.gone:
             return
         peer.end()
@@ -312,8 +312,8 @@ class ZmqDoor(Outside):
             del self._of_keys[peer.key]
         self._dirty.pop(peer, None)
         self._stuck.pop(peer, None)
-        if sent_away:
-            self._sent_away[peer.identity] = peer.connection
+        if still_open:
+            self._dropped[peer.identity] = peer.connection
         if self.stopping:
             self._soon()
 

@@ -24,10 +24,10 @@ from shmserve.gateway.kserve.status import text_of
 from shmserve.gateway.upstream.link import GatewayLink, Inputs
 from shmserve.gateway.upstream.requests import NO_TIME
 from shmserve.gateway.zmq_tcp.requests import (
-    Asked,
-    Limits,
-    Question,
-    Streamed,
+    PeerQuery,
+    PeerRequest,
+    PeerStream,
+    ZmqLimits,
     outputs_of,
     piece_of,
     without_words,
@@ -62,7 +62,7 @@ from shmserve.protocol.roles import OPERATIONS
 from shmserve.session.uploads import of_bytes
 
 if TYPE_CHECKING:
-    from shmserve.gateway.zmq_tcp.keys import Entry
+    from shmserve.gateway.zmq_tcp.keys import KeyEntry
 
 GIVEN_BY = "the file of --zmq-keys of the gateway"
 MISTAKES_S = 100
@@ -73,11 +73,11 @@ decode = codec.Codec(ClientMessage).decode
 monotonic = time.monotonic
 
 
-class Outside:
+class PeerHost:
     """Interface of the listener as a peer sees it."""
 
     link: GatewayLink
-    limits: Limits
+    limits: ZmqLimits
     stopping: bool
 
     def dirty(self, peer: Peer) -> None:
@@ -86,14 +86,16 @@ class Outside:
     def send(self, peer: Peer, packet: bytes, frames: Sequence[Buffer]) -> None:
         """Sends at once, or copies and queues."""
 
-    def drop(self, peer: Peer, sent_away: bool) -> None:
-        """Disconnects the client. `sent_away`: ignore input other than Hello on its connection."""
+    def drop(self, peer: Peer, still_open: bool) -> None:
+        """Disconnects the client. `still_open`: ignore input other than Hello on its connection."""
 
 
 class Peer:
-    """`entry`: the roles of its key. `hear` processes a ZeroMQ message; outgoing messages are queued in `outbox`."""
+    """`entry`: the roles of its key. `receive` processes a ZeroMQ message; outgoing messages are queued in `outbox`."""
 
-    def __init__(self, door: Outside, identity: bytes, connection: int, key: str, entry: Entry, address: str) -> None:
+    def __init__(
+        self, listener: PeerHost, identity: bytes, connection: int, key: str, entry: KeyEntry, address: str
+    ) -> None:
         self.identity = identity
         self.connection = connection
         self.key = key
@@ -102,12 +104,12 @@ class Peer:
         self.unsent: list[list[bytes]] = []
         self.unsent_bytes = 0
         self.gone = False
-        self.tickets: dict[int, Asked | Streamed] = {}
-        self._door = door
-        self._link = door.link
-        self._limits = door.limits
+        self.tickets: dict[int, PeerRequest | PeerStream] = {}
+        self._listener = listener
+        self._link = listener.link
+        self._limits = listener.limits
         self._greeted = False
-        self._shares = door.link.shares.connect(address)
+        self._shares = listener.link.shares.connect(address)
         self._payer = self._shares.payer(key)
         self._bodies: dict[int, tuple[Ask, list[bytes]]] = {}
         """The operation whose body is incomplete, at most one."""
@@ -117,7 +119,7 @@ class Peer:
 
     # ------------------------------------------------------------------------------------ input
 
-    def hear(self, packet: Buffer, frames: Sequence[Buffer]) -> None:
+    def receive(self, packet: Buffer, frames: Sequence[Buffer]) -> None:
         try:
             messages = decode(packet)  # type: ignore[arg-type]
         except ProtocolError as error:
@@ -142,7 +144,7 @@ class Peer:
             self.goodbye(ProtocolError("second Hello on one connection"))
         elif message.outputs != "frames":
             self.goodbye(ProtocolError("over tcp, outputs can only be sent as 'frames'"))
-        elif self._door.stopping:
+        elif self._listener.stopping:
             self.goodbye(Unavailable("the gateway is stopping"))
         else:
             self._greeted = True
@@ -152,14 +154,14 @@ class Peer:
                 "frame_bytes": limits.input_bytes,
                 "client_requests": self._link.shares.requests.most_calls,
             }
-            self.say(Welcome(PROTOCOL, 1, self._link.session.server or "gateway", known))
+            self.queue(Welcome(PROTOCOL, 1, self._link.session.server or "gateway", known))
 
     def _check_role(self, action: str) -> None:
         if not roles.allows(action, self.entry.roles):
             raise roles.refusal(action, self.entry.roles, GIVEN_BY)
 
     def _refuse(self, number: int, error: ServeError) -> None:
-        self.say(Fail(number, error.code, error.message))
+        self.queue(Fail(number, error.code, error.message))
         if not isinstance(error, Unavailable):
             self._fine()
 
@@ -183,7 +185,7 @@ class Peer:
             self._ask_model(infer, frames)
         except ServeError as error:  # not counted as an error: a client may forward requests of others
             number = 0 if infer.request in self.tickets else infer.request
-            self.say(Fail(number, error.code, text_of(error)))
+            self.queue(Fail(number, error.code, text_of(error)))
 
     def _ask_model(self, infer: Infer, frames: Sequence[Buffer]) -> None:
         number = infer.request
@@ -200,7 +202,7 @@ class Peer:
             self._payer.give(size)
             raise
 
-    def _put_request(self, infer: Infer, pieces: Sequence[Buffer], size: int) -> Asked | Streamed:
+    def _put_request(self, infer: Infer, pieces: Sequence[Buffer], size: int) -> PeerRequest | PeerStream:
         number, options, link = infer.request, infer.options, self._link
         inputs = Inputs(link.session.memory)
         for tensor, piece in zip(infer.inputs, pieces, strict=True):
@@ -208,13 +210,13 @@ class Peer:
         outputs = outputs_of(infer)
         timeout = infer.timeout_us / 1e6 or None
         now = NO_TIME if timeout is None else monotonic()
-        ticket: Asked | Streamed
+        ticket: PeerRequest | PeerStream
         if options is None:
-            ticket = Asked(self, number, size)
+            ticket = PeerRequest(self, number, size)
             link.session.infer(ticket, infer.model, inputs.made(), now, outputs, infer.version or None, timeout)
         else:
             window = options.window
-            ticket = Streamed(self, number, size, window) if window else Asked(self, number, size)
+            ticket = PeerStream(self, number, size, window) if window else PeerRequest(self, number, size)
             parameters = options.parameters
             if options.queue_timeout_us:
                 parameters = {**parameters, "timeout": options.queue_timeout_us}
@@ -229,7 +231,7 @@ class Peer:
     def _check_room(self, number: int) -> None:
         if number == 0 or number in self.tickets:
             raise InvalidRequest(f"request number {number} is 0 or already in flight")
-        if self._door.stopping:
+        if self._listener.stopping:
             raise Unavailable("the gateway is stopping")
 
     def _check_bytes(self, size: int) -> None:
@@ -243,21 +245,21 @@ class Peer:
     def _cancel(self, message: Cancel) -> None:
         self._drop_body(message.request)
         ticket = self.tickets.get(message.request)
-        if ticket is None or isinstance(ticket, Question):
+        if ticket is None or isinstance(ticket, PeerQuery):
             return  # already answered (the messages crossed), or a query or operation, which continues
         self._link.cancel(ticket)
         self._over(ticket)
-        self.say(Fail(message.request, Cancelled.code, "the request was cancelled by the client"))
+        self.queue(Fail(message.request, Cancelled.code, "the request was cancelled by the client"))
 
     def _more(self, message: More) -> None:
         ticket = self.tickets.get(message.request)
-        if not isinstance(ticket, Streamed):
+        if not isinstance(ticket, PeerStream):
             return
-        asked, session = ticket.message, self._link.session
-        if isinstance(asked, Infer) and asked.options is not None and not ticket.begun:
-            asked.options.window += message.count  # in case the request is sent again to a restarted server
+        request, session = ticket.message, self._link.session
+        if isinstance(request, Infer) and request.options is not None and not ticket.begun:
+            request.options.window += message.count  # in case the request is sent again to a restarted server
         if session.connected:
-            session.outbox.say(More(ticket.number, message.count))
+            session.outbox.queue(More(ticket.number, message.count))
             self._link.send_soon()
 
     # ------------------------------------------------------------------------------------ queries
@@ -307,7 +309,7 @@ class Peer:
             self._body_bytes = 0
 
     def _put(self, ask: Ask, body: bytes) -> None:
-        ticket = Question(self, ask)
+        ticket = PeerQuery(self, ask)
         self._payer.questions.take(0)
         try:
             self._link.session.ask(
@@ -329,20 +331,20 @@ class Peer:
             self._refuse(0, InvalidRequest("this client holds no handles to return"))
 
     def _ping(self, message: Ping) -> None:
-        self.say(Pong(message.number))
+        self.queue(Pong(message.number))
 
     def _pong(self, message: Pong) -> None:
         """Unsolicited."""
 
     def _bye(self, message: Bye) -> None:
-        self._door.drop(self, False)
+        self._listener.drop(self, False)
 
     # ------------------------------------------------------------------------------------ output
 
-    def say(self, message: Any) -> None:
+    def queue(self, message: Any) -> None:
         if not self.gone:
             self.outbox.append(message)
-            self._door.dirty(self)
+            self._listener.dirty(self)
 
     def take_out(self) -> None:
         """Sends all messages in the outbox."""
@@ -354,52 +356,52 @@ class Peer:
         except Internal:
             packets = [packet for message in messages for packet in _packed(message)]
         for packet in packets:
-            self._door.send(self, packet, ())
+            self._listener.send(self, packet, ())
 
-    def answered(self, ticket: Asked | Streamed, answer: Reply | Held) -> None:
+    def answered(self, ticket: PeerRequest | PeerStream, answer: Reply | Held) -> None:
         self._over(ticket)
         if isinstance(answer, Held):
             reply = answer.reply
-            self._say_framed(answer, lambda outputs: Reply(ticket.request, reply.version, outputs, reply.parameters))
+            self._send_framed(answer, lambda outputs: Reply(ticket.request, reply.version, outputs, reply.parameters))
         else:
-            self.say(Reply(ticket.request, answer.version, answer.outputs, answer.parameters))
+            self.queue(Reply(ticket.request, answer.version, answer.outputs, answer.parameters))
 
-    def part(self, ticket: Streamed, answer: Reply | Held | None, last: bool) -> None:
+    def part(self, ticket: PeerStream, answer: Reply | Held | None, last: bool) -> None:
         number = ticket.request
         if last:
             self._over(ticket)
         if answer is None:
-            self.say(Part(number, 0, (), None, True))
+            self.queue(Part(number, 0, (), None, True))
         elif isinstance(answer, Held):
             reply = answer.reply
-            self._say_framed(answer, lambda outputs: Part(number, reply.version, outputs, reply.parameters, last))
+            self._send_framed(answer, lambda outputs: Part(number, reply.version, outputs, reply.parameters, last))
         else:
-            self.say(Part(number, answer.version, answer.outputs, answer.parameters, last))
+            self.queue(Part(number, answer.version, answer.outputs, answer.parameters, last))
 
-    def answered_question(self, ticket: Question, answer: Any) -> None:
+    def answered_question(self, ticket: PeerQuery, answer: Any) -> None:
         self._over(ticket)
         if ticket.what == "models" and not self.entry.roles & roles.OPERATE:
             without_words(answer)
         body = json.dumps(answer).encode()
         for start in range(0, len(body), FIELD_BYTES):
-            self.say(Answer(ticket.request, body[start : start + FIELD_BYTES], start + FIELD_BYTES < len(body)))
+            self.queue(Answer(ticket.request, body[start : start + FIELD_BYTES], start + FIELD_BYTES < len(body)))
 
-    def failed(self, ticket: Asked | Streamed, error: ServeError) -> None:
-        if isinstance(ticket, Streamed):
+    def failed(self, ticket: PeerRequest | PeerStream, error: ServeError) -> None:
+        if isinstance(ticket, PeerStream):
             ticket.ended = True
         self._over(ticket)
-        self.say(Fail(ticket.request, error.code, text_of(error)))
+        self.queue(Fail(ticket.request, error.code, text_of(error)))
 
-    def _over(self, ticket: Asked | Streamed) -> None:
+    def _over(self, ticket: PeerRequest | PeerStream) -> None:
         if self.tickets.get(ticket.request) is ticket:
             del self.tickets[ticket.request]
             self._give(ticket)
 
-    def _give(self, ticket: Asked | Streamed) -> None:
-        payer = self._payer.questions if isinstance(ticket, Question) else self._payer
+    def _give(self, ticket: PeerRequest | PeerStream) -> None:
+        payer = self._payer.questions if isinstance(ticket, PeerQuery) else self._payer
         payer.give(ticket.size)
 
-    def _say_framed(self, answer: Held, make: Callable[[tuple[Tensor, ...]], Reply | Part]) -> None:
+    def _send_framed(self, answer: Held, make: Callable[[tuple[Tensor, ...]], Reply | Part]) -> None:
         """Sends an answer whose large outputs are frames after it, as a packet of its own."""
         if self.gone:
             return
@@ -414,17 +416,17 @@ class Peer:
                 outputs.append(tensor)
         message = make(tuple(outputs))
         if not frames:
-            self.say(message)
+            self.queue(message)
             return
         self.take_out()
-        self._door.send(self, codec.encode([message]), frames)
+        self._listener.send(self, codec.encode([message]), frames)
 
     # ------------------------------------------------------------------------------------ disconnects
 
     def goodbye(self, error: ServeError) -> None:
-        self.say(Goodbye(error.code, error.message))
+        self.queue(Goodbye(error.code, error.message))
         self.take_out()
-        self._door.drop(self, True)
+        self._listener.drop(self, True)
 
     def revoked(self) -> None:
         self.goodbye(Denied(f"the key of this client has no roles; roles are set in {GIVEN_BY}"))

@@ -15,7 +15,7 @@ from shmserve.session import StreamTicket, Ticket
 from shmserve.session.encode import TopK
 
 
-class Limits(Struct, frozen=True):
+class ZmqLimits(Struct, frozen=True):
     """Limits of the ZeroMQ endpoint."""
 
     input_bytes: int = 64 << 20
@@ -29,16 +29,16 @@ class Limits(Struct, frozen=True):
 class Recipient(Protocol):
     """Receives the answers."""
 
-    def answered(self, ticket: Asked | Streamed, answer: Reply | Held) -> None: ...
+    def answered(self, ticket: PeerRequest | PeerStream, answer: Reply | Held) -> None: ...
 
-    def answered_question(self, ticket: Question, answer: Any) -> None: ...
+    def answered_question(self, ticket: PeerQuery, answer: Any) -> None: ...
 
-    def part(self, ticket: Streamed, answer: Reply | Held | None, last: bool) -> None: ...
+    def part(self, ticket: PeerStream, answer: Reply | Held | None, last: bool) -> None: ...
 
-    def failed(self, ticket: Asked | Streamed, error: ServeError) -> None: ...
+    def failed(self, ticket: PeerRequest | PeerStream, error: ServeError) -> None: ...
 
 
-class Asked(Ticket):
+class PeerRequest(Ticket):
     """A request of a peer with one answer."""
 
     __slots__ = ("peer", "request", "size")
@@ -55,7 +55,7 @@ class Asked(Ticket):
         self.peer.failed(self, error)
 
 
-class Question(Asked):
+class PeerQuery(PeerRequest):
     __slots__ = ("what",)
 
     def __init__(self, peer: Recipient, ask: Ask) -> None:
@@ -66,7 +66,7 @@ class Question(Asked):
         self.peer.answered_question(self, answer)
 
 
-class Streamed(StreamTicket):
+class PeerStream(StreamTicket):
     """A request of a peer that is answered in parts. Parts are passed on as they arrive: the client asks for more."""
 
     __slots__ = ("peer", "request", "size")

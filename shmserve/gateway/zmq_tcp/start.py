@@ -14,7 +14,7 @@ from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.gateway.upstream.link import GatewayLink
-    from shmserve.gateway.zmq_tcp.listener import ZmqDoor
+    from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 
 log = logging.getLogger("shmserve.gateway")
 
@@ -31,7 +31,7 @@ def add(option: Callable[..., Any], size: Callable[[str], int]) -> None:
            help="maximum size of the inputs of a ZeroMQ request (default: %(default)s)")  # fmt: skip
 
 
-def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
+def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] | None:
     """Returns the function that builds the listener, or None if the endpoint is disabled. Raises Misuse and
     Unsupported."""
     given = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
@@ -51,31 +51,31 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
         raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
     from shmserve.clients.transport.keys import check_curve, read_pair
     from shmserve.gateway.zmq_tcp.keys import Allowed
-    from shmserve.gateway.zmq_tcp.listener import ZmqDoor
-    from shmserve.gateway.zmq_tcp.requests import Limits
+    from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
+    from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 
     check_curve()
     try:
         pair, allowed = read_pair(args.zmq_server_key), Allowed(args.zmq_keys)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
-    limits = Limits(
+    limits = ZmqLimits(
         input_bytes=args.zmq_max_input_size,
         exit_timeout_s=args.exit_timeout_secs,
     )
-    return lambda link: ZmqDoor(link, limits, pair, allowed)
+    return lambda link: ZmqTcpListener(link, limits, pair, allowed)
 
 
-def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
+def listen(listener: ZmqTcpListener, args: argparse.Namespace) -> int:
     """Opens the listener and returns its port."""
     from shmserve.gateway.listeners.listen import is_local
     from shmserve.gateway.zmq_tcp.listener import host_of
 
     try:
-        port = door.open(args.zmq_address, args.reuse_port)
+        port = listener.open(args.zmq_address, args.reuse_port)
     except OSError as error:
         raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
-    log.info("ZeroMQ with CURVE on %s, port %d, %d client keys", args.zmq_address, port, door.keys)
+    log.info("ZeroMQ with CURVE on %s, port %d, %d client keys", args.zmq_address, port, listener.keys)
     if not is_local(host_of(args.zmq_address)[0]):
         log.warning(
             "%s is reachable from other machines: clients with a key in --zmq-keys can connect",

@@ -16,17 +16,17 @@ import zmq
 from shmserve.clients.transport.keys import Pair, make_pair, read_pair, write_pair
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.zmq_tcp.keys import Allowed
-from shmserve.gateway.zmq_tcp.listener import ZmqDoor
-from shmserve.gateway.zmq_tcp.requests import Limits
+from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
+from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 
 HELLO = [6, 1, 0, "bare", "frames"]
 
 
-class DoorThread:
+class ListenerThread:
     """Of three clients with keys, `alice` may operate, `bob` infers, and `eve` is not let in."""
 
     def __init__(
-        self, folder: Path, url: str, limits: Limits | None = None, address: str = "tcp://127.0.0.1:0"
+        self, folder: Path, url: str, limits: ZmqLimits | None = None, address: str = "tcp://127.0.0.1:0"
     ) -> None:
         self.folder = folder
         self.server_key, self.server_public = folder / "server.key", folder / "server.pub"
@@ -37,7 +37,7 @@ class DoorThread:
         self.let_in("alice", "bob")
         self._url = url
         self._address = address
-        self._limits = limits or Limits(exit_timeout_s=5.0)
+        self._limits = limits or ZmqLimits(exit_timeout_s=5.0)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-door")
         self._thread.start()
@@ -55,11 +55,13 @@ class DoorThread:
         self._stop = asyncio.Event()
         link = GatewayLink(self._url, None, "gateway", 1 << 28)
         link.bind()
-        self.door = ZmqDoor(link, self._limits, read_pair(self.server_key), Allowed(str(self.folder / "keys")))
-        self.url = f"tcp://127.0.0.1:{self.door.open(self._address)}"
+        self.listener = ZmqTcpListener(
+            link, self._limits, read_pair(self.server_key), Allowed(str(self.folder / "keys"))
+        )
+        self.url = f"tcp://127.0.0.1:{self.listener.open(self._address)}"
         self._ready.set()
         await self._stop.wait()
-        await self.door.close()
+        await self.listener.close()
         await link.close()
 
     def do(self, what: Any) -> Any:
@@ -92,29 +94,29 @@ class Bare:
     """A DEALER with CURVE. `kept`: so many messages libzmq reads ahead of it."""
 
     def __init__(
-        self, door: DoorThread, name: str, identity: bytes = b"", greet: bool = True, kept: int = 1000
+        self, listener: ListenerThread, name: str, identity: bytes = b"", greet: bool = True, kept: int = 1000
     ) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        pair = door.pair(name)
+        pair = listener.pair(name)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, kept)
-        self.socket.setsockopt(zmq.CURVE_SERVERKEY, door.server_public.read_bytes().split()[0])
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, listener.server_public.read_bytes().split()[0])
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
         if identity:
             self.socket.setsockopt(zmq.ROUTING_ID, identity)
-        self.socket.connect(door.url)
+        self.socket.connect(listener.url)
         self.coming: list[Any] = []
         if greet:
-            self.say(HELLO)
-            self.welcome = self.hear()
+            self.send(HELLO)
+            self.welcome = self.receive()
             assert self.welcome[0] == 32
 
-    def say(self, *messages: Any, frames: tuple[bytes, ...] = ()) -> None:
+    def send(self, *messages: Any, frames: tuple[bytes, ...] = ()) -> None:
         self.socket.send_multipart([msgpack.packb(list(messages)), *frames])
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """The next message; its frames are in `frames`."""
         while not self.coming:
             assert self.socket.poll(20_000), "nothing came"
@@ -124,8 +126,8 @@ class Bare:
 
     def quiet(self) -> bool:
         """Whether all that the door has said so far has been heard: it answers in order."""
-        self.say([4, 77])
-        return bool(self.hear() == [5, 77])
+        self.send([4, 77])
+        return bool(self.receive() == [5, 77])
 
     def close(self) -> None:
         self.socket.close()

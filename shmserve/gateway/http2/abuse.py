@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import deque
 
 from shmserve.gateway.http2 import limits as most
-from shmserve.gateway.http2.frames import Broken, Reason
+from shmserve.gateway.http2.frames import ErrorCode, Http2Error
 
 _REMEMBERED = 256
 """Closed streams that are remembered, to tell a late frame from a stream id that was skipped."""
-_EARLY = 2048
+_CLOSED_EARLY = 2048
 """Remembered streams that were closed here before the client ended them: frames in transit for them are ignored."""
 
 
-class Conduct:
+class AbuseCounters:
     """The counters of one connection."""
 
     def __init__(self) -> None:
@@ -33,25 +33,25 @@ class Conduct:
         """Counts a call that the client cancelled, or made us reset: its work was wasted."""
         self.resets += 1
         if self.resets > most.RESETS:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many reset calls")
+            raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many reset calls")
 
     def mistake(self) -> None:
         """Counts a call refused by its headers alone: unknown method, not gRPC, or access denied."""
         self.mistakes += 1
         if self.mistakes > most.MISTAKES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many refused calls")
+            raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many refused calls")
 
     def idle(self, weight: int = 1) -> None:
         """Counts a frame without effect."""
         self.idle_frames += weight
         if self.idle_frames > most.IDLE_FRAMES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many frames without effect")
+            raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many frames without effect")
 
     def unsent_reply(self) -> None:
         """Counts an acknowledgement for a client that does not read."""
         self.unsent_replies += 1
         if self.unsent_replies > most.UNSENT_REPLIES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "the client sends requests but does not read responses")
+            raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "the client sends requests but does not read responses")
 
 
 class ClosedStreams:
@@ -68,7 +68,7 @@ class ClosedStreams:
             self._closed.append(number)
             return
         self._early[number] = None
-        if len(self._early) > _EARLY:
+        if len(self._early) > _CLOSED_EARLY:
             del self._early[next(iter(self._early))]
 
     def ignores(self, number: int, ended: bool) -> bool:

@@ -12,7 +12,7 @@ from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.upstream.receive import Room
 
 
-class Stream(Protocol):
+class TransportStream(Protocol):
     """A call, as the transport presents it to a service."""
 
     @property
@@ -36,7 +36,7 @@ class Stream(Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether the client reads what it is sent. `Call.resume` is called when it reads again."""
+        """Whether the client reads what it is sent. `ServiceCall.resume` is called when it reads again."""
 
     def send(self, parts: Sequence[Buffer]) -> None:
         """Sends one message. The pieces are not copied and must not change."""
@@ -59,7 +59,7 @@ class Awaits(Enum):
     """The next request of a stream, which may be idle for longer."""
 
 
-class Call(Protocol):
+class ServiceCall(Protocol):
     """A call, as a service presents it to the transport. RpcError of `message` and `half_closed` ends the stream."""
 
     @property
@@ -82,5 +82,5 @@ class Call(Protocol):
         """The stream is writable again."""
 
 
-Application = Callable[[Stream], Call]
+Application = Callable[[TransportStream], ServiceCall]
 """RpcError fails the call at once."""

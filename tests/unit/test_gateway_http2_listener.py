@@ -12,9 +12,9 @@ import pytest
 
 from shmserve.gateway.http2 import connection as http2_connection
 from shmserve.gateway.http2.codes import Code
-from shmserve.gateway.http2.limits import Limits
-from shmserve.gateway.http2.listener import RpcDoor
-from shmserve.gateway.http2.seam import Stream
+from shmserve.gateway.http2.interface import TransportStream
+from shmserve.gateway.http2.limits import Http2Limits
+from shmserve.gateway.http2.listener import RpcListener
 from tests.unit.http2_caller import Echo, message
 from tests.unit.test_gateway_http2 import DATA, GOAWAY, HEAD, HELLO, PING, RST, block, frame, unary
 
@@ -29,7 +29,7 @@ class Calls:
         self.half = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    def __call__(self, stream: Stream) -> Echo:
+    def __call__(self, stream: TransportStream) -> Echo:
         calls = self
 
         class Call(Echo):
@@ -50,9 +50,9 @@ class Calls:
         return self.open[-1]
 
 
-class Watched(RpcDoor):
+class Watched(RpcListener):
     def __init__(self, *args: Any) -> None:
-        super().__init__(http2_connection.Connection, *args)
+        super().__init__(http2_connection.Http2Connection, *args)
         self.left = asyncio.Event()
 
     def leave(self, connection: Any) -> None:
@@ -88,8 +88,8 @@ Scenario = Callable[[Watched, Calls, Callable[[], Awaitable[Caller]]], Awaitable
 def run(scenario: Scenario, **limits: Any) -> None:
     async def main() -> None:
         calls = Calls()
-        door = Watched(asyncio.get_running_loop(), calls, Limits(**limits))
-        port = await door.open("127.0.0.1", 0, False)
+        listener = Watched(asyncio.get_running_loop(), calls, Http2Limits(**limits))
+        port = await listener.open("127.0.0.1", 0, False)
         writers: list[asyncio.StreamWriter] = []
 
         async def connect() -> Caller:
@@ -98,16 +98,16 @@ def run(scenario: Scenario, **limits: Any) -> None:
             return Caller(reader, writer)
 
         try:
-            await asyncio.wait_for(scenario(door, calls, connect), WAIT_S)
+            await asyncio.wait_for(scenario(listener, calls, connect), WAIT_S)
         finally:
             for writer in writers:
                 writer.close()
-            await asyncio.wait_for(door.close(), WAIT_S)
+            await asyncio.wait_for(listener.close(), WAIT_S)
             for writer in writers:
                 with suppress(ConnectionError):
                     await writer.wait_closed()
-        assert door.budget.held == 0
-        assert door.connections == 0
+        assert listener.budget.held == 0
+        assert listener.connections == 0
 
     asyncio.run(main())
 
@@ -119,18 +119,18 @@ def waiting(number: int, *more: tuple[str, str]) -> bytes:
 
 
 def test_an_answer_is_one_piece() -> None:
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         caller = await connect()
         caller.send(HELLO, unary(1, b"one"), unary(3, b"two"))
         assert (await caller.frame(DATA))[2:] == (1, message(b"one"))
         assert (await caller.frame(DATA))[2:] == (3, message(b"two"))
-        assert door.answers == {0: 2}
+        assert listener.answers == {0: 2}
 
     run(scenario)
 
 
 def test_more_callers_than_are_taken() -> None:
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         first = await connect()
         first.send(HELLO, waiting(1), unary(3, b"x"))
         await first.frame(DATA)
@@ -142,7 +142,7 @@ def test_more_callers_than_are_taken() -> None:
 
 
 def test_an_idle_caller_makes_room_for_another() -> None:
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         first = await connect()
         first.send(HELLO, unary(1, b"x"))
         await first.frame(DATA)
@@ -150,20 +150,20 @@ def test_an_idle_caller_makes_room_for_another() -> None:
         assert (await first.frame(GOAWAY))[3][:8] == bytes([0, 0, 0, 1]) + bytes(4)
         second.send(HELLO, unary(1, b"y"))
         assert (await second.frame(DATA))[3] == message(b"y")
-        assert door.evicted == 1
+        assert listener.evicted == 1
 
     run(scenario, connections=1)
 
 
 def test_deadlines_are_kept_in_any_order() -> None:
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         caller = await connect()
         caller.send(HELLO, waiting(1, ("grpc-timeout", "1H")), waiting(3, ("grpc-timeout", "150m")))
         caller.send(waiting(5, ("grpc-timeout", "50m")))
         ended = [await caller.frame(HEAD) for _ in range(2)]
         assert [number for _, _, number, _ in ended] == [5, 3]
         assert all(b"Deadline Exceeded" in payload for *_, payload in ended)
-        assert door.answers == {4: 2}
+        assert listener.answers == {4: 2}
 
     run(scenario)
 
@@ -171,13 +171,13 @@ def test_deadlines_are_kept_in_any_order() -> None:
 def test_at_the_end_calls_that_are_here_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_connection, "LAST_CALLS_S", 0.2)
 
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         caller, silent = await connect(), await connect()
         caller.send(HELLO, waiting(1))
         silent.send(HELLO)
         await silent.frame(4)
         await calls.half.wait()
-        closing = asyncio.ensure_future(door.close())
+        closing = asyncio.ensure_future(listener.close())
         assert (await caller.frame(GOAWAY))[3][:4] == b"\x7f\xff\xff\xff"
         ping = await caller.frame(PING)
         caller.send(unary(3, b"on its way"), frame(PING, 1, 0, ping[3]))
@@ -194,11 +194,11 @@ def test_at_the_end_calls_that_are_here_are_answered(monkeypatch: pytest.MonkeyP
 
 
 def test_at_the_end_nobody_is_waited_for_longer_than_the_limit_says() -> None:
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         caller = await connect()
         caller.send(HELLO, waiting(1))
         await calls.half.wait()
-        await door.close()
+        await listener.close()
         assert calls.cancelled.is_set()
         await caller.gone()
 
@@ -207,7 +207,7 @@ def test_at_the_end_nobody_is_waited_for_longer_than_the_limit_says() -> None:
 
 @pytest.mark.parametrize("sent", [b"PRI * HTTP", HELLO + frame(HEAD, 4, 1, block()) + frame(DATA, 0, 1, b"\0\0\0\1\0")])
 def test_who_does_not_go_on_is_given_up(sent: bytes) -> None:
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         caller = await connect()
         caller.send(sent)
         if sent.startswith(HELLO):
@@ -215,13 +215,13 @@ def test_who_does_not_go_on_is_given_up(sent: bytes) -> None:
             assert (await caller.frame(RST))[2] == 1
         else:
             await caller.gone()
-        assert door.budget.held == 0
+        assert listener.budget.held == 0
 
     run(scenario, read_timeout_s=0.1)
 
 
 def test_who_does_not_read_is_given_up() -> None:
-    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         caller = await connect()
         caller.writer.transport.pause_reading()  # type: ignore[attr-defined]
         window = frame(4, 0, 0, b"\0\4\x7f\xff\xff\xff") + frame(8, 0, 0, b"\x7f\0\0\0")
@@ -229,7 +229,7 @@ def test_who_does_not_read_is_given_up() -> None:
         caller.send(HELLO, window, frame(HEAD, 4, 1, block()), large)
         for number in range(3, 41, 2):
             caller.send(frame(HEAD, 4, number, block()), large[:5] + number.to_bytes(4, "big") + large[9:])
-        await door.left.wait()
+        await listener.left.wait()
         caller.writer.transport.abort()
 
     run(scenario, read_timeout_s=0.1)

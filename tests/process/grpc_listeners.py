@@ -15,16 +15,16 @@ import sys
 import uvloop
 
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.connection import Connection
-from shmserve.gateway.http2.limits import Limits
-from shmserve.gateway.http2.listener import RpcDoor
-from shmserve.gateway.http2.seam import Awaits, Call, Stream
+from shmserve.gateway.http2.connection import Http2Connection
+from shmserve.gateway.http2.interface import Awaits, ServiceCall, TransportStream
+from shmserve.gateway.http2.limits import Http2Limits
+from shmserve.gateway.http2.listener import RpcListener
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.upstream.receive import Room
 
 
 class Base:
-    def __init__(self, stream: Stream, told: Told) -> None:
+    def __init__(self, stream: TransportStream, told: Told) -> None:
         self.stream = stream
         self.told = told
         self.data = b""
@@ -96,7 +96,7 @@ class Told:
         self.waited = 0
         self.connections: set[str] = set()
 
-    def application(self, stream: Stream) -> Call:
+    def application(self, stream: TransportStream) -> ServiceCall:
         self.connections.add(stream.peer)
         made = {"Unary": Unary, "Stream": Echo, "Wait": Base, "Many": Many, "Fail": Fail, "Metadata": Metadata}
         kind = made.get(stream.path.removeprefix("/test/"))
@@ -105,12 +105,12 @@ class Told:
         return kind(stream, self)
 
 
-async def answered(told: Told, doors: list[RpcDoor], question: str) -> int:
+async def answered(told: Told, doors: list[RpcListener], question: str) -> int:
     if question == "cancelled":
         await told.cancelled.acquire()
         return 1
     if question == "held":
-        return sum(door.budget.held for door in doors)
+        return sum(listener.budget.held for listener in doors)
     if question == "waited":
         return told.waited
     return len(told.connections)
@@ -122,16 +122,16 @@ async def serve() -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(sys.argv[1])
     tls.set_alpn_protocols(["h2"])
-    limits = Limits(message_bytes=32 << 20, compression=1), Limits(), Limits(age_s=0.05)
-    doors = [RpcDoor(Connection, loop, told.application, each) for each in limits]
-    ports = [await door.open("127.0.0.1", 0, False, tls if door is doors[1] else None) for door in doors]
+    limits = Http2Limits(message_bytes=32 << 20, compression=1), Http2Limits(), Http2Limits(age_s=0.05)
+    doors = [RpcListener(Http2Connection, loop, told.application, each) for each in limits]
+    ports = [await listener.open("127.0.0.1", 0, False, tls if listener is doors[1] else None) for listener in doors]
     print(json.dumps(ports), flush=True)
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while question := (await reader.readline()).decode().strip():
         print(await answered(told, doors, question), flush=True)
-    for door in doors:
-        await door.close()
+    for listener in doors:
+        await listener.close()
 
 
 if __name__ == "__main__":
