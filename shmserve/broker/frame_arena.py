@@ -17,7 +17,7 @@ from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 
 
-class Own:
+class OwnArena:
     """`announce` is called with each new segment for frames before data is placed there."""
 
     def __init__(

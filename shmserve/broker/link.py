@@ -35,7 +35,7 @@ _CTRUNC = int(socket.MSG_CTRUNC)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
-class Link:
+class PeerLink:
     """`deliver(peer, messages, descriptors)` receives input; `ended(peer, reason)` is called once, at the end."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Link:
     def _listen(self) -> None:
         self._loop.add_reader(self._fd, self._readable)
 
-    def _hear_nothing(self) -> None:
+    def _stop_reading(self) -> None:
         """Stops reading for good."""
         self._loop.remove_reader(self._fd)
         if self._waiting is not None:
@@ -243,8 +243,8 @@ class Link:
     def _part(self, reason: str) -> None:
         """Ends the link for the broker; the peer has PARTING_S to read what is unsent."""
         assert self._sock is not None
-        self._hear_nothing()
-        _hear_no_more(self._sock)
+        self._stop_reading()
+        _shut_down_reading(self._sock)
         self._parting = self._loop.call_later(PARTING_S, self.close, "")
         self._ended(self.peer, reason)
 
@@ -260,10 +260,10 @@ class Link:
         sock, self._sock = self._sock, None
         if sock is None:
             return
-        self._hear_nothing()
+        self._stop_reading()
         self._loop.remove_writer(self._fd)
         if self.closing:
-            _hear_no_more(sock)
+            _shut_down_reading(sock)
         sock.close()
         self._drop_unsent()
         if self._parting is None:
@@ -282,7 +282,7 @@ def close_all(descriptors: list[int]) -> None:
         os.close(number)
 
 
-def _hear_no_more(sock: socket.socket) -> None:
+def _shut_down_reading(sock: socket.socket) -> None:
     """Shuts down and empties the receive side: closing a socket with unread packets resets the connection, and the peer
     would see the reset before the Goodbye that is waiting for it."""
     try:

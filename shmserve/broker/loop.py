@@ -17,25 +17,25 @@ from typing import Any
 
 import msgspec
 
-from shmserve.broker.admin.answers import Answers
+from shmserve.broker.admin.answers import QueryAnswers
 from shmserve.broker.admin.queries import Control
 from shmserve.broker.admin.readiness_probes import Probes
-from shmserve.broker.frame_arena import Own
-from shmserve.broker.link import Link, close_all
-from shmserve.broker.listeners.access import Access, Principal
+from shmserve.broker.frame_arena import OwnArena
+from shmserve.broker.link import PeerLink, close_all
+from shmserve.broker.listeners.access import AccessRules, Principal
 from shmserve.broker.listeners.client_link import ClientLink
-from shmserve.broker.listeners.fair_turns import Turns
-from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneDoor, open_to_group, room_for
-from shmserve.broker.listeners.output_backlog import Backlog
-from shmserve.broker.listeners.zmq_router import Outbox, ZmqDoor
+from shmserve.broker.listeners.fair_turns import ClientTurns
+from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, room_for
+from shmserve.broker.listeners.output_backlog import OutputBacklog
+from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
 from shmserve.broker.models.catalog import Catalog, read_descriptor
-from shmserve.broker.models.operations import Operations
+from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.observability import logs
 from shmserve.broker.observability.log_throttle import Rate
-from shmserve.broker.observability.logs import say
+from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
 from shmserve.broker.observability.metrics import Metrics
-from shmserve.broker.observability.model_metrics import Tallies
+from shmserve.broker.observability.model_metrics import ModelCounters
 from shmserve.broker.processes.cgroups import groups
 from shmserve.broker.processes.workers import Workers
 from shmserve.broker.segments import Segments
@@ -83,7 +83,7 @@ class Broker:
         catalog: Catalog,
         control: Control,
         arena_bytes: int,
-        access: Access,
+        access: AccessRules,
         prepared: bool = True,
         log_rate: Rate | None = None,
         shown: MetricSettings = DEFAULTS,
@@ -92,7 +92,7 @@ class Broker:
         self.core = core
         self.drained: Callable[[], None] = lambda: None
         """Called when the last worker has exited after a drain."""
-        self.operations: Operations
+        self.operations: ClientOperations
         """Set before the loop runs."""
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
         """Called with each completed request that is traced."""
@@ -103,24 +103,26 @@ class Broker:
         self._control = control
         self._segments = Segments()
         limits = core.state.limits
-        self._own = Own(
+        self._own = OwnArena(
             self._segments, arena_bytes, limits.cache_bytes, lambda message: self._put(0, events.OwnSegment(message))
         )
         core.copy_with(self._own, time.monotonic_ns)
         self.read = self._own.read
         metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready, shown)
-        self._tallies = Tallies(lambda name: any(one.model == name for one, _ in core.state.instances.values()))
-        self._probes = Probes(loop, self.tell)
-        self._answers = Answers(control, self._probes, self.tell, core.roles_of)
+        self._tallies = ModelCounters(lambda name: any(one.model == name for one, _ in core.state.instances.values()))
+        self._probes = Probes(loop, self.send_to)
+        self._answers = QueryAnswers(control, self._probes, self.send_to, core.roles_of)
         control.metrics = lambda: metrics.text() + self._tallies.text()
-        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups, prepared, log_rate, variables)
+        self._workers = Workers(
+            loop, self._deliver, self._worker_exited, log_record, groups, prepared, log_rate, variables
+        )
         self._peers = count(1)
-        self._links: dict[int, Link | Outbox] = {}
-        self._dirty: dict[Link | Outbox, None] = {}
+        self._links: dict[int, PeerLink | ZmqOutbox] = {}
+        self._dirty: dict[PeerLink | ZmqOutbox, None] = {}
         self._inbox: list[Event] = []
         self._turn_is_due = False
-        self._turns = Turns(self._schedule)
-        self._backlog = Backlog(core.state.limits.outbox_bytes, self._backlog_changed)
+        self._turns = ClientTurns(self._schedule)
+        self._backlog = OutputBacklog(core.state.limits.outbox_bytes, self._backlog_changed)
         self._carrying_out = False
         self._timer: Any = None
         self._timer_at = 0
@@ -129,16 +131,16 @@ class Broker:
         self._outbox_bytes = limits.client_outbox_bytes
         self._zmq_user = os.geteuid()
         self._zmq_roles = access.roles_of(Principal(self._zmq_user))
-        self._door = self._zmq_door(runtime_dir)
-        self._door_used = False
-        self._lane = LaneDoor(runtime_dir / LANE, loop, access, self._lane_opened)
+        self._zmq = self._make_zmq(runtime_dir)
+        self._zmq_used = False
+        self._lane = LaneListener(runtime_dir / LANE, loop, access, self._lane_opened)
         open_to_group(runtime_dir, access.socket_group)
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
         self._actions = self._all_actions()
 
-    def _zmq_door(self, runtime_dir: Path) -> ZmqDoor:
-        return ZmqDoor(
+    def _make_zmq(self, runtime_dir: Path) -> ZmqRouter:
+        return ZmqRouter(
             runtime_dir / BROKER,
             self._loop,
             self._segments,
@@ -161,7 +163,7 @@ class Broker:
             effects.Pause: self._pause,
             effects.Free: lambda effect: self._own.free(effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
-            effects.Log: lambda effect: say(effect.level, effect.text, effect.fields),
+            effects.Log: lambda effect: log_record(effect.level, effect.text, effect.fields),
             effects.Traced: lambda effect: self.traced(effect),
             effects.Compose: self._compose,
             effects.Settled: lambda effect: self.operations.settled(effect),
@@ -201,16 +203,16 @@ class Broker:
         )
         self._put(0, events.Opened(peer, user, "lane", roles))
 
-    def _zmq_opened(self, outbox: Outbox) -> int:
+    def _zmq_opened(self, outbox: ZmqOutbox) -> int:
         peer = next(self._peers)
         self._links[peer] = outbox
-        self._door_used = True
+        self._zmq_used = True
         self._put(0, events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
         return peer
 
     def _ended(self, peer: int, reason: str) -> None:
         if reason:
-            say("info", f"client {peer}: {reason}", {"client": peer})
+            log_record("info", f"client {peer}: {reason}", {"client": peer})
         link = self._links.pop(peer, None)
         if link is not None:
             self._dirty.pop(link, None)
@@ -226,7 +228,7 @@ class Broker:
         self._put(0, events.Behind(peer, behind))
 
     def _ping_silent(self) -> None:
-        ask, lost = self._door.silent(self.core.state.clients)
+        ask, lost = self._zmq.silent(self.core.state.clients)
         for outbox in ask:
             self._send(Send(outbox.peer, Ping(next(self._pings))))
         for outbox in lost:
@@ -265,7 +267,7 @@ class Broker:
                 self._count(peer, message, descriptors)
                 continue
             elif kind is Probed:
-                self._probes.said(peer, message)
+                self._probes.probed(peer, message)
                 continue
             inbox.append((peer, message))
         if descriptors:
@@ -280,9 +282,9 @@ class Broker:
         """Takes the message's descriptor out of `descriptors`; the caller closes what remains."""
         if isinstance(message, Hello):
             link = self._links.get(peer)
-            if isinstance(link, Outbox):
+            if isinstance(link, ZmqOutbox):
                 link.frames = message.outputs == "frames"
-                self._door.watch(link, message.pid)
+                self._zmq.watch(link, message.pid)
             return message
         if isinstance(message, Map) and message.name is not None:
             if peer >= WORKERS_FROM:
@@ -377,8 +379,8 @@ class Broker:
         kind = type(message)
         if kind is Map:
             link.maps = True
-        elif (kind is Reply or kind is Part) and type(link) is Outbox and link.frames:
-            self._door.reply(link, message)
+        elif (kind is Reply or kind is Part) and type(link) is ZmqOutbox and link.frames:
+            self._zmq.reply(link, message)
             self._dirty[link] = None
             return
         link.outbox.append(message)
@@ -396,8 +398,8 @@ class Broker:
             except Exception:
                 log.critical("%s, please report it: sending to peer %d", SIGN, link.peer, exc_info=True)
                 link.close(f"{SIGN} while sending to it")
-        if self._door_used:
-            self._door.look()
+        if self._zmq_used:
+            self._zmq.look()
 
     def _arm(self) -> None:
         """Arms one timer; moves it only if the core's deadline has changed."""
@@ -466,7 +468,7 @@ class Broker:
         if link is not None:
             link.pause(effect.until)
 
-    def tell(self, peer: int, message: Any) -> None:
+    def send_to(self, peer: int, message: Any) -> None:
         """Sends a message that is not the result of a request."""
         kind = type(message)
         if kind is Fail or (kind is Answer and not message.more):
@@ -494,6 +496,6 @@ class Broker:
         self._lane.close()
         for link in [link for peer, link in self._links.items() if peer < WORKERS_FROM]:
             link.close("")
-        self._door.close()
+        self._zmq.close()
         self._segments.close()
         self._own.close()

@@ -23,16 +23,16 @@ from shmserve.broker.admin.queries import Control
 from shmserve.broker.config import settings as setting
 from shmserve.broker.loop import Broker
 from shmserve.broker.models.catalog import Catalog, Reading
-from shmserve.broker.models.operations import Operations
+from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
-from shmserve.broker.observability.logs import say, set_up
-from shmserve.broker.observability.progress import Progress, hints
+from shmserve.broker.observability.logs import log_record, set_up
+from shmserve.broker.observability.progress import LoadProgress, hints
 from shmserve.broker.observability.traces import TraceFile, TraceSettings
 from shmserve.broker.observability.traces import merged as merged_traces
 from shmserve.broker.processes.cpus import survey
-from shmserve.broker.processes.gateways import Doors, Gateways
+from shmserve.broker.processes.gateways import Gateways, GatewaySettings
 from shmserve.broker.processes.gpus import GpuMetrics
 from shmserve.broker.processes.stop_deadline import Deadline
 from shmserve.core import events
@@ -114,7 +114,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
         os.close(self._lock)
 
 
-class Server:
+class ServerProcess:
     """Connects the broker, the gateways, signals and progress reports, from start to stop."""
 
     def __init__(self, settings: argparse.Namespace, loop: Any, manager: Manager) -> None:
@@ -152,12 +152,12 @@ class Server:
         )
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
         self._broker.use_gpus(gpus.uuids(), self._gpu_metrics.used_by)
-        self._operations = self._broker.operations = Operations(
+        self._operations = self._broker.operations = ClientOperations(
             loop,
             self._core,
             self._catalog,
             self._broker.put,
-            self._broker.tell,
+            self._broker.send_to,
             settings.runtime_dir / GENERATIONS,
             self._mode,
             settings.override_bytes,
@@ -166,22 +166,22 @@ class Server:
         self._control.differences = self._operations.differences
         self._control.process_of = self._broker.process_of
         self._broker.drained = loop.stop
-        self._progress = Progress(self._core, self._loaded, lambda line: log.info("%s", line))
+        self._progress = LoadProgress(self._core, self._loaded, lambda line: log.info("%s", line))
         self._gateways = Gateways(
             loop,
-            _doors(settings),
+            _gateway_settings(settings),
             f"unix://{settings.runtime_dir.absolute() / LANE}",
             settings.exit_timeout_secs,
             self._opened,
             self._not_opened,
-            say,
+            log_record,
             setting.log_rate(settings),
         )
         self._broker.waited_elsewhere(self._gateways.pids)
-        told = self._control.metrics
-        self._control.metrics = lambda: told() + self._gpu_metrics.text() + self._gateways.metrics()
+        control_metrics = self._control.metrics
+        self._control.metrics = lambda: control_metrics() + self._gpu_metrics.text() + self._gateways.metrics()
         self._trace_file = self._changeable(settings)
-        self._waits_for = {"models", "doors"}
+        self._waits_for = {"models", "gateways"}
         """What must still finish before the server is ready."""
         self._rereads = 0
         """Reads of the repositories that SIGHUP requested and that have not finished."""
@@ -306,7 +306,7 @@ class Server:
 
     def _opened(self, ports: Mapping[str, int]) -> None:
         """Called when all gateways listen."""
-        self._has_come("doors")
+        self._has_come("gateways")
 
     def _not_opened(self, code: int, why: str) -> None:
         log.error("%s; use other ports (--http-port, --grpc-port, --metrics-port), or --no-gateway", why)
@@ -321,8 +321,8 @@ class Server:
         self._announcer.ready()
         ports = self._gateways.ports
         if self._settings.ready_fd >= 0:
-            doors = "".join(f" {door}={port}" for door, port in ports.items())
-            os.write(self._settings.ready_fd, f"READY{doors}\n".encode())
+            endpoints = "".join(f" {endpoint}={port}" for endpoint, port in ports.items())
+            os.write(self._settings.ready_fd, f"READY{endpoints}\n".encode())
             os.close(self._settings.ready_fd)
         if self._settings.hints:
             where = self._settings.runtime_dir
@@ -348,17 +348,17 @@ class Server:
         self._broker.put(events.Drain(max(0, int((until - self._loop.time()) * 1e9))))
 
 
-def _doors(settings: argparse.Namespace) -> Doors:
+def _gateway_settings(settings: argparse.Namespace) -> GatewaySettings:
     """Gateway settings. If a package is missing: none, or CannotStart if gateways were configured."""
-    doors = setting.doors(settings)
-    missing = [name for name in NEEDED if doors.count and find_spec(name) is None]
+    wanted = setting.gateway_settings(settings)
+    missing = [name for name in NEEDED if wanted.count and find_spec(name) is None]
     if not missing:
-        return doors
+        return wanted
     text = f"the gateway needs the package {missing[0]}: pip install 'shmserve[gateway]'"
-    if doors.words or doors.count > 1:
+    if wanted.words or wanted.count > 1:
         raise CannotStart(f"{text}, or omit its flags")
     log.warning("%s; serving only clients on this machine", text)
-    return Doors(0, ())
+    return GatewaySettings(0, ())
 
 
 def _generations(settings: argparse.Namespace) -> Generations:
@@ -384,7 +384,7 @@ def _serve(settings: argparse.Namespace, manager: Manager) -> int:
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        return Server(settings, loop, manager).run()
+        return ServerProcess(settings, loop, manager).run()
     except ServeError as error:
         raise CannotStart(str(error)) from None
     finally:

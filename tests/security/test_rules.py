@@ -381,7 +381,7 @@ def test_r14_a_pickle_is_just_bytes() -> None:
 
 def test_r15_no_port_is_open_to_the_network_unless_it_is_asked_for(tmp_path: Path) -> None:
     """What gateways are told if nothing is asked for is nothing, and their own word is this machine, and no ZeroMQ."""
-    assert settings.doors(settings.parse(["--model-repository", str(tmp_path)])).words == ()
+    assert settings.gateway_settings(settings.parse(["--model-repository", str(tmp_path)])).words == ()
     parser = argparse.ArgumentParser()
     flags.add(parser)
     found = parser.parse_args([])

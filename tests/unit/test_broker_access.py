@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.broker.listeners import lane
-from shmserve.broker.listeners.access import Access, Principal, Rule, rule
-from shmserve.broker.listeners.lane import LaneDoor, give, open_to_group, peer, room_for
+from shmserve.broker.listeners.access import AccessRules, Principal, Rule, rule
+from shmserve.broker.listeners.lane import LaneListener, give, open_to_group, peer, room_for
 from shmserve.errors import Denied
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BrokerMessage, Goodbye
@@ -34,14 +34,14 @@ OTHER = ME.pw_uid + 1000
 
 
 def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), group: Any = None) -> int:
-    return Access([rule(text) for text in rules], group).roles_of(Principal(uid, frozenset(groups)))
+    return AccessRules([rule(text) for text in rules], group).roles_of(Principal(uid, frozenset(groups)))
 
 
 # ---------------------------------------------------------------------------------------------- rules
 
 
 def test_without_rules_only_the_owner_and_root() -> None:
-    for access in (Access(), Access([rule("*=infer")]), Access([rule(f"uid:{ME.pw_uid}=infer")])):
+    for access in (AccessRules(), AccessRules([rule("*=infer")]), AccessRules([rule(f"uid:{ME.pw_uid}=infer")])):
         assert access.roles_of(Principal(os.geteuid())) == EVERYTHING
         assert access.roles_of(Principal(0, frozenset((5,)))) == EVERYTHING
     assert others() == NOBODY
@@ -92,16 +92,16 @@ def test_roles_are_the_union_of_what_matches(
     for kind, who, roles in rules:
         if (kind == "uid" and who == uid) or (kind == "gid" and who in groups):
             expected |= roles
-    assert Access([Rule(*one) for one in rules]).roles_of(Principal(uid, groups)) == expected
+    assert AccessRules([Rule(*one) for one in rules]).roles_of(Principal(uid, groups)) == expected
 
 
 # ---------------------------------------------------------------------------------------------- the door
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor]]:
+def door(tmp_path: Path) -> Iterator[tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener]]:
     loop, opened = Loop(), []
-    made = LaneDoor(tmp_path / "lane.sock", loop, Access(), lambda *one: opened.append(one))
+    made = LaneListener(tmp_path / "lane.sock", loop, AccessRules(), lambda *one: opened.append(one))
     yield loop, str(tmp_path / "lane.sock"), opened, made
     for sock, _, _ in opened:
         sock.close()
@@ -115,7 +115,7 @@ def connected(path: str) -> socket.socket:
     return sock
 
 
-def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor]) -> None:
+def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener]) -> None:
     loop, path, opened, _ = door
     with connected(path):
         (accept,) = loop.readers.values()
@@ -143,7 +143,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 def test_out_of_descriptors_connections_are_refused_for_a_while(
-    door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor], caplog: pytest.LogCaptureFixture
+    door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The waiting connection is told why, and the loop does not spin meanwhile."""
     loop, path, opened, _ = door
@@ -185,7 +185,7 @@ def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        door = LaneDoor(tmp_path / "lane.sock", Loop(), Access([], os.getegid()), lambda *_: None)
+        door = LaneListener(tmp_path / "lane.sock", Loop(), AccessRules([], os.getegid()), lambda *_: None)
     finally:
         os.umask(before)
     open_to_group(tmp_path, os.getegid())

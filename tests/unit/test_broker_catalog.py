@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from shmserve.broker.models import catalog as module
 from shmserve.broker.models.catalog import PINS, Catalog, Reading, read_descriptor
-from shmserve.broker.models.overrides import Given
+from shmserve.broker.models.overrides import LoadOverride
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.errors import InvalidRequest, NotFound
@@ -50,7 +50,7 @@ def kept(folder: Path) -> Generations:
     return Generations(folder / "kept")
 
 
-def deploy(catalog: Catalog, given: Given | None = None, operation: int = 0) -> Deploy:
+def deploy(catalog: Catalog, given: LoadOverride | None = None, operation: int = 0) -> Deploy:
     events = catalog.adopt(catalog.read("m", given), operation)
     (_, event), *refused = events
     assert isinstance(event, Deploy)
@@ -58,7 +58,7 @@ def deploy(catalog: Catalog, given: Given | None = None, operation: int = 0) -> 
     return event
 
 
-def sources(catalog: Catalog, given: Given | None = None) -> dict[int, int]:
+def sources(catalog: Catalog, given: LoadOverride | None = None) -> dict[int, int]:
     return {target.number: target.source for target in deploy(catalog, given).targets}
 
 
@@ -125,7 +125,7 @@ def test_another_source_only_for_what_matters(
 
 def test_another_configuration_for_a_while(catalog: Catalog) -> None:
     first = sources(catalog)
-    given = Given(parse_override(OVERRIDE), None)
+    given = LoadOverride(parse_override(OVERRIDE), None)
     overridden = sources(catalog, given)
     assert set(overridden) == {2}, "the version policy is not the file's either"
     assert overridden[2] not in first.values()
@@ -136,11 +136,11 @@ def test_another_configuration_for_a_while(catalog: Catalog) -> None:
 
 def test_what_goes_on_because_its_successor_failed_is_not_loaded_again(catalog: Catalog) -> None:
     first = sources(catalog)
-    broken = sources(catalog, Given(parse_override(OVERRIDE), None))
+    broken = sources(catalog, LoadOverride(parse_override(OVERRIDE), None))
     catalog.prune(first.values())
     assert sources(catalog) == first
     catalog.prune(first.values())
-    again = sources(catalog, Given(parse_override(OVERRIDE), None))
+    again = sources(catalog, LoadOverride(parse_override(OVERRIDE), None))
     assert again[2] not in {*broken.values(), *first.values()}, "nothing was made of the broken one any more"
 
 
@@ -179,7 +179,7 @@ def test_instances_that_come_with_a_call_change_in_place(catalog: Catalog) -> No
     before = deploy(catalog)
     config = decode_config(loaded(catalog, before.targets[0].source))
     more = replace(config, instance_group=(replace(config.instance_group[0], count=3),))
-    after = deploy(catalog, Given(parse_override(json.dumps(as_triton_json(more)).encode()), None))
+    after = deploy(catalog, LoadOverride(parse_override(json.dumps(as_triton_json(more)).encode()), None))
     assert [target.source for target in after.targets] == [target.source for target in before.targets]
     assert [len(target.instances) for target in after.targets] == [3, 3]
     assert all(catalog.is_override(target.source) for target in after.targets)
@@ -264,7 +264,7 @@ def test_a_generation_is_removed_with_what_is_made_of_it(catalog: Catalog, root:
 def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> None:
     catalog = Catalog([root], {}, Cores((0,)), generations=kept(tmp_path))
     folder = model(tmp_path / "given", "m", "")
-    number = sources(catalog, Given(parse_override(OVERRIDE), folder))[1]
+    number = sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1]
     load, descriptor = catalog.load_order(spawn(catalog, number))
     read_descriptor(descriptor)
     assert load.model_dir == str(folder)
@@ -276,7 +276,7 @@ def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> Non
 
 def test_directories_of_overrides_go_when_nothing_is_made_of_them(catalog: Catalog, tmp_path: Path) -> None:
     folders = [model(tmp_path / f"given{number}", "m", "") for number in range(3)]
-    made = [sources(catalog, Given(parse_override(OVERRIDE), folder))[1] for folder in folders]
+    made = [sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1] for folder in folders]
     assert len(set(made)) == 3
     catalog.prune([made[0]])
     assert [folder.exists() for folder in folders] == [True, False, True], "the last is about to be served"
@@ -291,7 +291,7 @@ def test_a_directory_that_two_versions_share(catalog: Catalog, tmp_path: Path) -
     folder = model(tmp_path / "given", "m", "")
     (folder / "2").mkdir()
     both = OVERRIDE.replace(b'"identity"', b'"identity", "version_policy": {"all": {}}')
-    made = sources(catalog, Given(parse_override(both), folder))
+    made = sources(catalog, LoadOverride(parse_override(both), folder))
     catalog.forget("m")
     catalog.prune([made[2]])
     assert folder.exists()
@@ -309,7 +309,7 @@ def test_what_came_with_a_call_goes_when_it_cannot_be_read(
 
     monkeypatch.setattr(module, "scan_model", fail)
     with pytest.raises(InvalidRequest, match="no luck"):
-        catalog.read("m", Given(parse_override(OVERRIDE), folder))
+        catalog.read("m", LoadOverride(parse_override(OVERRIDE), folder))
     assert not folder.parent.exists()
     with pytest.raises(InvalidRequest, match="no luck"):
         catalog.read("m")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.models import differences as module
-from shmserve.broker.models.differences import Differences, Loaded, compare
+from shmserve.broker.models.differences import Differences, LoadedVersion, compare
 from shmserve.repo.storage.snapshot import take
 
 
@@ -21,9 +21,11 @@ def model(folder: Path) -> Path:
     return folder
 
 
-def loaded(folder: Path, source: int, version: int, configuration: bool = True) -> Loaded:
+def loaded(folder: Path, source: int, version: int, configuration: bool = True) -> LoadedVersion:
     seen = take(folder)
-    return Loaded(source, folder, version, seen.of_version(version), seen.of_configuration() if configuration else "")
+    return LoadedVersion(
+        source, folder, version, seen.of_version(version), seen.of_configuration() if configuration else ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,9 @@ class Loop:
 
 
 def test_one_look_is_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[list[Loaded]] = []
+    looks: list[list[LoadedVersion]] = []
 
-    def compared(entries: list[Loaded]) -> dict[int, bool]:
+    def compared(entries: list[LoadedVersion]) -> dict[int, bool]:
         looks.append(entries)
         return {entries[0].source: True}
 
@@ -90,7 +92,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Callers wait only for so long, and the next look begins where this one ended."""
     looks: list[list[int]] = []
 
-    def compared(entries: list[Loaded]) -> dict[int, bool]:
+    def compared(entries: list[LoadedVersion]) -> dict[int, bool]:
         looks.append([entry.source for entry in entries])
         return {entries[0].source: True}
 

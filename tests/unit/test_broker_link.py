@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from shmserve.broker.link import Link
+from shmserve.broker.link import PeerLink
 from shmserve.protocol import codec
 from shmserve.protocol.messages import ClientMessage, Pong
 
@@ -28,7 +28,7 @@ class Ends:
         ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.heard: list[Any] = []
         self.ended: list[str] = []
-        self.link = Link(ours, 1, codec.Codec(ClientMessage), self.hear, self.end, loop)
+        self.link = PeerLink(ours, 1, codec.Codec(ClientMessage), self.hear, self.end, loop)
 
     def hear(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
         self.heard += messages

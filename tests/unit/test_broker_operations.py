@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.models.catalog import Catalog
-from shmserve.broker.models.operations import Operations
+from shmserve.broker.models.operations import ClientOperations
 from shmserve.core import effects, events
 from shmserve.core.batching.rate_limiter import ANY
 from shmserve.core.core import Core
@@ -41,7 +41,7 @@ class Shell:
         self.catalog = Catalog([root / "models"], {}, Cores((0,)), resources=(("r", ANY, 3),))
         self.inbox: list[tuple[int, Any]] = []
         self.said: list[Any] = []
-        self.operations = Operations(
+        self.operations = ClientOperations(
             self.loop,
             self.core,
             self.catalog,
@@ -53,7 +53,7 @@ class Shell:
 
     def ask(self, what: str, body: bytes = b"") -> None:
         """Up to the event that is put for the core's next turn."""
-        self.operations.asked(1, Ask(1, what, "m", body=body))
+        self.operations.handle(1, Ask(1, what, "m", body=body))
         self.loop.run_one()
 
     def turn(self) -> list[Any]:

@@ -21,7 +21,7 @@ from shmserve.broker.models.overrides import (
     HEADER_BYTES,
     IN_MEMORY,
     LEVELS,
-    Given,
+    LoadOverride,
     RestartBody,
     UnloadBody,
     Upload,
@@ -48,7 +48,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
     return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
 
 
-def unpack(place: Path, body: bytes, model: str = "m", limit: int = LIMIT, piece: int = 1000) -> Given | None:
+def unpack(place: Path, body: bytes, model: str = "m", limit: int = LIMIT, piece: int = 1000) -> LoadOverride | None:
     upload = Upload(place, limit)
     try:
         for start in range(0, len(body), piece):

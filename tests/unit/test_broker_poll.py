@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.broker.models.catalog import Catalog, Reading
-from shmserve.broker.models.overrides import Given
+from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.poller import Changes, Poll
 from shmserve.repo.compile import Cores
 from shmserve.repo.storage import snapshot
@@ -26,7 +26,7 @@ class Meddled(Catalog):
     before: Callable[[], object] = staticmethod(lambda: None)
     after: Callable[[], object] = staticmethod(lambda: None)
 
-    def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
+    def read_folder(self, folder: Path, given: LoadOverride | None = None) -> Reading:
         before, self.before = self.before, lambda: None
         after, self.after = self.after, lambda: None
         before()

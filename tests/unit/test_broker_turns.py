@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shmserve.broker.listeners.client_link import ClientLink
-from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, Turns
-from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, Backlog
+from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, ClientTurns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PACKET_BYTES,
@@ -69,8 +69,8 @@ class World:
     def __init__(self, links: int, users: dict[int, str] | None = None, outbox_bytes: int = 256 << 20) -> None:
         self.loop = Loop()
         self.behind: list[tuple[int, bool]] = []
-        self.backlog = Backlog(outbox_bytes, lambda peer, behind: self.behind.append((peer, behind)))
-        self.turns = Turns(self._due)
+        self.backlog = OutputBacklog(outbox_bytes, lambda peer, behind: self.behind.append((peer, behind)))
+        self.turns = ClientTurns(self._due)
         self.due = False
         self.inbox: list[tuple[int, Any]] = []
         self.descriptors = 0

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import zmq
 
-from shmserve.broker.listeners.fair_turns import Turns
-from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, Backlog
-from shmserve.broker.listeners.zmq_router import Outbox, ZmqDoor
+from shmserve.broker.listeners.fair_turns import ClientTurns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
+from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
 from shmserve.core.requests.client import Client
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PROTOCOL, Hello
@@ -32,7 +32,7 @@ class World:
         self.clients: dict[int, Client] = {}
         self.delivered: list[Any] = []
         unused: Any = SimpleNamespace()
-        self.door = ZmqDoor(
+        self.door = ZmqRouter(
             folder / "sock",
             Loop(),
             unused,
@@ -42,8 +42,8 @@ class World:
             lambda peer, reason: self.told.append(reason),
             "uid:1",
             client_outbox_bytes,
-            Turns(lambda: None),
-            Backlog(outbox_bytes, lambda peer, behind: self.told.append(behind)),
+            ClientTurns(lambda: None),
+            OutputBacklog(outbox_bytes, lambda peer, behind: self.told.append(behind)),
         )
         self.context = zmq.Context()
         self.dealer = self.context.socket(zmq.DEALER)
@@ -64,7 +64,7 @@ class World:
         self.door.close()
 
 
-def peers(outboxes: list[Outbox]) -> list[int]:
+def peers(outboxes: list[ZmqOutbox]) -> list[int]:
     return [outbox.peer for outbox in outboxes]
 
 

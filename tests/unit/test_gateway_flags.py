@@ -11,7 +11,7 @@ from shmserve.broker import main
 from shmserve.broker.config import settings
 from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import FLAGS
-from shmserve.broker.processes.gateways import PAUSES_NS, Doors
+from shmserve.broker.processes.gateways import PAUSES_NS, GatewaySettings
 from shmserve.core.models.lifecycle import pause_ns
 from shmserve.gateway import options as gateway_flags
 
@@ -34,8 +34,8 @@ def understood(words: tuple[str, ...]) -> argparse.Namespace:
     return parser.parse_args(list(words))
 
 
-def doors(place: Path, *words: str) -> Doors:
-    return settings.doors(settings.parse(["--model-repository", str(place), *words]))
+def doors(place: Path, *words: str) -> GatewaySettings:
+    return settings.gateway_settings(settings.parse(["--model-repository", str(place), *words]))
 
 
 @pytest.mark.parametrize("flag", PASSED, ids=lambda flag: flag.name)
@@ -50,11 +50,11 @@ def test_each_is_an_option_of_the_gateway_with_the_same_default(flag: Flag, tmp_
 
 
 def test_nothing_is_passed_on_that_was_not_given(tmp_path: Path) -> None:
-    assert doors(tmp_path) == Doors(1, ())
-    assert doors(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == Doors(1, ())
-    assert doors(tmp_path, "--http-port", "0", "--gateways=3") == Doors(3, ("--http-port=0",))
+    assert doors(tmp_path) == GatewaySettings(1, ())
+    assert doors(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == GatewaySettings(1, ())
+    assert doors(tmp_path, "--http-port", "0", "--gateways=3") == GatewaySettings(3, ("--http-port=0",))
     assert doors(tmp_path, "--gateway-args=--a 'b c'", "--metrics-port=1").words == ("--metrics-port=1", "--a", "b c")
-    assert doors(tmp_path, "--no-gateway", "--http-port", "0") == Doors(0, ())
+    assert doors(tmp_path, "--no-gateway", "--http-port", "0") == GatewaySettings(0, ())
 
 
 def test_words_that_do_not_end_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,12 +69,12 @@ def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
     monkeypatch.setattr(main, "NEEDED", ("no_such_package",))
     words = ["--model-repository", str(tmp_path)]
     with caplog.at_level("WARNING", "shmserve"):
-        assert main._doors(settings.parse(words)) == Doors(0, ())
+        assert main._gateway_settings(settings.parse(words)) == GatewaySettings(0, ())
     assert "pip install 'shmserve[gateway]'" in caplog.text
-    assert main._doors(settings.parse([*words, "--no-gateway", "--http-port=1"])) == Doors(0, ())
+    assert main._gateway_settings(settings.parse([*words, "--no-gateway", "--http-port=1"])) == GatewaySettings(0, ())
     for asked in ("--http-port=1", "--gateways=2"):
         with pytest.raises(main.CannotStart, match=r"no_such_package.*or omit its flags"):
-            main._doors(settings.parse([*words, asked]))
+            main._gateway_settings(settings.parse([*words, asked]))
 
 
 def test_pauses_grow_and_end() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.observability.logs import INDENT, Formatter, flush, printable, say, set_up
+from shmserve.broker.observability.logs import INDENT, Formatter, flush, log_record, printable, set_up
 
 log = logging.getLogger("shmserve.test")
 pytestmark = pytest.mark.usefixtures("own_log")
@@ -42,7 +42,7 @@ def test_levels(given: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[
     set_up(settings(**given))
     for level in LEVELS:
         getattr(log, level)("said as %s", level)
-        say(level, f"told as {level}")
+        log_record(level, f"told as {level}")
     found = capfd.readouterr().err
     assert re.findall(r"said as (\w+)\n", found) == re.findall(r"told as (\w+)\n", found) == shown.split()
     assert log.isEnabledFor(logging.DEBUG) is ("debug" in shown)
@@ -69,7 +69,7 @@ def test_the_forms_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture
     set_up(settings(log_format=form, triton_compatible=True, log_verbose=1))
     text = 'said "é"\n\x1b\udc80'
     for level in LEVELS:
-        say(level, text)
+        log_record(level, text)
     lines = capfd.readouterr().err.splitlines()
     found = [re.fullmatch(rf"({begin}) (\d+) test_logs\.py:\d+\] (.*)", line) for line in lines]
     assert [(int(one[2]), json.loads(one[3])) for one in found if one] == [(os.getpid(), text)] * len(LEVELS)
@@ -157,8 +157,8 @@ def test_r11_injections(form: str, text: str, tmp_path: Path) -> None:
     """As the message, as a field, and as a model's traceback."""
     file = tmp_path / "log"
     set_up(settings(log_format=form, log_file=file))
-    say("info", f"model '{text}' is unloaded", {"model": text, "client": 7, "traceback": f"{text}\n{text}"})
-    say("warning", "the next one")
+    log_record("info", f"model '{text}' is unloaded", {"model": text, "client": 7, "traceback": f"{text}\n{text}"})
+    log_record("warning", "the next one")
     first, *between, last = file.read_text("utf-8").splitlines()
     assert file.read_text("utf-8").count("\n") == len(between) + 2
     for line in (first, *between, last):

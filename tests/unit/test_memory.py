@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.processes import cgroups
-from shmserve.broker.processes.cgroups import CannotHave, Groups
+from shmserve.broker.processes.cgroups import CannotHave, ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, LOOK_S, NEAR_S, Memory
 from shmserve.broker.processes.resources import Terms, terms_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
@@ -28,7 +28,7 @@ MIB = 1 << 20
 class Place:
     """A loop, what is used by each pid, and who was killed."""
 
-    def __init__(self, make: Callable[[], Groups] | None = None) -> None:
+    def __init__(self, make: Callable[[], ControlGroups] | None = None) -> None:
         self.loop = Loop()
         self.used: dict[int, int] = {}
         self.killed: list[tuple[int, str]] = []
@@ -116,7 +116,7 @@ def events(folder: Path, **counts: int) -> None:
 
 
 def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> None:
-    place = Place(lambda: Groups(top))
+    place = Place(lambda: ControlGroups(top))
     assert (top / "server" / "cgroup.procs").read_text() == str(os.getpid())
     assert (top / "cgroup.subtree_control").read_text() == "+memory"
     group = place.memory.group(7, 64 * MIB)
@@ -135,14 +135,14 @@ def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> N
 @pytest.mark.parametrize("counts", [{}, {"oom": 0, "oom_kill": 0}, {"oom": 0, "oom_kill": 1}])
 def test_an_end_for_another_reason(top: Path, counts: dict[str, int]) -> None:
     """Also that of a service that has too much as a whole."""
-    place = Place(lambda: Groups(top))
+    place = Place(lambda: ControlGroups(top))
     assert place.memory.group(7, MIB) is not None
     events(top / "instance-7", **counts)
     assert place.memory.ended(7) == ""
 
 
 def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(lambda: Groups(top))
+    place = Place(lambda: ControlGroups(top))
     place.memory.group(7, MIB)
     (top / "instance-7" / "cgroup.kill").write_text("")
 
@@ -160,12 +160,12 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
 
 def test_groups_of_a_server_that_was_killed_are_removed(top: Path) -> None:
     (top / "instance-3").mkdir()
-    Groups(top)
+    ControlGroups(top)
     assert not (top / "instance-3").exists()
 
 
 def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place = Place(lambda: Groups(top))
+    place = Place(lambda: ControlGroups(top))
     (top / "instance-7").mkdir()
     assert place.memory.group(7, MIB) is None
     assert "polling its memory instead" in caplog.text
@@ -187,7 +187,7 @@ def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.
 def test_where_there_can_be_none(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
     spoil(top)
     with pytest.raises(CannotHave, match=why):
-        Groups(top)
+        ControlGroups(top)
 
 
 def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +197,11 @@ def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: 
     monkeypatch.setattr(os, "getxattr", unmarked)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(CannotHave, match="is not delegated to it"):
-        Groups(top)
+        ControlGroups(top)
     assert not (top / "server").exists()
     monkeypatch.setattr(os, "geteuid", lambda: top.stat().st_uid or 1)
     if top.stat().st_uid:
-        Groups(top)
+        ControlGroups(top)
 
 
 def test_which_group_is_ours(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.observability.model_metrics import PAGES, Tallies
+from shmserve.broker.observability.model_metrics import PAGES, ModelCounters
 from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, PAGE_BYTES, Subject, Writer, read
 from shmserve.shm.extents import memfd
 from shmserve.workers.backends.python import pb_requests, pb_utils
@@ -110,7 +110,7 @@ def test_what_cannot_be_counted(host: Host, make: Any, text: str) -> None:
 class Counting:
     """A worker's page, as the broker gets it."""
 
-    def __init__(self, tallies: Tallies, peer: int, model: str = "m") -> None:
+    def __init__(self, tallies: ModelCounters, peer: int, model: str = "m") -> None:
         self.extent = memfd.create(PAGE_BYTES, seal_future_write=True)
         self.writer = Writer(self.extent.memory)
         tallies.add(peer, model, os.dup(self.extent.fd), PAGE_BYTES)
@@ -126,7 +126,7 @@ class Counting:
 
 def test_what_is_shown() -> None:
     served = {"m"}
-    tallies = Tallies(served.__contains__)
+    tallies = ModelCounters(served.__contains__)
     one, two = Counting(tallies, 1), Counting(tallies, 2)
     counter = Subject("c", "what\n\\it is", COUNTER, (("x", 'a"b'),))
     other = Subject("c", counter.help, COUNTER)
@@ -159,7 +159,7 @@ def test_what_is_shown() -> None:
 
 
 def test_a_worker_has_so_many_pages_and_no_more() -> None:
-    tallies = Tallies(lambda _: True)
+    tallies = ModelCounters(lambda _: True)
     for number in range(PAGES + 2):
         Counting(tallies, 1).count(Subject(f"c{number}", "", COUNTER), 1)
     assert tallies.text().count("# TYPE") == PAGES

@@ -7,7 +7,7 @@ from typing import Any
 
 from shmserve.broker.admin.queries import Control, Shared
 from shmserve.broker.admin.readiness_probes import Probes
-from shmserve.broker.models.operations import Operations
+from shmserve.broker.models.operations import ClientOperations
 from shmserve.protocol.messages import Answer, Ask, Cancel
 
 NOTIFIED = 64
@@ -17,16 +17,16 @@ Waiting = dict[int, list[Ask]]
 """Queries by peer."""
 
 
-class Answers:
+class QueryAnswers:
     """`roles_of` returns the roles of a peer, as bits of shmserve.protocol.roles."""
 
     def __init__(
-        self, control: Control, probes: Probes, tell: Callable[[int, Any], None], roles_of: Callable[[int], int]
+        self, control: Control, probes: Probes, send: Callable[[int, Any], None], roles_of: Callable[[int], int]
     ) -> None:
         self._roles_of = roles_of
         self._control = control
         self._probes = probes
-        self._tell = tell
+        self._send = send
         self._shared: Shared | None = None
         """Answers built in this turn, during which they cannot change. None between turns."""
         self._awaiting: Waiting = {}
@@ -61,7 +61,7 @@ class Answers:
                     self._due[peer] = asks  # after the other peers
                 self._answer(peer, ask, shared)
 
-    def query(self, peer: int, ask: Ask | Cancel, operations: Operations) -> None:
+    def query(self, peer: int, ask: Ask | Cancel, operations: ClientOperations) -> None:
         if isinstance(ask, Cancel):
             operations.cancelled(peer, ask.request)
         elif ask.what == "models":
@@ -71,9 +71,9 @@ class Answers:
             self._awaiting.setdefault(peer, []).append(ask)
         elif ask.what == "ready" and ask.model:
             instances = self._control.serving(ask)
-            if not self._probes.ask(instances, lambda ready: self._answer_ready(peer, ask, ready)):
+            if not self._probes.probe(instances, lambda ready: self._answer_ready(peer, ask, ready)):
                 self._answer(peer, ask)
-        elif not operations.asked(peer, ask):
+        elif not operations.handle(peer, ask):
             self._answer(peer, ask)
 
     def fell_behind(self, peer: int) -> None:
@@ -105,10 +105,10 @@ class Answers:
         if ready:  # according to the model
             self._answer(peer, ask)
         else:
-            self._tell(peer, Answer(ask.request, b'{"ready":false}'))
+            self._send(peer, Answer(ask.request, b'{"ready":false}'))
 
     def _answer(self, peer: int, ask: Ask, shared: Shared | None = None) -> None:
         if shared is None:
             shared = self._shared if self._shared is not None else {}
         for message in self._control.answer(ask, self._roles_of(peer), shared):
-            self._tell(peer, message)
+            self._send(peer, message)

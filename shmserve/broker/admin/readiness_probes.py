@@ -16,8 +16,8 @@ LIMIT_S = 5.0
 """A model that does not answer in this time is not ready."""
 
 
-class _Question(Struct, eq=False):
-    asked: set[int]
+class _Probe(Struct, eq=False):
+    pending: set[int]
     answer: Callable[[bool], None]
     timer: Any = None
 
@@ -30,35 +30,35 @@ class Probes:
         self._send = send
         self._able: set[int] = set()
         self._numbers = 0
-        self._open: dict[int, _Question] = {}
+        self._open: dict[int, _Probe] = {}
 
-    def ask(self, peers: Iterable[int], answer: Callable[[bool], None]) -> bool:
+    def probe(self, peers: Iterable[int], answer: Callable[[bool], None]) -> bool:
         """Probes those of the workers whose models support it. False: there are none; `answer` is not called."""
-        asked = self._able.intersection(peers)
-        if not asked:
+        pending = self._able.intersection(peers)
+        if not pending:
             return False
         self._numbers += 1
-        question = self._open[self._numbers] = _Question(asked, answer)
-        question.timer = self._loop.call_later(LIMIT_S, self._settle, self._numbers, False)
-        for peer in sorted(asked):
+        probe = self._open[self._numbers] = _Probe(pending, answer)
+        probe.timer = self._loop.call_later(LIMIT_S, self._settle, self._numbers, False)
+        for peer in sorted(pending):
             self._send(peer, Probe(self._numbers))
         return True
 
-    def said(self, peer: int, message: Probed) -> None:
+    def probed(self, peer: int, message: Probed) -> None:
         if not message.number:
             self._able.add(peer)
             return
-        question = self._open.get(message.number)
-        if question is None or peer not in question.asked:
+        probe = self._open.get(message.number)
+        if probe is None or peer not in probe.pending:
             return
-        question.asked.discard(peer)
-        if not message.ready or not question.asked:
+        probe.pending.discard(peer)
+        if not message.ready or not probe.pending:
             self._settle(message.number, message.ready)
 
     def gone(self, peer: int) -> None:
         self._able.discard(peer)
-        for number, question in list(self._open.items()):
-            if peer in question.asked:
+        for number, probe in list(self._open.items()):
+            if peer in probe.pending:
                 self._settle(number, False)
 
     def close(self) -> None:
@@ -66,6 +66,6 @@ class Probes:
             self._settle(number, False)
 
     def _settle(self, number: int, ready: bool) -> None:
-        question = self._open.pop(number)
-        question.timer.cancel()
-        question.answer(ready)
+        probe = self._open.pop(number)
+        probe.timer.cancel()
+        probe.answer(ready)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.broker.config.flag import ENVIRONMENT, UNITS, Flag
-from shmserve.broker.config.gateway_flags import DOOR_FLAGS, DOORS
+from shmserve.broker.config.gateway_flags import ENDPOINTS, GATEWAY_FLAGS
 from shmserve.broker.config.triton_flags import TRITON, TRITON_FLAGS, decimal, fraction
 from shmserve.broker.listeners import access
 from shmserve.broker.observability import metric_settings, traces
@@ -32,7 +32,7 @@ _FALSE = ("false", "0", "no", "off")
 
 MODELS, LOADING, INSTANCES, MEMORY = "Models", "Loading", "Instances and cores", "Memory"
 ACCESS, STOPPING, LOGGING, SERVICE = "Access and limits", "Stopping", "Logging", "Service"
-GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, DOORS, STOPPING, LOGGING, SERVICE, TRITON)
+GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, ENDPOINTS, STOPPING, LOGGING, SERVICE, TRITON)
 
 
 def _old_trace(name: str, setting: str, metavar: str) -> Flag:
@@ -120,7 +120,7 @@ FLAGS = (
          repeatable=True),
     Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),
-    *DOOR_FLAGS,
+    *GATEWAY_FLAGS,
     Flag("exit-timeout-secs", "seconds", STOPPING, "on shutdown, time for requests in flight; then all processes are "
          "killed", 30.0, "S"),
     Flag("log-verbose", "whole", LOGGING, "1: more detail; 2: also each batch and why it was formed", 0, "N"),

@@ -9,10 +9,10 @@ from typing import Any
 
 from shmserve.broker.config.flag import Flag
 
-DOORS = "Network endpoints"
+ENDPOINTS = "Network endpoints"
 
 
-def _told(
+def _flag(
     name: str,
     metavar: str,
     help_: str,
@@ -24,43 +24,45 @@ def _told(
 ) -> Flag:
     """A flag with the same name in the gateway."""
     return Flag(
-        name, kind, DOORS, help_, None, metavar, shown=shown, triton=triton, gateway=name, compatible=compatible
+        name, kind, ENDPOINTS, help_, None, metavar, shown=shown, triton=triton, gateway=name, compatible=compatible
     )
 
 
 def _switch(name: str, help_: str, shown: str, gateway: str = "") -> Flag:
-    return Flag(name, "boolean", DOORS, help_, None, shown=shown, gateway=gateway or name)
+    return Flag(name, "boolean", ENDPOINTS, help_, None, shown=shown, gateway=gateway or name)
 
 
 def _number(name: str, metavar: str, help_: str, shown: str, compatible: Any = None) -> Flag:
-    return _told(name, metavar, help_, shown, kind="whole", compatible=compatible)
+    return _flag(name, metavar, help_, shown, kind="whole", compatible=compatible)
 
 
 def _file(name: str, help_: str) -> Flag:
-    return _told(name, "FILE", help_, kind="path")
+    return _flag(name, "FILE", help_, kind="path")
 
 
 def _each(name: str, metavar: str, help_: str) -> Flag:
-    return Flag(name, "text", DOORS, f"{help_}; may be given several times", [], metavar, repeatable=True, gateway=name)
+    return Flag(
+        name, "text", ENDPOINTS, f"{help_}; may be given several times", [], metavar, repeatable=True, gateway=name
+    )
 
 
 def _share(kind: str, whose: str) -> Flag:
-    return _told(f"{kind}-share", "FRACTION", f"how much of a gateway's calls and input memory one {whose} may have in "
+    return _flag(f"{kind}-share", "FRACTION", f"how much of a gateway's calls and input memory one {whose} may have in "
                  "flight, as a fraction of what the others leave; 1: no limit", "0.25")  # fmt: skip
 
 
 _ROLES = "all roles for every caller; here loading models and changing settings must be granted"
 _LOCAL = "0.0.0.0; here the server accepts only local connections by default"
 
-DOOR_FLAGS = (
-    Flag("no-gateway", "boolean", DOORS, "start no gateway: no HTTP, gRPC or metrics ports; a gateway that is "
+GATEWAY_FLAGS = (
+    Flag("no-gateway", "boolean", ENDPOINTS, "start no gateway: no HTTP, gRPC or metrics ports; a gateway that is "
          "started separately can still serve", False),
-    Flag("gateways", "whole", DOORS, "number of gateway processes that share the ports; the kernel distributes "
+    Flag("gateways", "whole", ENDPOINTS, "number of gateway processes that share the ports; the kernel distributes "
          "connections", 1, "N", least=1),
     _switch("allow-http", "enable the HTTP endpoint", "true"),
     _number("http-port", "N", "HTTP port; 0: any free port", "8000"),
-    _told("http-address", "ADDRESS", "address of the HTTP listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
-    _told("http-roles", "ROLE,ROLE", "roles of HTTP callers, of infer, observe and operate; with --tokens-file, "
+    _flag("http-address", "ADDRESS", "address of the HTTP listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
+    _flag("http-roles", "ROLE,ROLE", "roles of HTTP callers, of infer, observe and operate; with --tokens-file, "
           "callers without a token have no role unless this flag is set", "infer,observe", triton=_ROLES,
           compatible="infer,observe,operate"),
     _number("http-max-input-size", "N", "maximum bytes of a request body", "67108864"),
@@ -68,17 +70,17 @@ DOOR_FLAGS = (
             "16777216", compatible=0),
     _switch("reuse-http-port", "allow other servers to listen on the same ports", "false", "reuse-port"),
     _each("http-restricted-api", "API,API:HEADER=VALUE", "require this header for these APIs"),
-    _told("http-header-forward-pattern", "REGEX", "pass matching headers to the model as request parameters"),
+    _flag("http-header-forward-pattern", "REGEX", "pass matching headers to the model as request parameters"),
     _switch("allow-grpc", "enable the gRPC endpoint", "true"),
     _number("grpc-port", "N", "gRPC port; 0: any free port", "8001"),
-    _told("grpc-address", "ADDRESS", "address of the gRPC listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
-    _told("grpc-roles", "ROLE,ROLE", "roles of gRPC callers", "as --http-roles"),
+    _flag("grpc-address", "ADDRESS", "address of the gRPC listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
+    _flag("grpc-roles", "ROLE,ROLE", "roles of gRPC callers", "as --http-roles"),
     _number("grpc-max-input-size", "N", "maximum bytes of a message", "67108864", compatible=2**31 - 1),
     _switch("reuse-grpc-port", "same as --reuse-http-port", "false", "reuse-port"),
     _each("grpc-restricted-protocol", "API,API:KEY=VALUE", "require the header triton-grpc-protocol-KEY for these "
           "APIs"),
-    _told("grpc-header-forward-pattern", "REGEX", "same as --http-header-forward-pattern, for gRPC"),
-    _told("grpc-infer-response-compression-level", "LEVEL", "compression of responses: none, low, medium or high",
+    _flag("grpc-header-forward-pattern", "REGEX", "same as --http-header-forward-pattern, for gRPC"),
+    _flag("grpc-infer-response-compression-level", "LEVEL", "compression of responses: none, low, medium or high",
           "none"),
     _number("grpc-keepalive-time", "MS", "idle time before a keepalive ping is sent", "7200000"),
     _number("grpc-keepalive-timeout", "MS", "time to wait for the answer to a keepalive ping", "20000"),
@@ -90,7 +92,7 @@ DOOR_FLAGS = (
     _number("grpc-max-connection-age-grace", "MS", "time for its calls to finish after that; 0: no limit", "0"),
     _switch("allow-metrics", "enable the Prometheus endpoint", "true"),
     _number("metrics-port", "N", "Prometheus port; 0: any free port", "8002"),
-    _told("metrics-address", "ADDRESS", "address of the Prometheus listener", "as --http-address"),
+    _flag("metrics-address", "ADDRESS", "address of the Prometheus listener", "as --http-address"),
     _share("connection", "connection"),
     _share("address", "address (behind a reverse proxy, all callers share one)"),
     _share("token", "token or ZeroMQ key"),
@@ -106,10 +108,10 @@ DOOR_FLAGS = (
     _switch("grpc-use-ssl-mutual", "require client certificates for gRPC", "false"),
     _file("grpc-root-cert", "CA certificates that must have signed them"),
     _file("tokens-file", "tokens and their roles; reread on SIGHUP, as are certificates"),
-    _told("zmq-address", "URL", "listener for ZeroMQ over TCP, e.g. tcp://127.0.0.1:8790; needs the two key files",
+    _flag("zmq-address", "URL", "listener for ZeroMQ over TCP, e.g. tcp://127.0.0.1:8790; needs the two key files",
           "none"),
     _file("zmq-server-key", "server key NAME.key, from `shmserve keygen`"),
     _file("zmq-keys", "client keys and their roles: lines of PUBLIC-KEY ROLE,ROLE NAME"),
-    Flag("gateway-args", "text", DOORS, "further options of `shmserve gateway`, as one string: "
+    Flag("gateway-args", "text", ENDPOINTS, "further options of `shmserve gateway`, as one string: "
          "--gateway-args='--http-idle-timeout 60'", None, "WORDS"),
 )  # fmt: skip

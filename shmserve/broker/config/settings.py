@@ -30,11 +30,11 @@ from shmserve.broker.config.flags import (
     written,
 )
 from shmserve.broker.config.triton_flags import notes, refusals
-from shmserve.broker.listeners.access import Access
+from shmserve.broker.listeners.access import AccessRules
 from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.metric_settings import MetricSettings, metric_settings
 from shmserve.broker.processes import cpus
-from shmserve.broker.processes.gateways import Doors, arguments_of
+from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
 from shmserve.broker.processes.gpus import INTERVAL_S
 from shmserve.broker.processes.resources import Terms
 from shmserve.core.limits import Limits
@@ -80,7 +80,7 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(2, f"shmserve serve: {message}\n`shmserve serve --help` explains the flags\n")
@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """A parser whose namespace contains only given flags, without defaults."""
-    found = _Parser(
+    found = _FlagParser(
         prog="shmserve serve",
         usage="shmserve serve --model-repository DIR [FLAG ...]",
         description="Serve the models of one or more repositories to clients on this machine.",
@@ -163,9 +163,9 @@ def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems
     return []
 
 
-def access(settings: argparse.Namespace) -> Access:
+def access(settings: argparse.Namespace) -> AccessRules:
     """The table of roles."""
-    return Access(settings.access, settings.socket_group)
+    return AccessRules(settings.access, settings.socket_group)
 
 
 def limits(settings: argparse.Namespace) -> Limits:
@@ -223,15 +223,17 @@ def terms(settings: argparse.Namespace) -> Terms:
     )
 
 
-def doors(settings: argparse.Namespace) -> Doors:
+def gateway_settings(settings: argparse.Namespace) -> GatewaySettings:
     """The gateways to start."""
     if settings.no_gateway:
-        return Doors(0, ())
-    given = {flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_told(flag, settings)}
-    return Doors(settings.gateways, arguments_of(given, _more(settings)))
+        return GatewaySettings(0, ())
+    given = {
+        flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_passed_on(flag, settings)
+    }
+    return GatewaySettings(settings.gateways, arguments_of(given, _more(settings)))
 
 
-def _is_told(flag: Flag, settings: argparse.Namespace) -> bool:
+def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:
     """Whether to pass the flag to gateways: it was given, and is not the default false."""
     value = getattr(settings, flag.dest)
     return not (value is None or value == [] or (value is False and flag.shown == "false"))

@@ -35,7 +35,7 @@ class Rule(Struct, frozen=True):
     roles: int
 
 
-class Access:
+class AccessRules:
     """The server's own user and root have all roles regardless of rules, as they control the processes anyway. Members
     of the socket group may infer and observe. Other users have the union of all rules that match them."""
 

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.broker.link import MANY, Link
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, Turns
-from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, Backlog
+from shmserve.broker.link import MANY, PeerLink
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, ClientTurns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.errors import Unavailable
 from shmserve.protocol import codec as wire
 from shmserve.protocol.descriptors import LOST
@@ -23,7 +23,7 @@ _PEEK = int(socket.MSG_PEEK | socket.MSG_TRUNC | socket.MSG_DONTWAIT)
 _one_byte = bytearray(1)
 
 
-class ClientLink(Link):
+class ClientLink(PeerLink):
     """Invariant: while messages are left over, the link is queued in `turns`, paused or behind, and not read."""
 
     def __init__(
@@ -36,8 +36,8 @@ class ClientLink(Link):
         ended: Callable[[int, str], None],
         loop: Any,
         outbox_bytes: int,
-        turns: Turns,
-        backlog: Backlog,
+        turns: ClientTurns,
+        backlog: OutputBacklog,
     ) -> None:
         super().__init__(sock, peer, codec, deliver, ended, loop, outbox_bytes)
         self.user = user
@@ -50,7 +50,7 @@ class ClientLink(Link):
         self._draining = False
         """The peer has closed: event loops do not report such a socket, so it is read in turns until the end."""
 
-    def hear(self) -> None:
+    def process_input(self) -> None:
         self._queued = False
         if not self._may_read():
             return
@@ -123,8 +123,8 @@ class ClientLink(Link):
         else:
             super()._listen()
 
-    def _hear_nothing(self) -> None:
-        super()._hear_nothing()
+    def _stop_reading(self) -> None:
+        super()._stop_reading()
         self._left_over = []
         if self._queued:
             self._queued = False

@@ -22,22 +22,23 @@ CHEAP_BYTES = 4096
 """A link whose next packet is at most this large is served before other links of its user."""
 
 
-class Source(Protocol):
-    """The input of one client. `hear` delivers up to `turns.share()` messages, and calls `wait` if there is more."""
+class ClientInput(Protocol):
+    """The input of one client. `process_input` delivers up to `turns.share()` messages, and calls `wait` if there
+    is more."""
 
     user: str
 
-    def hear(self) -> None: ...
+    def process_input(self) -> None: ...
 
 
-class Turns:
+class ClientTurns:
     """`due` is called when another turn must follow although nothing was delivered."""
 
     def __init__(self, due: Callable[[], None]) -> None:
         self._due = due
         self._left = MESSAGES
-        self._waiting: FairQueue[Source] = FairQueue()
-        self._next: dict[Source, bool] | None = None
+        self._waiting: FairQueue[ClientInput] = FairQueue()
+        self._next: dict[ClientInput, bool] | None = None
         """Sources that called `wait` during `begin`: already served in this turn, they are queued for the next one.
         None outside `begin`. The value: heavy."""
         self._share = SHARE
@@ -49,7 +50,7 @@ class Turns:
     def charge(self, messages: int) -> None:
         self._left -= messages
 
-    def wait(self, source: Source, heavy: bool) -> None:
+    def wait(self, source: ClientInput, heavy: bool) -> None:
         """Queues a source with more input that is not queued yet."""
         if self._next is not None:
             self._next[source] = heavy
@@ -57,7 +58,7 @@ class Turns:
             self._waiting.add(source.user, source, heavy)
         self._due()
 
-    def leave(self, source: Source) -> None:
+    def leave(self, source: ClientInput) -> None:
         if self._next is None or self._next.pop(source, None) is None:
             self._waiting.remove(source.user, source)
 
@@ -65,14 +66,14 @@ class Turns:
         """Begins a turn with the queued sources. True: some are still queued, so another turn must follow."""
         self._left = MESSAGES
         waiting = self._waiting
-        following: dict[Source, bool] = {}
+        following: dict[ClientInput, bool] = {}
         self._next = following
         counts = waiting.counts()
         while waiting and self._left > 0:
             source = waiting.pop()
             self._share = max(1, min(SHARE, MESSAGES // len(counts) // counts[source.user]))
             self._left -= 1
-            source.hear()
+            source.process_input()
         self._share = SHARE
         self._next = None
         for source, heavy in following.items():

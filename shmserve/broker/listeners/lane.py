@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.broker.link import close_all
-from shmserve.broker.listeners.access import Access, Principal
+from shmserve.broker.listeners.access import AccessRules, Principal
 from shmserve.errors import Denied, Unavailable
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Goodbye
@@ -39,11 +39,11 @@ SPARE = 4
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class LaneDoor:
+class LaneListener:
     """`opened(socket, uid, roles)` is called for each connection."""
 
     def __init__(
-        self, path: Path, loop: Any, access: Access, opened: Callable[[socket.socket, int, int], None]
+        self, path: Path, loop: Any, access: AccessRules, opened: Callable[[socket.socket, int, int], None]
     ) -> None:
         self._loop = loop
         self._access = access

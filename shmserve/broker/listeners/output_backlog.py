@@ -15,7 +15,7 @@ of it the client has caught up. A single answer may be larger; this does not lim
 USERS = 4
 
 
-class Reader(Protocol):
+class OutputReader(Protocol):
     peer: int
     user: str
 
@@ -23,18 +23,18 @@ class Reader(Protocol):
         """Disconnects the client and calls `removed`."""
 
 
-class Backlog:
+class OutputBacklog:
     """`changed(peer, behind)` is called when a client falls behind or has caught up."""
 
     def __init__(self, limit: int, changed: Callable[[int, bool], None]) -> None:
         self.changed = changed
         self._limit = limit
-        self._bytes: dict[Reader, int] = {}
+        self._bytes: dict[OutputReader, int] = {}
         """Clients with unread output; the one that has read nothing for the longest time comes first."""
         self._of_users: dict[str, int] = {}
         self._total = 0
 
-    def add(self, reader: Reader, size: int) -> None:
+    def add(self, reader: OutputReader, size: int) -> None:
         self._count(reader, size)
         self._bytes[reader] = self._bytes.get(reader, 0) + size
         limit = self._limit // USERS
@@ -47,17 +47,17 @@ class Backlog:
                 f"{self._total} unsent bytes for all clients, over the limit of {self._limit} (outbox_bytes)"
             )
 
-    def read(self, reader: Reader, size: int) -> None:
+    def read(self, reader: OutputReader, size: int) -> None:
         left = self._bytes.pop(reader, 0)
         if left:
             self._count(reader, -size)
         if left > size:
             self._bytes[reader] = left - size  # move to the end
 
-    def removed(self, reader: Reader) -> None:
+    def removed(self, reader: OutputReader) -> None:
         self._count(reader, -self._bytes.pop(reader, 0))
 
-    def _count(self, reader: Reader, size: int) -> None:
+    def _count(self, reader: OutputReader, size: int) -> None:
         self._total += size
         mine = self._of_users.get(reader.user, 0) + size
         if mine:

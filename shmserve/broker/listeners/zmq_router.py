@@ -18,8 +18,8 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, Turns
-from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, Backlog
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
 from shmserve.core.requests.client import Client
@@ -53,19 +53,19 @@ about to open a segment that one of its requests names."""
 BURST = 64
 BURST_NS = 1_000_000
 """Messages, or nanoseconds, after which reading stops to let other callbacks run."""
-UNHEARD = 250
-UNHEARD_BYTES = 4 * MESSAGE_BYTES
+PENDING_MESSAGES = 250
+PENDING_BYTES = 4 * MESSAGE_BYTES
 """Limits of input queued for a client that is paused, queued for its turn, or behind."""
 FREED = 16
 """Messages released per callback: each may have hundreds of frames."""
-SENT_AWAY = 4096
+DISCONNECTED = 4096
 """Number of identities of disconnected clients to remember."""
 
 
-class Outbox:
+class ZmqOutbox:
     """One ZeroMQ client. Has the interface of Link that the loop uses."""
 
-    def __init__(self, door: ZmqDoor, identity: bytes, peer: int, user: str) -> None:
+    def __init__(self, router: ZmqRouter, identity: bytes, peer: int, user: str) -> None:
         self.peer = peer
         self.identity = identity
         self.user = user
@@ -76,29 +76,29 @@ class Outbox:
         self.unsent_bytes = 0
         self.behind = False
         """The client does not read its responses: its input is queued until it has caught up."""
-        self.heard = True
+        self.active = True
         self.frames = False
         """Requested in its Hello: large outputs are sent as frames."""
         self.watch: int | None = None
         """A pidfd of the client's process, if its Hello gave the pid."""
         self.pid = 0
-        self.heard_from = 0
-        self.unheard: deque[list[bytes]] = deque()
+        self.paused_until = 0
+        self.pending: deque[list[bytes]] = deque()
         """Messages received while paused, queued or behind."""
-        self.unheard_bytes = 0
+        self.pending_bytes = 0
         self.waiting: Any = None
         self.left_over: list[Any] = []
         """Messages beyond its share of a turn."""
         self.queued = False
         """It is queued for its next turn."""
-        self._door = door
+        self._router = router
 
     def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
         messages, self.outbox = self.outbox, []
         self.maps = False
         if messages:
             for packet in codec.pack(messages):
-                self._door.send(self, [packet])
+                self._router.send(self, [packet])
         if self.closing:
             self.close("")
 
@@ -106,23 +106,23 @@ class Outbox:
         """Sends the outbox and then this message at once, as frames belong to a single message."""
         before, self.outbox = self.outbox, []
         for packet in codec.pack(before) if before else []:
-            self._door.send(self, [packet])
-        self._door.send(self, [codec.encode([message]), *frames])
+            self._router.send(self, [packet])
+        self._router.send(self, [codec.encode([message]), *frames])
 
     def pause(self, until: int) -> None:
-        self._door.pause(self, until)
+        self._router.pause(self, until)
 
-    def hear(self) -> None:
-        self._door.hear(self)
+    def process_input(self) -> None:
+        self._router.process_input(self)
 
     def cut_off(self, behind: str) -> None:
         self.close(f"it does not read its responses: {behind}")
 
     def close(self, reason: str) -> None:
-        self._door.drop(self, reason)
+        self._router.drop(self, reason)
 
 
-class ZmqDoor:
+class ZmqRouter:
     """`opened(outbox) -> peer`, `deliver(peer, messages, [])` and `ended(peer, reason)` are callbacks of the loop."""
 
     def __init__(
@@ -131,13 +131,13 @@ class ZmqDoor:
         loop: Any,
         segments: Segments,
         arena: Arena,
-        opened: Callable[[Outbox], int],
+        opened: Callable[[ZmqOutbox], int],
         deliver: Callable[[int, list[Any], list[int]], None],
         ended: Callable[[int, str], None],
         user: str,
         outbox_bytes: int,
-        turns: Turns,
-        backlog: Backlog,
+        turns: ClientTurns,
+        backlog: OutputBacklog,
     ) -> None:
         self._user = user
         self._turns = turns
@@ -162,10 +162,10 @@ class ZmqDoor:
         self._deliver = deliver
         self._ended = ended
         self._decode = codec.Codec(ClientMessage, PACKET_MESSAGES).decode
-        self._outboxes: dict[bytes, Outbox] = {}
-        self._stuck: set[Outbox] = set()
+        self._outboxes: dict[bytes, ZmqOutbox] = {}
+        self._stuck: set[ZmqOutbox] = set()
         self._unswept: set[int] = set()
-        self._sent_away: dict[bytes, None] = {}
+        self._disconnected: dict[bytes, None] = {}
         self._fd = self._socket.getsockopt(zmq.FD)
         loop.add_reader(self._fd, self._readable)
 
@@ -202,15 +202,15 @@ class ZmqDoor:
         identity = parts[0]
         outbox = self._outboxes.get(identity)
         if outbox is None:
-            if identity in self._sent_away and not self._comes_again(parts):
+            if identity in self._disconnected and not self._comes_again(parts):
                 return
-            outbox = self._outboxes[identity] = Outbox(self, identity, 0, self._user)
+            outbox = self._outboxes[identity] = ZmqOutbox(self, identity, 0, self._user)
             outbox.peer = self._opened(outbox)
-        outbox.heard = True
+        outbox.active = True
         if outbox.waiting is not None or outbox.queued or outbox.behind:
-            outbox.unheard.append(parts)
-            outbox.unheard_bytes += sum(map(len, parts))
-            if len(outbox.unheard) > UNHEARD or outbox.unheard_bytes > UNHEARD_BYTES:
+            outbox.pending.append(parts)
+            outbox.pending_bytes += sum(map(len, parts))
+            if len(outbox.pending) > PENDING_MESSAGES or outbox.pending_bytes > PENDING_BYTES:
                 self._send_away(outbox)
             return
         self._receive(outbox, parts)
@@ -223,7 +223,7 @@ class ZmqDoor:
         except ProtocolError:
             return False
 
-    def _receive(self, outbox: Outbox, parts: list[bytes]) -> None:
+    def _receive(self, outbox: ZmqOutbox, parts: list[bytes]) -> None:
         packet = parts[1] if len(parts) > 1 else b""
         try:
             messages = self._decode(packet)
@@ -239,21 +239,21 @@ class ZmqDoor:
             messages, outbox.left_over = messages[:share], messages[share:]
         self._pass_on(outbox, messages)
 
-    def _pass_on(self, outbox: Outbox, messages: list[Any]) -> None:
+    def _pass_on(self, outbox: ZmqOutbox, messages: list[Any]) -> None:
         self._turns.charge(len(messages))
         self._deliver(outbox.peer, messages, [])
         self._wait_for_turn(outbox)
 
-    def _wait_for_turn(self, outbox: Outbox) -> None:
+    def _wait_for_turn(self, outbox: ZmqOutbox) -> None:
         """Queues the client for a turn if it has more input and may be read."""
         known = self._outboxes.get(outbox.identity) is outbox
         may_read = outbox.waiting is None and not outbox.behind
-        if known and not outbox.queued and may_read and (outbox.left_over or outbox.unheard):
+        if known and not outbox.queued and may_read and (outbox.left_over or outbox.pending):
             outbox.queued = True
-            size = 0 if outbox.left_over else sum(map(len, outbox.unheard[0]))
+            size = 0 if outbox.left_over else sum(map(len, outbox.pending[0]))
             self._turns.wait(outbox, bool(outbox.left_over) or size > CHEAP_BYTES)
 
-    def hear(self, outbox: Outbox) -> None:
+    def process_input(self, outbox: ZmqOutbox) -> None:
         """Processes the client's share of the turn."""
         outbox.queued = False
         if outbox.waiting is not None or outbox.behind:
@@ -262,30 +262,31 @@ class ZmqDoor:
         if outbox.left_over:
             messages, outbox.left_over = outbox.left_over[:share], outbox.left_over[share:]
             self._pass_on(outbox, messages)
-        elif outbox.unheard:
-            parts = outbox.unheard.popleft()
-            outbox.unheard_bytes -= sum(map(len, parts))
+        elif outbox.pending:
+            parts = outbox.pending.popleft()
+            outbox.pending_bytes -= sum(map(len, parts))
             self._receive(outbox, parts)
 
-    def pause(self, outbox: Outbox, until: int) -> None:
+    def pause(self, outbox: ZmqOutbox, until: int) -> None:
         """Queues this client's input until that time. All clients share one socket, so it cannot be left unread."""
-        outbox.heard_from = max(outbox.heard_from, until)
+        outbox.paused_until = max(outbox.paused_until, until)
         if outbox.waiting is None and self._outboxes.get(outbox.identity) is outbox:
             delay = (until - time.monotonic_ns()) / 1e9
             outbox.waiting = self._loop.call_later(delay, self._go_on, outbox)
 
-    def _go_on(self, outbox: Outbox) -> None:
+    def _go_on(self, outbox: ZmqOutbox) -> None:
         outbox.waiting = None
-        left = outbox.heard_from - time.monotonic_ns()
+        left = outbox.paused_until - time.monotonic_ns()
         if left > 0:
             outbox.waiting = self._loop.call_later(left / 1e9, self._go_on, outbox)
         else:
             self._wait_for_turn(outbox)
 
-    def _send_away(self, outbox: Outbox) -> None:
+    def _send_away(self, outbox: ZmqOutbox) -> None:
         text = (
-            f"this client has sent more than {UNHEARD} packets or {UNHEARD_BYTES} bytes while it was throttled, for "
-            f"protocol errors (client_errors) or to wait for its turn; wait for responses before sending more"
+            f"this client has sent more than {PENDING_MESSAGES} packets or {PENDING_BYTES} bytes while it was "
+            f"throttled, for protocol errors (client_errors) or to wait for its turn; wait for responses "
+            "before sending more"
         )
         self._try(outbox, [codec.encode([Goodbye(Unavailable.code, text)])])
         outbox.closing = True
@@ -321,7 +322,7 @@ class ZmqDoor:
 
     # ------------------------------------------------------------------------------------ output
 
-    def reply(self, outbox: Outbox, reply: Reply | Part) -> None:
+    def reply(self, outbox: ZmqOutbox, reply: Reply | Part) -> None:
         """Sends a response to a client that takes frames."""
         frames: list[bytes] = []
         outputs = []
@@ -346,12 +347,12 @@ class ZmqDoor:
         else:
             outbox.outbox.append(reply)
 
-    def send(self, outbox: Outbox, parts: list[bytes]) -> None:
+    def send(self, outbox: ZmqOutbox, parts: list[bytes]) -> None:
         if outbox.unsent or not self._try(outbox, parts):
             if self._outboxes.get(outbox.identity) is outbox:
                 self._keep(outbox, parts)
 
-    def _keep(self, outbox: Outbox, parts: list[bytes]) -> None:
+    def _keep(self, outbox: ZmqOutbox, parts: list[bytes]) -> None:
         size = sum(map(len, parts))
         outbox.unsent.append(parts)
         outbox.unsent_bytes += size
@@ -369,7 +370,7 @@ class ZmqDoor:
                 self._turns.leave(outbox)
             self._backlog.changed(outbox.peer, True)
 
-    def _try(self, outbox: Outbox, parts: list[bytes]) -> bool:
+    def _try(self, outbox: ZmqOutbox, parts: list[bytes]) -> bool:
         try:
             zmq_frames.send(self._socket, (outbox.identity, *parts))
         except zmq.Again:
@@ -395,7 +396,7 @@ class ZmqDoor:
 
     # ------------------------------------------------------------------------------------ connect and disconnect
 
-    def watch(self, outbox: Outbox, pid: int) -> None:
+    def watch(self, outbox: ZmqOutbox, pid: int) -> None:
         """Watches the client's process, so that its end is noticed at once. Otherwise only missed pings reveal it."""
         with contextlib.suppress(OSError):  # for example, the pid is of another namespace
             if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
@@ -403,37 +404,37 @@ class ZmqDoor:
                 outbox.pid = pid
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has exited")
 
-    def silent(self, clients: Mapping[int, Client]) -> tuple[list[Outbox], list[Outbox]]:
+    def silent(self, clients: Mapping[int, Client]) -> tuple[list[ZmqOutbox], list[ZmqOutbox]]:
         """Returns (to ping, to disconnect). A client whose process is watched is only pinged, as it may be too busy to
         answer; if it closed its socket without exiting, the ping is undeliverable, which is reported at once. A client
         whose Hello has not been processed is not pinged: its first message is Welcome."""
-        ask: list[Outbox] = []
-        lost: list[Outbox] = []
+        ask: list[ZmqOutbox] = []
+        lost: list[ZmqOutbox] = []
         for outbox in self._outboxes.values():
             client = clients.get(outbox.peer)
             if not outbox.closing and (client is None or not client.outputs):
                 continue
-            (ask if outbox.heard or outbox.watch is not None else lost).append(outbox)
-            outbox.heard = False
+            (ask if outbox.active or outbox.watch is not None else lost).append(outbox)
+            outbox.active = False
         self._retry()
         return ask, lost
 
-    def drop(self, outbox: Outbox, reason: str) -> None:
+    def drop(self, outbox: ZmqOutbox, reason: str) -> None:
         if self._outboxes.get(outbox.identity) is not outbox:  # already dropped; its identity may be in use again
             return
         del self._outboxes[outbox.identity]
         self._stuck.discard(outbox)
         self._backlog.removed(outbox)
-        self._free(outbox.unheard)
+        self._free(outbox.pending)
         if outbox.queued:
             outbox.queued = False
             self._turns.leave(outbox)
         if outbox.waiting is not None:
             outbox.waiting.cancel()
         if outbox.closing:
-            self._sent_away[outbox.identity] = None
-            if len(self._sent_away) > SENT_AWAY:
-                del self._sent_away[next(iter(self._sent_away))]
+            self._disconnected[outbox.identity] = None
+            if len(self._disconnected) > DISCONNECTED:
+                del self._disconnected[next(iter(self._disconnected))]
         if outbox.watch is not None:
             self._loop.remove_reader(outbox.watch)
             os.close(outbox.watch)
@@ -442,12 +443,12 @@ class ZmqDoor:
                 self._loop.call_later(SWEEP_S, self._sweep, outbox.pid)
         self._ended(outbox.peer, reason)
 
-    def _free(self, unheard: deque[list[bytes]]) -> None:
+    def _free(self, pending: deque[list[bytes]]) -> None:
         """Releases a few messages per callback, to let others run."""
-        for _ in range(min(FREED, len(unheard))):
-            unheard.popleft()
-        if unheard:
-            self._loop.call_soon(self._free, unheard)
+        for _ in range(min(FREED, len(pending))):
+            pending.popleft()
+        if pending:
+            self._loop.call_soon(self._free, pending)
 
     def _sweep(self, pid: int) -> None:
         """Removes named segments of a process that was killed before it could."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.broker.models.differences import Loaded
-from shmserve.broker.models.overrides import Given
+from shmserve.broker.models.differences import LoadedVersion
+from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
 from shmserve.core.batching.rate_limiter import lacking
 from shmserve.core.effects import Spawn
@@ -48,12 +48,12 @@ class Reading(NamedTuple):
 
     found: Found
     snapshot: Snapshot | None = None
-    override: Given | None = None
+    override: LoadOverride | None = None
     generations: Mapping[int, Generation] = MappingProxyType({})
     findings: tuple[Finding, ...] = ()
 
 
-class Source(Struct, eq=False):
+class VersionSource(Struct, eq=False):
     """What one version is made of. `generation` has its files; None: there are none, or they are read in place.
     `completed` is the configuration as completed by its worker. `mark`: equal if a reading would give the same
     version."""
@@ -73,14 +73,14 @@ class Source(Struct, eq=False):
     """Digest of the configuration files; "": the configuration does not come from them."""
     target: Target | None = None
     """The last deployment."""
-    kept: Kept | None = None
+    kept: KeptConfig | None = None
     """What a later load without a configuration reuses."""
 
 
-class Kept(NamedTuple):
+class KeptConfig(NamedTuple):
     """The configuration of a load call, valid until the model's files change: `looks` is their digest."""
 
-    given: Given
+    given: LoadOverride
     looks: str
 
 
@@ -109,7 +109,7 @@ class Catalog:
         self._generations = generations
         self._backends = installed(settings.get(DIRECTORY, ""))
         self._numbers = count(1)
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, VersionSource] = {}
         self._latest: dict[tuple[str, int], int] = {}
         """(model, version) -> the source that it was last deployed with."""
         self._previous: dict[str, tuple[int, ...]] = {}
@@ -131,7 +131,7 @@ class Catalog:
         except (ServeError, OSError):
             return self.names
 
-    def read(self, name: str, given: Given | None = None, kept: Kept | None = None) -> Reading:
+    def read(self, name: str, given: LoadOverride | None = None, kept: KeptConfig | None = None) -> Reading:
         """The model of that name, or what a load call gave in its place. Raises the errors of `find_model`."""
         if given is not None and given.folder is not None:
             return self.read_folder(given.folder, given)
@@ -141,7 +141,7 @@ class Catalog:
             given = kept.given if looks is not None and looks.digest() == kept.looks else None
         return self.read_folder(folder, given)
 
-    def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
+    def read_folder(self, folder: Path, given: LoadOverride | None = None) -> Reading:
         """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts."""
         override = given.config if given is not None else None
         generation: Generation | None = None
@@ -240,10 +240,10 @@ class Catalog:
             del self._latest[key]
         self._latest.update({(model, target.number): target.source for target in targets})
 
-    def loaded(self) -> list[Loaded]:
+    def loaded(self) -> list[LoadedVersion]:
         """Versions made of files in the repository."""
         return [
-            Loaded(source.number, source.origin, source.version, source.digest, source.configuration)
+            LoadedVersion(source.number, source.origin, source.version, source.digest, source.configuration)
             for source in self._sources.values()
             if source.digest and (source.generation is None or source.generation.folder != source.origin)
         ]
@@ -305,7 +305,7 @@ class Catalog:
         kind = "override" if given is not None else "file" if found.file else ""
         kept = None
         if given is not None and given.folder is None and reading.snapshot is not None:
-            kept = Kept(given, reading.snapshot.digest())
+            kept = KeptConfig(given, reading.snapshot.digest())
         source = self._known(found.name, version, mark)
         if source is not None:
             source.configuration, source.kind, source.kept = configuration, kind, kept
@@ -314,14 +314,14 @@ class Catalog:
             return source.number
         number = next(self._numbers)
         generation = reading.generations.get(version)
-        self._sources[number] = Source(
+        self._sources[number] = VersionSource(
             number, found.name, version, found.path, generation, found.given, found.config, kind, digest, mark
         )
         self._sources[number].configuration = configuration
         self._sources[number].kept = kept
         return number
 
-    def _known(self, model: str, version: int, mark: object) -> Source | None:
+    def _known(self, model: str, version: int, mark: object) -> VersionSource | None:
         """The latest source with this mark: the last one, or one that is still served because the last load failed."""
         same = [
             source
@@ -341,7 +341,7 @@ class Catalog:
         source = self._sources.get(number)
         return source is not None and source.kind == "override"
 
-    def kept_of(self, sources: Iterable[int]) -> Kept | None:
+    def kept_of(self, sources: Iterable[int]) -> KeptConfig | None:
         """What a load without a configuration reuses of these sources, which are versions of one model."""
         found = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
         return found[0] if found and found.count(found[0]) == len(found) else None
@@ -379,9 +379,9 @@ class Catalog:
         if config.name != source.model:
             raise InvalidRequest(f"the model changed its own name to '{config.name}', which is not allowed")
         policy = compile_policy(config, source.version)
-        said = source.completed is not None
+        is_complete = source.completed is not None
         source.completed = config
-        return policy, [] if said else surprises(source.given, config)
+        return policy, [] if is_complete else surprises(source.given, config)
 
     # ------------------------------------------------------------------------------------ queries
 
@@ -418,7 +418,7 @@ def _refused(found: Found, problem: str) -> Found:
     return found._replace(config=None, versions=(), problems=(*found.problems, problem))
 
 
-def _folder_of(source: Source) -> Path:
+def _folder_of(source: VersionSource) -> Path:
     """The model's directory as its workers see it."""
     return source.generation.folder if source.generation is not None else source.origin
 

@@ -21,7 +21,7 @@ PATIENCE_S = 0.5
 FILES = 20_000
 
 
-class Loaded(NamedTuple):
+class LoadedVersion(NamedTuple):
     """A loaded version. `files` and `configuration`: digests, when it was loaded, of its files and of the model's
     configuration files ("": configuration files are not compared). `source` identifies it in the core."""
 
@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
 class Differences:
     """The sources of the versions that differ: test with `in`, after `look`."""
 
-    def __init__(self, loop: Any, loaded: Callable[[], Sequence[Loaded]]) -> None:
+    def __init__(self, loop: Any, loaded: Callable[[], Sequence[LoadedVersion]]) -> None:
         self._loop = loop
         self._loaded = loaded
         self._changed: set[int] = set()
@@ -68,7 +68,7 @@ class Differences:
                 lambda future: self._loop.call_soon_threadsafe(self._known, future, start, loaded)
             )
 
-    def _known(self, future: Future[dict[int, bool]], start: int, loaded: Sequence[Loaded]) -> None:
+    def _known(self, future: Future[dict[int, bool]], start: int, loaded: Sequence[LoadedVersion]) -> None:
         self._looking = False
         found = future.result()
         # Versions that this comparison did not reach keep their previous result.
@@ -88,7 +88,7 @@ class Differences:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def compare(loaded: Iterable[Loaded], limit: int = FILES) -> dict[int, bool]:
+def compare(loaded: Iterable[LoadedVersion], limit: int = FILES) -> dict[int, bool]:
     """Source -> whether it differs. Versions that were not reached within the limit of files are missing. Runs in a
     thread."""
     found: dict[int, bool] = {}

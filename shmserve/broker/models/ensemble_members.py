@@ -20,7 +20,7 @@ class Companions:
         self._needs: dict[str, set[str]] = {}
         """Ensemble -> the models of its steps."""
 
-    def asked(self, reading: Reading) -> None:
+    def requested(self, reading: Reading) -> None:
         """The model is loaded by its own name."""
         self._loaded_for.pop(reading.found.name, None)
         self._note(reading)

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from shmserve.broker.models.catalog import Catalog, Kept, Reading
+from shmserve.broker.models.catalog import Catalog, KeptConfig, Reading
 from shmserve.broker.models.differences import Differences
 from shmserve.broker.models.ensemble_members import Companions, Together, needs
 from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload, decode_body
 from shmserve.broker.models.poller import Changes, Poll
-from shmserve.broker.observability.logs import say
+from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
 from shmserve.core.models.deployment import UNLOADED
@@ -58,7 +58,7 @@ class _Job(Struct):
     changed: bool = True
 
 
-class Operations:
+class ClientOperations:
     """`put` passes an event to the core, `send` a message to a client. `place`: directory for files of load calls."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Operations:
 
     # ------------------------------------------------------------------------------------ requested by clients
 
-    def asked(self, peer: int, ask: Ask) -> bool:
+    def handle(self, peer: int, ask: Ask) -> bool:
         """Handles an operation or a piece of its body. False: the query is not an operation."""
         begun = self._uploads.pop((peer, ask.request), None)
         if begun is None and ask.what not in OPERATIONS:
@@ -215,7 +215,7 @@ class Operations:
         self._jobs[number] = job
         return number
 
-    def _read(self, model: str, upload: Upload, kept: Kept | None) -> tuple[Reading, list[tuple[str, Reading]]]:
+    def _read(self, model: str, upload: Upload, kept: KeptConfig | None) -> tuple[Reading, list[tuple[str, Reading]]]:
         """The model and, if it is an ensemble, the models that it needs."""
         try:
             reading = self._catalog.read(model, upload.unpack(self._place, model), kept)
@@ -245,16 +245,16 @@ class Operations:
         if text:
             for _, event in self._catalog.adopt(reading):
                 self._put(event)
-            say("error", text, {"model": found.name})
+            log_record("error", text, {"model": found.name})
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             return
-        self._companions.asked(reading)
+        self._companions.requested(reading)
         others = self._bring(needed)
         job.warnings = tuple(text for text, _ in self._catalog.warnings(reading))
         number = self._register(job)
         self._together.add(number, others)
         adopted = [event for _, event in self._catalog.adopt(reading, number)]
-        job.changed = self._is_news(adopted[0])
+        job.changed = self._is_change(adopted[0])
         self._put_all(adopted)
 
     def _put_all(self, adopted: Collection[Any]) -> None:
@@ -264,14 +264,14 @@ class Operations:
             else:
                 self._put(event)
 
-    def _is_news(self, deploy: events.Deploy) -> bool:
+    def _is_change(self, deploy: events.Deploy) -> bool:
         served = self._served(deploy.model)
         return any(target.source not in served for target in deploy.targets)
 
     def _warn(self, reading: Reading) -> None:
         for text, hint in self._catalog.warnings(reading):
             more = f" -> {hint}" if hint else ""
-            say("warning", f"model '{reading.found.name}': {text}{more}", {"model": reading.found.name})
+            log_record("warning", f"model '{reading.found.name}': {text}{more}", {"model": reading.found.name})
 
     def settled(self, effect: effects.Settled) -> None:
         """Reports a finished operation. The load of an ensemble finishes only when those of its models have."""
@@ -296,7 +296,7 @@ class Operations:
             for version in sorted(model.versions.values() if model else (), key=lambda version: version.number)
         ]
         text = f"{job.ask.what} of model '{job.ask.model}' finished in {seconds:.2f} s"
-        say("info", text, {"model": job.ask.model, "operation": job.ask.what})
+        log_record("info", text, {"model": job.ask.model, "operation": job.ask.what})
         answer = {"model": job.ask.model, "versions": versions, "changed": job.changed, "warnings": job.warnings}
         body = msgspec.json.encode(answer)
         for start in range(0, len(body), CHUNK):
@@ -321,7 +321,7 @@ class Operations:
     def begin(self, readings: Collection[Reading]) -> None:
         """Deploys the models that are served from the start."""
         for reading in readings:
-            self._companions.asked(reading)
+            self._companions.requested(reading)
             self._adopt(reading)
         if self.explicit:
             named = {reading.found.name for reading in readings}
@@ -334,7 +334,7 @@ class Operations:
         adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
         refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
         for reason in refused.difference(reading.found.missing.values()):  # _warn has logged those
-            say("error", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
+            log_record("error", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
         self._put_all(adopted)
         return {event.operation for event in adopted if isinstance(event, events.Deploy)}
 
@@ -356,10 +356,12 @@ class Operations:
         for text in changes.troubles:
             log.error("%s", text)
         for reading in changes.readings:
-            say("info", f"model '{reading.found.name}' has changed in the repository", {"model": reading.found.name})
+            log_record(
+                "info", f"model '{reading.found.name}' has changed in the repository", {"model": reading.found.name}
+            )
             self._adopt(reading)
         for name in changes.gone:
-            say("info", f"model '{name}' was removed from the repository", {"model": name})
+            log_record("info", f"model '{name}' was removed from the repository", {"model": name})
             self._catalog.forget(name)
             self._put(events.Unload(name))
         self._catalog.names = changes.names
@@ -393,7 +395,9 @@ class Operations:
             try:
                 readings.append(self._catalog.read(name))
             except (ServeError, OSError) as error:
-                say("warning", f"cannot reread model '{name}', which is served unchanged: {error}", {"model": name})
+                log_record(
+                    "warning", f"cannot reread model '{name}', which is served unchanged: {error}", {"model": name}
+                )
         return readings
 
     def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
@@ -411,7 +415,7 @@ class Operations:
         if names is not None:
             for model in self._core.state.models.values():
                 if model.name not in names and self._is_of_disk(model):
-                    say("info", f"model '{model.name}' was removed from the repository", {"model": model.name})
+                    log_record("info", f"model '{model.name}' was removed from the repository", {"model": model.name})
                     self._catalog.forget(model.name)
                     self._put(events.Unload(model.name))
             self._catalog.names = names

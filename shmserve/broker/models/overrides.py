@@ -56,7 +56,7 @@ class RollbackBody(Struct, forbid_unknown_fields=True):
     """Has no options."""
 
 
-class Header(Struct, forbid_unknown_fields=True):
+class UploadHeader(Struct, forbid_unknown_fields=True):
     config: msgspec.Raw = msgspec.Raw(b"")
     files: Annotated[
         list[tuple[Annotated[str, Meta(max_length=_NAME)], Annotated[int, Meta(ge=0, le=1 << 62)]]],
@@ -64,7 +64,7 @@ class Header(Struct, forbid_unknown_fields=True):
     ] = []
 
 
-class Given(NamedTuple):
+class LoadOverride(NamedTuple):
     """`folder`: the model's directory made of the files; None: that of the repository."""
 
     config: Override
@@ -96,7 +96,7 @@ class Upload:
         with contextlib.suppress(OSError):  # a full disk: the data is not needed any more
             self._file.close()
 
-    def unpack(self, place: Path, model: str) -> Given | None:
+    def unpack(self, place: Path, model: str) -> LoadOverride | None:
         """None if nothing was given. Writes files below a new directory in `place`. Runs in a thread."""
         if self.empty:
             return None
@@ -105,11 +105,11 @@ class Upload:
         except OSError as error:
             raise _disk(error) from None
 
-    def _unpack(self, place: Path, model: str) -> Given | None:
+    def _unpack(self, place: Path, model: str) -> LoadOverride | None:
         self._file.seek(0)
         line = self._file.readline(HEADER_BYTES + 1)
         try:
-            header = msgspec.json.decode(line, type=Header)
+            header = msgspec.json.decode(line, type=UploadHeader)
         except _WRONG as error:
             text = "cannot be read" if len(line) <= HEADER_BYTES else f"is longer than {HEADER_BYTES} bytes"
             raise InvalidRequest(f"the first line of the load call's body {text}: {error}") from None
@@ -120,7 +120,7 @@ class Upload:
             return None
         override = parse_override(config)
         if not header.files:
-            return Given(override, None)
+            return LoadOverride(override, None)
         sizes = _checked(model, header.files)
         expected = len(line) + sum(sizes.values())
         if expected != self._size:
@@ -133,7 +133,7 @@ class Upload:
         except BaseException:
             shutil.rmtree(made)
             raise
-        return Given(override, made / model)
+        return LoadOverride(override, made / model)
 
 
 _FROM_THE_MODEL = re.compile(r"/\d+/")

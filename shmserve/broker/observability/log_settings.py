@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shmserve.broker.observability.logs import FORMATS, say, set_up
+from shmserve.broker.observability.logs import FORMATS, log_record, set_up
 from shmserve.errors import InvalidRequest, Unsupported
 
 MOST_VERBOSE = 2**31 - 1
@@ -54,8 +54,8 @@ class LogSettings:
                 raise InvalidRequest(f"cannot reopen the log file: {error.strerror}") from None
             self._settings = wanted
             self._tracing(wanted.log_verbose > 1)
-            told = ", ".join(f"{name} {value}" for name, value in changes.items())
-            say("info", f"log settings changed: {told}", changes)
+            shown = ", ".join(f"{name} {value}" for name, value in changes.items())
+            log_record("info", f"log settings changed: {shown}", changes)
         return self.document()
 
 

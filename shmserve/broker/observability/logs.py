@@ -47,7 +47,7 @@ _log = logging.getLogger("shmserve")
 
 def set_up(settings: argparse.Namespace) -> None:
     """Replaces the previous setup. Raises OSError if the file cannot be opened."""
-    handler = Handler(Path(settings.log_file) if settings.log_file is not None else None)
+    handler = LogFileHandler(Path(settings.log_file) if settings.log_file is not None else None)
     triton = settings.triton_compatible and settings.log_format != "json"
     handler.setFormatter((TritonFormatter if triton else Formatter)(settings.log_format))
     levels = _levels(settings)
@@ -74,7 +74,7 @@ class _Outage(Struct):
     lost: int = 0
 
 
-class Handler(logging.Handler):
+class LogFileHandler(logging.Handler):
     """Appends to a file, which it reopens after a rename or removal (log rotation), or writes to stderr. Consecutive
     identical records are counted instead of repeated."""
 
@@ -207,7 +207,7 @@ def _record(level: int, text: str) -> logging.LogRecord:
     return logging.LogRecord(_log.name, level, __file__, 0, "%s", (text,), None)
 
 
-def say(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
+def log_record(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
     """Logs a record. `fields`: model, version, instance, client and others, for programs that read the log."""
     _log.log(_LEVELS[level], "%s", text, extra={"fields": fields} if fields else None, stacklevel=2)
 

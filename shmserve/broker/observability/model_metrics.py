@@ -35,7 +35,7 @@ class _Sample(Struct):
     numbers: list[float]
 
 
-class Tallies:
+class ModelCounters:
     """`served(model)`: whether the model has running instances."""
 
     def __init__(self, served: Callable[[str], bool]) -> None:

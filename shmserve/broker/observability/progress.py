@@ -23,7 +23,7 @@ or from Python:
       a = np.arange(4, dtype=np.float32)
       result = client.infer("add_sub", {{"INPUT0": a, "INPUT1": a}})
       print(result["OUTPUT0"], result["OUTPUT1"])
-{doors}
+{http}
 Ctrl-C stops the server.
 """
 _HTTP = """
@@ -36,14 +36,14 @@ or over HTTP:
 """
 
 
-class Progress:
+class LoadProgress:
     """Reports the initial loading. Call `look` after each turn of the loop until it returns True."""
 
     def __init__(self, core: Core, ended: Callable[[int], None], show: Callable[[str], None]) -> None:
         self._core = core
         self._ended = ended
         self._show = show
-        self._told: set[Version] = set()
+        self._reported: set[Version] = set()
         self._started = time.monotonic()
 
     def versions(self) -> list[Version]:
@@ -53,12 +53,12 @@ class Progress:
         """True: nothing is loading any more, and `ended(failed)` has been called."""
         versions = self.versions()
         for version in versions:
-            if version.state is not VersionState.LOADING and version not in self._told:
-                self._told.add(version)
+            if version.state is not VersionState.LOADING and version not in self._reported:
+                self._reported.add(version)
                 if version.state is VersionState.READY:  # the log has the reasons of the others
                     seconds = time.monotonic() - self._started
-                    self._show(f"[{len(self._told)}/{len(versions)}] {version.label} READY after {seconds:.1f} s")
-        if len(self._told) < len(versions):
+                    self._show(f"[{len(self._reported)}/{len(versions)}] {version.label} READY after {seconds:.1f} s")
+        if len(self._reported) < len(versions):
             return False
         failed = sum(version.state is not VersionState.READY for version in versions)
         failed += sum(bool(model.reason) for model in self._core.state.models.values())
@@ -74,5 +74,5 @@ def hints(runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
         command = str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
     where = "" if is_default else f" --runtime-dir {runtime_dir}"
     url = "" if is_default else f'runtime_dir="{runtime_dir}"'
-    doors = _HTTP.format(port=ports["http"]) if "http" in ports else ""
-    return _HINTS.format(command=command, where=where, url=url, doors=doors)
+    http = _HTTP.format(port=ports["http"]) if "http" in ports else ""
+    return _HINTS.format(command=command, where=where, url=url, http=http)

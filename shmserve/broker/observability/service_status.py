@@ -86,33 +86,33 @@ class Announcer:
     def look(self) -> None:
         """Sends the status if it has changed."""
         if self._manager:
-            self._say()
+            self._notify()
 
     def ready(self) -> None:
         """Called when the initial loading has finished."""
         self._ready = True
         if self._manager:
-            self._say("READY=1", once=True)
+            self._notify("READY=1", once=True)
 
     def reloading(self) -> None:
         """Called when the repositories are reread."""
         self._reloading = True
         if self._manager and self._ready and not self._stopping:
             now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-            self._say("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
+            self._notify("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
 
     def reloaded(self) -> bool:
         """Called when the reread models are served or have failed. False: this was reported already."""
         known, self._reloading = not self._reloading, False
         if self._manager and self._ready and not (self._stopping or known):
-            self._say("READY=1", once=True)
+            self._notify("READY=1", once=True)
         return not known
 
     def stopping(self, limit_s: float) -> None:
         """Called when requests are no longer accepted; `limit_s` is the time for those in flight."""
         first, self._stopping = not self._stopping, True
         if self._manager and first:
-            self._say("STOPPING=1", _extension(limit_s + STOP_S), once=True)
+            self._notify("STOPPING=1", _extension(limit_s + STOP_S), once=True)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -124,9 +124,9 @@ class Announcer:
         fields = ["WATCHDOG=1"] if self._manager.watchdog_s else []
         if not self._stopping and (self._reloading or not self._ready):
             fields.append(_extension(EXTENSION_S))
-        self._say(*fields)
+        self._notify(*fields)
 
-    def _say(self, *fields: str, once: bool = False) -> None:
+    def _notify(self, *fields: str, once: bool = False) -> None:
         status = self._text()
         if status != self._status:
             self._status = status

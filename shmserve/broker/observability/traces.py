@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.broker.observability.log_settings import setting_names
-from shmserve.broker.observability.logs import say
+from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.trace_tensors import Read, activities
 from shmserve.core.effects import Traced
 from shmserve.core.requests.trace import PER_SECOND, Sample
@@ -35,7 +35,7 @@ _TIMES = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE
 _encode = msgspec.json.Encoder().encode
 
 
-class Setting(Struct):
+class TraceSetting(Struct):
     """None: use the server's value, or that of the command line."""
 
     trace_level: tuple[str, ...] | None = None
@@ -43,13 +43,13 @@ class Setting(Struct):
     trace_count: int | None = None
     log_frequency: int | None = None
 
-    def under(self, other: Setting) -> Setting:
+    def under(self, other: TraceSetting) -> TraceSetting:
         """A copy with unset values taken from `other`."""
         names = self.__struct_fields__
-        return Setting(*(getattr(other if getattr(self, name) is None else self, name) for name in names))
+        return TraceSetting(*(getattr(other if getattr(self, name) is None else self, name) for name in names))
 
 
-DEFAULTS = Setting(OFF, 1000, -1, 0)
+DEFAULTS = TraceSetting(OFF, 1000, -1, 0)
 
 
 class TraceSettings:
@@ -62,15 +62,15 @@ class TraceSettings:
         self._known = known
         self._file = str(given.get("trace_file", ""))
         at_start = {name: value for name, value in given.items() if name not in ("trace_file", "trace_mode")}
-        self._server = self._at_start = Setting(**at_start).under(DEFAULTS)
-        self._models: dict[str, Setting] = {}
-        self._made_of: dict[str, Setting] = {}
+        self._server = self._at_start = TraceSetting(**at_start).under(DEFAULTS)
+        self._models: dict[str, TraceSetting] = {}
+        self._made_of: dict[str, TraceSetting] = {}
         """Model -> the setting of its current sample."""
         self._arrange()
 
-    def of(self, model: str) -> Setting:
+    def of(self, model: str) -> TraceSetting:
         """The effective setting for a model; "" for models without their own."""
-        return self._models.get(model, Setting()).under(self._server)
+        return self._models.get(model, TraceSetting()).under(self._server)
 
     def document(self, model: str) -> dict[str, Any]:
         """In Triton's form, with numbers as strings. The count is what remains."""
@@ -93,11 +93,11 @@ class TraceSettings:
             self._find(model)
         found = {name: _checked(name, value) for name, value in setting_names(body, "traces", NAMES).items()}
         found.pop("trace_mode", None)
-        before = self._models.get(model, Setting()) if model else self._server
-        after = Setting(**{name: found.get(name, getattr(before, name)) for name in before.__struct_fields__})
+        before = self._models.get(model, TraceSetting()) if model else self._server
+        after = TraceSetting(**{name: found.get(name, getattr(before, name)) for name in before.__struct_fields__})
         if not model:
             self._server = after.under(self._at_start)
-        elif after == Setting():
+        elif after == TraceSetting():
             self._models.pop(model, None)
         else:
             self._models[model] = after
@@ -106,7 +106,7 @@ class TraceSettings:
         self._arrange()
         if found:
             whose = f"of model '{model}'" if model else "of the server"
-            say("info", f"trace settings {whose} changed", {"model": model} if model else None)
+            log_record("info", f"trace settings {whose} changed", {"model": model} if model else None)
         return self.document(model)
 
     def _find(self, model: str) -> None:
@@ -155,7 +155,7 @@ class TraceFile:
 
     def write(self, traced: Traced) -> None:
         if traced.log is not None:
-            say(traced.log.level, traced.log.text, traced.log.fields)
+            log_record(traced.log.level, traced.log.text, traced.log.fields)
         if self._path is None:
             self._log(traced)
             return
@@ -182,9 +182,9 @@ class TraceFile:
         self._in_second += 1
         if self._in_second <= PER_SECOND:
             fields = {name: value for name, value in traced.fields.items() if value != ""}
-            told = ", ".join(f"{name} {value}" for name, value in fields.items())
+            shown = ", ".join(f"{name} {value}" for name, value in fields.items())
             parent = f" of {traced.parent}" if traced.parent else ""
-            say("info", f"sample {traced.number}{parent}: {told}", fields)
+            log_record("info", f"sample {traced.number}{parent}: {shown}", fields)
 
     def _flush_soon(self) -> None:
         self._timer = None
@@ -203,7 +203,7 @@ class TraceFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            say("error", f"cannot write {len(found)} lines of traces: {error.strerror}")
+            log_record("error", f"cannot write {len(found)} lines of traces: {error.strerror}")
         else:
             self._ends[self._now] = end + len(data)
 

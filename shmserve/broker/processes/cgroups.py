@@ -30,7 +30,7 @@ class CannotHave(Exception):
     """The reason why control groups cannot be used."""
 
 
-class Group:
+class ControlGroup:
     """The group of one worker. The worker joins it by writing its pid to the file `processes` before anything else."""
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -72,7 +72,7 @@ class Group:
         return True
 
 
-class Groups:
+class ControlGroups:
     """Creates the groups of workers, as children of the delegated group."""
 
     def __init__(self, top: Path) -> None:
@@ -91,10 +91,10 @@ class Groups:
         except OSError as error:
             raise CannotHave(f"cannot create control groups below that of this service: {error.strerror}") from None
 
-    def make(self, peer: int, limit: int) -> Group | None:
+    def make(self, peer: int, limit: int) -> ControlGroup | None:
         """Creates the group of a worker. Returns None and logs a warning if that fails."""
         try:
-            return Group(self._top / f"{PREFIX}{peer}", limit)
+            return ControlGroup(self._top / f"{PREFIX}{peer}", limit)
         except OSError as error:
             log.warning(
                 "cannot create a control group for worker %d (%s): polling its memory instead", peer, error.strerror
@@ -102,9 +102,9 @@ class Groups:
             return None
 
 
-def groups() -> Groups:
+def groups() -> ControlGroups:
     """The groups of this process. Raises CannotHave."""
-    return Groups(own(PROC, MOUNTS))
+    return ControlGroups(own(PROC, MOUNTS))
 
 
 def own(proc: Path, mounts: Path) -> Path:

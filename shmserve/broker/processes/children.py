@@ -56,11 +56,11 @@ class Output:
     """
 
     def __init__(
-        self, loop: Any, levels: Mapping[str, str], say: Callable[[str, str], None], rate: Rate | None = None
+        self, loop: Any, levels: Mapping[str, str], log_record: Callable[[str, str], None], rate: Rate | None = None
     ) -> None:
         self._loop = loop
         self._levels = levels
-        self._say = say
+        self._log_record = log_record
         self._throttle = Throttle(rate or Rate())
         self._timer: Any = None
         self._partial = b""
@@ -115,7 +115,7 @@ class Output:
 
     def _log(self, found: bytes | str) -> None:
         level, text = ("warning", found) if isinstance(found, str) else self._parse(_text(found))
-        self._say(level, text)
+        self._log_record(level, text)
 
     def _parse(self, line: str) -> tuple[str, str]:
         """Splits a line into its log level and its text."""

@@ -41,7 +41,7 @@ _PASSED_ON = ("SSL_", "OPENSSL_")
 """Prefixes of environment variables for gateways, besides those of every child. Few: they parse network input."""
 
 
-class Doors(Struct, frozen=True):
+class GatewaySettings(Struct, frozen=True):
     """Gateway settings: how many, and their options of `shmserve gateway` in `words`."""
 
     count: int
@@ -55,7 +55,7 @@ class _Gateway(Struct, eq=False):
     process: subprocess.Popen[bytes] | None = None
     pidfd: int = -1
     output: children.Output | None = None
-    told: int = -1
+    ready_pipe: int = -1
     """Pipe on which it reports that it listens."""
     is_open: bool = False
     began: float = 0.0
@@ -64,18 +64,18 @@ class _Gateway(Struct, eq=False):
 
 
 class Gateways:
-    """`opened(ports)` is called once, when all gateways listen; `failed(code, text)` instead if one cannot. `say` logs
-    their output, limited to `rate`."""
+    """`opened(ports)` is called once, when all gateways listen; `failed(code, text)` instead if one cannot.
+    `log_record` logs their output, limited to `rate`."""
 
     def __init__(
         self,
         loop: Any,
-        doors: Doors,
+        settings: GatewaySettings,
         url: str,
         exit_timeout_s: float,
         opened: Callable[[Mapping[str, int]], None],
         failed: Callable[[int, str], None],
-        say: Callable[[str, str, dict[str, Any]], None],
+        log_record: Callable[[str, str, dict[str, Any]], None],
         rate: Rate | None = None,
     ) -> None:
         self.pids: set[int] = set()
@@ -86,11 +86,11 @@ class Gateways:
         self._loop = loop
         self._opened = opened
         self._failed = failed
-        self._say = say
+        self._log_record = log_record
         self._rate = rate
-        self._all = [_Gateway(number) for number in range(doors.count)]
-        self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *doors.words]
-        if doors.count > 1:
+        self._all = [_Gateway(number) for number in range(settings.count)]
+        self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *settings.words]
+        if settings.count > 1:
             self._options.append("--reuse-port")
         self._begun = False
         """All gateways have listened once."""
@@ -109,50 +109,55 @@ class Gateways:
 
     def _start(self, gateway: _Gateway) -> None:
         gateway.timer = None
-        told, telling = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        ready_pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         output = children.Output(self._loop, _LEVELS, partial(self._log, gateway.number), self._rate)
-        ports = [word for door, port in self.ports.items() if door in PORTS for word in (f"--{door}-port", str(port))]
-        words = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(telling), *self._options, *ports]
+        ports = [
+            word
+            for endpoint, port in self.ports.items()
+            if endpoint in PORTS
+            for word in (f"--{endpoint}-port", str(port))
+        ]
+        words = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(write_end), *self._options, *ports]
         try:
             process = subprocess.Popen(
                 [*python(), "-m", MODULE, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output.written,
                 stderr=output.written,
-                pass_fds=[telling],
+                pass_fds=[write_end],
                 env=children.environment(*_PASSED_ON),
                 start_new_session=True,  # the broker stops them in order; they must not get a terminal's Ctrl-C
             )
         except OSError as error:
-            os.close(told)
+            os.close(ready_pipe)
             output.close()
             self._gone(gateway, 1, f"cannot start a process: {error.strerror}")
             return
         finally:
-            os.close(telling)
+            os.close(write_end)
             os.close(output.written)
-        gateway.process, gateway.output, gateway.told = process, output, told
+        gateway.process, gateway.output, gateway.ready_pipe = process, output, ready_pipe
         gateway.pidfd = os.pidfd_open(process.pid)
         gateway.began = self._loop.time()
         gateway.is_open = False
         self.pids.add(process.pid)
-        self._loop.add_reader(told, self._hear, gateway)
+        self._loop.add_reader(ready_pipe, self._read_report, gateway)
         self._loop.add_reader(gateway.pidfd, self._end, gateway)
         gateway.timer = self._loop.call_later(OPEN_S, self._late, gateway)
 
-    def _hear(self, gateway: _Gateway) -> None:
-        said = os.read(gateway.told, 4096).split()
-        self._stop_hearing(gateway)
-        if said[:1] != [b"READY"]:
+    def _read_report(self, gateway: _Gateway) -> None:
+        report = os.read(gateway.ready_pipe, 4096).split()
+        self._close_ready_pipe(gateway)
+        if report[:1] != [b"READY"]:
             return  # it is about to exit
         gateway.is_open = True
         if gateway.timer is not None:
             gateway.timer.cancel()
             gateway.timer = None
-        for word in said[1:]:
-            door, _, port = word.decode("ascii", "replace").partition("=")
+        for word in report[1:]:
+            endpoint, _, port = word.decode("ascii", "replace").partition("=")
             if port.isdecimal():
-                self.ports[door] = int(port)
+                self.ports[endpoint] = int(port)
         if self._begun or self._ended is not None:
             return
         later = next((other for other in self._all if other.process is None), None)
@@ -162,11 +167,11 @@ class Gateways:
             self._begun = True
             self._opened(self.ports)
 
-    def _stop_hearing(self, gateway: _Gateway) -> None:
-        if gateway.told >= 0:
-            self._loop.remove_reader(gateway.told)
-            os.close(gateway.told)
-            gateway.told = -1
+    def _close_ready_pipe(self, gateway: _Gateway) -> None:
+        if gateway.ready_pipe >= 0:
+            self._loop.remove_reader(gateway.ready_pipe)
+            os.close(gateway.ready_pipe)
+            gateway.ready_pipe = -1
 
     def _late(self, gateway: _Gateway) -> None:
         gateway.timer = None
@@ -174,7 +179,7 @@ class Gateways:
         self._kill(gateway)
 
     def _log(self, number: int, level: str, text: str) -> None:
-        self._say(level, f"[gateway] {text}", {"gateway": number})
+        self._log_record(level, f"[gateway] {text}", {"gateway": number})
 
     def _end(self, gateway: _Gateway) -> None:
         """The process has exited."""
@@ -189,7 +194,7 @@ class Gateways:
     def _drop(self, gateway: _Gateway) -> None:
         assert gateway.process is not None
         assert gateway.output is not None
-        self._stop_hearing(gateway)
+        self._close_ready_pipe(gateway)
         gateway.output.close()
         self._loop.remove_reader(gateway.pidfd)
         os.close(gateway.pidfd)
@@ -213,7 +218,7 @@ class Gateways:
             pause = pause_ns(gateway.deaths, *PAUSES_NS) / 1e9
             again = f"in {pause:g} s" if pause else "immediately"
             text = f"gateway {gateway.number} exited ({children.ended_with(code)}); restarting it {again}"
-            self._say("error", text, {"gateway": gateway.number})
+            self._log_record("error", text, {"gateway": gateway.number})
             gateway.timer = self._loop.call_later(pause, self._start, gateway)
 
     def _kill(self, gateway: _Gateway) -> None:

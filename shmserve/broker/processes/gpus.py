@@ -27,7 +27,7 @@ class GpuMetrics:
         """`shown`: whether to sample metrics."""
         self._gpus = gpus
         self._shown = shown
-        self._asked = False
+        self._process_memory_used = False
         self._used: dict[int, int] = {}
         self._interval_s = interval_s
         self._samples: list[Sample] = []
@@ -69,7 +69,7 @@ class GpuMetrics:
 
     def used_by(self, pid: int) -> int:
         """Bytes on all GPUs in the last sample. Sampling begins with the first call, which returns 0."""
-        self._asked = True
+        self._process_memory_used = True
         return self._used.get(pid, 0)
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class GpuMetrics:
     def _look(self) -> None:
         if self._shown:
             self._samples = self._sample()
-        if self._asked:
+        if self._process_memory_used:
             self._used = self._processes()
 
     def _processes(self) -> dict[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve.broker.processes.cgroups import CannotHave, Group, Groups
+from shmserve.broker.processes.cgroups import CannotHave, ControlGroup, ControlGroups
 from shmserve.system import procfs
 
 log = logging.getLogger("shmserve")
@@ -38,7 +38,7 @@ class Memory:
         loop: Any,
         kill: Callable[[int, str], None],
         used: Callable[[int], int] = procfs.own_bytes,
-        make: Callable[[], Groups] | None = None,
+        make: Callable[[], ControlGroups] | None = None,
         what: str = "private memory",
         knobs: str = KNOBS,
     ) -> None:
@@ -49,16 +49,16 @@ class Memory:
         self._kill = kill
         self._used = used
         self._watched: dict[int, Watched] = {}
-        self._groups_of: dict[int, Group] = {}
-        self._leaving: list[Group] = []
+        self._groups_of: dict[int, ControlGroup] = {}
+        self._leaving: list[ControlGroup] = []
         self._timer: Any = None
-        self._groups: Groups | None = None
+        self._groups: ControlGroups | None = None
         try:
             self._groups = make() if make is not None else None
         except CannotHave as reason:
             log.debug("memory limits are enforced by polling: %s", reason)
 
-    def group(self, peer: int, limit: int) -> Group | None:
+    def group(self, peer: int, limit: int) -> ControlGroup | None:
         """The control group for a worker to be started. None: it has no limit, or its memory is polled."""
         group = self._groups.make(peer, limit) if limit and self._groups is not None else None
         if group is not None:

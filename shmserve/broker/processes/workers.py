@@ -17,13 +17,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve.broker.link import Link
+from shmserve.broker.link import PeerLink
 from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.processes import children
-from shmserve.broker.processes.cgroups import Groups
+from shmserve.broker.processes.cgroups import ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, Memory
 from shmserve.broker.processes.resources import NOTHING, Terms
-from shmserve.broker.processes.zygote import Prepared, reap
+from shmserve.broker.processes.zygote import Zygote, reap
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 from shmserve.paths import python
@@ -57,7 +57,7 @@ class Worker(Struct, eq=False):
     name: str
     about: dict[str, Any]
     """For the log: model, version, instance."""
-    link: Link
+    link: PeerLink
     output: children.Output
     words: list[str]
     memory: tuple[int, int]
@@ -79,8 +79,8 @@ class Workers:
         loop: Any,
         deliver: Callable[[int, list[Any], list[int]], None],
         exited: Callable[[int, int, str, str, str], None],
-        say: Callable[[str, str, dict[str, Any]], None],
-        groups: Callable[[], Groups] | None = None,
+        log_record: Callable[[str, str, dict[str, Any]], None],
+        groups: Callable[[], ControlGroups] | None = None,
         prepared: bool = False,
         rate: Rate | None = None,
         variables: Sequence[str] = (),
@@ -92,7 +92,7 @@ class Workers:
         self._loop = loop
         self._deliver = deliver
         self._exited = exited
-        self._say = say
+        self._log_record = log_record
         self._rate = rate
         self._workers: dict[int, Worker] = {}
         self.gpus: Mapping[int, str] = {}
@@ -105,7 +105,7 @@ class Workers:
         self._gpu_memory = Memory(
             loop, self.kill, lambda pid: self.used_on_gpu(pid), what="GPU memory", knobs=GPU_KNOBS
         )
-        self._prepared = Prepared(loop, self._made, say, self._environment) if prepared else None
+        self._prepared = Zygote(loop, self._made, log_record, self._environment) if prepared else None
         self._reaping = loop.call_later(REAP_S, self._reap) if prepared else None
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class Workers:
         output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._rate)
         group = self._memory.group(peer, terms.memory)
         words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
-        link = Link(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
+        link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         ends = (theirs.detach(), output.written)
         limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0
         worker = Worker(peer, spec.name, about, link, output, words, limits, ends)
@@ -209,7 +209,7 @@ class Workers:
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its connection and did not exit")
 
     def _log(self, name: str, about: dict[str, Any], level: str, text: str) -> None:
-        self._say(level, f"[{name}] {text}", about)
+        self._log_record(level, f"[{name}] {text}", about)
 
     def _ended(self, worker: Worker) -> None:
         """The process has exited. Delivers its last messages and output before reporting the exit."""

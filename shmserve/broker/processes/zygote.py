@@ -23,19 +23,19 @@ TIMES = 3
 """Exits in a row, without a forked worker in between, after which the zygote is not restarted."""
 
 
-class Prepared:
+class Zygote:
     """`done(ticket, pid, pidfd)` is called for each `start`, in order. Pid 0: start a fresh interpreter instead."""
 
     def __init__(
         self,
         loop: Any,
         done: Callable[[int, int, int], None],
-        say: Callable[[str, str, dict[str, Any]], None],
+        log_record: Callable[[str, str, dict[str, Any]], None],
         environment: Callable[[], dict[str, str]],
     ) -> None:
         self._loop = loop
         self._done = done
-        self._say = say
+        self._log_record = log_record
         self._environment = environment
         self._pending: deque[int] = deque()
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,12 +93,12 @@ class Prepared:
         assert self._control is not None
         while self._control is not None:
             try:
-                said, ancillary, _, _ = self._control.recvmsg(4096, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+                data, ancillary, _, _ = self._control.recvmsg(4096, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except OSError:
-                said, ancillary = b"", []
-            what, _, reason = said.decode(errors="replace").partition(" ")
+                data, ancillary = b"", []
+            what, _, reason = data.decode(errors="replace").partition(" ")
             descriptors = received(ancillary) if ancillary else []
             if what.isdecimal() and descriptors:
                 self._left = TIMES
@@ -107,20 +107,20 @@ class Prepared:
                 self._done(self._pending.popleft(), 0, -1)
             elif what == "cannot":
                 self._give_up(reason)
-            elif not said:
+            elif not data:
                 self.replace("has exited")
 
     def replace(self, why: str) -> None:
         """Starts another zygote, which may succeed."""
         self._left = max(0, self._left - 1)
-        self._say("warning", f"the process that workers are forked from {why}", {})
+        self._log_record("warning", f"the process that workers are forked from {why}", {})
         self._close()
         self._open()
 
     def _give_up(self, reason: str) -> None:
         """Stops using the zygote. This process remains the subreaper, as orphans may be workers."""
         self._left = 0
-        self._say("info", f"starting workers as new interpreters: {reason}", {})
+        self._log_record("info", f"starting workers as new interpreters: {reason}", {})
         self._close()
 
     def close(self) -> None:
