@@ -16,29 +16,29 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from shmserve.core import events
-from shmserve.core.batching.answers import Answers
+from shmserve.core.batching.answers import ResponseMemory
 from shmserve.core.batching.dispatch import Dispatcher
 from shmserve.core.batching.recall import Recalls
-from shmserve.core.calls.calls import Calls
+from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Effect
 from shmserve.core.ensembles.advance import Ensembles
-from shmserve.core.ensembles.readiness import Members
-from shmserve.core.ensembles.steps import Steps
+from shmserve.core.ensembles.readiness import EnsembleReadiness
+from shmserve.core.ensembles.steps import StepRequests
 from shmserve.core.events import Event
-from shmserve.core.internal_errors import Faults
+from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
-from shmserve.core.models.deployment import Operations
+from shmserve.core.models.deployment import Deployments
 from shmserve.core.models.handover import Handover
 from shmserve.core.models.lifecycle import Lifecycle
 from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Places, Request, Sequence, Version
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
-from shmserve.core.requests.completion import Ends, is_stream
-from shmserve.core.requests.enqueue import Intake
+from shmserve.core.requests.completion import Completion, is_stream
+from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.requests.questions import Questions
-from shmserve.core.requests.quotas import Crowd
-from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.quotas import Quotas
+from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.sequences.scheduler import Sequencer
 from shmserve.core.state import WORKERS_FROM, State, Subject, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
@@ -82,26 +82,28 @@ class Core:
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         state = self.state
-        self._ends = Ends(state)
-        answers, recalls = Answers(state, self._ends), Recalls(state, self._ends)
-        self._streams = Streams(state, self._ends, answers)
-        dispatcher = self._dispatcher = Dispatcher(state, self._ends, recalls, answers, self._streams)
-        self._sequencer = Sequencer(state, self._ends, dispatcher)
-        crowd = Crowd(state)
+        self._completion = Completion(state)
+        answers, recalls = ResponseMemory(state, self._completion), Recalls(state, self._completion)
+        self._streams = ResponseStreams(state, self._completion, answers)
+        dispatcher = self._dispatcher = Dispatcher(state, self._completion, recalls, answers, self._streams)
+        self._sequencer = Sequencer(state, self._completion, dispatcher)
+        quotas = Quotas(state)
         self._questions = Questions(state)
-        intake = self._intake = Intake(state, self._ends, dispatcher, self._sequencer, crowd)
-        self._ensembles = Ensembles(state, self._ends, self._streams, Steps(state, intake))
+        enqueuer = self._enqueuer = Enqueuer(state, self._completion, dispatcher, self._sequencer, quotas)
+        self._ensembles = Ensembles(state, self._completion, self._streams, StepRequests(state, enqueuer))
         admission = self._admission = Admission(
-            state, self._ends, self._streams, intake, crowd, self._questions, server
+            state, self._completion, self._streams, enqueuer, quotas, self._questions, server
         )
-        operations = self._operations = Operations(state)
-        self._members = Members(state, operations)
-        self._calls = Calls(state, self._ends, dispatcher, self._streams, intake, admission, operations, crowd)
+        operations = self._operations = Deployments(state)
+        self._readiness = EnsembleReadiness(state, operations)
+        self._calls = ModelCalls(
+            state, self._completion, dispatcher, self._streams, enqueuer, admission, operations, quotas
+        )
         lifecycle = self._lifecycle = Lifecycle(
-            state, dispatcher, recalls, self._ends, self._streams, operations, self._calls
+            state, dispatcher, recalls, self._completion, self._streams, operations, self._calls
         )
-        self._handover = Handover(state, self._ends, recalls)
-        self._faults = Faults(state, admission, survive)
+        self._handover = Handover(state, self._completion, recalls)
+        self._internal_errors = InternalErrors(state, admission, survive)
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
             events.Framed: admission.framed,
@@ -127,7 +129,7 @@ class Core:
             events.Unload: operations.unload,
             events.Restart: operations.restart,
             events.Exited: lifecycle.exited,
-            events.Composed: self._members.composed,
+            events.Composed: self._readiness.composed,
             events.Drain: lifecycle.drain,
         }
         self._of_workers = self._worker_handlers()
@@ -179,7 +181,7 @@ class Core:
                             of_workers[type(message)](peer, message, now)
                 break
             except Exception:
-                self._faults.by_event(peer, message)
+                self._internal_errors.by_event(peer, message)
         self._settle(now)
         return effects
 
@@ -193,7 +195,7 @@ class Core:
             try:
                 self._timer(kind, subject, now)
             except Exception:
-                self._faults.told(f"timer {kind.name}")
+                self._internal_errors.report(f"timer {kind.name}")
         for version, wake in list(self.state.wakes.items()):
             if wake <= now:
                 self.state.dirty[version] = None
@@ -207,7 +209,7 @@ class Core:
                 self._settle_all(now)
                 return
             except Exception:
-                self._faults.told("what follows from events")
+                self._internal_errors.report("what follows from events")
 
     def _settle_all(self, now: int) -> None:
         """The second half of a turn: processes the work lists in `State` that its events have filled."""
@@ -223,7 +225,7 @@ class Core:
         if state.leaving or state.parting:
             self._operations.settle_leaving()
         if state.regard:
-            self._members.regard(now)
+            self._readiness.regard(now)
         state.ledger.flush()
         self._questions.pass_on()
         if state.draining:
@@ -234,11 +236,11 @@ class Core:
         of mapped steps beyond `ROWS` are left for the next turn."""
         state = self.state
         rows = ROWS
-        while state.dirty or state.stirred or state.answered_calls or (state.mapped.users and rows > 0):
+        while state.dirty or state.changed_runs or state.answered_calls or (state.mapped.users and rows > 0):
             self._calls.settle_answered()
-            while state.stirred:
-                run = next(iter(state.stirred))
-                del state.stirred[run]
+            while state.changed_runs:
+                run = next(iter(state.changed_runs))
+                del state.changed_runs[run]
                 self._ensembles.advance(run, now)
             if state.mapped.users and rows > 0:
                 rows -= self._ensembles.ask_rows(rows, now)
@@ -271,9 +273,9 @@ class Core:
                 return  # ended by another timer that expired at the same time
             if kind is Timer.DEADLINE:
                 text = "Request timeout expired: the request's own timeout passed before it was answered"
-                self._ends.fail_early(request, "DEADLINE_EXCEEDED", text, now)
+                self._completion.fail_early(request, "DEADLINE_EXCEEDED", text, now)
             elif request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
-                self._intake.expire(request, now)
+                self._enqueuer.expire(request, now)
                 self.state.dirty[request.version] = None
 
     def _look_at(self, kind: Timer, instance: Instance, now: int) -> None:
@@ -420,7 +422,7 @@ class Core:
             assert instance in version.instances, instance.story()
         versions = [version for model in self.state.models.values() for version in model.generations()]
         for places in [version.places for version in versions if version.places is not None]:
-            assert not places.stirred
+            assert not places.changed
             assert places.bytes == sum(request.inline for sequence in places.all() for request in sequence.requests)
             for sequence in places.all():
                 assert not (sequence.over and sequence.idle), sequence.story()

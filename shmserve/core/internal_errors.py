@@ -20,7 +20,7 @@ MANY = 100
 """More errors than this in one turn are raised."""
 
 
-class Faults:
+class InternalErrors:
     """Handles internal errors; call it within an except clause. With `survive` false they are raised, for tests and
     simulations."""
 
@@ -33,7 +33,7 @@ class Faults:
 
     def by_event(self, peer: int, message: Any) -> None:
         what = type(message).__name__
-        self.told(f"{what} of {'worker' if peer >= WORKERS_FROM else 'client'} {peer}")
+        self.report(f"{what} of {'worker' if peer >= WORKERS_FROM else 'client'} {peer}")
         if peer >= WORKERS_FROM:
             known = self._state.instances.get(peer)
             if known is not None:
@@ -41,7 +41,7 @@ class Faults:
         else:
             self._admission.part_with(peer, Internal(f"{SIGN} ended this connection; connect again. The log has more"))
 
-    def told(self, where: str) -> None:
+    def report(self, where: str) -> None:
         if not self._survive:
             raise  # re-raises the exception being handled
         if self._turn != self._state.now:

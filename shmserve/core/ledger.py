@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right, insort
 from msgspec import Struct
 
 from shmserve.core.effects import Effect, Forget, Free, Send
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
 
@@ -27,7 +27,7 @@ Place = tuple[int, int]
 """(segment, offset). Invariant: live blocks never share one."""
 
 
-class Segment(Struct, eq=False):
+class LedgerSegment(Struct, eq=False):
     number: int
     size: int
     owner: int
@@ -60,7 +60,7 @@ class Ledger:
     """All segments and holds. Messages are appended to `effects`, which the core sets for each turn."""
 
     def __init__(self) -> None:
-        self.segments: dict[int, Segment] = {}
+        self.segments: dict[int, LedgerSegment] = {}
         self.holds: dict[Place, Hold] = {}
         self.effects: list[Effect] = []
         self.held_bytes = 0
@@ -69,7 +69,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ segments
 
-    def announce(self, owner: int, message: Map, audience: str) -> Segment:
+    def announce(self, owner: int, message: Map, audience: str) -> LedgerSegment:
         """Registers a new segment of a peer."""
         number = message.segment
         if number >> OWNER_SHIFT != owner:
@@ -79,7 +79,7 @@ class Ledger:
             )
         if number in self.segments:
             raise InvalidRequest(f"segment {number} has been announced already; numbers are never used again")
-        segment = self.segments[number] = Segment(number, message.size, owner, audience, message)
+        segment = self.segments[number] = LedgerSegment(number, message.size, owner, audience, message)
         return segment
 
     def withdraw(self, owner: int, number: int) -> None:
@@ -109,7 +109,7 @@ class Ledger:
             if segment.orphan:
                 self._drop_if_over(segment)
 
-    def _drop_if_over(self, segment: Segment) -> None:
+    def _drop_if_over(self, segment: LedgerSegment) -> None:
         """Removes an orphan after its last hold and its last request."""
         if segment.blocks or segment.uses:
             return
@@ -120,7 +120,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ handles
 
-    def resolve(self, client: Client, handle: Handle) -> Place | None:
+    def resolve(self, client: ClientState, handle: Handle) -> Place | None:
         """Checks that the client may use these bytes. Returns None if they are its own, else the place of the hold."""
         number, offset, size = handle.segment, handle.offset, handle.size
         segment = self.segments.get(number)
@@ -137,7 +137,7 @@ class Ledger:
             )
         return place
 
-    def held(self, client: Client, handle: Handle) -> Place | None:
+    def held(self, client: ClientState, handle: Handle) -> Place | None:
         """The client's hold that contains these bytes: nearly always exactly this handle, else a larger block."""
         place: Place | None = (handle.segment, handle.offset)
         if place in client.holds and handle.size <= self.holds[place].handle.size:
@@ -166,12 +166,12 @@ class Ledger:
             and (handle.segment, handle.offset) not in self.holds
         )
 
-    def may_pass_on(self, client: Client, handle: Handle, audience: str) -> bool:
+    def may_pass_on(self, client: ClientState, handle: Handle, audience: str) -> bool:
         """Can the client pass on this handle, which it holds itself (or a part of it), to that audience?"""
         place = self.held(client, handle) if handle.size else None
         return place is not None and self.segments[handle.segment].audience == audience
 
-    def give(self, client: Client, handle: Handle) -> None:
+    def give(self, client: ClientState, handle: Handle) -> None:
         """Adds a hold of the client on the handle."""
         place, hold = self._hold(handle)
         hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
@@ -182,7 +182,7 @@ class Ledger:
         client.held_bytes += hold.handle.size
         self.held_bytes += hold.handle.size
 
-    def take_back(self, client: Client, handle: Handle) -> None:
+    def take_back(self, client: ClientState, handle: Handle) -> None:
         """The client returns a handle. Raises unless the client holds it, exactly as it was given."""
         place = (handle.segment, handle.offset)
         hold = self.holds.get(place)
@@ -198,7 +198,7 @@ class Ledger:
         client.holds.discard(place)
         self._release(place, hold)
 
-    def _given(self, client: Client, handle: Handle) -> tuple[Place, Hold]:
+    def _given(self, client: ClientState, handle: Handle) -> tuple[Place, Hold]:
         """The hold that a returned handle belongs to, if slices have been given. Raises if the client was not given
         it."""
         place = self.block_of(handle)
@@ -278,7 +278,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ disconnects and deaths
 
-    def client_died(self, client: Client) -> None:
+    def client_died(self, client: ClientState) -> None:
         """Releases everything that the client held or owned."""
         self._forget_peer(client.number)  # first: it gets no further messages
         for place in list(client.holds):
@@ -304,7 +304,7 @@ class Ledger:
                 segment.orphan = True
                 self._drop_if_over(segment)
 
-    def check(self, clients: dict[int, Client]) -> None:
+    def check(self, clients: dict[int, ClientState]) -> None:
         """Checks every invariant between segments, holds and clients."""
         counted: dict[int, list[int]] = {}
         for place, hold in self.holds.items():

@@ -68,7 +68,7 @@ class Limits(Struct, frozen=True):
     instance that started first; if another one finishes earlier, the batch waits at the wrong instance."""
 
 
-class Named(Struct, frozen=True):
+class Limit(Struct, frozen=True):
     """A limit that --limit sets: what it counts, the reason for its default, and its minimum."""
 
     name: str
@@ -78,36 +78,36 @@ class Named(Struct, frozen=True):
 
 
 NAMED = (
-    Named("connections", "connections of all clients; clients with the role operate are always admitted",
+    Limit("connections", "connections of all clients; clients with the role operate are always admitted",
           "each costs a descriptor and a few KiB; more than the number of programs on one machine"),
-    Named("uid_connections", "connections of one user; all ZeroMQ clients count as the server's user",
+    Limit("uid_connections", "connections of one user; all ZeroMQ clients count as the server's user",
           "a quarter of the total, so that one user cannot lock out the others"),
-    Named("requests", "requests in flight of all clients",
+    Limit("requests", "requests in flight of all clients",
           "about 100 MiB of records, and a queue of several seconds of work"),
-    Named("client_requests", "requests in flight of one client",
+    Limit("client_requests", "requests in flight of one client",
           "a longer queue does not improve batching"),
-    Named("client_questions", "unanswered questions (readiness, metadata, metrics and the like) of one client",
+    Limit("client_questions", "unanswered questions (readiness, metadata, metrics and the like) of one client",
           "a gateway forwards those of all its callers; at about 300 bytes each they are cheap to keep"),
-    Named("model_queue", "requests queued for one model version; its max_queue_size may be lower",
+    Limit("model_queue", "requests queued for one model version; its max_queue_size may be lower",
           "half of `requests`, so that a stuck model leaves room for the others"),
-    Named("model_queue_bytes", "bytes inside messages (parameters and small tensors) queued for one model version",
+    Limit("model_queue_bytes", "bytes inside messages (parameters and small tensors) queued for one model version",
           "a quarter of `queue_bytes`; tensors in shared memory do not count", FIELD_BYTES),
-    Named("queue_bytes", "bytes inside messages of all requests in flight",
+    Limit("queue_bytes", "bytes inside messages of all requests in flight",
           "memory that a server can spare without swapping", FIELD_BYTES),
-    Named("held_bytes", "bytes of responses in shared memory that all clients hold",
+    Limit("held_bytes", "bytes of responses in shared memory that all clients hold",
           "the output memory (--worker-output-bytes) of 16 instances"),
-    Named("client_held_bytes", "bytes of responses in shared memory that one client holds",
+    Limit("client_held_bytes", "bytes of responses in shared memory that one client holds",
           "an eighth of `held_bytes`; above it, requests are refused until the client returns some"),
-    Named("segments", "shared memory segments of clients, workers and the broker",
+    Limit("segments", "shared memory segments of clients, workers and the broker",
           "each costs the broker a descriptor, and a mapping in each worker that uses it"),
-    Named("client_segments", "shared memory segments of one client", "a client needs a few; arenas grow by doubling"),
-    Named("client_outbox_bytes", "unsent bytes queued for one client that does not read",
+    Limit("client_segments", "shared memory segments of one client", "a client needs a few; arenas grow by doubling"),
+    Limit("client_outbox_bytes", "unsent bytes queued for one client that does not read",
           "one second of responses at full rate; a client further behind does not catch up",
           PACKET_BYTES),
-    Named("outbox_bytes",
+    Limit("outbox_bytes",
           "unsent bytes queued for all clients that do not read; the limit of one user is a quarter",
           "above it, the client that has read nothing for the longest time is disconnected", PACKET_BYTES),
-    Named("client_errors",
+    Limit("client_errors",
           f"protocol errors of one client per second, not counting refused requests; a client with more is throttled "
           f"to this rate, and disconnected after {BURST_S} times as many at once; 0: no limit",
           "enough to report a bug in a client, and a flood of invalid messages costs the others little", 0),

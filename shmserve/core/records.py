@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from shmserve.core.batching.form import Reason, Shape
 from shmserve.core.batching.padding import rounded
 from shmserve.core.batching.queue import RequestQueue
-from shmserve.core.ensembles.graph import Graph
+from shmserve.core.ensembles.graph import EnsembleGraph
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, PaddingPolicy, QueuePolicy, SequencePolicy
-from shmserve.core.requests.client import Caller, Client
+from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.validation import Checker
 from shmserve.core.states import (
     BATCH_MOVES,
@@ -58,7 +58,7 @@ class Request(Struct, eq=False, gc=False):
     """`number` is the broker's, `client_number` the client's. `cost` is max(1, rows): the batch capacity it takes."""
 
     number: int
-    client: Client
+    client: ClientState
     client_number: int
     version: Version
     inputs: tuple[Tensor, ...]
@@ -91,7 +91,7 @@ class Request(Struct, eq=False, gc=False):
     """Who may map its outputs."""
     step_of: int = 0
     """For a step of an ensemble: the number of the ensemble request, which receives the result."""
-    outside: bool = False
+    in_shared_memory: bool = False
     """All its outputs must be in shared memory."""
     near: tuple[str, ...] = ()
     """Outputs that may stay on the instance's GPU, because their readers are on the same one."""
@@ -266,7 +266,7 @@ class Instance(Struct, eq=False):
     """For a replaced instance: when its running batch must have finished. 0: it has not been replaced."""
     revoked: set[int] = set()
     """Requests that were taken back without a confirmation: the worker must not start them any more."""
-    caller: Caller | None = None
+    caller: CallingWorker | None = None
     """Its process as a client, once it has called other models."""
 
     def move(self, finish: InstanceState) -> None:
@@ -365,7 +365,7 @@ class Sequence(Struct, eq=False):
         """Removes a queued request, which leaves a gap and so fails the sequence."""
         self.requests.remove(request)
         self.places.gone(request)
-        self.stirred()
+        self.mark_changed()
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was given up, and so is all of it")
 
     def run_again(self, request: Request) -> None:
@@ -384,14 +384,14 @@ class Sequence(Struct, eq=False):
         assert places is not None
         return places
 
-    def stirred(self) -> None:
-        self.places.stirred[self] = None
+    def mark_changed(self) -> None:
+        self.places.changed[self] = None
 
     def left(self, request: Request) -> None:
         """The request has ended at its worker, or will run again."""
         if self.running is request:
             self.running = None
-        self.stirred()
+        self.mark_changed()
 
 
 class Places:
@@ -405,7 +405,7 @@ class Places:
         """Sequences of the backlog that may get a slot, by user, next user first. Invariant: each user has some."""
         self.latest: dict[int | str, Sequence] = {}
         """Worker id -> the newest sequence that has not ended."""
-        self.stirred: dict[Sequence, None] = {}
+        self.changed: dict[Sequence, None] = {}
         """Sequences to process: something has changed since the last time."""
         self.waits = self.bytes = 0
         """Queued requests, and the bytes inside their messages."""
@@ -478,7 +478,7 @@ class Places:
         version."""
         for sequence in self.all() if instance is None else self.at(instance):
             sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: {text}; send START again")
-            sequence.stirred()
+            sequence.mark_changed()
 
     def end(self, sequence: Sequence) -> None:
         before, after = sequence.before, sequence.after
@@ -516,10 +516,10 @@ class Version:
     """
 
     __slots__ = (
-        "asked",
         "began",
         "cached",
         "checker",
+        "compose_number",
         "crash_limit",
         "decoupled",
         "graph",
@@ -587,13 +587,13 @@ class Version:
         """The instance that is running a suspect."""
         self.places: Places | None = None
         """For models with sequence batching."""
-        self.graph: Graph | None = None
+        self.graph: EnsembleGraph | None = None
         """For ensembles."""
         self.members: tuple[Version, ...] = ()
         """The models of its steps, once all are READY."""
         self.member_recovering = False
         """For ensembles: a missing model is being loaded, or is restarting its instances."""
-        self.asked = 0
+        self.compose_number = 0
         """Number of the pending Compose."""
         self.users = 0
         """Ensemble runs that may still send requests to it."""
@@ -638,7 +638,7 @@ class Version:
             if policy.max_batch > 0:
                 self.shape = Shape.of(policy.max_batch, policy.sequence.batching, self.checker.varies)
         if policy.steps is not None:
-            self.graph = Graph(policy)
+            self.graph = EnsembleGraph(policy)
             self.plain = False
         batching = policy.batching
         if batching is not None:

@@ -21,7 +21,7 @@ from shmserve.core.models.model import Model
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.trace import Traces
 from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.stats.latencies import FirstResponses
@@ -60,7 +60,7 @@ class State:
         self.limits = limits
         self.now = 0
         """Time of the current turn."""
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, ClientState] = {}
         self.models: dict[str, Model] = {}
         self.ready: dict[str, Version] = {}
         """Model name -> its default version, the highest one that is READY. Used by requests that name no version."""
@@ -75,7 +75,7 @@ class State:
         self.effects: list[Effect] = []
         self.dirty: dict[Version, None] = {}
         """Versions to dispatch after all events of this turn have been processed."""
-        self.stirred: dict[Run, None] = {}
+        self.changed_runs: dict[Run, None] = {}
         """Ensemble runs to advance: a step's result has arrived, or the run has failed."""
         self.mapped: FairQueue[Run] = FairQueue()
         """Ensemble runs with mapped steps for whose rows requests are still to be created, queued by user. May contain
@@ -138,7 +138,7 @@ class State:
         self._workers += 1
         return self._workers
 
-    def request_of(self, client: Client, number: int) -> Request | None:
+    def request_of(self, client: ClientState, number: int) -> Request | None:
         """The request in flight with this client-side number."""
         return self.requests.get(client.requests.get(number, 0))
 

@@ -117,7 +117,9 @@ class Scenario(Operating, Streaming, Calling):
             if isinstance(effect.ask, Ask):
                 self.line(f"query {effect.ask.what}")
         elif isinstance(effect, Compose):
-            self.line("compose " + " ".join(v.model for v in self.core.state.ensembles if v.asked == effect.number))
+            self.line(
+                "compose " + " ".join(v.model for v in self.core.state.ensembles if v.compose_number == effect.number)
+            )
         elif isinstance(effect, Settled):
             self.line(f"settled {effect.operation}" + (f" {effect.code}: {effect.text}" if effect.code else ""))
         else:

@@ -152,7 +152,7 @@ class World:
                 assert isinstance(effect, (Log, Query, Settled, Traced))
 
     def _composed(self, effect: Compose) -> events.Composed:
-        names = [version.model for version in self.core.state.ensembles if version.asked == effect.number]
+        names = [version.model for version in self.core.state.ensembles if version.compose_number == effect.number]
         problem = self.misfits.get(names[0], "") if names else ""
         return events.Composed(effect.source, effect.number, problem)
 

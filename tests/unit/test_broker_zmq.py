@@ -13,7 +13,7 @@ import zmq
 from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PROTOCOL, Hello
 from tests.fake_loop import Loop
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self, folder: Path, client_outbox_bytes: int = LIMIT, outbox_bytes: int = LIMIT) -> None:
         self.told: list[Any] = []
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, ClientState] = {}
         self.delivered: list[Any] = []
         unused: Any = SimpleNamespace()
         self.door = ZmqRouter(
@@ -78,7 +78,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
     """A client takes a server for another program if its first message is not Welcome."""
     assert world.silent() == ([], [])
-    world.clients[PEER] = Client(PEER, "uid:1", "zmq")
+    world.clients[PEER] = ClientState(PEER, "uid:1", "zmq")
     assert world.silent() == ([], [])
     world.clients[PEER].outputs = "posix"  # its Hello has been processed
     assert world.silent() == ([PEER], [])

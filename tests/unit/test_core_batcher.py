@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batching.form import Plan, Reason, Shape, form
+from shmserve.core.batching.form import BatchPlan, Reason, Shape, form
 from shmserve.core.policy import BatchPolicy
 
 
@@ -38,7 +38,7 @@ def shape_of(policy: BatchPolicy, varies: bool) -> Shape:
     return Shape.of(MAX, policy, varies)
 
 
-def run(waiting: list[Any], shape: Shape, *base: Any) -> Plan:
+def run(waiting: list[Any], shape: Shape, *base: Any) -> BatchPlan:
     return form(waiting, shape, NOW, *base)
 
 

@@ -218,12 +218,12 @@ def test_exactly_the_right_ones_are_let_in(
     made = Tensor("x", dtype, shape, bytes(max(0, size) + off))
     for _ in range(2):  # the second time from memory
         try:
-            rows, _, inline, outside, _ = one.check((made,), None)
+            rows, _, inline, in_shared_memory, _ = one.check((made,), None)
         except InvalidRequest:
             assert not good
         else:
             assert good
-            assert (rows, inline, outside) == (shape[0] if max_batch else 0, size, False)
+            assert (rows, inline, in_shared_memory) == (shape[0] if max_batch else 0, size, False)
 
 
 def test_memory_of_good_shapes_has_an_end() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shmserve.core.effects import Forget, Free, Send
 from shmserve.core.ledger import Ledger
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle, Map, Return, Unmap
 from tests.examples import examples
@@ -22,8 +22,8 @@ WORKER = 1 << 30
 SEGMENT = (WORKER << 32) + 1
 
 
-def client(number: int) -> Client:
-    return Client(number, "uid:1000", "lane", "memfd")
+def client(number: int) -> ClientState:
+    return ClientState(number, "uid:1000", "lane", "memfd")
 
 
 class Told:
@@ -33,12 +33,12 @@ class Told:
         self.ledger = Ledger()
         self.a, self.b = client(1), client(2)
 
-    def own(self, who: Client, index: int = 1, size: int = 4096) -> int:
+    def own(self, who: ClientState, index: int = 1, size: int = 4096) -> int:
         number = (who.number << 32) + index
         self.ledger.announce(who.number, Map(number, size), who.audience)
         return number
 
-    def given(self, who: Client, offset: int = 0, size: int = 64) -> Handle:
+    def given(self, who: ClientState, offset: int = 0, size: int = 64) -> Handle:
         if SEGMENT not in self.ledger.segments:
             self.ledger.announce(WORKER, Map(SEGMENT, 1 << 20), "uid:1000")
         handle = Handle(SEGMENT, offset, size)

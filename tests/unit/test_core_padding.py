@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batching.form import Plan, Reason, Shape
+from shmserve.core.batching.form import BatchPlan, Reason, Shape
 from shmserve.core.batching.padding import form_padded, group_of
 from shmserve.core.policy import BatchPolicy, PaddingPolicy
 
@@ -77,7 +77,7 @@ def test_the_group_is_one_of_the_cheapest_ones(items: list[tuple[int, int]], mos
     assert (low, high) in {(items[first][0], items[end - 1][0]) for first, end in groups}
 
 
-def chosen(plan: Plan) -> list[int]:
+def chosen(plan: BatchPlan) -> list[int]:
     return plan.chosen if plan.chosen is not None else list(range(plan.count))
 
 

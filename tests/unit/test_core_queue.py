@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from shmserve.core.batching.queue import IDLE_LEVELS, IDLE_USERS, UNSERVED, Level, RequestQueue
+from shmserve.core.batching.queue import IDLE_LEVELS, IDLE_USERS, UNSERVED, PriorityLevel, RequestQueue
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
 from tests.examples import examples
 
@@ -128,7 +128,7 @@ def test_a_put_back_request_of_a_user_who_was_idle_is_first_and_wins_nothing_els
 
 
 def test_users_who_are_gone_take_no_memory() -> None:
-    level: Level[Any] = Level(QueuePolicy())
+    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     for number in range(1, 2000):
         one: Any = request(name=number)
         one.client = SimpleNamespace(number=number, user=f"user {number}")
@@ -139,7 +139,7 @@ def test_users_who_are_gone_take_no_memory() -> None:
 
 def test_cancelling_piles_up_no_refunds() -> None:
     """Also while nobody asks for the order, as with a model that hangs."""
-    level: Level[Any] = Level(QueuePolicy())
+    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     level.add(request(1))
     for name in range(10_000):
         one = request(2, name=name)
@@ -214,7 +214,7 @@ def test_cancelling_wins_nothing() -> None:
 
 
 def test_a_level_does_not_remember_clients_for_ever() -> None:
-    level: Level[Any] = Level(QueuePolicy())
+    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     last = SimpleNamespace(number=0, user="ann")
     level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))
     for number in range(1, 2000):

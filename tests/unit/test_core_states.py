@@ -14,7 +14,7 @@ import pytest
 from shmserve.core.batching.form import Reason
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Batch, Instance, Request, Sequence, Version
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.core.states import (
     TABLES,
     BatchState,
@@ -42,7 +42,7 @@ def version() -> Version:
 def thing(state: Any) -> Any:
     """Something that is in that state."""
     if isinstance(state, RequestState):
-        client = Client(7, "uid:1000", "lane")
+        client = ClientState(7, "uid:1000", "lane")
         made: Any = Request(42, client, 3, version(), (), None, None, 2, 2, 0, None, (), (), (), 1000)
     elif isinstance(state, BatchState):
         made = Batch([(5, [])], 2, Reason.FULL, None, 0)

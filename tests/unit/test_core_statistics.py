@@ -13,7 +13,7 @@ from shmserve.core import events
 from shmserve.core.limits import NAMED, Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, SequencePolicy, TensorSpec
 from shmserve.core.stats import histogram
-from shmserve.core.stats.statistics import Failure, Statistics, limit_in
+from shmserve.core.stats.statistics import FailureKind, Statistics, limit_in
 from shmserve.protocol.messages import Cancel, Fail, Infer, Options, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
@@ -100,7 +100,7 @@ def test_failures_by_reason() -> None:
     world.advance(world.now + 2_000_000)
     assert client.answers[4].code == "DEADLINE_EXCEEDED"
     found = counted(world)
-    assert {why.name: count for why, count in zip(Failure, found.failures, strict=True)} == {
+    assert {why.name: count for why, count in zip(FailureKind, found.failures, strict=True)} == {
         "REJECTED": 1, "CANCELED": 1, "BACKEND": 1, "OTHER": 1}  # fmt: skip
     assert found.fail_count == sum(found.failures)
     assert (found.success_count, found.inference_count) == (0, 0)
@@ -115,7 +115,7 @@ def test_refused_by_a_limit() -> None:
     assert isinstance(client.answers[2], Fail)
     world.turn([infer(client, 4)])
     assert world.core.state.refused == {"client_requests": 3}
-    assert counted(world).failures[Failure.REJECTED] == 2, "one was for another model"
+    assert counted(world).failures[FailureKind.REJECTED] == 2, "one was for another model"
 
 
 def test_every_limit_is_found_in_a_text_that_names_it() -> None:

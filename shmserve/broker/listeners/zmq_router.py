@@ -22,7 +22,7 @@ from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.errors import InvalidRequest, ProtocolError, ServeError, Unavailable
 from shmserve.protocol import codec, zmq_frames
 from shmserve.protocol.messages import (
@@ -404,7 +404,7 @@ class ZmqRouter:
                 outbox.pid = pid
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has exited")
 
-    def silent(self, clients: Mapping[int, Client]) -> tuple[list[ZmqOutbox], list[ZmqOutbox]]:
+    def silent(self, clients: Mapping[int, ClientState]) -> tuple[list[ZmqOutbox], list[ZmqOutbox]]:
         """Returns (to ping, to disconnect). A client whose process is watched is only pinged, as it may be too busy to
         answer; if it closed its socket without exiting, the ping is undeliverable, which is reported at once. A client
         whose Hello has not been processed is not pinged: its first message is Welcome."""

@@ -21,7 +21,7 @@ from shmserve.core.records import Instance, Version
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import activity, histogram
-from shmserve.core.stats.statistics import Failure, Statistics
+from shmserve.core.stats.statistics import FailureKind, Statistics
 from shmserve.protocol.messages import OWNER_SHIFT
 from shmserve.shm.arena import Arena
 from shmserve.system import procfs
@@ -121,7 +121,7 @@ class Metrics:
             same = [other for other in generations if other.number == number and other is not version]
             counted = version.statistics
             _counts(page, counted, version.policy.max_batch if version.policy is not None else 0, named)
-            for why in Failure:  # Triton's tests look for the labels in this order
+            for why in FailureKind:  # Triton's tests look for the labels in this order
                 failed = labels(("model", "reason", "version"), (model.name, why.name, str(number)))
                 add("nv_inference_request_failure", counted.failures[why], failed)
             if version.cached:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from shmserve.core.records import Instance, Request
-from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.completion import Completion
 from shmserve.core.state import State
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Row
 
 
-class Answers:
-    def __init__(self, state: State, ends: Ends) -> None:
+class ResponseMemory:
+    def __init__(self, state: State, completion: Completion) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
 
     def take(self, instance: Instance, request: Request, row: Row) -> bool:
         """Gives the memory of the row to the caller. Returns False, without any change, if some of it is not the
@@ -41,7 +41,7 @@ class Answers:
             for handle in handles:
                 ledger.keep(handle)
         else:
-            self._ends.give(client, handles)
+            self._completion.give(client, handles)
         return True
 
     def send_back(self, instance: Instance, row: Row) -> None:

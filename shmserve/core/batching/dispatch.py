@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from shmserve.core.batching.answers import Answers
-from shmserve.core.batching.form import Plan, Reason
+from shmserve.core.batching.answers import ResponseMemory
+from shmserve.core.batching.form import BatchPlan, Reason
 from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.batching.recall import Recalls
 from shmserve.core.effects import Send
 from shmserve.core.models.termination import kill, kill_for_protocol_error
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.completion import Completion
+from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
@@ -31,9 +31,11 @@ _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
 class Dispatcher:
-    def __init__(self, state: State, ends: Ends, recalls: Recalls, answers: Answers, streams: Streams) -> None:
+    def __init__(
+        self, state: State, completion: Completion, recalls: Recalls, answers: ResponseMemory, streams: ResponseStreams
+    ) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
         self._recalls = recalls
         self._answers = answers
         self._streams = streams
@@ -101,7 +103,7 @@ class Dispatcher:
         waiting = [*version.queue.take(version.queue.count), *version.suspects]
         version.suspects.clear()
         for request in waiting:
-            self._ends.end_early(request, "UNAVAILABLE", text, now)
+            self._completion.end_early(request, "UNAVAILABLE", text, now)
         if version.places is not None:
             version.places.lose(None, text)
         self._state.dirty[version] = None
@@ -169,7 +171,7 @@ class Dispatcher:
             self._send(instance, batch, requests, 0)
         return True
 
-    def _refuse_late(self, version: Version, instance: Instance, plan: Plan, now: int) -> bool:
+    def _refuse_late(self, version: Version, instance: Instance, plan: BatchPlan, now: int) -> bool:
         """Rejects requests of the next batch that cannot be answered before their deadline: their callers get the error
         at once, and the time is used for others. Returns whether there were any."""
         done = now + version.service_ns
@@ -188,7 +190,7 @@ class Dispatcher:
             took = f"that takes about {(done - now) / 1e6:.1f} ms"
             text = f"Request timeout expired: it cannot be answered before its own timeout passes: {took}"
             version.queue.remove(request)
-            self._ends.end_early(request, "DEADLINE_EXCEEDED", text, now)
+            self._completion.end_early(request, "DEADLINE_EXCEEDED", text, now)
         return bool(late)
 
     def start(self, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
@@ -234,7 +236,7 @@ class Dispatcher:
             works.append(
                 Work(
                     request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
-                    request.slot, not request.outside, request.near, request.aliases, request.labels,
+                    request.slot, not request.in_shared_memory, request.near, request.aliases, request.labels,
                 )
             )  # fmt: skip
             if request.state is not _QUEUED:  # else the transition is legal
@@ -291,7 +293,7 @@ class Dispatcher:
             self._streams.batch_done(version, instance, batch, taken)
         if batch.left:
             for request in batch.requests():
-                self._ends.end_failed(
+                self._completion.end_failed(
                     request, "INTERNAL", f"{version.label} did not answer this request of its batch", now
                 )
         version.count_padding(batch)
@@ -334,7 +336,7 @@ class Dispatcher:
                     assert request.sequence is not None
                     request.sequence.run_again(request)
                 else:
-                    self._ends.released(request)
+                    self._completion.released(request)
         self._state.dirty[version] = None
 
     def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
@@ -409,13 +411,13 @@ class Dispatcher:
         batch.left -= 1
         if request.state is _LINGERING:
             self._answers.send_back(instance, row)
-            self._ends.released(request)
+            self._completion.released(request)
         elif row.error is not None:
             self._answers.send_back(instance, row)
-            self._ends.end_failed(request, row.error.code, row.error.text, now)
+            self._completion.end_failed(request, row.error.code, row.error.text, now)
         elif not self._reply(version, instance, request, row, now, taken):
             text = f"{version.label} answered with memory that is not its own"
-            self._ends.end_failed(request, "INTERNAL", text, now)
+            self._completion.end_failed(request, "INTERNAL", text, now)
             kill_for_protocol_error(self._state, version, instance, "memory in an answer")
 
     def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
@@ -428,5 +430,5 @@ class Dispatcher:
             version.statistics.answered_early(request.arrived, request.cost, now)
             assert request.batch is not None
             request.batch.early.append(request.arrived)
-        self._ends.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+        self._completion.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
         return True

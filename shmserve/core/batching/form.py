@@ -17,7 +17,7 @@ from msgspec import Struct
 from shmserve.core.policy import BatchPolicy
 
 
-class Waiting(Protocol):
+class BatchItem(Protocol):
     """The fields of a request that the batcher reads."""
 
     @property
@@ -42,7 +42,7 @@ class Reason(Enum):
     SINGLE = "single"  # the model takes one request at a time
 
 
-class Plan(Struct, gc=False):
+class BatchPlan(Struct, gc=False):
     """Run the first `count` requests of the queue now, for `reason`. Count 0: run none, and plan again at the time
     `wake` (0: when an event arrives). `chosen`: run the requests at these increasing places instead of the first."""
 
@@ -88,7 +88,7 @@ class Shape(Struct, frozen=True):
         return Reason.PREFERRED if self.prefers and rows < self.max_batch else Reason.FULL
 
 
-def form(waiting: Sequence[Waiting], shape: Shape, now: int, base: int = 0, signature: object = None) -> Plan:
+def form(waiting: Sequence[BatchItem], shape: Shape, now: int, base: int = 0, signature: object = None) -> BatchPlan:
     """Plans which of `waiting` (in order, not empty) run now.
 
     With `base` > 0, plans instead which of them to add to a batch of `base` rows with this `signature` that already
@@ -118,11 +118,11 @@ def form(waiting: Sequence[Waiting], shape: Shape, now: int, base: int = 0, sign
             best_count, best_rows = count, rows
     if base:
         return _extension(count, rows, best_count, best_rows, saturated, shape.reason(base + best_rows))
-    pending, best = Plan(count, rows, reason), Plan(best_count, best_rows, shape.reason(best_rows))
+    pending, best = BatchPlan(count, rows, reason), BatchPlan(best_count, best_rows, shape.reason(best_rows))
     return _decide(shape, now - oldest, now, pending, best, stopped)
 
 
-def _decide(shape: Shape, age: int, now: int, pending: Plan, best: Plan, stopped: bool) -> Plan:
+def _decide(shape: Shape, age: int, now: int, pending: BatchPlan, best: BatchPlan, stopped: bool) -> BatchPlan:
     """Chooses between a preferred size (`best`), all requests that fit (`pending`), and waiting for more.
 
     `age`: time for which the oldest request has waited. `stopped`: the next request cannot be added.
@@ -135,17 +135,17 @@ def _decide(shape: Shape, age: int, now: int, pending: Plan, best: Plan, stopped
     if age >= delay:
         pending.reason = Reason.DELAY if delay else Reason.IDLE
         return pending
-    return Plan(0, 0, Reason.DELAY, now + delay - age)
+    return BatchPlan(0, 0, Reason.DELAY, now + delay - age)
 
 
-def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated: bool, reason: Reason) -> Plan:
+def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated: bool, reason: Reason) -> BatchPlan:
     """The plan for a batch that is extended. `saturated`: the next request would exceed the largest preferred size."""
     if best_count or saturated:
-        return Plan(best_count, best_rows, reason)
-    return Plan(count, rows, Reason.IDLE)
+        return BatchPlan(best_count, best_rows, reason)
+    return BatchPlan(count, rows, Reason.IDLE)
 
 
-def _fill(waiting: Sequence[Waiting], max_batch: int, base: int) -> Plan:
+def _fill(waiting: Sequence[BatchItem], max_batch: int, base: int) -> BatchPlan:
     """Takes as many requests as fit: the fast path for `Shape.simple`."""
     rows = base
     count = 0
@@ -153,6 +153,6 @@ def _fill(waiting: Sequence[Waiting], max_batch: int, base: int) -> Plan:
         rows += request.cost
         if rows > max_batch:
             rows -= request.cost
-            return Plan(count, rows - base, Reason.FULL)
+            return BatchPlan(count, rows - base, Reason.FULL)
         count += 1
-    return Plan(count, rows - base, Reason.FULL if rows == max_batch else Reason.IDLE)
+    return BatchPlan(count, rows - base, Reason.FULL if rows == max_batch else Reason.IDLE)

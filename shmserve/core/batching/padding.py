@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shmserve.core.batching.form import Plan, Reason, Shape, Waiting, form
+from shmserve.core.batching.form import BatchItem, BatchPlan, Reason, Shape, form
 from shmserve.core.policy import PaddingPolicy
 
 _WASTE = 4
 """Groups whose padding costs more than this many batches are not considered: two groups nearly always cost less."""
 
 
-class WaitingPadded(Waiting, Protocol):
+class WaitingPadded(BatchItem, Protocol):
     """The additional fields that padding reads."""
 
     @property
@@ -50,8 +50,8 @@ def form_padded(
     signature: object = None,
     length: int = 0,
     useful: int = 0,
-) -> Plan:
-    """Like `form`, but chooses among the first `lookahead` requests: `Plan.chosen` contains their places.
+) -> BatchPlan:
+    """Like `form`, but chooses among the first `lookahead` requests: `BatchPlan.chosen` contains their places.
 
     `base` rows with `signature` already wait at a worker, with a maximum length of `length` and `useful` elements in
     total. A request that expires before `urgent` is not overtaken.
@@ -64,14 +64,14 @@ def form_padded(
         places = _group(window, shape, policy)
     places = _in_turn(window, places, shape, urgent)
     if not places:
-        return Plan(0, 0, Reason.SHAPE)
+        return BatchPlan(0, 0, Reason.SHAPE)
     members = [window[place] for place in places]
     plan = form(members, shape, now, base, signature)
     if len(places) < len(window):
         if plan.reason is Reason.IDLE:
             plan.reason = Reason.SHAPE
         elif not plan.count and not base and _enough(window, shape, policy):
-            plan = Plan(len(members), sum([request.cost for request in members]), Reason.SHAPE)
+            plan = BatchPlan(len(members), sum([request.cost for request in members]), Reason.SHAPE)
     if plan.count and places[plan.count - 1] >= plan.count:
         plan.chosen = places[: plan.count]
     return plan

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from shmserve.core.batching.form import Plan, Reason, form
+from shmserve.core.batching.form import BatchPlan, Reason, form
 from shmserve.core.batching.padding import form_padded
 from shmserve.core.records import Batch, Instance, Request, Version
 
 
-def plan_batch(version: Version, now: int, alone: bool = False) -> Plan:
+def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
     """The next batch; `alone`: of a single request."""
     if alone or version.shape is None:
-        return Plan(1, version.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
+        return BatchPlan(1, version.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
     if version.padding is not None:
         waiting = version.queue.first(version.padding.lookahead)
         return form_padded(waiting, version.shape, version.padding, now, _urgent(version, now))
     return form(version.queue.first(version.shape.enough), version.shape, now)
 
 
-def plan_extension(version: Version, batch: Batch, now: int) -> Plan:
+def plan_extension(version: Version, batch: Batch, now: int) -> BatchPlan:
     shape = version.shape
     if shape is None or batch.rows in shape.preferred or batch.rows >= shape.max_batch:
-        return Plan(0, 0, batch.reason)
+        return BatchPlan(0, 0, batch.reason)
     if version.padding is not None:
         waiting = version.queue.first(version.padding.lookahead)
         base = batch.rows, batch.signature, *batch.lengths()
@@ -33,7 +33,7 @@ def _urgent(version: Version, now: int) -> int:
     return now + 2 * version.service_ns + 4 * version.spread_ns
 
 
-def planned(version: Version, plan: Plan) -> list[Request]:
+def planned(version: Version, plan: BatchPlan) -> list[Request]:
     """The requests of the plan."""
     if plan.chosen is None:
         return version.queue.first(plan.count)[: plan.count]
@@ -41,7 +41,7 @@ def planned(version: Version, plan: Plan) -> list[Request]:
     return [waiting[place] for place in plan.chosen]
 
 
-def take(version: Version, plan: Plan) -> list[Request]:
+def take(version: Version, plan: BatchPlan) -> list[Request]:
     """Removes the requests of the plan from the queue and returns them."""
     return version.queue.take(plan.count) if plan.chosen is None else version.queue.pick(plan.chosen)
 

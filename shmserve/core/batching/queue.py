@@ -163,7 +163,7 @@ class Share(Generic[R]):
             self._forget()
 
 
-class Level(Generic[R]):
+class PriorityLevel(Generic[R]):
     """One priority level. Invariant: `active` are those of `shares` with requests in `ready`."""
 
     __slots__ = ("active", "delayed", "dropped", "policy", "shares", "turn", "unserved")
@@ -348,7 +348,7 @@ class RequestQueue(Generic[R]):
     def __init__(self, policy: BatchPolicy | None) -> None:
         self._policy = policy = policy or BatchPolicy()
         self.default_level = policy.default_level if policy.levels else 0
-        self._levels: dict[int, Level[R]] = {}
+        self._levels: dict[int, PriorityLevel[R]] = {}
         """In ascending order of level."""
         self._sweep_at = IDLE_LEVELS
         self._turn = 0
@@ -364,17 +364,17 @@ class RequestQueue(Generic[R]):
         levels = self._policy.levels
         return priority if 1 <= priority <= levels else self.default_level
 
-    def level(self, number: int) -> Level[R]:
+    def level(self, number: int) -> PriorityLevel[R]:
         found = self._levels.get(number)
         return self._new(number) if found is None else found
 
     def policy(self, number: int) -> QueuePolicy:
         return self._policy.level_policies.get(number, self._policy.default_policy)
 
-    def _new(self, number: int) -> Level[R]:
+    def _new(self, number: int) -> PriorityLevel[R]:
         if len(self._levels) >= self._sweep_at:
             self._drop_idle()
-        made: Level[R] = Level(self.policy(number), self._turn)
+        made: PriorityLevel[R] = PriorityLevel(self.policy(number), self._turn)
         self._levels[number] = made
         self._levels = dict(sorted(self._levels.items()))
         return made

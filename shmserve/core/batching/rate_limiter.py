@@ -23,7 +23,7 @@ class Limiter:
 
     def __init__(self, given: Iterable[tuple[str, int, int]] = ()) -> None:
         self._given = {(name, device): count for name, device, count in given}
-        self._asked: dict[Place, int] = {}
+        self._required: dict[Place, int] = {}
         self._used: dict[Place, int] = {}
         self._running: dict[Instance, tuple[Resource, ...]] = {}
         self._executions: dict[Instance, int] = {}
@@ -35,7 +35,7 @@ class Limiter:
         """Registers an instance. Resets all counters, so that the new one does not go first for long."""
         for resource in spec.resources:
             place = _place(spec, resource)
-            self._asked[place] = max(self._asked.get(place, 0), resource.count)
+            self._required[place] = max(self._required.get(place, 0), resource.count)
         self._executions.clear()
 
     def total(self, place: Place) -> int:
@@ -43,7 +43,7 @@ class Limiter:
         given = self._given.get(place)
         if given is None and device != SHARED:
             given = self._given.get((name, ANY))
-        return self._asked.get(place, 0) if given is None else given
+        return self._required.get(place, 0) if given is None else given
 
     def acquire(self, version: Version, instance: Instance) -> bool:
         """Takes all resources of the instance, or none."""

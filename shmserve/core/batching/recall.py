@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import deque
 
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.completion import Completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Withdraw
 
 
 class Recalls:
-    def __init__(self, state: State, ends: Ends) -> None:
+    def __init__(self, state: State, completion: Completion) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
 
     def recall(self, instance: Instance, batch: Batch) -> None:
         """Asks the worker to return its waiting batch."""
@@ -28,7 +28,7 @@ class Recalls:
         batch.left -= 1
         request.batch = None
         if request.state is RequestState.LINGERING:
-            self._ends.released(request)
+            self._completion.released(request)
         else:
             request.move(RequestState.QUEUED)
             request.instance = None
@@ -46,6 +46,6 @@ class Recalls:
             if version.order is not None and heir.order is not None:
                 version.order.remove(request)
                 heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival
-                self._ends.answer_in_order(version)
+                self._completion.answer_in_order(version)
         heir.queue.put_back(request)
         self._state.dirty[heir] = None

@@ -11,18 +11,18 @@ calls have the audience of their parent.
 from __future__ import annotations
 
 from shmserve.core.batching.dispatch import Dispatcher
-from shmserve.core.calls.deadlock import Waits
+from shmserve.core.calls.deadlock import DeadlockDetector
 from shmserve.core.effects import Query
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.models.deployment import Operations
+from shmserve.core.models.deployment import Deployments
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.admission import Admission
-from shmserve.core.requests.client import Caller
-from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.enqueue import Intake
-from shmserve.core.requests.quotas import Crowd
-from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.client import CallingWorker
+from shmserve.core.requests.completion import Completion
+from shmserve.core.requests.enqueue import Enqueuer
+from shmserve.core.requests.quotas import Quotas
+from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.state import STOPPING, State, Timer
@@ -37,27 +37,27 @@ USER = "worker"
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 
-class Calls:
+class ModelCalls:
     def __init__(
         self,
         state: State,
-        ends: Ends,
+        completion: Completion,
         dispatcher: Dispatcher,
-        streams: Streams,
-        intake: Intake,
+        streams: ResponseStreams,
+        enqueuer: Enqueuer,
         admission: Admission,
-        operations: Operations,
-        crowd: Crowd,
+        operations: Deployments,
+        quotas: Quotas,
     ) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
         self._dispatcher = dispatcher
         self._streams = streams
-        self._intake = intake
+        self._enqueuer = enqueuer
         self._admission = admission
         self._operations = operations
-        self._crowd = crowd
-        self._waits = Waits(state)
+        self._quotas = quotas
+        self._waits = DeadlockDetector(state)
 
     # ------------------------------------------------------------------------------------ workers' messages
 
@@ -65,7 +65,7 @@ class Calls:
         version, instance = self._state.instances[peer]
         caller = instance.caller
         if caller is None:
-            caller = instance.caller = Caller(
+            caller = instance.caller = CallingWorker(
                 peer, INTERNAL, "worker", "memfd", instance.spec.name, user=USER, roles=roles.EVERYTHING,
             )  # fmt: skip
         if not message.call or message.call in caller.requests:
@@ -81,14 +81,14 @@ class Calls:
         if request.held and request.state not in _ANSWERED:
             stuck = self._waits.closes_circle(request)
             if stuck:
-                self._ends.fail_early(request, "UNAVAILABLE", stuck, now)
+                self._completion.fail_early(request, "UNAVAILABLE", stuck, now)
 
     def cancel(self, peer: int, message: Cancel, now: int) -> None:
         request = self._of(peer, message.request)
         if request is None:  # already answered (the messages crossed), or an operation instead of a call
             self._state.effects.append(Query(peer, message))
         else:
-            self._ends.fail_early(request, "CANCELLED", "the call was cancelled by the model that made it", now)
+            self._completion.fail_early(request, "CANCELLED", "the call was cancelled by the model that made it", now)
 
     def more(self, peer: int, message: More, now: int) -> None:
         request = self._of(peer, message.request)
@@ -124,12 +124,12 @@ class Calls:
 
     # ------------------------------------------------------------------------------------ admission
 
-    def _admit(self, caller: Caller, message: Call, now: int) -> Request:
+    def _admit(self, caller: CallingWorker, message: Call, now: int) -> Request:
         state, options = self._state, message.options
         parent = self._parent(state.instances[caller.number][1], message.parent)
         version = None
         if options is not None and options.sequence:
-            version = self._intake.sequencer.version_of(caller, message.model, message.version, options)
+            version = self._enqueuer.sequencer.version_of(caller, message.model, message.version, options)
         if state.draining and parent is None:
             raise Unavailable(STOPPING)
         self._check_room(caller)
@@ -140,7 +140,7 @@ class Calls:
             inline += options_bytes(options)
         self._check_form(version, message)
         plain = version.plain and (options is None or not options.sequence)
-        level = 0 if plain else self._intake.level(caller, version, message.version, options, rows, now)
+        level = 0 if plain else self._enqueuer.level(caller, version, message.version, options, rows, now)
         segments, pins = self._memory(caller, parent, message)
         number = state.next_number()
         request = Request(
@@ -157,12 +157,12 @@ class Calls:
         if state.traces.open and parent is not None:
             state.traces.child(request, parent)
         if options is not None and TRACE in options.parameters:
-            told = state.traces.begin(request, now)
-            if told is not None:
-                state.effects.append(told)
+            record = state.traces.begin(request, now)
+            if record is not None:
+                state.effects.append(record)
         if message.held:
             self._hold(caller)
-        self._intake.put(version, message.version, request, now)
+        self._enqueuer.put(version, message.version, request, now)
         return request
 
     def _parent(self, instance: Instance, number: int) -> Request | None:
@@ -174,7 +174,7 @@ class Calls:
             return request
         return None
 
-    def _check_room(self, caller: Caller) -> None:
+    def _check_room(self, caller: CallingWorker) -> None:
         """Checks only limits of the caller itself. Shared quotas are not applied: the caller's request has been
         admitted, and rejecting its call would only make it hold its resources longer."""
         limit = self._state.limits.client_requests
@@ -183,8 +183,8 @@ class Calls:
                 f"{len(caller.requests)} calls of this instance are in flight, the limit (client_requests); "
                 f"wait for answers first"
             )
-        if caller.held_bytes > self._crowd.heavy:
-            text = self._crowd.held(caller)
+        if caller.held_bytes > self._quotas.heavy:
+            text = self._quotas.held(caller)
             if text:
                 raise Unavailable(text)
 
@@ -203,7 +203,7 @@ class Calls:
     # ------------------------------------------------------------------------------------ memory
 
     def _memory(
-        self, caller: Caller, parent: Request | None, message: Call
+        self, caller: CallingWorker, parent: Request | None, message: Call
     ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
         """Returns the segments that a worker must map for this call, and the holds that it pins."""
         ledger = self._state.ledger
@@ -234,7 +234,7 @@ class Calls:
 
     # ------------------------------------------------------------------------------------ waiting instances
 
-    def _hold(self, caller: Caller) -> None:
+    def _hold(self, caller: CallingWorker) -> None:
         """The instance blocks until it is answered."""
         caller.waits_for += 1
         if caller.waits_for > 1:
@@ -257,7 +257,7 @@ class Calls:
 
     def _go_on(self, request: Request) -> None:
         caller = request.client
-        assert isinstance(caller, Caller)
+        assert isinstance(caller, CallingWorker)
         caller.waits_for -= 1
         if caller.gone or caller.waits_for:
             return
@@ -278,9 +278,9 @@ class Calls:
             request, text = self._waits.last_in_circle()
             if request is None:
                 return
-            self._ends.fail_early(request, "UNAVAILABLE", text, now)
+            self._completion.fail_early(request, "UNAVAILABLE", text, now)
 
-    def ended(self, instance: Instance) -> Caller | None:
+    def ended(self, instance: Instance) -> CallingWorker | None:
         """The process has ended: its client, if it had one, gets no further messages."""
         caller, instance.caller = instance.caller, None
         if caller is not None:
@@ -292,7 +292,7 @@ class Calls:
         """Drops the queries of a worker whose process has ended."""
         self._admission.questions.gone(peer)
 
-    def gone(self, caller: Caller, now: int) -> None:
+    def gone(self, caller: CallingWorker, now: int) -> None:
         """Releases the rest of a caller whose process has ended: its calls, holds and segments."""
         self._admission.give_up_all(caller, now)
         self._state.ledger.client_died(caller)

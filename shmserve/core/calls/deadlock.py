@@ -20,7 +20,7 @@ _ANSWERED = (RequestState.LINGERING, RequestState.ENDED, RequestState.DONE)
 Stuck = dict[Instance, None]
 
 
-class Waits:
+class DeadlockDetector:
     def __init__(self, state: State) -> None:
         self._state = state
 

@@ -5,7 +5,7 @@ models, except that their results go to the run. Invariant: a result is only rec
 `advance` processes it after all events of the turn, never while a batch is being processed.
 
 A tensor made by a step is kept until the last step that reads it has left its worker, or until the caller's response. A
-step with many responses may only be a limited number ahead of the caller (`Steps`), which gives backpressure.
+step with many responses may only be a limited number ahead of the caller (`StepRequests`), which gives backpressure.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shmserve.core.ensembles import graph
-from shmserve.core.ensembles.run import Iteration, Kept, Mapped, Run, Spot
-from shmserve.core.ensembles.steps import Steps
+from shmserve.core.ensembles.run import Iteration, KeptTensor, MappedStep, Run, Spot
+from shmserve.core.ensembles.steps import StepRequests
 from shmserve.core.records import Request
-from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.completion import Completion
+from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
-from shmserve.core.stats.statistics import Failure
+from shmserve.core.stats.statistics import FailureKind
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Value
 
@@ -35,9 +35,9 @@ _DEADLOCK = "unexpected deadlock, at least one output is not set while no more e
 
 
 class Ensembles:
-    def __init__(self, state: State, ends: Ends, streams: Streams, steps: Steps) -> None:
+    def __init__(self, state: State, completion: Completion, streams: ResponseStreams, steps: StepRequests) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
         self._streams = streams
         self._steps = steps
 
@@ -110,7 +110,7 @@ class Ensembles:
             made = {tensor.name: tensor for tensor in message.outputs}
             found = [(name, made.get(own)) for own, name in run.graph.steps[index].outputs]
             for kept in run.begin(iteration.level + 1, found, True, run.members[index].graph is not None):
-                self._let_go(run, kept)
+                self._release_tensor(run, kept)
         if last:
             del run.sources[iteration.level]
             self._have_read(run, iteration, index)
@@ -135,7 +135,7 @@ class Ensembles:
         for own, name in run.graph.steps[index].outputs:
             unread = run.appear(iteration, name, made.get(own), True, skipped)
             if unread is not None:
-                self._let_go(run, unread)
+                self._release_tensor(run, unread)
             run.settle(iteration, name)
         self._have_read(run, iteration, index)
 
@@ -148,14 +148,14 @@ class Ensembles:
                 kept.readers -= 1
                 if not kept.readers:
                     del iteration.tensors[name]
-                    self._let_go(run, kept)
+                    self._release_tensor(run, kept)
 
-    def _let_go(self, run: Run, kept: Kept) -> None:
+    def _release_tensor(self, run: Run, kept: KeptTensor) -> None:
         if kept.made and isinstance(kept.tensor.data, tuple):
             self._drop(run, kept.tensor.data)
 
     def _drop(self, run: Run, handles: tuple[Handle, ...] | list[Handle]) -> None:
-        self._ends.drop(run.request.client, handles)
+        self._completion.drop(run.request.client, handles)
 
     # ------------------------------------------------------------------------------------ starting steps
 
@@ -184,7 +184,7 @@ class Ensembles:
                     return
         if not step.mapped:
             iteration.due[index] = 1
-            self._steps.ask(run, Spot(index, 0, iteration), [(own, tensor) for own, _, tensor in inputs], False, now)
+            self._steps.submit(run, Spot(index, 0, iteration), [(own, tensor) for own, _, tensor in inputs], False, now)
             return
         over = run.find(iteration, step.mapped)
         if over is None:
@@ -196,7 +196,7 @@ class Ensembles:
             return
         iteration.due[index] = count
         iteration.rows[index] = {}
-        run.mapped.append(Mapped(index, iteration, inputs, rows, count))
+        run.mapped.append(MappedStep(index, iteration, inputs, rows, count))
         if len(run.mapped) == 1:
             self._queue_rows(run)
 
@@ -208,25 +208,25 @@ class Ensembles:
         """Requests rows of mapped steps, up to `most`, round robin between users and runs. Returns the number of
         requests."""
         mapped = self._state.mapped
-        asked = 0
-        while mapped and asked < most:
+        requested = 0
+        while mapped and requested < most:
             run = mapped.pop()
-            for _ in range(min(ROWS_TOGETHER, most - asked)):
+            for _ in range(min(ROWS_TOGETHER, most - requested)):
                 if not run.mapped or run.failure is not None or run.over:
                     break
-                asked += 1
+                requested += 1
                 try:
                     self._ask_row(run, run.mapped[0], now)
                 except ServeError as error:
                     self._fail(run, error)
-                    self._state.stirred[run] = None
+                    self._state.changed_runs[run] = None
             if run.failure is not None or run.over:
                 run.mapped.clear()
             elif run.mapped:
                 self._queue_rows(run)
-        return asked
+        return requested
 
-    def _ask_row(self, run: Run, mapped: Mapped, now: int) -> None:
+    def _ask_row(self, run: Run, mapped: MappedStep, now: int) -> None:
         """Requests the next row."""
         number, index = mapped.next, mapped.step
         mapped.next += 1
@@ -235,7 +235,7 @@ class Ensembles:
         row, over = next(mapped.rows), run.graph.steps[index].mapped
         mine = [(own, row if name == over else tensor) for own, name, tensor in mapped.inputs]
         try:
-            self._steps.ask(run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now)
+            self._steps.submit(run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now)
         except ServeError as error:
             raise type(error)(f"row {number} of step {index}: {error.message}") from error
 
@@ -270,7 +270,7 @@ class Ensembles:
                 if run.over:
                     return False
             elif not level:
-                self._ends.part(run.request, (), None, True)
+                self._completion.part(run.request, (), None, True)
                 self._finish(run, now)
                 return False
             run.open[level].popleft()
@@ -318,10 +318,10 @@ class Ensembles:
         request = run.request
         outputs = self._outputs(run, iteration)
         self._count(run, now)
-        self._ends.pass_on(request, graph.handles_of(outputs))
+        self._completion.pass_on(request, graph.handles_of(outputs))
         run.over = True
         reply = Reply(request.client_number, request.version.number, outputs, _sequence_of(request))
-        self._ends.deliver(request, reply)
+        self._completion.deliver(request, reply)
 
     def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
         """Sends one of several responses. The last one is marked as last if that is already known and it has
@@ -329,8 +329,8 @@ class Ensembles:
         outputs = self._outputs(run, iteration)
         last = bool(outputs) and run.is_last
         run.room -= 1
-        self._ends.pass_on(run.request, graph.handles_of(outputs))
-        self._ends.part(run.request, outputs, _sequence_of(run.request), last)
+        self._completion.pass_on(run.request, graph.handles_of(outputs))
+        self._completion.part(run.request, outputs, _sequence_of(run.request), last)
         if last:
             self._finish(run, now)
 
@@ -338,7 +338,7 @@ class Ensembles:
         """Ends the request after its last part."""
         self._count(run, now)
         run.over = True
-        self._ends.finish(run.request, "")
+        self._completion.finish(run.request, "")
 
     def _count(self, run: Run, now: int) -> None:
         request, statistics = run.request, run.request.version.statistics
@@ -353,34 +353,34 @@ class Ensembles:
         for step in list(run.out.values()):
             self._give_up(step)
         request.version.statistics.failed(
-            Failure.CANCELED if code == "CANCELLED" else Failure.OTHER, now - request.arrived
+            FailureKind.CANCELED if code == "CANCELLED" else FailureKind.OTHER, now - request.arrived
         )
         if not run.out:
-            self._ends.deliver(request, Fail(request.client_number, code, text))
+            self._completion.deliver(request, Fail(request.client_number, code, text))
             return
-        self._ends.tell_failed(request, code, text)
+        self._completion.tell_failed(request, code, text)
         request.move(_LINGERING)
-        self._ends.leaves(request)
+        self._completion.leaves(request)
 
     def _give_up(self, step: Request) -> None:
         if step.state is _QUEUED:
             step.version.drop(step)
             self._state.dirty[step.version] = None
-            self._ends.end(step)
+            self._completion.end(step)
             if step.version.order is not None:
-                self._ends.answer_in_order(step.version)
+                self._completion.answer_in_order(step.version)
         elif step.state in (_SENT, _OPEN):
-            self._ends.linger(step)
+            self._completion.linger(step)
         elif step.state is _DONE:
-            self._ends.drop_done(step)
+            self._completion.drop_done(step)
         elif step.state is _CHAINED:
             inner = self._state.runs[step.number]
             inner.fail("CANCELLED", "its ensemble has failed")
-            self._state.stirred[inner] = None
+            self._state.changed_runs[inner] = None
 
     def _close_iteration(self, run: Run, iteration: Iteration) -> None:
         for kept in iteration.tensors.values():
-            self._let_go(run, kept)
+            self._release_tensor(run, kept)
         for rows in iteration.rows.values():
             for tensors in rows.values():
                 self._drop(run, graph.handles_of(tensors))
@@ -389,7 +389,7 @@ class Ensembles:
         """Removes the run: no worker has any of its steps."""
         request = run.request
         if request.state is _LINGERING:
-            self._ends.released(request)
+            self._completion.released(request)
         for iteration in run.iterations():
             self._close_iteration(run, iteration)
         for _, message in run.results:  # results of steps that were dropped

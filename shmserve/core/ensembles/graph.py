@@ -26,7 +26,7 @@ HANDLE_BYTES = 22
 _LENGTH = 4
 
 
-class Graph:
+class EnsembleGraph:
     """Which steps make and read which tensor. Consistency was checked when the ensemble was loaded."""
 
     __slots__ = ("_levels", "_needed", "maker", "outputs", "readers", "steps", "waits")
@@ -77,7 +77,7 @@ class Levels:
 
     __slots__ = ("readers", "reads", "sources", "steps", "tensors", "waits")
 
-    def __init__(self, graph: Graph, needed: frozenset[int], many: frozenset[int]) -> None:
+    def __init__(self, graph: EnsembleGraph, needed: frozenset[int], many: frozenset[int]) -> None:
         found: dict[int, int] = {}
         self.tensors: dict[str, int] = {}
         """Tensor -> level. Tensors that no step makes are left out; they are of level 0."""
@@ -191,8 +191,10 @@ def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
     shape = (1, *rest)
     if isinstance(tensor.data, bytes):
         data = tensor.data
-        ends = [prod(rest) * item * row for row in range(count + 1)] if item else _string_ends(data, count, prod(rest))
-        return count, (Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(ends))
+        completion = (
+            [prod(rest) * item * row for row in range(count + 1)] if item else _string_ends(data, count, prod(rest))
+        )
+        return count, (Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(completion))
     assert isinstance(tensor.data, tuple)
     if not item:
         raise Unsupported(
@@ -209,16 +211,16 @@ def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
 
 def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
     """The end of each row of strings, preceded by 0."""
-    ends, at = [0], 0
+    completion, at = [0], 0
     for _ in range(rows):
         for _ in range(each):
             if at + _LENGTH > len(data):
                 raise InvalidRequest("strings that are mapped end in the middle of one")
             at += _LENGTH + unpack_from("<I", data, at)[0]
-        ends.append(at)
+        completion.append(at)
     if at != len(data):
         raise InvalidRequest(f"strings that are mapped take {at} bytes, not {len(data)}")
-    return ends
+    return completion
 
 
 def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Handle, ...] | bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shmserve.core.effects import Compose
 from shmserve.core.events import Composed
-from shmserve.core.models.deployment import UNLOADED, Operations
+from shmserve.core.models.deployment import UNLOADED, Deployments
 from shmserve.core.records import Version
 from shmserve.core.state import State
 from shmserve.core.states import VersionState
@@ -17,8 +17,8 @@ from shmserve.core.states import VersionState
 _V = VersionState
 
 
-class Members:
-    def __init__(self, state: State, operations: Operations) -> None:
+class EnsembleReadiness:
+    def __init__(self, state: State, operations: Deployments) -> None:
         self._state = state
         self._operations = operations
 
@@ -33,7 +33,7 @@ class Members:
     def composed(self, peer: int, event: Composed, now: int) -> None:
         """The shell's answer: whether the models of the steps fit together."""
         for version in list(self._state.ensembles):
-            if version.source == event.source and version.asked == event.number:
+            if version.source == event.source and version.compose_number == event.number:
                 if event.problem:
                     members = version.members
                     self._lost(version, event.problem, now)
@@ -62,8 +62,8 @@ class Members:
         if members != version.members:
             version.members = members
             self._state.cache.purge(version)
-            version.asked = self._state.next_number()
-            self._state.effects.append(Compose(version.source, version.asked))
+            version.compose_number = self._state.next_number()
+            self._state.effects.append(Compose(version.source, version.compose_number))
 
     def _set_decoupled(self, version: Version, members: tuple[Version, ...]) -> None:
         """An ensemble is decoupled if one of its steps is."""
@@ -129,7 +129,7 @@ class Members:
         self._operations.is_ready(version)
 
     def _lost(self, version: Version, reason: str, now: int, recovers: bool = False) -> None:
-        version.members, version.asked = (), 0
+        version.members, version.compose_number = (), 0
         if recovers != version.member_recovering:
             version.member_recovering = recovers
             self._state.regard = True

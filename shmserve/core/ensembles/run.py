@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from shmserve.core.ensembles.graph import Graph, Levels
+from shmserve.core.ensembles.graph import EnsembleGraph, Levels
 from shmserve.core.records import Request, Version
 from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Wanted
 
 Held = dict["tuple[str, int] | Version", Version]
 
 
-class Kept(Struct, eq=False):
+class KeptTensor(Struct, eq=False):
     """An existing tensor of the ensemble. `readers`: steps that have not read it yet. All levels below, and the
     response, count as one more, which ends with the iteration."""
 
@@ -38,7 +38,7 @@ class Iteration(Struct, eq=False):
 
     level: int
     left: int
-    tensors: dict[str, Kept] = {}
+    tensors: dict[str, KeptTensor] = {}
     skipped: set[str] = set()
     """Tensors that will not be made, because a condition was false."""
     absent: set[str] = set()
@@ -65,7 +65,7 @@ class Spot(NamedTuple):
     iteration: Iteration
 
 
-class Mapped(Struct, eq=False):
+class MappedStep(Struct, eq=False):
     """A mapped step with rows left to request: `rows`, of which the first is number `next`. `inputs` are (name for the
     model, name in the ensemble, tensor)."""
 
@@ -81,7 +81,7 @@ class Run(Struct, eq=False):
     """`out`: requests of steps that have not ended. `over`: the caller has received its last response."""
 
     request: Request
-    graph: Graph
+    graph: EnsembleGraph
     needed: frozenset[int]
     wanted: dict[str, Wanted | None]
     held: Held
@@ -93,7 +93,7 @@ class Run(Struct, eq=False):
     open: list[deque[Iteration]] = []
     """For each level: the open iterations, in order."""
     ready: list[tuple[Iteration, int]] = []
-    mapped: deque[Mapped] = field(default_factory=deque)
+    mapped: deque[MappedStep] = field(default_factory=deque)
     """If this is not empty and the run has not failed, the run is in State.mapped."""
     out: dict[int, Request] = {}
     spots: dict[int, Spot] = {}
@@ -106,7 +106,7 @@ class Run(Struct, eq=False):
     failure: tuple[str, str] | None = None
     over: bool = False
 
-    def told(self, request: Request, message: Reply | Part | Fail, inner: Run | None) -> None:
+    def responded(self, request: Request, message: Reply | Part | Fail, inner: Run | None) -> None:
         """Records a result of a step. `inner`: the run of a step that is an ensemble itself."""
         self.results.append((self.spots[request.number], message))
         if isinstance(message, Part) and not message.last:
@@ -136,14 +136,14 @@ class Run(Struct, eq=False):
         level = self.levels.tensors.get(name, 0)
         return iteration if level == iteration.level else self.open[level][0]
 
-    def find(self, iteration: Iteration, name: str) -> Kept | None:
+    def find(self, iteration: Iteration, name: str) -> KeptTensor | None:
         return self.home(iteration, name).tensors.get(name)
 
     def keep(self, iteration: Iteration, name: str, tensor: Tensor, made: bool) -> bool:
         """Stores the tensor. False: no step will read it."""
         readers = self.levels.reads.get(name, 0) + (made and name in self.wanted)
         if readers:
-            iteration.tensors[name] = Kept(tensor, readers, made)
+            iteration.tensors[name] = KeptTensor(tensor, readers, made)
         return readers > 0
 
     def settle(self, iteration: Iteration, name: str) -> None:
@@ -165,7 +165,7 @@ class Run(Struct, eq=False):
 
     def begin(
         self, level: int, found: Iterable[tuple[str, Tensor | None]], made: bool, skipped: bool = False
-    ) -> list[Kept]:
+    ) -> list[KeptTensor]:
         """A new iteration with its first tensors. Returns those that no step will read."""
         iteration = Iteration(level, len(self.levels.steps[level]))
         self.open[level].append(iteration)
@@ -173,7 +173,9 @@ class Run(Struct, eq=False):
         self.wait(iteration)
         return [kept for kept in unread if kept is not None]
 
-    def appear(self, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool) -> Kept | None:
+    def appear(
+        self, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool
+    ) -> KeptTensor | None:
         """A tensor of the iteration. None: it will never exist, because its step was skipped or did not make it.
         Returns the tensor if a step has made it and no step will read it."""
         if tensor is None:
@@ -182,7 +184,7 @@ class Run(Struct, eq=False):
         if made:
             tensor = Tensor(name, tensor.dtype, tensor.shape, tensor.data)
         if not self.keep(iteration, name, tensor, made) and made:
-            return Kept(tensor, 0, made)
+            return KeptTensor(tensor, 0, made)
         return None
 
     def wait(self, iteration: Iteration) -> None:

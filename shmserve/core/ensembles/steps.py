@@ -11,7 +11,7 @@ from shmserve.core.ensembles import graph
 from shmserve.core.ensembles.run import Run, Spot
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request, Version
-from shmserve.core.requests.enqueue import Intake
+from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.state import State
 from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
 from shmserve.protocol.messages import LabelFile, Options, Tensor, Wanted
@@ -20,10 +20,10 @@ WINDOW = 16
 """Default number of responses that a source may be ahead of the caller."""
 
 
-class Steps:
-    def __init__(self, state: State, intake: Intake) -> None:
+class StepRequests:
+    def __init__(self, state: State, enqueuer: Enqueuer) -> None:
         self._state = state
-        self._intake = intake
+        self._enqueuer = enqueuer
 
     def follow(self, run: Run, index: int) -> None:
         """Continues a sequence where it started, which may be another generation than the current one or than the one
@@ -31,7 +31,7 @@ class Steps:
         step, options = run.graph.steps[index], run.request.options
         if options is None or not options.sequence:
             return
-        member = self._intake.sequencer.version_of(run.request.client, step.model, step.version, options)
+        member = self._enqueuer.sequencer.version_of(run.request.client, step.model, step.version, options)
         if member is not None and member is not run.members[index]:
             if member.decoupled and not run.members[index].decoupled:
                 text = f"'{member.model}' of a step may answer a request many times, unlike what has replaced it"
@@ -41,7 +41,7 @@ class Steps:
                 run.held[member] = member
                 member.users += 1
 
-    def ask(self, run: Run, spot: Spot, given: list[tuple[str, Tensor]], outside: bool, now: int) -> None:
+    def submit(self, run: Run, spot: Spot, given: list[tuple[str, Tensor]], in_shared_memory: bool, now: int) -> None:
         """Queues one request to the model of a step."""
         index, _, iteration = spot
         state, parent, member = self._state, run.request, run.members[index]
@@ -56,7 +56,7 @@ class Steps:
         )
         outputs, final = self._wanted(run, index)
         labels = _labels(run, index) if any(wanted.classes for wanted in outputs) else ()
-        outside = outside or (final and parent.outside)
+        in_shared_memory = in_shared_memory or (final and parent.in_shared_memory)
         try:
             rows, signature, inline, _, length = checker.check(inputs, outputs)
         except ServeError as error:
@@ -68,11 +68,11 @@ class Steps:
         client = parent.client
         if member.graph is None and all(instance.over for instance in member.instances):
             raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
-        self._intake.check_step(client, member, inline, now)
+        self._enqueuer.check_step(client, member, inline, now)
         level = 0
         if not member.plain:
-            heard = _without_sequence(options) if member.places is None and member.graph is None else options
-            level = self._intake.level(client, member, step.version, heard, rows, now)
+            step_options = _without_sequence(options) if member.places is None and member.graph is None else options
+            level = self._enqueuer.level(client, member, step.version, step_options, rows, now)
         segments = tuple(graph.check_parts(inputs))
         inline += graph.HANDLE_BYTES * len(segments)
         segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
@@ -84,7 +84,7 @@ class Steps:
         request = Request(
             number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, (), (), now, level, deadline=parent.deadline,
-            audience=parent.audience if final else INTERNAL, step_of=parent.number, outside=outside,
+            audience=parent.audience if final else INTERNAL, step_of=parent.number, in_shared_memory=in_shared_memory,
             special=True, near=self._near(run, index, member) if policy.leaves_there and not final else (),
             aliases=not (final or step.mapped or member.cached), length=length, labels=labels,
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Steps:
             run.sources[iteration.level] = request
         client.steps += 1
         client.bytes += inline
-        self._intake.put(member, step.version, request, now)
+        self._enqueuer.put(member, step.version, request, now)
 
     def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
         """The outputs to request from the model of a step, and whether some of them are for the caller."""

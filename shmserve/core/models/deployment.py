@@ -26,11 +26,11 @@ UNLOADED = "unloaded"
 OVERTAKEN = "Newer operation has been applied to the model lifecycle"
 
 
-class Operations:
+class Deployments:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def _tell(self, operation: int, code: str = "", text: str = "") -> None:
+    def _report(self, operation: int, code: str = "", text: str = "") -> None:
         if operation:
             self._state.effects.append(Settled(operation, code, text))
 
@@ -39,7 +39,7 @@ class Operations:
     def deploy(self, peer: int, event: Deploy, now: int) -> None:
         state = self._state
         if state.draining:
-            self._tell(event.operation, "UNAVAILABLE", STOPPING)
+            self._report(event.operation, "UNAVAILABLE", STOPPING)
             return
         model = state.models.setdefault(event.model, Model(event.model))
         model.reason = ""
@@ -136,7 +136,7 @@ class Operations:
     def unload(self, peer: int, event: Unload, now: int) -> None:
         model = self._state.models.get(event.model)
         if model is None:
-            self._tell(event.operation)
+            self._report(event.operation)
             return
         model.reason = ""
         model.failed = None
@@ -159,13 +159,13 @@ class Operations:
         served = [v for v in known if v.state in (_V.LOADING, _V.READY) or v.recovering]
         chosen = [version for version in served if event.version in (0, version.number)]
         if self._state.draining:
-            self._tell(event.operation, "UNAVAILABLE", STOPPING)
+            self._report(event.operation, "UNAVAILABLE", STOPPING)
         elif model is None or not chosen:
             which = f"version {event.version} of model '{event.model}'" if event.version else f"model '{event.model}'"
-            self._tell(event.operation, "NOT_FOUND", f"cannot restart {which}: it is not served")
+            self._report(event.operation, "NOT_FOUND", f"cannot restart {which}: it is not served")
         elif model.operation is not None:
             text = f"cannot restart model '{model.name}' now: it is being loaded; try again when that is over"
-            self._tell(event.operation, "UNAVAILABLE", text)
+            self._report(event.operation, "UNAVAILABLE", text)
         elif event.instance:
             self._replace(model, chosen, event)
         else:
@@ -185,7 +185,7 @@ class Operations:
         if not found:
             names = ", ".join(i.spec.name for version in versions for i in version.instances if not i.over)
             text = f"model '{model.name}' has no instance '{event.instance}'; it has {names}"
-            self._tell(event.operation, "NOT_FOUND", text)
+            self._report(event.operation, "NOT_FOUND", text)
             return
         targets = tuple(_target_of(version) for version in versions)
         operation = model.operation = Operation([event.operation], targets, True)
@@ -209,7 +209,7 @@ class Operations:
             if instance.replaces is not None:  # the other instance is only removed by a commit
                 self.stop(version, instance)
         for number in operation.numbers:
-            self._tell(number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
+            self._report(number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
 
     # ------------------------------------------------------------------------------------ loading
 
@@ -302,7 +302,7 @@ class Operations:
             model.departures.append(Departure(operation.numbers, stopping))
             return
         for number in operation.numbers:
-            self._tell(number, "UNAVAILABLE" if text else "", text)
+            self._report(number, "UNAVAILABLE" if text else "", text)
 
     def _commit(self, model: Model, operation: Operation) -> None:
         for number, version in model.coming.items():
@@ -419,7 +419,7 @@ class Operations:
         if subject is None:
             for sequence in [sequence for sequence in self._state.sequences.values() if sequence.idle]:
                 sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: the server is stopping")
-                sequence.stirred()
+                sequence.mark_changed()
                 self._state.dirty[sequence.version] = None
             return
         version = self._state.parting.get(subject) if isinstance(subject, Instance) else subject
@@ -461,12 +461,12 @@ class Operations:
         for unloading in list(model.unloading):
             if all(version.gone and version.state is not _V.UNLOADING for version in unloading.versions):
                 model.unloading.remove(unloading)
-                self._tell(unloading.number)
+                self._report(unloading.number)
         for departure in list(model.departures):
             if not any(instance.state in (_I.STOPPING, _I.KILLED) for instance in departure.instances):
                 model.departures.remove(departure)
                 for number in departure.numbers:
-                    self._tell(number)
+                    self._report(number)
 
 
 def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:

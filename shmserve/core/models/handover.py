@@ -13,7 +13,7 @@ from collections import deque
 from shmserve.core.batching.recall import Recalls
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.completion import Completion
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
 
@@ -24,9 +24,9 @@ _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 
 class Handover:
-    def __init__(self, state: State, ends: Ends, recalls: Recalls) -> None:
+    def __init__(self, state: State, completion: Completion, recalls: Recalls) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
         self._recalls = recalls
 
     def settle(self, now: int) -> None:
@@ -71,7 +71,7 @@ class Handover:
             moved = [request for request in old.order if request.version is new]
             new.order = deque([*moved, *new.order])
             old.order = deque(request for request in old.order if request.version is old)
-            self._ends.answer_in_order(old)
+            self._completion.answer_in_order(old)
 
     def _limit(self, version: Version, instance: Instance, now: int) -> None:
         instance.due = now + self._state.limits.exit_ns
@@ -130,4 +130,4 @@ class Handover:
 
     def _fail(self, request: Request, code: str, text: str, now: int) -> None:
         if request.state not in _ANSWERED:
-            self._ends.fail_early(request, code, text, now)
+            self._completion.fail_early(request, code, text, now)

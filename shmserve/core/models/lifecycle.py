@@ -6,14 +6,14 @@ from typing import Any
 
 from shmserve.core.batching.dispatch import Dispatcher
 from shmserve.core.batching.recall import Recalls
-from shmserve.core.calls.calls import Calls
+from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
-from shmserve.core.models.deployment import Operations
+from shmserve.core.models.deployment import Deployments
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.completion import Completion
+from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.errors import HandleLost, ServeError
@@ -34,15 +34,15 @@ class Lifecycle:
         state: State,
         dispatcher: Dispatcher,
         recalls: Recalls,
-        ends: Ends,
-        streams: Streams,
-        operations: Operations,
-        calls: Calls,
+        completion: Completion,
+        streams: ResponseStreams,
+        operations: Deployments,
+        calls: ModelCalls,
     ) -> None:
         self._state = state
         self._dispatcher = dispatcher
         self._recalls = recalls
-        self._ends = ends
+        self._completion = completion
         self._streams = streams
         self._operations = operations
         self._calls = calls
@@ -212,13 +212,15 @@ class Lifecycle:
                 first = request.suspect
                 if first is not None:
                     explained, first.unexplained = first.unexplained, False
-                self._ends.end_failed(request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
+                self._completion.end_failed(
+                    request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now
+                )
         for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
                 self._take_back(request)
                 self._recalls.put_back(version, request)
             else:
-                self._ends.end_failed(request, "", "", now)
+                self._completion.end_failed(request, "", "", now)
         for batch in (running, waiting):
             if batch is not None:
                 batch.end()
@@ -227,7 +229,7 @@ class Lifecycle:
         if version.places is not None:
             version.places.lose(instance, f"the worker process that kept its state ended ({reason})")
         if version.order is not None:
-            self._ends.answer_in_order(version)
+            self._completion.answer_in_order(version)
         return explained
 
     def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
@@ -235,7 +237,7 @@ class Lifecycle:
         text = f"a tensor was on the GPU of instance '{instance.spec.name}', whose worker process has ended"
         for request in list(self._state.requests.values()):
             if request.state in (RequestState.QUEUED, RequestState.SENT) and not lost.isdisjoint(request.segments):
-                self._ends.fail_early(request, HandleLost.code, text, now)
+                self._completion.fail_early(request, HandleLost.code, text, now)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
         """May the request be retried? Only if it has killed no other worker before, none of its responses was sent, no
@@ -374,7 +376,7 @@ class Lifecycle:
         for request in list(self._state.requests.values()):
             if request.state not in (RequestState.LINGERING, RequestState.ENDED):
                 text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
-                self._ends.fail_early(request, "UNAVAILABLE", text, now)
+                self._completion.fail_early(request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):
             kill(self._state, version, instance, "it did not stop in time")
 

@@ -12,17 +12,17 @@ from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request
-from shmserve.core.requests.client import Client
-from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.enqueue import Intake
+from shmserve.core.requests.client import ClientState
+from shmserve.core.requests.completion import Completion
+from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.requests.questions import Questions
-from shmserve.core.requests.quotas import SECOND, Crowd
-from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.quotas import SECOND, Quotas
+from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState
-from shmserve.core.stats.statistics import Failure, limit_in
+from shmserve.core.stats.statistics import FailureKind, limit_in
 from shmserve.errors import (
     ConnectionLost,
     Internal,
@@ -73,32 +73,32 @@ class Admission:
     def __init__(
         self,
         state: State,
-        ends: Ends,
-        streams: Streams,
-        intake: Intake,
-        crowd: Crowd,
+        completion: Completion,
+        streams: ResponseStreams,
+        enqueuer: Enqueuer,
+        quotas: Quotas,
         questions: Questions,
         server: str,
     ) -> None:
         self._state = state
         self._streams = streams
-        self._intake = intake
-        self._ends = ends
+        self._enqueuer = enqueuer
+        self._completion = completion
         self._server = server
-        self._crowd = crowd
+        self._quotas = quotas
         self.questions = questions
         self._client_requests = state.limits.client_requests
-        self._busy = self._crowd.busy
-        self._heavy = self._crowd.heavy
-        self._told: dict[str, int] = {}
+        self._busy = self._quotas.busy
+        self._heavy = self._quotas.heavy
+        self._logged_at: dict[str, int] = {}
         """User -> time of the last log entry about its clients."""
 
     # ------------------------------------------------------------------------------------ connect and disconnect
 
     def opened(self, peer: int, event: Opened, now: int) -> None:
-        client = Client(event.peer, event.audience, event.plane, user=event.audience, granted=event.roles)
+        client = ClientState(event.peer, event.audience, event.plane, user=event.audience, granted=event.roles)
         try:
-            self._crowd.enter(client)
+            self._quotas.enter(client)
         except Unavailable as error:
             self._goodbye(client, error)
             return
@@ -147,28 +147,28 @@ class Admission:
         if client is None:
             return
         client.gone = True
-        self._crowd.leave(client)
+        self._quotas.leave(client)
         self.give_up_all(client, now)
         self._state.ledger.client_died(client)
 
-    def give_up_all(self, client: Client, now: int) -> None:
+    def give_up_all(self, client: ClientState, now: int) -> None:
         """Cancels all requests of a client that has disconnected."""
         requests = self._state.requests
         for request in [requests[number] for number in client.requests.values()]:
             if request.state in (RequestState.QUEUED, RequestState.CHAINED):
-                self._ends.fail_early(request, "CANCELLED", "its client has gone", now)
+                self._completion.fail_early(request, "CANCELLED", "its client has gone", now)
             elif request.state in (RequestState.SENT, RequestState.OPEN):
-                self._ends.linger(request)
+                self._completion.linger(request)
             elif request.state is RequestState.DONE:  # else it was just delivered, as earlier ones were dropped
-                self._ends.drop_done(request)
+                self._completion.drop_done(request)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:
         self._state.effects.append(Close(peer))
 
-    def _goodbye(self, client: Client, error: ServeError) -> None:
+    def _goodbye(self, client: ClientState, error: ServeError) -> None:
         """Disconnect the client and ignore further input."""
         if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
-            self._crowd.expelled(client, self._state.now)
+            self._quotas.expelled(client, self._state.now)
         client.leaving = True
         self.questions.gone(client.number)
         client.roles = roles.NOBODY
@@ -182,17 +182,17 @@ class Admission:
         if client is not None and not client.leaving:
             self._goodbye(client, error)
 
-    def _refuse(self, client: Client, number: int, error: ServeError, now: int) -> None:
+    def _refuse(self, client: ClientState, number: int, error: ServeError, now: int) -> None:
         """Rejects a request, or a message that is none (0)."""
         self._state.send(client.number, Fail(number, error.code, error.message))
         if not isinstance(error, Unavailable):  # which is not the client's error
             self._fine(client, now)
 
-    def _fine(self, client: Client, now: int) -> None:
+    def _fine(self, client: ClientState, now: int) -> None:
         """Counts a protocol error. Disconnects the client if there are too many in a short time."""
-        text = self._crowd.fine(client, now)
+        text = self._quotas.fine(client, now)
         if text and not client.leaving:
-            self._crowd.expelled(client, now)
+            self._quotas.expelled(client, now)
             self._goodbye(client, Unavailable(text))
 
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
@@ -203,7 +203,7 @@ class Admission:
             self._state.send(peer, Fail(number, event.code, event.text))
             self._fine(client, now)
 
-    def _greeted(self, peer: int) -> Client | None:
+    def _greeted(self, peer: int) -> ClientState | None:
         """The client, if it has sent Hello. Otherwise it is disconnected with an error."""
         client = self._state.clients.get(peer)
         if client is None or client.leaving:
@@ -214,7 +214,7 @@ class Admission:
             return None
         return client
 
-    def _check_role(self, client: Client, action: str) -> None:
+    def _check_role(self, client: ClientState, action: str) -> None:
         """Raises if the role is missing, and logs it once per connection."""
         if roles.allows(action, client.roles):
             return
@@ -224,12 +224,12 @@ class Admission:
             self._tell_operator("warning", client, f"was refused: {error.message}")
         raise error
 
-    def _tell_operator(self, level: str, client: Client, text: str) -> None:
+    def _tell_operator(self, level: str, client: ClientState, text: str) -> None:
         """Logs at most one entry per second and user, so that clients that reconnect all the time cannot fill the
         log."""
         now, user = self._state.now, client.user
-        if now - self._told.get(user, -SECOND) >= SECOND:
-            self._told[user] = now
+        if now - self._logged_at.get(user, -SECOND) >= SECOND:
+            self._logged_at[user] = now
             self._state.log(level, f"client {client.number} ({user}) {text}", client=client.number, user=user)
 
     # ------------------------------------------------------------------------------------ inference
@@ -255,12 +255,12 @@ class Admission:
         refused[why] = refused.get(why, 0) + 1
         version = self._state.ready.get(model)
         if version is not None and isinstance(error, Unavailable):
-            version.statistics.failed(Failure.REJECTED, 0)
+            version.statistics.failed(FailureKind.REJECTED, 0)
 
     def framed(self, peer: int, event: Framed, now: int) -> None:
         self.infer(peer, event.infer, now, event.blocks)
 
-    def _admit(self, client: Client, message: Infer, now: int, blocks: tuple[Handle, ...]) -> None:
+    def _admit(self, client: ClientState, message: Infer, now: int, blocks: tuple[Handle, ...]) -> None:
         state = self._state
         number = message.request
         if not client.roles & _INFER:
@@ -271,7 +271,7 @@ class Admission:
         version = None if message.version else state.ready.get(message.model)
         going_on = None
         if options is not None and options.sequence:
-            going_on = self._intake.sequencer.version_of(client, message.model, message.version, options)
+            going_on = self._enqueuer.sequencer.version_of(client, message.model, message.version, options)
             version = going_on or version
         if state.draining and going_on is None:
             raise Unavailable(STOPPING)
@@ -283,17 +283,17 @@ class Admission:
         if version is None:
             version = state.look_up(message.model, message.version)
         assert version.checker is not None, version.label
-        rows, signature, inline, outside, length = version.checker.check(inputs, outputs)
+        rows, signature, inline, shared, length = version.checker.check(inputs, outputs)
         if options is not None:
             inline += options_bytes(options)
-        if outside:
+        if shared:
             inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
         if len(state.requests) >= self._busy:
-            self._crowd.check_queue(client, version, inline, now)
+            self._quotas.check_queue(client, version, inline, now)
         if client.held_bytes > self._heavy:
             self._check_held(client)
         plain = version.plain and (options is None or not options.sequence)
-        level = 0 if plain else self._intake.level(client, version, message.version, options, rows, now)
+        level = 0 if plain else self._enqueuer.level(client, version, message.version, options, rows, now)
         streamed = version.decoupled or (options is not None and bool(options.window))
         if streamed and (options is None or not options.window):
             raise Unsupported(
@@ -306,7 +306,7 @@ class Admission:
                 f"by their models, the limit (client_requests); try again later, and let the models look for "
                 f"cancellation"
             )
-        segments, pins = self._memory(client, message, blocks) if outside else _NOTHING  # no rejections after this
+        segments, pins = self._memory(client, message, blocks) if shared else _NOTHING  # no rejections after this
         special = streamed or bool(segments)
         own = state.next_number()
         request = Request(
@@ -322,17 +322,17 @@ class Admission:
         if state.traces.samples:
             state.traces.sample(request)
         if options is not None and TRACE in options.parameters:
-            told = state.traces.begin(request, now)
-            if told is not None:
-                state.effects.append(told)
+            record = state.traces.begin(request, now)
+            if record is not None:
+                state.effects.append(record)
         if version.plain:
             version.queue.add(request)
             state.dirty[version] = None
         else:
-            self._intake.put(version, message.version, request, now)
+            self._enqueuer.put(version, message.version, request, now)
 
     def _memory(
-        self, client: Client, message: Infer, blocks: tuple[Handle, ...]
+        self, client: ClientState, message: Infer, blocks: tuple[Handle, ...]
     ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
         """Returns the segments that a worker must map for this request, and the holds that it pins."""
         segments: list[int] = []
@@ -361,8 +361,8 @@ class Admission:
         ledger.use(found)
         return found, tuple([ledger.pin(place) for place in places])
 
-    def _check_held(self, client: Client) -> None:
-        text = self._crowd.held(client)
+    def _check_held(self, client: ClientState) -> None:
+        text = self._quotas.held(client)
         if not text:
             return
         if not client.reclaiming:
@@ -378,7 +378,7 @@ class Admission:
         if request is None:  # already answered (the messages crossed), or an operation instead of a request
             self._state.effects.append(Query(peer, message))
         else:
-            self._ends.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
+            self._completion.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
 
     # ------------------------------------------------------------------------------------ memory and queries
 
@@ -399,7 +399,7 @@ class Admission:
             return
         try:
             self._check_role(client, "map" if message.name is None else "register")
-            self._crowd.check_segments(client)
+            self._quotas.check_segments(client)
             on_gpu = message.name is not None and message.name.startswith(DEVICE)
             if on_gpu:
                 self._check_device_segment(client, message)
@@ -421,14 +421,14 @@ class Admission:
     def own_segment_gone(self, peer: int, event: OwnSegmentGone, now: int) -> None:
         self._state.ledger.withdraw(0, event.segment)
 
-    def _check_device_segment(self, client: Client, message: Map) -> None:
+    def _check_device_segment(self, client: ClientState, message: Map) -> None:
         """Workers open device memory by this name alone, so it must have exactly the expected form."""
         if client.plane != "lane":
             raise InvalidRequest("memory on a GPU is announced over the lane only")
         if not _DEVICE_NAME.fullmatch(message.name or "") or not message.size:
             raise InvalidRequest("the name of a segment on a GPU does not say what was exported")
 
-    def _check_segment_name(self, client: Client, name: str) -> None:
+    def _check_segment_name(self, client: ClientState, name: str) -> None:
         """A client must not make a worker open memory of the server or of another client."""
         if not _SEGMENT_NAME.fullmatch(name):
             raise InvalidRequest(

@@ -47,7 +47,7 @@ class Copies(Protocol):
         """Stores the bytes where the audience can read them. None: no space, or not possible."""
 
 
-class Entry(Struct, eq=False):
+class CacheEntry(Struct, eq=False):
     version: Version
     outputs: tuple[Tensor, ...]
     parameters: dict[str, Value] | None
@@ -66,7 +66,7 @@ class Cache:
         """In ns, for statistics only: the turn's `now` does not advance during lookups and copies."""
         self.bytes = self.hits = self.misses = self.evictions = 0
         self._ledger = ledger
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._entries: OrderedDict[Key, CacheEntry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -91,7 +91,7 @@ class Cache:
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
         parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()
         typed = tuple((name, type(value), _exact(value)) for name, value in parameters)
-        return (request.version, request.audience, inputs, wanted, typed, request.outside, request.labels)
+        return (request.version, request.audience, inputs, wanted, typed, request.in_shared_memory, request.labels)
 
     def _read(self, parts: object) -> bytes | None:
         if self.copies is None or not isinstance(parts, tuple):
@@ -132,7 +132,7 @@ class Cache:
             self._ledger.announce(0, placed.announcement, audience)
         return placed.handle
 
-    def find(self, key: Key) -> Entry | None:
+    def find(self, key: Key) -> CacheEntry | None:
         entry = self._entries.get(key)
         if entry is None:
             self.misses += 1
@@ -160,12 +160,12 @@ class Cache:
             outputs, handles = self._moved(outputs, handles, key[1])
         for handle in handles:
             self._ledger.keep(handle)
-        self._entries[key] = Entry(key[0], outputs, parameters, handles, size)
+        self._entries[key] = CacheEntry(key[0], outputs, parameters, handles, size)
         self.bytes += size
         while self.bytes > self.limit:
             _, oldest = self._entries.popitem(last=False)
             self.evictions += 1
-            self._let_go(oldest)
+            self._evict(oldest)
 
     def _moved(
         self, outputs: tuple[Tensor, ...], handles: list[Handle], audience: str
@@ -190,9 +190,9 @@ class Cache:
     def purge(self, version: Version) -> None:
         """Removes the entries of a version whose responses are no longer valid."""
         for key in [key for key, entry in self._entries.items() if entry.version is version]:
-            self._let_go(self._entries.pop(key))
+            self._evict(self._entries.pop(key))
 
-    def _let_go(self, entry: Entry) -> None:
+    def _evict(self, entry: CacheEntry) -> None:
         self.bytes -= entry.size
         for handle in entry.handles:
             self._ledger.unpin(handle)

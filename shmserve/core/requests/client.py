@@ -7,7 +7,7 @@ from msgspec import Struct
 from shmserve.protocol.messages import OWNER_SHIFT, Handle
 
 
-class Client(Struct, eq=False):
+class ClientState(Struct, eq=False):
     """`outputs` is how it receives large outputs: memfd, posix or frames; empty until it has sent Hello.
 
     Outputs are placed for its `audience`, which is everyone who may map them. `roles` are bits of
@@ -44,7 +44,7 @@ class Client(Struct, eq=False):
         return handle.segment >> OWNER_SHIFT == self.number
 
 
-class Caller(Client, eq=False):
+class CallingWorker(ClientState, eq=False):
     """A worker that calls other models, numbered by its process. Its outputs cannot be placed by the caller, so it
     holds all of them, even those that its own process has written."""
 

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 from shmserve.core.effects import Free
 from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.records import ORDER, Request, Version
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState
-from shmserve.core.stats.statistics import Failure
+from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value, Withdraw
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 _GONE = (_LINGERING, _ENDED)
 
 
-class Ends:
+class Completion:
     def __init__(self, state: State) -> None:
         self._state = state
 
@@ -32,7 +32,7 @@ class Ends:
         else:
             request.reply = message
             request.move(_DONE)
-            self._let_go(request)
+            self._release_request(request)
             self.answer_in_order(request.version)
 
     def deliver(self, request: Request, message: Reply | Fail) -> None:
@@ -44,7 +44,7 @@ class Ends:
             if version.state is VersionState.READY:
                 cache.add(miss.key, message.outputs, message.parameters, client.number)
             version.statistics.cache_miss(miss.lookup_ns + cache.clock() - began, self._state.now)
-        self.tell(request, message)
+        self.send(request, message)
         if isinstance(message, Reply):
             self._made(request, message.outputs)
             self.copied_out(request, message.outputs)
@@ -57,7 +57,7 @@ class Ends:
         if outputs:
             self._made(request, outputs)
         request.parts += 1
-        self.tell(request, Part(request.client_number, request.version.number, outputs, parameters, last))
+        self.send(request, Part(request.client_number, request.version.number, outputs, parameters, last))
         self.copied_out(request, outputs)
 
     def _made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
@@ -79,14 +79,14 @@ class Ends:
         self._trace(request, code)
         self.end(request)
 
-    def tell(self, request: Request, message: Reply | Part | Fail | FailHeld) -> None:
+    def send(self, request: Request, message: Reply | Part | Fail | FailHeld) -> None:
         """Sends the message to the requester."""
         if request.step_of:
             assert not isinstance(message, FailHeld)
             runs = self._state.runs
             run = runs[request.step_of]
-            run.told(request, message, runs.get(request.number))
-            self._state.stirred[run] = None
+            run.responded(request, message, runs.get(request.number))
+            self._state.changed_runs[run] = None
         elif not request.client.gone:
             options = request.options
             if isinstance(message, Reply) and request.version.decoupled and options is not None and options.window:
@@ -96,22 +96,22 @@ class Ends:
     def tell_failed(self, request: Request, code: str, text: str) -> None:
         """Sends the error now, although a worker may still read the inputs."""
         held = request.on_loan and not request.step_of
-        self.tell(request, (FailHeld if held else Fail)(request.client_number, code, text))
+        self.send(request, (FailHeld if held else Fail)(request.client_number, code, text))
 
     def _trace(self, request: Request, code: str) -> None:
         """Ends the trace of a request that is answered now, if there is one."""
         state = self._state
         if state.traces.open:
-            told = state.traces.answered(request, code, state.now)
-            if told is not None:
-                state.effects.append(told)
+            record = state.traces.answered(request, code, state.now)
+            if record is not None:
+                state.effects.append(record)
 
-    def take_back(self, client: Client, outputs: Iterable[Tensor]) -> None:
+    def take_back(self, client: ClientState, outputs: Iterable[Tensor]) -> None:
         """Returns outputs that the client was given, or should have been given, to the worker."""
         for handle in _of_others(client, handles_of(outputs)):
             self._state.ledger.take_back(client, handle)
 
-    def drop(self, client: Client, handles: Iterable[Handle]) -> None:
+    def drop(self, client: ClientState, handles: Iterable[Handle]) -> None:
         """Unpins outputs that a run kept for this client and that will not be read any more."""
         for handle in _of_others(client, handles):
             self._state.ledger.unpin(handle)
@@ -152,7 +152,7 @@ class Ends:
             run.ended(request)
             request.client.steps -= 1
             request.client.bytes -= request.inline
-            self._state.stirred[run] = None
+            self._state.changed_runs[run] = None
         elif state is not _LINGERING:  # a lingering request has left already, and its number may be in use again
             self.leaves(request)
         request.move(_ENDED)
@@ -167,7 +167,7 @@ class Ends:
         if self._state.traces.open:  # requests that were not answered
             self._state.traces.open.pop(request.number, None)
         if state is not _DONE:
-            self._let_go(request)
+            self._release_request(request)
 
     def leaves(self, request: Request) -> None:
         """The client does not wait for it any more."""
@@ -177,7 +177,7 @@ class Ends:
         if request.held:
             self._state.answered_calls.append(request)
 
-    def _let_go(self, request: Request) -> None:
+    def _release_request(self, request: Request) -> None:
         """Releases the memory that it used."""
         state = self._state
         for handle in request.pins:
@@ -192,14 +192,14 @@ class Ends:
         if request.state is _LINGERING:
             self.released(request)
             return
-        request.version.statistics.failed(Failure.BACKEND, now - request.arrived)
+        request.version.statistics.failed(FailureKind.BACKEND, now - request.arrived)
         self.answer(request, Fail(request.client_number, code, text))
 
     def end_early(self, request: Request, code: str, text: str, now: int) -> None:
         """Fails a request at once, without waiting for its turn. It has already been removed from the queue."""
         version = request.version
         version.statistics.failed_as(code, now - request.arrived)
-        self.tell(request, Fail(request.client_number, code, text))
+        self.send(request, Fail(request.client_number, code, text))
         self.finish(request, code)
         if version.order is not None:
             self.answer_in_order(version)
@@ -213,14 +213,14 @@ class Ends:
             self._state.dirty[version] = None
             return
         if request.state is _DONE:  # already counted
-            self.tell(request, Fail(request.client_number, code, text))
+            self.send(request, Fail(request.client_number, code, text))
             self._drop_reply(request)
             self.finish(request, code)
             return
         chain = self._state.runs.get(request.number)
         if chain is not None:
             chain.fail(code, text)
-            self._state.stirred[chain] = None
+            self._state.changed_runs[chain] = None
             return
         version.statistics.failed_as(code, now - request.arrived)
         self.tell_failed(request, code, text)
@@ -235,7 +235,7 @@ class Ends:
         if request.sequence is not None:
             text = f"an earlier request of sequence {request.sequence.id!r} was given up, and so is all of it"
             request.sequence.fail("CANCELLED", text)
-            request.sequence.stirred()
+            request.sequence.mark_changed()
             self._state.dirty[request.version] = None
         if not request.step_of:
             self.leaves(request)
@@ -250,7 +250,7 @@ class Ends:
             self._state.send(request.client.number, Released(request.client_number))
         self.end(request)
 
-    def give(self, client: Client, handles: Iterable[Handle]) -> None:
+    def give(self, client: ClientState, handles: Iterable[Handle]) -> None:
         """Gives holds on these handles to the client."""
         for handle in handles:
             if client.outputs != "frames":
@@ -273,6 +273,6 @@ def is_stream(request: Request) -> bool:
     return request.version.decoupled and request.version.graph is None
 
 
-def _of_others(client: Client, handles: Iterable[Handle]) -> list[Handle]:
+def _of_others(client: ClientState, handles: Iterable[Handle]) -> list[Handle]:
     """Removes handles to the client's own memory, which the ledger does not track."""
     return [handle for handle in handles if not client.has_placed(handle)]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from shmserve.core.batching.dispatch import Dispatcher
 from shmserve.core.ensembles.begin import begin
 from shmserve.core.records import Miss, Request, Version
-from shmserve.core.requests.client import Client
-from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.quotas import Crowd
+from shmserve.core.requests.client import ClientState
+from shmserve.core.requests.completion import Completion
+from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences.scheduler import Sequencer
 from shmserve.core.state import State, Timer
 from shmserve.errors import Unavailable, Unsupported
@@ -20,15 +20,19 @@ SHORTEST_WAIT_NS = 20_000
 """A turn takes at least this long. A shorter queue timeout expires even if an instance is idle."""
 
 
-class Intake:
-    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher, sequencer: Sequencer, crowd: Crowd) -> None:
+class Enqueuer:
+    def __init__(
+        self, state: State, completion: Completion, dispatcher: Dispatcher, sequencer: Sequencer, quotas: Quotas
+    ) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
         self._dispatcher = dispatcher
         self.sequencer = sequencer
-        self._crowd = crowd
+        self._quotas = quotas
 
-    def level(self, client: Client, version: Version, number: int, options: Options | None, rows: int, now: int) -> int:
+    def level(
+        self, client: ClientState, version: Version, number: int, options: Options | None, rows: int, now: int
+    ) -> int:
         """The priority level. Raises if the request is not acceptable or its queue is full. `number`: the version that
         the caller named, 0 for the default one."""
         if version.places is not None:
@@ -49,9 +53,9 @@ class Intake:
             )
         return number
 
-    def check_step(self, client: Client, version: Version, inline: int, now: int) -> None:
+    def check_step(self, client: ClientState, version: Version, inline: int, now: int) -> None:
         """Raises if the queue has no room for another request of a step for this client."""
-        self._crowd.check_queue(client, version, inline, now)
+        self._quotas.check_queue(client, version, inline, now)
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
         if version.cached and not version.decoupled and self._cached(version, request, now):
@@ -75,7 +79,7 @@ class Intake:
         """Handles the expired queue timeout of a queued request."""
         if request.version.queue.expire(request):
             # Triton's clients compare the whole text, so nothing is added.
-            self._ends.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
+            self._completion.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
 
     def _cached(self, version: Version, request: Request, now: int) -> bool:
         """True: answered from the cache. Otherwise the response will be stored, if possible."""
@@ -90,9 +94,9 @@ class Intake:
                 request.miss = Miss(key, cache.clock() - began)
             return False
         version.statistics.cache_hit(now - request.arrived + cache.clock() - began, now)
-        self._ends.pass_on(request, entry.handles)
+        self._completion.pass_on(request, entry.handles)
         reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
-        self._ends.deliver(request, reply)
+        self._completion.deliver(request, reply)
         return True
 
     def _set_queue_timeout(self, version: Version, request: Request) -> None:

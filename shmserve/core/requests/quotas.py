@@ -9,7 +9,7 @@ from __future__ import annotations
 from shmserve.core.effects import Pause
 from shmserve.core.limits import BURST_S, PATIENCE_S
 from shmserve.core.records import Version
-from shmserve.core.requests.client import Client
+from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State
 from shmserve.errors import Unavailable
 from shmserve.protocol.messages import PACKET_BYTES
@@ -24,7 +24,7 @@ LONGEST_NS = 2 * SECOND
 """Longest delay of a new connection."""
 
 
-class Crowd:
+class Quotas:
     """`busy` and `heavy`: with fewer requests in flight, and fewer bytes held by the client, no quota can be exhausted,
     so the fast path of a request only compares with these."""
 
@@ -43,7 +43,7 @@ class Crowd:
 
     # ------------------------------------------------------------------------------------ connections
 
-    def enter(self, client: Client) -> None:
+    def enter(self, client: ClientState) -> None:
         limits, count = self._limits, len(self._state.clients)
         mine = self._users.get(client.user, 0)
         if count >= limits.connections and not client.granted & OPERATE:
@@ -55,21 +55,21 @@ class Crowd:
         if heard_from > self._state.now:
             self._state.effects.append(Pause(client.number, heard_from))
 
-    def expelled(self, client: Client, now: int) -> None:
+    def expelled(self, client: ClientState, now: int) -> None:
         """Counts a disconnect for misbehaviour. Further connections of this user are delayed, or it could reconnect at
         once."""
         until = max(self._expelled.get(client.user, 0), now) + EXPELLED_NS
         if self._fine and until - now <= EXPULSIONS * EXPELLED_NS + LONGEST_NS:
             self._expelled[client.user] = until
 
-    def leave(self, client: Client) -> None:
+    def leave(self, client: ClientState) -> None:
         left = self._users[client.user] - 1
         if left:
             self._users[client.user] = left
         else:
             del self._users[client.user]
 
-    def check_segments(self, client: Client) -> None:
+    def check_segments(self, client: ClientState) -> None:
         limits = self._limits
         if len(client.segments) >= limits.client_segments:
             raise Unavailable(
@@ -84,7 +84,7 @@ class Crowd:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def check_queue(self, client: Client, version: Version, inline: int, now: int) -> None:
+    def check_queue(self, client: ClientState, version: Version, inline: int, now: int) -> None:
         """Raises if the client may not have another request in flight with this many bytes inside its message."""
         total = len(self._state.requests)
         if total < self.busy:
@@ -117,7 +117,7 @@ class Crowd:
                 f"{_retry('answers have come')}, or send less inside messages"
             )
 
-    def held(self, client: Client) -> str:
+    def held(self, client: ClientState) -> str:
         """Why the client holds too many bytes of outputs; empty if it does not."""
         limits, mine, total = self._limits, client.held_bytes, self._state.ledger.held_bytes
         if mine > limits.client_held_bytes:
@@ -135,7 +135,7 @@ class Crowd:
 
     # ------------------------------------------------------------------------------------ protocol errors
 
-    def fine(self, client: Client, now: int) -> str:
+    def fine(self, client: ClientState, now: int) -> str:
         """Counts a protocol error. Returns the reason if the client exceeds the limit, else ""."""
         rate = self._limits.client_errors
         if not rate:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core.batching.answers import Answers
+from shmserve.core.batching.answers import ResponseMemory
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.completion import Completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import More, Row, Streamed
@@ -25,10 +25,10 @@ MOST = 2**63 - 1
 """The largest number that a message can contain."""
 
 
-class Streams:
-    def __init__(self, state: State, ends: Ends, answers: Answers) -> None:
+class ResponseStreams:
+    def __init__(self, state: State, completion: Completion, answers: ResponseMemory) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
         self._answers = answers
 
     def streamed(self, version: Version, instance: Instance, message: Streamed, now: int) -> None:
@@ -53,23 +53,23 @@ class Streams:
         self._count(version, request, row)
         if row.more:
             if taken:
-                self._ends.part(request, row.outputs, row.parameters, False)
+                self._completion.part(request, row.outputs, row.parameters, False)
             return
         self._leave(instance, batch, request)
         if request.state is _LINGERING:
-            self._ends.released(request)
+            self._completion.released(request)
         elif row.error is not None:
-            self._ends.end_failed(request, row.error.code, row.error.text, now)
+            self._completion.end_failed(request, row.error.code, row.error.text, now)
         elif not taken:
             text = f"{version.label} answered with memory that is not its own"
-            self._ends.end_failed(request, "INTERNAL", text, now)
+            self._completion.end_failed(request, "INTERNAL", text, now)
             kill_for_protocol_error(self._state, version, instance, "memory in an answer")
         else:
             version.statistics.answered_early(request.arrived, request.cost, now)
             if batch is not None and request.batch is batch:
                 batch.early.append(request.arrived)
-            self._ends.part(request, row.outputs, row.parameters, True)
-            self._ends.finish(request, "")
+            self._completion.part(request, row.outputs, row.parameters, True)
+            self._completion.finish(request, "")
 
     def _count(self, version: Version, request: Request, row: Row) -> None:
         if request.state is not _LINGERING:
@@ -101,7 +101,7 @@ class Streams:
         for request in list(instance.streams.values()):
             count = f"{request.parts} answer{'' if request.parts == 1 else 's'}"
             text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
-            self._ends.end_failed(request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
+            self._completion.end_failed(request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
         instance.streams.clear()
 
     def more(self, request: Request, count: int) -> None:
@@ -110,7 +110,7 @@ class Streams:
         run = self._state.runs.get(request.number)
         if run is not None:
             run.room += count
-            self._state.stirred[run] = None
+            self._state.changed_runs[run] = None
             return
         options, instance = request.options, request.instance
         if not request.version.decoupled or options is None:

@@ -43,7 +43,7 @@ class Sample(Struct):
         return True
 
 
-class _Open(Struct):
+class _OpenTrace(Struct):
     """The trace of an unanswered request. `id`: its `trace_id`, or "". `sample`: None if it is not sampled; the fields
     below are then unused. `model`: the model whose trace settings apply. `number`: the number of this trace. `parent`:
     the number of the trace of the request for which this one was made, or 0."""
@@ -58,7 +58,7 @@ class _Open(Struct):
 
 class Traces:
     def __init__(self) -> None:
-        self.open: dict[int, _Open] = {}
+        self.open: dict[int, _OpenTrace] = {}
         """Request number -> its trace, until the request is answered."""
         self.samples: dict[str, Sample] = {}
         """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
@@ -73,7 +73,7 @@ class Traces:
         found = self.samples.get(request.version.model) or self.samples.get("")
         if found is not None and found.takes():
             self._numbers += 1
-            self.open[request.number] = _Open("", found, request.version.model, self._numbers)
+            self.open[request.number] = _OpenTrace("", found, request.version.model, self._numbers)
 
     def child(self, request: Request, parent: Request) -> None:
         """Traces `request`, a step of the ensemble `parent` or a call that a model makes for `parent`, if `parent` is
@@ -81,7 +81,7 @@ class Traces:
         trace = self.open.get(parent.number)
         if trace is not None and trace.sample is not None:
             self._numbers += 1
-            self.open[request.number] = _Open("", trace.sample, trace.model, self._numbers, trace.number)
+            self.open[request.number] = _OpenTrace("", trace.sample, trace.model, self._numbers, trace.number)
 
     def begin(self, request: Request, now: int) -> Log | None:
         """Traces a request with the parameter `trace_id`. Returns a warning for the first one over the limit."""
@@ -95,7 +95,7 @@ class Traces:
             if sampled is not None:
                 sampled.id = trace
             else:
-                self.open[request.number] = _Open(trace, None)
+                self.open[request.number] = _OpenTrace(trace, None)
         elif self._left == -1:
             return Log(
                 "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
@@ -128,8 +128,8 @@ class Traces:
         if request.options is not None and request.options.id:
             fields["id"] = request.options.id
         fields |= _at_worker(request)
-        told = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
-        log = Log("info", f"trace {trace.id}: {fields['code']}, {told}", fields)
+        shown = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
+        log = Log("info", f"trace {trace.id}: {fields['code']}, {shown}", fields)
         sample = trace.sample
         if sample is None:
             return log

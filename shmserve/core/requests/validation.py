@@ -74,10 +74,10 @@ class Checker:
     def check(self, inputs: tuple[Tensor, ...], outputs: WantedOutputs | None) -> Checked:
         mask = inline = 0
         rows = -1
-        outside = False
+        shared = False
         if outputs is not None:  # before the inputs, as in Triton
             self._check_outputs(outputs)
-            outside = any(wanted.place is not None for wanted in outputs)
+            shared = any(wanted.place is not None for wanted in outputs)
         if len(inputs) < self._least:  # before errors of single inputs, as in Triton
             self._missing(inputs)
         known = self._good
@@ -94,7 +94,7 @@ class Checker:
                 size = len(data)
                 inline += size
             else:
-                outside = True
+                shared = True
                 size = self._size_of_parts(tensor)
             if size != expected:
                 self._wrong_size(tensor, size, expected)
@@ -107,8 +107,8 @@ class Checker:
             )
         rows = rows if rows > 0 else 0
         if self._padded:
-            return rows, self._padded_signature(inputs), inline, outside, self._length(inputs)
-        return rows, self._signature(inputs) if self.varies else None, inline, outside, 0
+            return rows, self._padded_signature(inputs), inline, shared, self._length(inputs)
+        return rows, self._signature(inputs) if self.varies else None, inline, shared, 0
 
     def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """What must be equal within a batch, sorted: the names of the inputs, and the shapes without the batch

@@ -9,11 +9,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shmserve.core.batching.dispatch import Dispatcher
-from shmserve.core.batching.form import Plan, Reason, form
+from shmserve.core.batching.form import BatchPlan, Reason, form
 from shmserve.core.policy import SequencePolicy
 from shmserve.core.records import Batch, Instance, Key, Places, Request, Sequence, Version
-from shmserve.core.requests.client import Client
-from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.client import ClientState
+from shmserve.core.requests.completion import Completion
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable
@@ -29,16 +29,16 @@ _OWN_IDS = 1 << 30
 
 
 class Sequencer:
-    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
+    def __init__(self, state: State, completion: Completion, dispatcher: Dispatcher) -> None:
         self._state = state
-        self._ends = ends
+        self._completion = completion
         self._dispatcher = dispatcher
         self._lost: dict[Key, tuple[str, str]] = {}
         """Error code and text."""
 
     # ------------------------------------------------------------------------------------ admission
 
-    def version_of(self, client: Client, model: str, number: int, options: Options) -> Version | None:
+    def version_of(self, client: ClientState, model: str, number: int, options: Options) -> Version | None:
         """The generation of the sequence that this request continues. None: it starts a new one, or the sequence is
         unknown."""
         sequence = self._find(model, number, options.sequence, _owner(client, options))
@@ -58,7 +58,7 @@ class Sequencer:
         default = self._state.ready.get(model)
         return sequences.get((model, default.number, key, user)) if default is not None else None
 
-    def check(self, client: Client, version: Version, number: int, options: Options | None, rows: int) -> None:
+    def check(self, client: ClientState, version: Version, number: int, options: Options | None, rows: int) -> None:
         """Raises if the request is not valid as part of a sequence."""
         policy = version.policy
         assert policy is not None
@@ -151,7 +151,7 @@ class Sequencer:
         self._forget(sequence)
         sequence.cut = not sequence.over
         sequence.over = True
-        sequence.stirred()
+        sequence.mark_changed()
         self._state.dirty[sequence.version] = None
 
     def _forget(self, sequence: Sequence) -> None:
@@ -164,9 +164,9 @@ class Sequencer:
         places = version.places
         assert places is not None
         version.wake = 0
-        while places.stirred:
-            stirred, places.stirred = places.stirred, {}
-            for sequence in stirred:
+        while places.changed:
+            changed, places.changed = places.changed, {}
+            for sequence in changed:
                 self._look_at(places, sequence, now)
         if places.backlog and version.state is not VersionState.UNAVAILABLE:
             places.bind_waiting(version.instances)
@@ -197,7 +197,7 @@ class Sequencer:
         while sequence.requests:
             request = sequence.requests.popleft()
             places.gone(request)
-            self._ends.end_early(request, code, text, now)
+            self._completion.end_early(request, code, text, now)
         if sequence.running is None:  # else when its worker is done with that request
             self._tell_worker(sequence)
             self._end(places, sequence)
@@ -247,23 +247,23 @@ class Sequencer:
             batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
         self._dispatcher.start(version, instance, batch, requests, now)
 
-    def _plan_direct(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> Plan:
+    def _plan_direct(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
         if not version.batches:
-            return Plan(1, 1, Reason.SINGLE)
+            return BatchPlan(1, 1, Reason.SINGLE)
         count = len(heads)
         if count == policy.slots:
-            return Plan(count, count, Reason.FULL)
+            return BatchPlan(count, count, Reason.FULL)
         wake = heads[0].requests[0].arrived + policy.delay_ns
         if count < policy.utilization * policy.slots and now < wake:
-            return Plan(0, 0, Reason.DELAY, wake)
-        return Plan(count, count, Reason.DELAY if policy.delay_ns and now >= wake else Reason.IDLE)
+            return BatchPlan(0, 0, Reason.DELAY, wake)
+        return BatchPlan(count, count, Reason.DELAY if policy.delay_ns and now >= wake else Reason.IDLE)
 
-    def _plan_oldest(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> Plan:
+    def _plan_oldest(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
         if version.shape is None:
-            return Plan(1, 1, Reason.SINGLE)
+            return BatchPlan(1, 1, Reason.SINGLE)
         plan = form([sequence.requests[0] for sequence in heads], version.shape, now)
         if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot meanwhile
-            return Plan(len(heads), len(heads), Reason.FULL)
+            return BatchPlan(len(heads), len(heads), Reason.FULL)
         return plan
 
     # ------------------------------------------------------------------------------------ timeouts
@@ -272,7 +272,7 @@ class Sequencer:
         """The queue timeout of a sequence's first request. It covers only the time in the backlog."""
         if sequence.state is _S.WAITING:
             sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
-            sequence.stirred()
+            sequence.mark_changed()
             self._state.dirty[sequence.version] = None
 
     def idle(self, sequence: Sequence, now: int) -> None:
@@ -286,7 +286,7 @@ class Sequencer:
         elif until <= now:
             idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
             sequence.fail(InvalidRequest.code, f"the last one was ended, as no request came for it for {idle}")
-            sequence.stirred()
+            sequence.mark_changed()
             self._state.dirty[sequence.version] = None
             return
         self._state.set_timer(until, Timer.IDLE, sequence)
@@ -296,7 +296,7 @@ def _arrival(sequence: Sequence) -> int:
     return sequence.requests[0].arrived
 
 
-def _owner(client: Client, options: Options) -> str:
+def _owner(client: ClientState, options: Options) -> str:
     """The owner of the ids: the user or, if the client acts for several callers, one caller."""
     return f"{client.user} {options.caller}" if options.caller else client.user
 

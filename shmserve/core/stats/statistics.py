@@ -18,7 +18,7 @@ from shmserve.core.stats import histogram
 from shmserve.core.stats.latencies import FirstResponses, Summaries
 
 
-class Failure(IntEnum):
+class FailureKind(IntEnum):
     """Why a request failed."""
 
     REJECTED = 0  # by a limit or a policy, before a worker had it
@@ -27,7 +27,7 @@ class Failure(IntEnum):
     OTHER = 3
 
 
-_FAILURES = {"CANCELLED": Failure.CANCELED, "QUEUE_TIMEOUT": Failure.REJECTED}
+_FAILURES = {"CANCELLED": FailureKind.CANCELED, "QUEUE_TIMEOUT": FailureKind.REJECTED}
 
 
 _LIMIT = re.compile(rf"\(({'|'.join(row.name for row in NAMED)})\)")
@@ -40,7 +40,7 @@ def limit_in(text: str) -> str:
 
 
 def _none() -> list[int]:
-    return [0] * len(Failure)
+    return [0] * len(FailureKind)
 
 
 RESPONSES = 64
@@ -136,11 +136,11 @@ class Statistics(Struct):
 
     @property
     def rejected(self) -> int:
-        return self.failures[Failure.REJECTED]
+        return self.failures[FailureKind.REJECTED]
 
     @property
     def cancelled(self) -> int:
-        return self.failures[Failure.CANCELED]
+        return self.failures[FailureKind.CANCELED]
 
     def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
         """Counts successful requests of a batch, answered now. Equal arrival times are adjacent, and are counted
@@ -192,14 +192,14 @@ class Statistics(Struct):
             self.responses.append(ResponseCount())
         self.responses[index].add(outcome, *(times or (0, 0)))
 
-    def failed(self, why: Failure, ns: int) -> None:
+    def failed(self, why: FailureKind, ns: int) -> None:
         self.fail_count += 1
         self.fail_ns += ns
         self.failures[why] += 1
 
     def failed_as(self, code: str, ns: int) -> None:
         """Counts a request that failed in the broker, not at a worker."""
-        self.failed(_FAILURES.get(code, Failure.OTHER), ns)
+        self.failed(_FAILURES.get(code, FailureKind.OTHER), ns)
 
     def cache_hit(self, ns: int, now: int) -> None:
         """Counts a request answered from the cache."""
