@@ -14,20 +14,20 @@ from pathlib import Path
 from shmserve.protocol.messages import Load
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.loading import THREADS, Model, load
-from shmserve.workers.outbox import Unheard
+from shmserve.workers.loading import THREADS, LoadedModel, load
+from shmserve.workers.outbox import NullOutbox
 from tests.worker_harness import WORKER
 
 
 @contextmanager
-def loaded(given: ModelConfig, folder: Path) -> Iterator[Model]:
+def loaded(given: ModelConfig, folder: Path) -> Iterator[LoadedModel]:
     mapped = Mapped()
     threads = os.environ.get(THREADS)
     os.environ[THREADS] = "1"  # an engine with more starts threads, which stay
     path, kept, modules = list(sys.path), sys.dont_write_bytecode, set(sys.modules)
     try:
         order = Load(WORKER, given.name, 1, "m_0_0", str(folder))
-        model = load(order, encode_config(given), Unheard(), mapped)
+        model = load(order, encode_config(given), NullOutbox(), mapped)
         try:
             yield model
         finally:

@@ -21,10 +21,10 @@ from shmserve.workers.batch.ragged import BatchInputs, Shapes, cuts_of, shapes_i
 from shmserve.workers.batch.scatter import Results
 from shmserve.workers.batch.sequence_inputs import (
     NULL,
+    BatchSequences,
     Controls,
     Key,
-    Member,
-    Members,
+    SequenceRequest,
     States,
     in_turns,
     with_gaps_filled,
@@ -36,7 +36,7 @@ from shmserve.workers.runner import Ran, Runner, Trace, clock, failed
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Backend
-    from shmserve.workers.batch.gather import Gather, Group
+    from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.batch.specs import Spec
 
@@ -49,7 +49,7 @@ class Extension:
     def __init__(self, config: ModelConfig, folder: Path, backend: Backend, controls: bool = True) -> None:
         """`controls` false: requests contain the controls as inputs, as warm-up samples do."""
         self.sequences = config.sequence_batching is not None
-        self.members = Members(config)
+        self.members = BatchSequences(config)
         self.controls = Controls(config, backend.text) if controls else None
         self.states = States(config, folder, backend.text)
         self.states.strict = backend.strict
@@ -61,13 +61,13 @@ class Extension:
         self.state_names = {spec.name: index for index, spec in enumerate(self.states.outputs)}
         self.state_at = {outputs.index(name): index for name, index in self.state_names.items()}
 
-    def member(self, work: Work) -> Member:
+    def member(self, work: Work) -> SequenceRequest:
         member = self.members.of(work)
         if self.controls is not None:
             self.controls.check(member.id)
         return member
 
-    def extras(self, members: Sequence[Member]) -> list[Array]:
+    def extras(self, members: Sequence[SequenceRequest]) -> list[Array]:
         """Returns the inputs that come from sequences, with one row for each member."""
         controls = self.controls.arrays(members) if self.controls is not None else []
         return controls + self.states.arrays(members)
@@ -176,7 +176,7 @@ class ExtendedRunner(Runner):
     ) -> None:
         super().__init__(instance, model_dir, backend, gather, scatter, trace)
         self._extension = extension
-        self._members: dict[int, Member] = {}  # by request, of the running batch
+        self._members: dict[int, SequenceRequest] = {}  # by request, of the running batch
         self._read = self._read_extended
         self._answered = self._answer
         self._running = False
@@ -237,7 +237,7 @@ class ExtendedRunner(Runner):
             parts.setdefault(self._extension.states.shapes(self._members[work.request]), []).append(work)
         yield from parts.values()
 
-    def _groups(self, works: list[Work], found: dict[int, Row]) -> list[Group]:
+    def _groups(self, works: list[Work], found: dict[int, Row]) -> list[GatherGroup]:
         """Returns the groups that stack. With slots, each row is at the index of its sequence's slot."""
         slotted = works[0].slot >= 0
         if slotted:
@@ -249,7 +249,7 @@ class ExtendedRunner(Runner):
             return groups
         return [self._in_slots(group) for group in groups]
 
-    def _in_slots(self, group: Group) -> Group:
+    def _in_slots(self, group: GatherGroup) -> GatherGroup:
         if group.works[-1].slot == len(group.works) - 1 or not group.rows:
             return group
         groups, failures = self._gather.groups(with_gaps_filled(group.works, self._gather.specs))
@@ -257,11 +257,11 @@ class ExtendedRunner(Runner):
         assert not failures
         return groups[0]
 
-    def _run_group(self, group: Group) -> tuple[list[Row], int, int]:
+    def _run_group(self, group: GatherGroup) -> tuple[list[Row], int, int]:
         assert self._stacked is not None
         extension, works = self._extension, group.works
         results = ExtendedResults(self._scatter, works, group.rows, extension)
-        members: list[Member] = []
+        members: list[SequenceRequest] = []
         try:
             extras: list[Array] = []
             if extension.sequences:
@@ -283,7 +283,7 @@ class ExtendedRunner(Runner):
                 extension.states.keep(members, states, [row.error is None for row in rows])
         return [row for row in rows if row.request != NULL], group.ready or computed, computed
 
-    def _member(self, work: Work) -> Member:
+    def _member(self, work: Work) -> SequenceRequest:
         return self._members[work.request] if work.request != NULL else self._extension.members.of(work)
 
     # ------------------------------------------------------------------------------------ request by request

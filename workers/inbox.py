@@ -14,11 +14,11 @@ from shmserve.errors import ProtocolError, ServeError
 from shmserve.protocol.codec import Refused
 from shmserve.protocol.messages import OWNER_SHIFT, Map, Unmap
 from shmserve.workers.link import carries_descriptor
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
-    from shmserve.workers.link import Link
+    from shmserve.workers.link import BrokerLink
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.output_arenas import Arenas
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Orders:
     """Dispatches orders to `handlers` by type; an order without a handler goes to `_rare`."""
 
-    def __init__(self, owner: int, link: Link, outbox: Outbox, mapped: Mapped, arenas: Arenas) -> None:
+    def __init__(self, owner: int, link: BrokerLink, outbox: Outbox, mapped: Mapped, arenas: Arenas) -> None:
         self._owner = owner
         self._link = link
         self._outbox = outbox
@@ -99,7 +99,7 @@ class Orders:
             self._mapped.add(order.segment, order.size, fd=descriptor, name=order.name)
             self._arenas.audiences[order.segment] = order.audience
         except ServeError as error:
-            say(f"segment {order.segment} cannot be mapped: {error}")
+            log_message(f"segment {order.segment} cannot be mapped: {error}")
 
     def _unmap(self, order: Unmap) -> None:
         if order.segment in self._mapped and not self._arenas.owns(order.segment):
@@ -107,13 +107,13 @@ class Orders:
             self._arenas.audiences.pop(order.segment, None)
 
 
-class Early(Orders):
+class LoadingOrders(Orders):
     """Handles orders while the model is loading. Keeps those other than replies and segment maps in `later`."""
 
     def __init__(
         self,
         owner: int,
-        link: Link,
+        link: BrokerLink,
         outbox: Outbox,
         mapped: Mapped,
         arenas: Arenas,

@@ -23,7 +23,7 @@ _CUT = int(socket.MSG_TRUNC)
 _CTRUNC = int(socket.MSG_CTRUNC)
 
 
-class Link:
+class BrokerLink:
     """Blocking sends and receives. The messages of one `send` arrive in order, in as few packets as they fit."""
 
     def __init__(self, sock: socket.socket) -> None:

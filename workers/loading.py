@@ -22,10 +22,10 @@ from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
-from shmserve.workers.inbox import Early
+from shmserve.workers.inbox import LoadingOrders
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.process.device import device_of
-from shmserve.workers.process.log import public, say_trace
+from shmserve.workers.process.log import log_traceback, public
 from shmserve.workers.runner import Runner, Trace
 
 PINS = "pins"
@@ -33,8 +33,8 @@ PINS = "pins"
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
-    from shmserve.workers.link import Link
-    from shmserve.workers.model_calls.responses import Streams
+    from shmserve.workers.link import BrokerLink
+    from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
 
 
@@ -42,7 +42,7 @@ THREADS = "SHMSERVE_THREADS"
 """The environment variable with the number of threads that an engine may use."""
 
 
-class Model(Struct):
+class LoadedModel(Struct):
     """A loaded model. Closing its backend finalizes it and may raise the model's own exceptions."""
 
     config: ModelConfig
@@ -58,9 +58,9 @@ def load(
     config_bytes: bytes,
     outbox: Outbox,
     mapped: Mapped,
-    trace: Trace = say_trace,
-    link: Link | None = None,
-) -> Model:
+    trace: Trace = log_traceback,
+    link: BrokerLink | None = None,
+) -> LoadedModel:
     """Loads a model. If that fails, closes the backend and the arenas and raises the error. `trace` is called for
     failed batches. With `link`, the model can make calls to the server, also while it is loading."""
     config = decode_config(config_bytes)
@@ -75,13 +75,13 @@ def load(
     _still_the_same(folder, pins)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
-    early = None
+    loading_orders = None
     if link is not None and backend.asks:
-        from shmserve.workers.model_calls.calls import Calls  # few backends need it
+        from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
 
-        backend.calls = calls = Calls(outbox, arenas, mapped)
-        early = Early(order.owner, link, outbox, mapped, arenas, calls.handlers)
-        backend.listen = partial(_listen, link, early)
+        backend.calls = calls = OutgoingCalls(outbox, arenas, mapped)
+        loading_orders = LoadingOrders(order.owner, link, outbox, mapped, arenas, calls.handlers)
+        backend.listen = partial(_listen, link, loading_orders)
     try:
         if context.auto_complete:
             config = backend.complete(config)
@@ -105,11 +105,11 @@ def load(
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
     runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
-    return Model(config, backend, arenas, runner, early.later if early is not None else [])
+    return LoadedModel(config, backend, arenas, runner, loading_orders.later if loading_orders is not None else [])
 
 
-def _listen(link: Link, early: Early, streams: Streams) -> None:
-    streams.listen(link.fileno(), early.read)
+def _listen(link: BrokerLink, loading_orders: LoadingOrders, streams: OpenResponses) -> None:
+    streams.listen(link.fileno(), loading_orders.read)
 
 
 def _pins(order: Load) -> dict[str, Look]:

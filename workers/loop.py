@@ -26,14 +26,14 @@ from shmserve.protocol.messages import (
     Withdraw,
 )
 from shmserve.protocol.messages import Withdrawn as WithdrawnReport
-from shmserve.workers.batch.batch_queue import Batch, Waiting
+from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
 from shmserve.workers.inbox import Orders
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
-    from shmserve.workers.link import Link
-    from shmserve.workers.model_calls.calls import Calls
-    from shmserve.workers.model_calls.responses import Streams
+    from shmserve.workers.link import BrokerLink
+    from shmserve.workers.model_calls.calls import OutgoingCalls
+    from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.output_arenas import Arenas
     from shmserve.workers.runner import Runner
@@ -45,18 +45,18 @@ class Loop(Orders):
     def __init__(
         self,
         owner: int,
-        link: Link,
+        link: BrokerLink,
         outbox: Outbox,
         mapped: Mapped,
         arenas: Arenas,
         runner: Runner,
-        streams: Streams | None = None,
-        calls: Calls | None = None,
+        streams: OpenResponses | None = None,
+        calls: OutgoingCalls | None = None,
         prober: Callable[[Callable[[bool], None]], None] | None = None,
     ) -> None:
         super().__init__(owner, link, outbox, mapped, arenas)
         self._runner = runner
-        self._waiting = Waiting()
+        self._waiting = BatchQueue()
         self._stopping = False
         self._streams = streams
         if streams is not None:
@@ -106,7 +106,7 @@ class Loop(Orders):
         if not self._waiting.complete:
             self._drain()
 
-    def _run(self, batch: Batch) -> Batch | None:
+    def _run(self, batch: QueuedBatch) -> QueuedBatch | None:
         """Runs a batch, reports it, and returns the next batch, which the report announces."""
         self._outbox.flush()
         rows, times, again = self._runner.run(batch.works)

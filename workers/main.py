@@ -20,12 +20,12 @@ from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.protocol.messages import Load, Loaded, LoadFailed
 from shmserve.system.allocator import keep_freed_memory
 from shmserve.system.prctl import NAME, NO_NEW_PRIVS, PDEATHSIG, prctl
-from shmserve.workers.link import Link
+from shmserve.workers.link import BrokerLink
 from shmserve.workers.process.exit_codes import Exit
-from shmserve.workers.process.log import TRACE_LIMIT, say, say_trace, trace_of
+from shmserve.workers.process.log import TRACE_LIMIT, log_message, log_traceback, trace_of
 
 if TYPE_CHECKING:
-    from shmserve.workers.loading import Model
+    from shmserve.workers.loading import LoadedModel
     from shmserve.workers.outbox import Outbox
 
 _GC_THRESHOLDS = (50_000, 20, 50)
@@ -68,21 +68,21 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
             threads()
         sock = socket.socket(fileno=arguments.link)
     except (OSError, ValueError) as error:
-        say(f"cannot start on cores '{arguments.cpus}' and link {arguments.link}: {error}")
+        log_message(f"cannot start on cores '{arguments.cpus}' and link {arguments.link}: {error}")
         return Exit.USAGE
-    link = Link(sock)
+    link = BrokerLink(sock)
     try:
         if arguments.environment:
             return _enter(link, arguments, words)
         return _serve(link)
     except ConnectionLost as error:
-        say(str(error))
+        log_message(str(error))
         return Exit.LINK_LOST
     except ProtocolError as error:
-        say(f"the broker broke the protocol: {error}")
+        log_message(f"the broker broke the protocol: {error}")
         return Exit.BAD_ORDER
     except Exception as error:
-        say_trace("a fault in the worker", error)
+        log_traceback("a fault in the worker", error)
         return Exit.INTERNAL
     finally:
         link.close()
@@ -107,7 +107,7 @@ def _join(processes: str) -> None:
         os.close(descriptor)
 
 
-def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
+def _enter(link: BrokerLink, arguments: argparse.Namespace, words: list[str]) -> Exit:
     """Replaces the interpreter of this process. Returns only if that fails."""
     from shmserve.workers.process.environment import enter
 
@@ -152,7 +152,7 @@ def _leave_it_to_the_broker(number: int, frame: Any) -> None:
     workers in order."""
 
 
-def _first_order(link: Link) -> tuple[list[Any], list[int]]:
+def _first_order(link: BrokerLink) -> tuple[list[Any], list[int]]:
     """Returns Load with the orders in its packet, and the descriptors; the first one holds the configuration."""
     orders, descriptors = link.receive()
     order = orders[0] if orders else None
@@ -175,7 +175,7 @@ def _failed(order: Load, error: Exception, outbox: Outbox) -> Exit:
     return Exit.LOAD_FAILED
 
 
-def _serve(link: Link) -> Exit:
+def _serve(link: BrokerLink) -> Exit:
     orders, descriptors = _first_order(link)
     order: Load = orders[0]
     from shmserve.shm.mapped import Mapped
@@ -215,7 +215,7 @@ def _serve(link: Link) -> Exit:
     return Exit.STOPPED if finalized else Exit.FINALIZE_FAILED
 
 
-def _report(model: Model, outbox: Outbox) -> None:
+def _report(model: LoadedModel, outbox: Outbox) -> None:
     from shmserve.repo.config.schema import encode_config
 
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
@@ -227,12 +227,12 @@ def _report(model: Model, outbox: Outbox) -> None:
         os.close(descriptor)
 
 
-def _finalize(model: Model, stopped: bool) -> bool:
+def _finalize(model: LoadedModel, stopped: bool) -> bool:
     """`stopped`: the worker got Stop, so the broker lives on and frees the memory that callers still hold."""
     try:
         model.backend.close()
     except Exception as error:
-        say_trace("the model failed while it was finalized", error)
+        log_traceback("the model failed while it was finalized", error)
         return False
     finally:
         model.arenas.close(bequeath=stopped)

@@ -15,7 +15,7 @@ from shmserve.protocol.codec import encode
 from shmserve.protocol.messages import CHUNK_BYTES, Cancel, Done, Handle, Return, Row, Rows
 
 if TYPE_CHECKING:
-    from shmserve.workers.link import Link
+    from shmserve.workers.link import BrokerLink
 
 _ROW_BYTES = 48
 _TENSOR_BYTES = 64
@@ -27,7 +27,7 @@ class Outbox:
     """Messages that wait for `flush`. The caller keeps its descriptor: the outbox sends a duplicate, as the segment may
     be closed before the flush."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: BrokerLink) -> None:
         self._link = link
         self._messages: list[Any] = []
         self._descriptors: list[int] = []
@@ -69,7 +69,7 @@ class Outbox:
         return found
 
 
-class Unheard(Outbox):
+class NullOutbox(Outbox):
     """Discards all messages. Used without a broker, for example by warm-up."""
 
     def __init__(self) -> None:

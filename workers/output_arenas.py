@@ -16,7 +16,7 @@ from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import Handle, Map, Unmap
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.shm.arena import Block, Segment
@@ -117,7 +117,7 @@ class Arenas:
                     raise InvalidRequest(f"segment {segment} is not one of this worker's")
                 arena.free(segment, offset, size)
             except ServeError as error:
-                say(f"a handle came back that cannot be freed: {error}")
+                log_message(f"a handle came back that cannot be freed: {error}")
 
     def close(self, bequeath: bool = False) -> None:
         """`bequeath`: POSIX segments in use keep their names, which the broker removes when they are no longer used."""

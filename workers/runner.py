@@ -16,11 +16,11 @@ from shmserve.protocol.messages import Failure, Row, Work
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.model_calls.answer import Answer, Request
-from shmserve.workers.process.log import public, say_trace
+from shmserve.workers.process.log import log_traceback, public
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.base import Backend
-    from shmserve.workers.batch.gather import Gather, Group
+    from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Results, Scatter
 
 Times = tuple[int, int, int, int]
@@ -42,7 +42,7 @@ class Runner:
         backend: Backend,
         gather: Gather,
         scatter: Scatter,
-        trace: Trace = say_trace,
+        trace: Trace = log_traceback,
     ) -> None:
         self._trace = trace
         self._instance = instance
@@ -86,7 +86,7 @@ class Runner:
                 found[place] = row
         return [row for row in found if row is not None], (taken, first or ready, computed, clock()), ()
 
-    def _run_group(self, group: Group) -> tuple[list[Row], int, int]:
+    def _run_group(self, group: GatherGroup) -> tuple[list[Row], int, int]:
         """Returns the results, when the inputs were ready, and when the outputs were computed."""
         assert self._stacked is not None
         if group.lengths:

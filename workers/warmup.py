@@ -24,9 +24,9 @@ from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import controls_of, inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
-from shmserve.workers.outbox import Unheard
+from shmserve.workers.outbox import NullOutbox
 from shmserve.workers.output_arenas import INTERNAL, Arenas
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def warm_up(
 ) -> None:
     """Runs all samples. Raises a ServeError that names the failed sample and the reason."""
     mapped = Mapped()
-    arenas = Arenas(0, Unheard(), mapped, limit)
+    arenas = Arenas(0, NullOutbox(), mapped, limit)
     scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=backend.strict)
     extension = extension_of(config, folder, backend, controls=False)
     if extension is not None:  # samples contain the controls as inputs
@@ -59,7 +59,7 @@ def warm_up(
         for number, sample in enumerate(config.model_warmup):
             name = title(sample, number)
             if not sample.batch_size:
-                say(f"{name} of model '{config.name}' has batch_size 0 and is skipped", "info")
+                log_message(f"{name} of model '{config.name}' has batch_size 0 and is skipped", "info")
                 continue
             works = requests_of(name, sample, config, folder, gather.specs)
             _run(name, works, max(1, sample.count), config.name, runner, arenas)
@@ -79,7 +79,7 @@ def _run(name: str, works: list[Work], count: int, model: str, runner: Runner, a
             where = f" in run {turn} of {count}" if count > 1 else ""
             raise from_wire(failure.code, f"{name} of model '{model}' failed{where}: {failure.text}")
     took = (time.monotonic() - started) * 1e3
-    say(f"{name} of model '{model}' took {took:.1f} ms: {count} run(s) of {len(works)} request(s)", "info")
+    log_message(f"{name} of model '{model}' took {took:.1f} ms: {count} run(s) of {len(works)} request(s)", "info")
 
 
 # ------------------------------------------------------------------------------------------ samples

@@ -50,7 +50,7 @@ _SETTERS = (
 SetThreads = Callable[[int], object]
 
 
-class Cannot(Exception):
+class CannotFork(Exception):
     """Why this process cannot fork workers."""
 
 
@@ -63,7 +63,7 @@ def main() -> NoReturn:
     _show([sys.executable, "-m", "shmserve.workers.zygote"])
     try:
         set_threads = _import()
-    except Cannot as reason:
+    except CannotFork as reason:
         control.send(f"cannot {reason}".encode())
         os._exit(Exit.STOPPED)
     control.send(b"ready")
@@ -91,7 +91,7 @@ def _import() -> SetThreads | None:
         for name in MODULES:
             importlib.import_module(name)
     except ImportError as error:  # a worker that needs the module reports it in detail
-        raise Cannot(f"{error}") from None
+        raise CannotFork(f"{error}") from None
     finally:
         for name, value in given.items():
             if value is None:
@@ -99,7 +99,7 @@ def _import() -> SetThreads | None:
             else:
                 os.environ[name] = value
     if len(os.listdir("/proc/self/task")) > 1:
-        raise Cannot("something that was imported has started a thread")
+        raise CannotFork("something that was imported has started a thread")
     with open("/proc/self/maps") as file:
         return _setter(file.read())
 
@@ -108,13 +108,13 @@ def _setter(maps: str) -> SetThreads | None:
     paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
     libraries = {path for path in paths if _OPENBLAS.search(path)}
     if len(libraries) > 1 or any(_OTHERS.search(path) for path in paths - libraries):
-        raise Cannot("it is not known how the library that numpy computes with is told its number of threads")
+        raise CannotFork("it is not known how the library that numpy computes with is told its number of threads")
     for path in libraries:
         library = ctypes.CDLL(path)
         for name in _SETTERS:
             if hasattr(library, name):
                 return getattr(library, name)  # type: ignore[no-any-return]
-        raise Cannot("the library that numpy computes with cannot be told its number of threads")
+        raise CannotFork("the library that numpy computes with cannot be told its number of threads")
     return None
 
 
@@ -140,7 +140,7 @@ def _fork(control: socket.socket, broker: int) -> bool:
 
 def _between(control: socket.socket, broker: int) -> None:
     """Runs in the intermediate process, which exits, and then in the worker, where it returns."""
-    told, tell = os.pipe2(os.O_CLOEXEC)
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
     between = os.pidfd_open(os.getpid())
     try:
         pid = os.fork()
@@ -150,12 +150,12 @@ def _between(control: socket.socket, broker: int) -> None:
     if pid:
         child = os.pidfd_open(pid)
         socket.send_fds(control, [str(pid).encode()], [child])
-        os.write(tell, b"x")
+        os.write(write_end, b"x")
         os._exit(Exit.STOPPED)
-    os.close(tell)
+    os.close(write_end)
     control.close()
-    known = os.read(told, 1)
-    os.close(told)
+    known = os.read(read_end, 1)
+    os.close(read_end)
     select.select([between], [], [])  # after its exit this process has its new parent
     os.close(between)
     if not known or os.getppid() != broker:

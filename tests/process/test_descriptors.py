@@ -21,7 +21,7 @@ from shmserve.clients.transport.lane import Lane as ClientLane
 from shmserve.errors import ConnectionLost
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Goodbye, Map
-from shmserve.workers.link import Link as WorkerLink
+from shmserve.workers.link import BrokerLink as WorkerLink
 from tests.process.launch import Launched
 
 pytestmark = pytest.mark.process

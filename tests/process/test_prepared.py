@@ -23,7 +23,7 @@ import shmserve
 from shmserve.broker.processes.zygote import reap
 from shmserve.errors import ModelFailed, Unavailable
 from shmserve.workers import zygote
-from shmserve.workers.zygote import Cannot
+from shmserve.workers.zygote import CannotFork
 from tests.process.launch import Launched, await_end, children_of, identity
 from tests.process.living import until
 
@@ -210,7 +210,7 @@ def test_without_it(tmp_path: Path) -> None:
     ],
 )
 def test_libraries_whose_threads_are_not_known(maps: str, why: str) -> None:
-    with pytest.raises(Cannot, match=re.escape(why)):
+    with pytest.raises(CannotFork, match=re.escape(why)):
         zygote._setter(maps)
 
 

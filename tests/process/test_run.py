@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from shmserve.clients.cli.commands.run import PASSED_ON
 from shmserve.repo import samples
 from shmserve.workers.foreground import solo
-from shmserve.workers.foreground.solo_order import Order
+from shmserve.workers.foreground.solo_order import RunOrder
 from tests.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process
@@ -151,7 +151,7 @@ def test_an_onnx_model_against_the_bare_engine(tmp_path: Path) -> None:
 
 def here(capfd: pytest.CaptureFixture[str], code: int = 0, **order: Any) -> tuple[str, str]:
     """In this process, which only models without code of their own may be in: standard output and error."""
-    assert solo.run(Order(**order)) == code
+    assert solo.run(RunOrder(**order)) == code
     out, err = capfd.readouterr()
     return out, err
 
@@ -266,7 +266,7 @@ def test_exit_codes_and_the_next_step_come_through_the_command(models: Path) -> 
 
 
 def test_what_the_command_passes_on_is_what_the_process_understands() -> None:
-    assert Order.__struct_fields__ == PASSED_ON
+    assert RunOrder.__struct_fields__ == PASSED_ON
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from shmserve.clients.cli.commands.build import PASSED_ON
 from shmserve.clients.cli.parser import parser
-from shmserve.workers.backends.tensorrt.build_shapes import Misuse, from_words
+from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, from_words
 from tests.gpu_harness import standins
 
 
@@ -208,7 +208,7 @@ def test_an_interrupt(
     ],
 )
 def test_profiles_that_make_no_sense(words: list[str], text: str) -> None:
-    with pytest.raises(Misuse, match=text):
+    with pytest.raises(BadShapes, match=text):
         from_words(words, {"x": (-1, 3), "mask:0": (1,)})
 
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shmserve.core.policy import BatchPolicy, ModelPolicy
 from shmserve.protocol.messages import Execute, Withdraw, Withdrawn, Work
-from shmserve.workers.batch.batch_queue import Waiting
+from shmserve.workers.batch.batch_queue import BatchQueue
 from tests.examples import examples
 from tests.unit.core_fakes import FakeWorker
 
@@ -18,7 +18,7 @@ class Both(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeWorker(1, "m_0", ModelPolicy("m", 1, 10**6, (), (), BatchPolicy()))
-        self.real = Waiting()
+        self.real = BatchQueue()
         self.executes = 0
         self.requests = 0
         self.known: list[int] = []

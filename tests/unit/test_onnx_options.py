@@ -19,11 +19,11 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyGraph,
     ModelParameter,
 )
-from shmserve.workers.backends.onnx.facts import said
+from shmserve.workers.backends.onnx.facts import engine_text
 from shmserve.workers.backends.onnx.options import (
     PARAMETERS,
     SETTINGS,
-    Plan,
+    SessionPlan,
     default_max_batch,
     markdown,
     plan,
@@ -74,7 +74,7 @@ def planned(
     device: int = 0,
     available: tuple[str, ...] = ALL,
     settings: dict[str, str] | None = None,
-) -> Plan:
+) -> SessionPlan:
     return plan(wanted, kind, device, available, 3, lambda key: (settings or {}).get(key, ""))
 
 
@@ -427,7 +427,7 @@ def test_a_process_that_sees_one_device_only(variable: str, number: int) -> None
     ],
 )
 def test_what_the_engine_says(text: str, expected: str) -> None:
-    assert said(RuntimeError(text)) == expected
+    assert engine_text(RuntimeError(text)) == expected
 
 
 def test_the_page_has_the_tables() -> None:

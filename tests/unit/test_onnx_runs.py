@@ -21,9 +21,9 @@ from shmserve.protocol.messages import Handle, Row, Tensor, Wanted, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.onnx.backend import Onnx
-from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, Graphs
+from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, OnnxGraphs
 from shmserve.workers.backends.onnx.providers import CPU, CUDA
-from shmserve.workers.backends.onnx.run import Binding, Target, address_of, needs_own_binding
+from shmserve.workers.backends.onnx.run import Binding, OutputTarget, address_of, needs_own_binding
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.examples import examples
 from tests.unit.test_worker_arrays import Parts, parts_of
@@ -249,7 +249,7 @@ def test_runs_of_one_binding_know_nothing_of_each_other(tmp_path_factory: pytest
         x[:] = np.arange(length) * (number % 3)
         w = np.array([number], np.float32)
         target = sums[:length] if same else np.empty(length, np.float32)
-        targets = [Target(specs[index], target if index == 0 and given_place else None) for index in wanted]
+        targets = [OutputTarget(specs[index], target if index == 0 and given_place else None) for index in wanted]
         made = binding.run([(x_spec, x), (w_spec, w)] if with_w else [(x_spec, x)], targets, None)
         expected = [x + (w if with_w else 10), np.array(x.nonzero())]
         values = iter(made)
@@ -293,7 +293,7 @@ def test_what_has_not_moved_is_not_bound_again(tmp_path: Path, keeps: bool) -> N
     counts = []
     for number in range(3):
         x[:] = number
-        assert binding.run([(x_spec, x)], [Target(spec, y)], None) == []
+        assert binding.run([(x_spec, x)], [OutputTarget(spec, y)], None) == []
         assert y.tolist() == [10 + number] * 4
         counts.append(counting.count)
     assert counts == ([2, 2, 2] if keeps else [2, 3, 4])
@@ -303,11 +303,11 @@ def test_after_a_run_that_failed(tmp_path: Path) -> None:
     binding = Binding(session_of(tmp_path), True)
     (x_spec, _), (spec, _) = inputs_of(SPECS), outputs_of(SPECS)
     x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
-    binding.run([(x_spec, x)], [Target(spec, y)], None)
+    binding.run([(x_spec, x)], [OutputTarget(spec, y)], None)
     with pytest.raises(RuntimeError):
-        binding.run([(x_spec, x)], [Target(spec, np.zeros(3, np.float32))], None)
+        binding.run([(x_spec, x)], [OutputTarget(spec, np.zeros(3, np.float32))], None)
     y[:] = 0
-    binding.run([(x_spec, x)], [Target(spec, y)], None)
+    binding.run([(x_spec, x)], [OutputTarget(spec, y)], None)
     assert y.tolist() == [11] * 4
 
 
@@ -320,7 +320,7 @@ def test_what_the_engine_made_is_kept_with_its_binding(tmp_path: Path) -> None:
     kept = []
     for number in range(1, 20):
         x = np.full(1000, number, np.uint16)
-        targets = [Target(spec, None)]
+        targets = [OutputTarget(spec, None)]
         assert needs_own_binding(targets)
         (y,) = Binding(session, True, once=True).run([(x_spec, x.view(x_spec.numpy))], targets, None)
         kept.append(y)
@@ -335,7 +335,7 @@ def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [-1, 3]).input("z", "FP32", [-1, 3]).output("y", "FP32", [-1, 3])
     path = graph.node("Sub", ["x", "z"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("FP32", (3,)), "z": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=64)
-    graphs = Graphs("m", engine(path), ("cpu", 0), inputs_of(model), outputs_of(model))
+    graphs = OnnxGraphs("m", engine(path), ("cpu", 0), inputs_of(model), outputs_of(model))
     random = np.random.default_rng(1)
     seen: dict[int, Any] = {}
     for rows in (1, 4, 1, 4, 4):
@@ -359,7 +359,7 @@ def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
 def test_runs_that_cannot_be_recorded(dtype: str, dims: Sequence[int], text: str) -> None:
     model = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": (dtype, dims)}, max_batch=2)
     with pytest.raises(Unsupported, match=f"output 'y'.*{text}"):
-        Graphs("m", None, ("cuda", 0), inputs_of(model), outputs_of(model))
+        OnnxGraphs("m", None, ("cuda", 0), inputs_of(model), outputs_of(model))
 
 
 # ---------------------------------------------------------------------------------------------- the session

@@ -19,7 +19,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, Mo
 from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.batch.gather import Gather, Group
+from shmserve.workers.batch.gather import Gather, GatherGroup
 from shmserve.workers.batch.scatter import Results, Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.outbox import Outbox
@@ -134,7 +134,7 @@ def test_every_request_gets_its_own_rows(batch: list[tuple[int, int, int, bool]]
             assert (read_back[0] == a).all()
 
 
-def echo(group: Group, results: Results, rows_of: dict[int, Row], made: Parts) -> None:
+def echo(group: GatherGroup, results: Results, rows_of: dict[int, Row], made: Parts) -> None:
     for index in range(2):
         array = group.array(index)
         assert array is not None

@@ -29,19 +29,19 @@ from shmserve.protocol.messages import (
     Tensor,
     WorkerReport,
 )
-from shmserve.workers.link import Link
+from shmserve.workers.link import BrokerLink
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
 from shmserve.workers.process import log as saying
-from shmserve.workers.process.log import TEXT_LIMIT, escaped, public, say, say_trace, trace_of
+from shmserve.workers.process.log import TEXT_LIMIT, escaped, log_message, log_traceback, public, trace_of
 
 decode = codec.Codec(WorkerReport).decode
-Ends = tuple[Link, socket.socket]
+Ends = tuple[BrokerLink, socket.socket]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = Link(theirs)
+    link = BrokerLink(theirs)
     yield link, ours
     link.close()
     ours.close()
@@ -181,7 +181,7 @@ def test_a_row_is_not_taken_for_smaller_than_it_is() -> None:
 
 
 def test_a_line_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    say("one\ntwo\r\x1b[31m\u2028three é", "warning")
+    log_message("one\ntwo\r\x1b[31m\u2028three é", "warning")
     assert capfd.readouterr().err == "warning: one\\ntwo\\r\\x1b[31m\\u2028three é\n"
     assert escaped("plain") == "plain"
 
@@ -190,7 +190,7 @@ def test_a_trace_is_readable(capfd: pytest.CaptureFixture[str]) -> None:
     try:
         raise ValueError("first\nsecond")
     except ValueError as error:
-        say_trace("it failed", error)
+        log_traceback("it failed", error)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "error: it failed"
     assert lines[-2:] == ["error:   ValueError: first", "error:   second"]

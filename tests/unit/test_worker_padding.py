@@ -14,7 +14,7 @@ from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Handle, Wanted, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.workers.batch.gather import Group
+from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.padding import PaddedResults
 from tests.unit.test_worker_arrays import Array, Parts, parts_of, read, tensor
 
@@ -58,7 +58,7 @@ def work_of(made: Parts, number: int, arrays: dict[str, Array], places: list[int
     return Work(number, len(arrays["a"]), tuple(inputs), outputs, "internal")
 
 
-def run(made: Parts, group: Group, direct: bool) -> dict[int, Any]:
+def run(made: Parts, group: GatherGroup, direct: bool) -> dict[int, Any]:
     """Echoes all inputs, which must be what numpy pads them to."""
     results = PaddedResults(made.scatter, group.works, group.rows, group.lengths, group.length)
     for index in range(4):

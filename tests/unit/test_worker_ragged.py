@@ -17,7 +17,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import INLINE_BYTES, Tensor, Wanted, Work
 from shmserve.repo.config.schema import BatchInput, BatchOutput, ModelConfig, ModelInput, ModelOutput
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.batch.gather import Gather, Group
+from shmserve.workers.batch.gather import Gather, GatherGroup
 from shmserve.workers.batch.scatter import Results, Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
@@ -64,7 +64,7 @@ class Doubling(StackedBackend):
         self.lost = lost
         self.batches: list[list[Array]] = []
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays = [inputs.array(index) for index in range(2 + len(KINDS))]
         self.batches.append([array.copy() for array in arrays if array is not None])
         x, plain = arrays[:2]
@@ -170,7 +170,7 @@ def test_ragged_inputs_that_are_left_out() -> None:
     class Given(StackedBackend):
         seen: list[Any] = []
 
-        def execute(self, inputs: Group, outputs: Results) -> None:
+        def execute(self, inputs: GatherGroup, outputs: Results) -> None:
             counts = inputs.array(2)
             assert counts is not None
             self.seen.append((inputs.shape(0), counts.tolist()))
@@ -211,7 +211,7 @@ def test_requests_that_want_nothing_in_the_message(
     )
 
     class Same(StackedBackend):
-        def execute(self, inputs: Group, outputs: Results) -> None:
+        def execute(self, inputs: GatherGroup, outputs: Results) -> None:
             x = inputs.array(0)
             assert x is not None
             if outputs.direct(0, x.shape):

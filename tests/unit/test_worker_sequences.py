@@ -27,7 +27,7 @@ from shmserve.repo.config.schema import (
 )
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
 from shmserve.workers.batch import sequence_inputs
-from shmserve.workers.batch.gather import Gather, Group
+from shmserve.workers.batch.gather import Gather, GatherGroup
 from shmserve.workers.batch.scatter import Results, Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
@@ -75,7 +75,7 @@ class Stacked(StackedBackend):
         super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
         self.seen: list[list[Array]] = []
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays = [inputs.array(index) for index in range(6)]
         assert [inputs.shape(index) for index in range(6)] == [a.shape for a in arrays if a is not None]
         self.seen.append([a.copy() for a in arrays if a is not None])
@@ -276,7 +276,7 @@ def test_random_sequences(batches: list[tuple[list[Asked], int]], slotted: bool,
 
 def test_states_are_not_copied_where_the_same_sequences_come_again() -> None:
     class Keeping(Stacked):
-        def execute(self, inputs: Group, outputs: Results) -> None:
+        def execute(self, inputs: GatherGroup, outputs: Results) -> None:
             super().execute(inputs, outputs)
             self.states = inputs.array(5), outputs._late[1]  # type: ignore[attr-defined]
 
@@ -332,7 +332,7 @@ class Growing(StackedBackend):
         super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
         self.sizes: list[tuple[int, ...]] = []
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         x, state = inputs.array(0), inputs.array(1)
         assert x is not None
         assert state is not None

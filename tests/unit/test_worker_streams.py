@@ -10,7 +10,7 @@ import pytest
 
 from shmserve.protocol.messages import Options, Row, Work
 from shmserve.workers.model_calls.answer import Answer
-from shmserve.workers.model_calls.responses import Streams
+from shmserve.workers.model_calls.responses import OpenResponses
 
 WINDOW = 2
 
@@ -39,7 +39,7 @@ def loop() -> Iterator[Eager]:
 
 
 def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eager) -> None:
-    streams = Streams(decoupled=True)
+    streams = OpenResponses(decoupled=True)
     said: list[Row] = []
     streams.connect(-1, lambda: None, said.append, lambda work, _: Row(work.request, ((),)), lambda _: None)  # type: ignore[arg-type]
     stream = streams.begin(Work(1, 1, (), None, "internal", Options(window=WINDOW)))

@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 
 from shmserve.errors import ProtocolError
 from shmserve.protocol.messages import Execute, Work
-from shmserve.workers.batch.batch_queue import Waiting
+from shmserve.workers.batch.batch_queue import BatchQueue
 
 
 def execute(batch: int, *requests: int, join: int = 0, more: bool = False, open: bool = False) -> Execute:
     return Execute(batch, join, tuple(Work(request, 1, (), None, "internal") for request in requests), more, open)
 
 
-def started(waiting: Waiting, *, last: bool = False) -> tuple[int, int, list[int]] | None:
+def started(waiting: BatchQueue, *, last: bool = False) -> tuple[int, int, list[int]] | None:
     batch = waiting.start(last=last)
     return None if batch is None else (batch.number, batch.through, [work.request for work in batch.works])
 
 
 def test_batches_start_in_order_and_once() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, 11))
     waiting.add(execute(2, 12))
     assert started(waiting) == (1, 1, [10, 11])
@@ -30,7 +30,7 @@ def test_batches_start_in_order_and_once() -> None:
 
 
 def test_a_join_extends_what_waits() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(3, 10, open=True))
     waiting.add(execute(4, 11, 12, join=3))
     waiting.add(execute(7, 13, join=3))
@@ -39,7 +39,7 @@ def test_a_join_extends_what_waits() -> None:
 
 
 def test_a_join_that_comes_too_late_is_a_batch_of_its_own() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(3, 10))
     assert started(waiting) == (3, 3, [10])
     waiting.add(execute(4, 11, join=3))
@@ -48,7 +48,7 @@ def test_a_join_that_comes_too_late_is_a_batch_of_its_own() -> None:
 
 def test_joins_that_come_too_late_stay_together() -> None:
     """Whoever sent them sees them as one batch: when it is told that 4 has started, it may not miss 5."""
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(3, 10))
     waiting.start()
     waiting.add(execute(4, 11, join=3))
@@ -58,7 +58,7 @@ def test_joins_that_come_too_late_stay_together() -> None:
 
 
 def test_more_holds_a_batch_back_until_the_next_execute() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, more=True))
     assert started(waiting) is None
     waiting.add(execute(2, 11, join=1, more=True))
@@ -68,7 +68,7 @@ def test_more_holds_a_batch_back_until_the_next_execute() -> None:
 
 
 def test_more_after_a_join_that_came_too_late() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10))
     waiting.start()
     waiting.add(execute(2, 11, join=1, more=True))
@@ -78,7 +78,7 @@ def test_more_after_a_join_that_came_too_late() -> None:
 
 
 def test_an_unfinished_batch_runs_at_the_end() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, more=True))
     assert started(waiting, last=True) == (1, 1, [10])
     waiting.add(execute(2, 11))
@@ -86,7 +86,7 @@ def test_an_unfinished_batch_runs_at_the_end() -> None:
 
 
 def test_open_is_what_any_part_says() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10))
     waiting.add(execute(2, 11, join=1, open=True))
     batch = waiting.start()
@@ -95,7 +95,7 @@ def test_open_is_what_any_part_says() -> None:
 
 
 def test_withdraw_names_those_that_were_there() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, 11, 12, open=True))
     assert waiting.withdraw((12, 99, 10, 12)) == (12, 10)
     assert waiting.withdraw((10,)) == ()
@@ -104,7 +104,7 @@ def test_withdraw_names_those_that_were_there() -> None:
 
 
 def test_nothing_is_taken_out_of_what_runs_as_far_as_its_owner_knows() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, 11))
     assert waiting.withdraw((10,)) == ()
     assert started(waiting) == (1, 1, [10, 11])
@@ -112,7 +112,7 @@ def test_nothing_is_taken_out_of_what_runs_as_far_as_its_owner_knows() -> None:
 
 def test_an_emptied_batch_does_not_start_but_can_be_joined() -> None:
     """The order to join may have been sent before the answer to Withdraw was seen."""
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, open=True))
     assert waiting.withdraw((10,)) == (10,)
     assert started(waiting) is None
@@ -121,7 +121,7 @@ def test_an_emptied_batch_does_not_start_but_can_be_joined() -> None:
 
 
 def test_a_new_batch_replaces_an_emptied_one() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, open=True))
     waiting.withdraw((10,))
     waiting.add(execute(2, 11))
@@ -131,7 +131,7 @@ def test_a_new_batch_replaces_an_emptied_one() -> None:
 
 
 def test_an_emptied_part_still_waits_for_the_rest() -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(1, 10, more=True, open=True))
     waiting.withdraw((10,))
     waiting.add(execute(2, 11))
@@ -140,7 +140,7 @@ def test_an_emptied_part_still_waits_for_the_rest() -> None:
 
 @pytest.mark.parametrize("number", [2, 1])
 def test_numbers_rise(number: int) -> None:
-    waiting = Waiting()
+    waiting = BatchQueue()
     waiting.add(execute(2, 10))
     with pytest.raises(ProtocolError, match="batch numbers must rise"):
         waiting.add(execute(number, 11))
@@ -148,7 +148,7 @@ def test_numbers_rise(number: int) -> None:
 
 def test_an_execute_has_requests() -> None:
     with pytest.raises(ProtocolError, match="Execute 1 has no requests"):
-        Waiting().add(execute(1))
+        BatchQueue().add(execute(1))
 
 
 class Sender:
@@ -157,7 +157,7 @@ class Sender:
     What the worker does is told to it late, as over a link."""
 
     def __init__(self) -> None:
-        self.waiting = Waiting()
+        self.waiting = BatchQueue()
         self.number = 0
         self.request = 0
         self.pieces: list[tuple[int, list[int]]] = []  # of the batch that it thinks waits

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
     from shmserve.workers.model_calls.answer import Answer, Request
-    from shmserve.workers.model_calls.calls import Calls
-    from shmserve.workers.model_calls.responses import Streams
+    from shmserve.workers.model_calls.calls import OutgoingCalls
+    from shmserve.workers.model_calls.responses import OpenResponses
 
 
 class Context(Struct, frozen=True):
@@ -50,7 +50,7 @@ class Backend:
     """Whether elements of BYTES inputs are str instead of bytes."""
     on_device = False
     """Whether it reads input pieces and writes `near` outputs on the GPU of its process."""
-    streams: Streams | None = None
+    streams: OpenResponses | None = None
     """The response streams of its models, if they can send responses on their own."""
     strict = True
     """Whether outputs must match the configuration."""
@@ -58,9 +58,9 @@ class Backend:
     """Whether the model reports its own readiness, through `probe`."""
     asks = False
     """Whether its models can make calls to the server: then `calls` and `listen` are set."""
-    calls: Calls | None = None
+    calls: OutgoingCalls | None = None
     """Sends the calls of its models, if there is a server."""
-    listen: Callable[[Streams], None] | None = None
+    listen: Callable[[OpenResponses], None] | None = None
     """Called with the backend's streams before the model is loaded, so that it can make calls during loading."""
 
     def __init__(self, context: Context) -> None:
@@ -96,7 +96,7 @@ class StackedBackend(Backend):
     fresh = False
     """Whether arrays passed to `put` are never written again, so that they can be kept without a copy."""
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         """Reads `inputs`, calls `inputs.computing()` when they are ready, and fills in each output that is `needed`.
 
         Inputs and outputs are identified by their index in these lists. An exception fails the whole batch.

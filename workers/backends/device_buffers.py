@@ -19,7 +19,7 @@ from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
     from shmserve.shm.pages import Pages
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.gpu.api import Cuda
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -135,7 +135,7 @@ class Feed:
         self.direct = 0
         """Bytes that were copied without a host copy first."""
 
-    def already_there(self, group: Group, index: int) -> int:
+    def already_there(self, group: GatherGroup, index: int) -> int:
         """Returns the address of an input that is one aligned piece on the device; else 0."""
         pieces: Any = group.pieces(index)
         if pieces is None or len(pieces) != 1 or not isinstance(pieces[0], DevicePiece):
@@ -143,7 +143,7 @@ class Feed:
         address: int = pieces[0].address
         return address if address % ALIGN == 0 and pieces[0].nbytes else 0
 
-    def put(self, group: Group, index: int, dtype: Any, shape: tuple[int, ...], size: int, target: int) -> None:
+    def put(self, group: GatherGroup, index: int, dtype: Any, shape: tuple[int, ...], size: int, target: int) -> None:
         """Copies an input of all requests to `target`. Its sources must stay valid until the stream is synchronized."""
         pieces = group.pieces(index)
         if pieces is None or (0 < self._threshold <= len(pieces) and not any(map(_on_device, pieces))):

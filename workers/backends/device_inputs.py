@@ -13,7 +13,7 @@ from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.device_buffers import Feed, Pinned
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.specs import Spec
     from shmserve.workers.gpu.api import Cuda
 
@@ -35,7 +35,7 @@ class DeviceInputs:
         self._stream = 0
         self._buffers: dict[int, tuple[int, int]] = {}
 
-    def find(self, group: Group, index: int, spec: Spec) -> There | None:
+    def find(self, group: GatherGroup, index: int, spec: Spec) -> There | None:
         """Returns an input of all requests, complete; None if no part of it is on the GPU."""
         pieces: Any = group.pieces(index)
         piece = next((piece for piece in pieces or () if isinstance(piece, DevicePiece)), None)

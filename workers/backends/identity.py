@@ -24,7 +24,7 @@ from shmserve.workers.batch.specs import outputs_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
 
 
@@ -50,7 +50,7 @@ class Identity(StackedBackend):
         self._names = [entry.name for entry in config.input]
         self._sources = [_source(config, index) for index in range(len(config.output))]
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         inputs.computing()
         if self._triggers:
             self._trigger(inputs)
@@ -73,7 +73,7 @@ class Identity(StackedBackend):
                 assert array is not None
                 outputs.put(index, array)
 
-    def _leave_out(self, inputs: Group, outputs: Results, index: int) -> None:
+    def _leave_out(self, inputs: GatherGroup, outputs: Results, index: int) -> None:
         """Handles an absent optional input. As in Triton, the output is zeros if its shape is fixed."""
         spec = self._specs[index]
         if spec.fixed and spec.item and not spec.flat:
@@ -81,7 +81,7 @@ class Identity(StackedBackend):
         else:
             outputs.omit(index)
 
-    def _trigger(self, inputs: Group) -> None:
+    def _trigger(self, inputs: GatherGroup) -> None:
         for work in inputs.works:
             if work.options is None:
                 continue

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -102,7 +102,7 @@ class OpenVino(StackedBackend):
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         request = self._request
         rows = self._rows(inputs.rows)
         kept: list[Any] = []  # the engine gets addresses: keep the arrays until the run is over

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
 
-class Known(NamedTuple):
+class KnownBackend(NamedTuple):
     """The location of a backend, and the extra of this package that installs its engine ("" for none)."""
 
     target: str
@@ -31,12 +31,12 @@ class Known(NamedTuple):
 
 
 BACKENDS = {
-    "identity": Known("shmserve.workers.backends.identity:Identity", ""),
-    "onnxruntime": Known("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
-    "openvino": Known("shmserve.workers.backends.openvino:OpenVino", "openvino"),
-    "python": Known("shmserve.workers.backends.python.backend:Python", ""),
-    "tensorrt": Known("shmserve.workers.backends.tensorrt.backend:TensorRT", "gpu"),
-    "pytorch": Known("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
+    "identity": KnownBackend("shmserve.workers.backends.identity:Identity", ""),
+    "onnxruntime": KnownBackend("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
+    "openvino": KnownBackend("shmserve.workers.backends.openvino:OpenVino", "openvino"),
+    "python": KnownBackend("shmserve.workers.backends.python.backend:Python", ""),
+    "tensorrt": KnownBackend("shmserve.workers.backends.tensorrt.backend:TensorRT", "gpu"),
+    "pytorch": KnownBackend("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
 }
 
 

@@ -14,7 +14,7 @@ from shmserve.errors import ProtocolError
 from shmserve.protocol.messages import Execute, Work
 
 
-class Batch(Struct):
+class QueuedBatch(Struct):
     """Requests that will run together. `number` is the first Execute's number, `through` that of the last to join."""
 
     number: int
@@ -24,13 +24,13 @@ class Batch(Struct):
     open: bool
 
 
-class Waiting:
+class BatchQueue:
     """The waiting batches, oldest first; nearly always one or none."""
 
     __slots__ = ("_batches", "_last")
 
     def __init__(self) -> None:
-        self._batches: list[Batch] = []
+        self._batches: list[QueuedBatch] = []
         self._last = 0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Waiting:
         self._last = order.batch
         batches = self._batches
         if not batches:
-            batches.append(Batch(order.batch, order.batch, list(order.works), order.more, order.open))
+            batches.append(QueuedBatch(order.batch, order.batch, list(order.works), order.more, order.open))
             return
         newest = batches[-1]
         if order.join or newest.more:  # after `more`, this Execute is the continuation even without `join`
@@ -56,7 +56,7 @@ class Waiting:
             newest.open = newest.open or order.open
             return
         batches[:] = [batch for batch in batches if batch.works]
-        batches.append(Batch(order.batch, order.batch, list(order.works), order.more, order.open))
+        batches.append(QueuedBatch(order.batch, order.batch, list(order.works), order.more, order.open))
 
     @property
     def complete(self) -> bool:
@@ -87,7 +87,7 @@ class Waiting:
                 if work.request == request and options is not None:
                     batch.works[index] = replace(work, options=replace(options, window=options.window + count))
 
-    def start(self, *, last: bool = False) -> Batch | None:
+    def start(self, *, last: bool = False) -> QueuedBatch | None:
         """Returns the batch to run now, or None. `last`: no more orders will come, so run an unfinished batch."""
         for index, batch in enumerate(self._batches):
             if batch.works and (last or not batch.more):

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
 
 
-class Group:
+class GatherGroup:
     """Requests whose inputs stack along axis 0 and that a backend runs together; or one request without a batch
     dimension.
 
@@ -169,7 +169,7 @@ class Gather:
             buffer = self._buffers[index] = np.empty(size, _BYTE)
         return buffer[:size]
 
-    def groups(self, works: Sequence[Work]) -> tuple[list[Group], list[tuple[int, ServeError]]]:
+    def groups(self, works: Sequence[Work]) -> tuple[list[GatherGroup], list[tuple[int, ServeError]]]:
         """Returns the batch as groups that stack, nearly always one, and errors of unreadable requests by position."""
         uniform = self._uniform(works)
         if uniform is not None:
@@ -227,7 +227,7 @@ class Gather:
     def _padded(self, spec: Spec, pad: Pad, pieces: list[Array], length: int) -> Array:
         rows = sum([piece.shape[0] for piece in pieces])
         array: Array = np.empty(pad.to(length, (rows, *pieces[0].shape[1:])), spec.numpy if spec.item else object)
-        group = Group(self, (), (), rows, [], None, None)
+        group = GatherGroup(self, (), (), rows, [], None, None)
         group._pad(spec, pieces, array)
         return array
 
@@ -250,7 +250,7 @@ class Gather:
 
     # ---------------------------------------------------------------------------------- all inline, all alike
 
-    def _uniform(self, works: Sequence[Work]) -> Group | None:
+    def _uniform(self, works: Sequence[Work]) -> GatherGroup | None:
         """Returns the group of a batch whose tensors are all inline and stack; None if requests must be checked one by
         one.
 
@@ -290,7 +290,7 @@ class Gather:
             shapes.append(spec.inner((rows, *tail)))
         length = max(length, 0)
         alike = (length,) * count if self._pads else ()
-        return Group(self, works, range(count), rows, shapes, blobs, None, alike, length)
+        return GatherGroup(self, works, range(count), rows, shapes, blobs, None, alike, length)
 
     # ---------------------------------------------------------------------------------- one by one
 
@@ -304,7 +304,7 @@ class Gather:
             (() if spec.flat else p[0].shape[1:]) if p else None for p, spec in zip(pieces, self.specs, strict=True)
         )
 
-    def _group(self, works: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> Group:
+    def _group(self, works: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> GatherGroup:
         chosen = [works[place] for place, _ in members]
         rows = sum(work.rows for work in chosen)
         pieces: list[list[Array]] = []
@@ -328,7 +328,7 @@ class Gather:
             length = sum(piece.shape[0] for piece in column) if len(column) > 1 else 0
             shapes.append(spec.inner((length, *first[1:]) if length else first))
         places = [place for place, _ in members]
-        return Group(self, chosen, places, rows, shapes, None, pieces, lengths, longest)
+        return GatherGroup(self, chosen, places, rows, shapes, None, pieces, lengths, longest)
 
     def _pieces(self, work: Work) -> list[list[Array]]:
         """Returns the parts of each input of a request, in the order of the configuration, in the caller's shape."""

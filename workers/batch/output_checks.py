@@ -11,7 +11,7 @@ from shmserve.dtypes import ITEM_BYTES, from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import DIMS
 from shmserve.shm.strings import encode_bytes
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec
@@ -64,7 +64,7 @@ class OutputChecks:
     def _log(self, spec: Spec, dtype: str, shape: object, expected: object) -> None:
         if spec.name not in self._logged:
             self._logged.add(spec.name)
-            say(
+            log_message(
                 f"output '{spec.name}' of model '{self._model}' is {dtype} {shape} and is passed on as it is; the "
                 f"configuration says {spec.dtype} {expected} (the parameter {STRICT} makes this an error)",
                 "warning",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.batch.specs import Spec
     from shmserve.workers.gpu.shared import DevicePiece
-    from shmserve.workers.model_calls.calls import Calls
+    from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.output_arenas import Arenas
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -47,7 +47,7 @@ class Scatter:
         arenas: Arenas,
         mapped: Mapped,
         labels: Sequence[Sequence[str]] = (),
-        calls: Calls | None = None,
+        calls: OutgoingCalls | None = None,
         strict: bool = True,
     ) -> None:
         """`labels`: the class labels of each output, empty if it has none. `calls`: arrays that came from a call are
@@ -68,7 +68,7 @@ class Scatter:
             buffer = self._buffers[index] = np.empty(size, _BYTE)
         return buffer[:size]
 
-    def let_go(self, tensors: Sequence[Tensor | None]) -> None:
+    def release(self, tensors: Sequence[Tensor | None]) -> None:
         """Frees outputs that will not be sent, as far as they are in this worker's arenas."""
         for tensor in tensors:
             if tensor is None or not isinstance(tensor.data, tuple):
@@ -336,7 +336,7 @@ class Results:
         tensors = [column[position] for column in columns]
         error = self._failures.get(position)
         if error is not None:
-            self._scatter.let_go(tensors)
+            self._scatter.release(tensors)
             return Row(work.request, (), Failure(error.code, str(error)))
         if work.outputs is not None:
             names = self._scatter.names
@@ -348,7 +348,7 @@ class Results:
         arenas = self._scatter.arenas
         arenas.free([Handle(block.segment, block.offset, block.size) for block in self._blocks.values()])
         for column in self._columns:
-            self._scatter.let_go(column or ())
+            self._scatter.release(column or ())
         self._blocks = {}
         self._columns = [None] * len(self._columns)
         self._ready = [None] * len(self._ready)

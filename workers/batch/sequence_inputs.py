@@ -40,7 +40,7 @@ NULL = -1
 """The request id of a row that fills an empty slot."""
 
 
-class Member(Struct, gc=False):
+class SequenceRequest(Struct, gc=False):
     """The sequence options of a request. `key` is the key of its states, `id` the correlation ID for the model."""
 
     key: Key
@@ -50,7 +50,7 @@ class Member(Struct, gc=False):
     null: bool = False
 
 
-class Members:
+class BatchSequences:
     """Reads the sequence options of requests."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -63,9 +63,9 @@ class Members:
             for entry in (sequence.control_input if sequence is not None else ())
             for control in entry.control
         )
-        self._null = Member(0, "" if self._strings else 0, null=True)
+        self._null = SequenceRequest(0, "" if self._strings else 0, null=True)
 
-    def of(self, work: Work) -> Member:
+    def of(self, work: Work) -> SequenceRequest:
         if work.request == NULL:
             return self._null
         options = work.options
@@ -77,7 +77,9 @@ class Members:
                 )
             # A sequence of this request alone. Its key cannot collide: no id of a caller is negative.
             key = -work.request
-            return Member(key, str(work.request) if self._strings else work.request, key not in self._again, True)
+            return SequenceRequest(
+                key, str(work.request) if self._strings else work.request, key not in self._again, True
+            )
         if work.rows > 1:
             raise InvalidRequest(
                 f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of "
@@ -86,12 +88,12 @@ class Members:
         start = options.sequence_start
         if start and self._iterative and self._again.get(key) == work.request:
             start = False
-        return Member(key, key, start, options.sequence_end)
+        return SequenceRequest(key, key, start, options.sequence_end)
 
-    def run_again(self, member: Member, request: int) -> None:
+    def run_again(self, member: SequenceRequest, request: int) -> None:
         self._again[member.key] = request
 
-    def answered(self, member: Member) -> None:
+    def answered(self, member: SequenceRequest) -> None:
         if self._again:
             self._again.pop(member.key, None)
 
@@ -129,7 +131,7 @@ class Controls:
             )
         raise InvalidRequest(f"correlation ID {key} does not fit into control input '{spec.name}' of type {spec.dtype}")
 
-    def arrays(self, members: Sequence[Member]) -> list[Array]:
+    def arrays(self, members: Sequence[SequenceRequest]) -> list[Array]:
         found: list[Array] = []
         for spec, kind, pair in self._made:
             if kind == "CONTROL_SEQUENCE_START":
@@ -174,11 +176,11 @@ class States:
         """Whether states must have the data type of the configuration."""
         self._buffers: list[Array] = [np.empty(0, np.uint8) for _ in self.specs]
 
-    def shapes(self, member: Member) -> tuple[tuple[int, ...], ...]:
+    def shapes(self, member: SequenceRequest) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of a member's states: equal for members that run together, if shapes vary."""
         return tuple(array.shape[self._batched :] for array in self._now(member).arrays)
 
-    def arrays(self, members: Sequence[Member]) -> list[Array]:
+    def arrays(self, members: Sequence[SequenceRequest]) -> list[Array]:
         """Returns the states of a batch of members with equal shapes, at least one of them not null."""
         if not self.specs:
             return []
@@ -212,7 +214,7 @@ class States:
         kept.flags.writeable = False
         return kept
 
-    def keep(self, members: Sequence[Member], arrays: Sequence[Array], good: Sequence[bool]) -> None:
+    def keep(self, members: Sequence[SequenceRequest], arrays: Sequence[Array], good: Sequence[bool]) -> None:
         """Keeps the states of a run, one row for each member; only members with `good` continue from them."""
         apart = len(members) > 1 and sum(array.nbytes for array in arrays) > WHOLE_BYTES
         for place, member in enumerate(members):
@@ -228,7 +230,7 @@ class States:
             else:
                 self._kept[member.key] = _Kept(arrays, place)
 
-    def update(self, member: Member, found: dict[int, Array], last: bool) -> None:
+    def update(self, member: SequenceRequest, found: dict[int, Array], last: bool) -> None:
         """Keeps states of a model that answers request by request, and may leave some unchanged."""
         if last:
             self._kept.pop(member.key, None)
@@ -242,7 +244,7 @@ class States:
 
     # ------------------------------------------------------------------------------------ one state
 
-    def _now(self, member: Member) -> _Kept:
+    def _now(self, member: SequenceRequest) -> _Kept:
         return self._first if member.start else self._kept.get(member.key, self._first)
 
     def _gathered(self, index: int, kept: Sequence[_Kept | None], some: _Kept) -> Array:

@@ -35,11 +35,11 @@ from shmserve.system.allocator import keep_freed_memory
 from shmserve.terminal import inputs, output
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
-from shmserve.workers.foreground.solo_order import Chosen, Errand, Failed, Order
+from shmserve.workers.foreground.solo_order import Chosen, Errand, RunFailed, RunOrder
 from shmserve.workers.foreground.terminal import Terminal
-from shmserve.workers.loading import Model, load
-from shmserve.workers.outbox import Unheard
-from shmserve.workers.process.log import say
+from shmserve.workers.loading import LoadedModel, load
+from shmserve.workers.outbox import NullOutbox
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -52,7 +52,7 @@ AUDIENCE = "internal"
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return run(msgspec.json.decode(words[0], type=Order))
+    return run(msgspec.json.decode(words[0], type=RunOrder))
 
 
 def resume(arguments: list[str]) -> NoReturn:
@@ -70,7 +70,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run(order: Order, chosen: Chosen | None = None) -> int:
+def run(order: RunOrder, chosen: Chosen | None = None) -> int:
     """Runs an order and returns the exit code. `chosen`: the model, if this is already its own interpreter."""
     faulthandler.enable()
     keep_freed_memory()
@@ -79,7 +79,7 @@ def run(order: Order, chosen: Chosen | None = None) -> int:
         return _run(order, chosen, terminal)
     except inputs.BadInput as error:
         return terminal.end(str(error), 2)
-    except (Failed, ServeError, output.NotWritten) as error:
+    except (RunFailed, ServeError, output.NotWritten) as error:
         return terminal.end(str(error), 1)
     except SystemExit as error:
         return terminal.end(f"the model called sys.exit({error.code!r}); in a server that ends its worker", 1)
@@ -90,7 +90,7 @@ def run(order: Order, chosen: Chosen | None = None) -> int:
         return terminal.end("interrupted", 130)
 
 
-def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
+def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
     source = inputs.InputSource(order.input, order.file, order.random, order.batch, order.shape, order.seed)
     source.check()
     if order.random:  # import it early: a Ctrl-C during this import is lost
@@ -104,7 +104,7 @@ def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
         config = model.config
         surprising = surprises(decode_config(chosen.given), config) if chosen.given is not None else []
         for text in surprising:
-            say(text, "warning")
+            log_message(text, "warning")
         terminal.print(_heading(config, chosen.version, loading))
         work = _work(order, source, config)
         if order.file == "-":
@@ -115,7 +115,7 @@ def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
     return 0
 
 
-def _choose(order: Order, terminal: Terminal) -> Chosen:
+def _choose(order: RunOrder, terminal: Terminal) -> Chosen:
     """Returns the model if it runs in this interpreter. Otherwise replaces this process by the model's interpreter."""
     from shmserve.workers.foreground.solo_find import (
         find,  # the model's interpreter may lack the packages that it needs
@@ -137,7 +137,7 @@ def _choose(order: Order, terminal: Terminal) -> Chosen:
 
 
 def _show(
-    order: Order,
+    order: RunOrder,
     config: ModelConfig,
     version: int,
     answers: list[dict[str, Array]],
@@ -184,17 +184,17 @@ def _show_one_gpu(config: ModelConfig) -> None:
 
 
 @contextmanager
-def _loaded(order: Order, chosen: Chosen, mapped: Mapped, terminal: Terminal) -> Iterator[Model]:
+def _loaded(order: RunOrder, chosen: Chosen, mapped: Mapped, terminal: Terminal) -> Iterator[LoadedModel]:
     """Loads the model; finalizes it and frees its memory at the end."""
     config, version = decode_config(chosen.config), chosen.version
     instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
     _show_one_gpu(config)
-    told = Load(OWNER, config.name, version, instance, chosen.path, _settings(order))
+    load_order = Load(OWNER, config.name, version, instance, chosen.path, _settings(order))
     try:
-        model = load(told, chosen.config, Unheard(), mapped, terminal.trace)
+        model = load(load_order, chosen.config, NullOutbox(), mapped, terminal.trace)
     except Exception as error:
         text = terminal.failure(error)
-        raise Failed(f"failed to load model '{config.name}' version {version}: {text}") from None
+        raise RunFailed(f"failed to load model '{config.name}' version {version}: {text}") from None
     try:
         verify(model.config, backends=chosen.backends)
         yield model
@@ -203,13 +203,13 @@ def _loaded(order: Order, chosen: Chosen, mapped: Mapped, terminal: Terminal) ->
             model.backend.close()
         except Exception as error:
             text = terminal.failure(error)
-            raise Failed(f"model '{config.name}' failed while it was finalized: {text}") from None
+            raise RunFailed(f"model '{config.name}' failed while it was finalized: {text}") from None
         finally:
             model.arenas.close()
             mapped.close()
 
 
-def _settings(order: Order) -> dict[str, str]:
+def _settings(order: RunOrder) -> dict[str, str]:
     """Parses BACKEND,KEY=VALUE, or KEY=VALUE for all backends, and adds the backend directory."""
     found = {DIRECTORY: os.path.abspath(order.backend_directory)} if order.backend_directory else {}
     for text in order.backend_config:
@@ -236,7 +236,7 @@ def _pattern(spec: Spec) -> list[int]:
     return [-1, *spec.dims] if spec.batched else list(spec.dims)
 
 
-def _work(order: Order, source: inputs.InputSource, config: ModelConfig) -> Work:
+def _work(order: RunOrder, source: inputs.InputSource, config: ModelConfig) -> Work:
     """Builds the request and checks it against the configuration."""
     specs = inputs_of(config)
     known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
@@ -273,7 +273,7 @@ def _bytes(array: Array, spec: Spec) -> bytes:
     return array.tobytes() if spec.item else bytes(encode_bytes(array))
 
 
-def _wanted(order: Order, config: ModelConfig) -> tuple[Wanted, ...] | None:
+def _wanted(order: RunOrder, config: ModelConfig) -> tuple[Wanted, ...] | None:
     if not order.outputs:
         return None
     names = [entry.name for entry in config.output]
@@ -285,7 +285,7 @@ def _wanted(order: Order, config: ModelConfig) -> tuple[Wanted, ...] | None:
 
 
 def _repeat(
-    times: int, work: Work, model: Model, mapped: Mapped, terminal: Terminal
+    times: int, work: Work, model: LoadedModel, mapped: Mapped, terminal: Terminal
 ) -> tuple[list[dict[str, Array]], list[float]]:
     """Returns the responses of the last run, nearly always one, and the duration of each run."""
     sent: list[Row] = []

@@ -15,11 +15,11 @@ from shmserve.repo.config.schema import encode_config
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import Found, scan_model
 from shmserve.terminal.inputs import BadInput
-from shmserve.workers.foreground.solo_order import Chosen, Failed, Order
-from shmserve.workers.process.log import say
+from shmserve.workers.foreground.solo_order import Chosen, RunFailed, RunOrder
+from shmserve.workers.process.log import log_message
 
 
-def find(order: Order) -> Chosen:
+def find(order: RunOrder) -> Chosen:
     found, version = _find(order)
     config = found.config
     assert config is not None
@@ -35,7 +35,7 @@ def find(order: Order) -> Chosen:
     )
 
 
-def _find(order: Order) -> tuple[Found, int]:
+def _find(order: RunOrder) -> tuple[Found, int]:
     """Returns the model in the directory and the version to run: the requested one, or the highest one served."""
     # Not resolved: the model's name is the name of the link.
     path = Path(os.path.abspath(order.model_dir))
@@ -50,16 +50,18 @@ def _find(order: Order) -> tuple[Found, int]:
     except InvalidRequest as error:
         raise BadInput(str(error)) from error
     for warning in found.warnings:
-        say(warning, "warning")
+        log_message(warning, "warning")
     if found.problems or found.config is None:
-        raise Failed("\n".join([f"model '{found.name}' cannot be loaded:", *found.problems]))
+        raise RunFailed("\n".join([f"model '{found.name}' cannot be loaded:", *found.problems]))
     if order.version is None:
         return found, found.versions[-1]
     if not (path / str(order.version)).is_dir():
         there = ", ".join(map(str, found.versions))
         raise NotFound(f"model '{found.name}' has no version {order.version}; its versions are: {there}")
     if order.version in found.missing:
-        raise Failed(f"failed to load model '{found.name}' version {order.version}: {found.missing[order.version]}")
+        raise RunFailed(f"failed to load model '{found.name}' version {order.version}: {found.missing[order.version]}")
     if order.version not in found.versions:
-        say(f"version {order.version} of model '{found.name}' would not be served: its version policy", "warning")
+        log_message(
+            f"version {order.version} of model '{found.name}' would not be served: its version policy", "warning"
+        )
     return found, order.version

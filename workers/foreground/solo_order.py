@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class Order(Struct, forbid_unknown_fields=True):
+class RunOrder(Struct, forbid_unknown_fields=True):
     """The arguments of `shmserve run`, by name."""
 
     model_dir: str
@@ -29,7 +29,7 @@ class Order(Struct, forbid_unknown_fields=True):
     backend_directory: str = ""
 
 
-class Failed(Exception):
+class RunFailed(Exception):
     """The model cannot be loaded or has failed; the text is for the user, and a traceback was already printed."""
 
 
@@ -50,5 +50,5 @@ class Chosen(Struct):
 class Errand(Struct):
     """The data passed to the model's interpreter."""
 
-    order: Order
+    order: RunOrder
     chosen: Chosen

@@ -35,15 +35,25 @@ from shmserve.protocol.messages import (
     Wanted,
 )
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.workers.model_calls.counters import Tallies
-from shmserve.workers.model_calls.pending import Array, Gift, Given, Pending, Response, check, gift_of, wake, within
+from shmserve.workers.model_calls.counters import ModelTallies
+from shmserve.workers.model_calls.pending import (
+    Array,
+    Gift,
+    GivenTensors,
+    Pending,
+    Response,
+    check,
+    gift_of,
+    wake,
+    within,
+)
 from shmserve.workers.output_arenas import INTERNAL, Arenas
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Options, Work
     from shmserve.shm.counters import Subject
     from shmserve.shm.mapped import Mapped
-    from shmserve.workers.model_calls.responses import Streams
+    from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
 
 WINDOW = 64
@@ -52,14 +62,14 @@ MESSAGE_BYTES = 48 * 1024
 """The most bytes of inputs inside one message."""
 
 
-class Calls:
+class OutgoingCalls:
     """Created before the model is loaded, with the turn held. `handlers` process the orders that are replies."""
 
     def __init__(self, outbox: Outbox, arenas: Arenas, mapped: Mapped) -> None:
         self._outbox = outbox
         self._arenas = arenas
         self._mapped = mapped
-        self._streams: Streams
+        self._streams: OpenResponses
         self._gift = Gift(self.later)
         self._numbers = 0
         self._open: dict[int, Pending] = {}
@@ -67,7 +77,7 @@ class Calls:
         """Failed calls whose inputs may still be read."""
         self._passed: dict[Handle, list[Array]] = {}
         """Arrays passed on by handle in rows that have not been sent."""
-        self._tallies = Tallies(outbox)
+        self._tallies = ModelTallies(outbox)
         self._awaited = 0
         self._reader: threading.Thread | None = None
         self.handlers: dict[type, Callable[[Any], None]] = {
@@ -76,10 +86,10 @@ class Calls:
             Fail: self._failed,
             FailHeld: self._failed,
             Released: self._released,
-            Answer: self._told,
+            Answer: self._query_answered,
         }
 
-    def connect(self, streams: Streams) -> None:
+    def connect(self, streams: OpenResponses) -> None:
         self._streams = streams
         streams.later = self._outbox.later
         streams.ended = self._wake_all
@@ -90,7 +100,7 @@ class Calls:
         self,
         model: str,
         version: int,
-        inputs: Sequence[Given],
+        inputs: Sequence[GivenTensors],
         names: Sequence[str],
         options: Options | None,
         held: bool,
@@ -136,7 +146,7 @@ class Calls:
         return Pending(self._numbers)
 
     def _prepared(
-        self, inputs: Sequence[Given], running: Sequence[Work]
+        self, inputs: Sequence[GivenTensors], running: Sequence[Work]
     ) -> tuple[Work | None, tuple[Tensor, ...], Pending]:
         places = [self._place(given.array) for given in inputs]
         parent = self._parent(inputs, places, running)
@@ -153,7 +163,9 @@ class Calls:
             raise
         return parent, tuple(tensors), pending
 
-    def _parent(self, inputs: Sequence[Given], places: Sequence[Handle | None], running: Sequence[Work]) -> Work | None:
+    def _parent(
+        self, inputs: Sequence[GivenTensors], places: Sequence[Handle | None], running: Sequence[Work]
+    ) -> Work | None:
         """Returns the request that the call is made for. None if it is unknown and the reply's audience
         depends on it."""
         found: Work | None = None
@@ -184,7 +196,9 @@ class Calls:
         address: int = array.__array_interface__["data"][0]
         return Handle(base.segment, base.offset + address - self._mapped.address(base), array.nbytes)
 
-    def _tensor(self, given: Given, place: Handle | None, parent: Work | None, pending: Pending, room: int) -> Tensor:
+    def _tensor(
+        self, given: GivenTensors, place: Handle | None, parent: Work | None, pending: Pending, room: int
+    ) -> Tensor:
         array, shape = given.array, given.array.shape
         try:
             dtype = from_numpy(array.dtype)
@@ -323,7 +337,7 @@ class Calls:
         if pending is not None:
             self._free(pending)
 
-    def _told(self, message: Answer) -> None:
+    def _query_answered(self, message: Answer) -> None:
         pending = self._open.get(message.request)
         if pending is None:
             return

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PAGES = 16
 
 
-class Tallies:
+class ModelTallies:
     """Creates pages on demand and keeps them as long as the process lives."""
 
     def __init__(self, outbox: Outbox) -> None:

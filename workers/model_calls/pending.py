@@ -26,7 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _codec = codec.Codec(WorkerReport)
 
 
-class Given(Struct):
+class GivenTensors(Struct):
     """An input of a call. `work`: the request that the array came with, if known."""
 
     name: str

@@ -21,7 +21,7 @@ from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.protocol.messages import Failure, Row
 from shmserve.workers.model_calls.answer import Answer
 from shmserve.workers.model_calls.coroutines import SENT, settle_soon
-from shmserve.workers.model_calls.stream import CLOSED, FORKED, NONE, ONE, Closed, Stream
+from shmserve.workers.model_calls.stream import CLOSED, FORKED, NONE, ONE, ResponseSender, StreamClosed
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Work
@@ -32,26 +32,26 @@ _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
 
 
-class Streams:
+class OpenResponses:
     """Created by the main thread, which holds the turn from then on."""
 
     def __init__(self, decoupled: bool) -> None:
         self.decoupled = decoupled
         """Whether a request gets any number of responses. Otherwise it gets one, and its batch waits for it."""
-        self.open: dict[int, Stream] = {}
+        self.open: dict[int, ResponseSender] = {}
         """By request: the streams whose last response has not been reported."""
         self.lost: Exception | None = None
         """The error because of which the link can no longer be read, from whichever thread read it."""
         self.connected = False
         self.turn = self._turn = threading.Lock()
         self._turn.acquire()
-        self._news = threading.Condition(self._turn)
+        self._condition = threading.Condition(self._turn)
         self.leave = self._turn.release
         """Called before the model runs in the main thread."""
         self.enter = self._turn.acquire
         self.withdrawn: set[int] = set()
         """Cancelled requests without a stream, in the running or the next batch."""
-        self._forgotten: deque[Stream] = deque()
+        self._forgotten: deque[ResponseSender] = deque()
         self._poll = select.poll()
         self._bell = -1
         self._reading = False
@@ -105,7 +105,7 @@ class Streams:
             self._end_forgotten()
         if self._reading:
             self._ring()
-        self._news.notify_all()
+        self._condition.notify_all()
 
     def more(self, request: int, count: int) -> bool:
         """Adds room for responses. False: the request has no open stream, or none yet."""
@@ -142,7 +142,7 @@ class Streams:
             self.fail(stream, _STOPPED)
         self.connected = self.listening = False
         self.ended()
-        self._news.notify_all()
+        self._condition.notify_all()
         self._ring()
         self._turn.release()
 
@@ -150,7 +150,7 @@ class Streams:
         """Called in a process that the model forked: the link belongs to the parent. The lock is replaced, because a
         thread that exists only in the parent may hold it."""
         self.turn = self._turn = threading.Lock()
-        self._news = threading.Condition(self._turn)
+        self._condition = threading.Condition(self._turn)
         self.connected = self.listening = False
         self._forked = self._stopped = True
 
@@ -162,18 +162,18 @@ class Streams:
 
     # ------------------------------------------------------------------------------------ for the backend
 
-    def begin(self, work: Work) -> Stream:
-        stream = self.open[work.request] = Stream(work)
+    def begin(self, work: Work) -> ResponseSender:
+        stream = self.open[work.request] = ResponseSender(work)
         stream.cancelled = work.request in self.withdrawn
         self._hang_bell()
         return stream
 
-    def begin_late(self, work: Work) -> Stream:
+    def begin_late(self, work: Work) -> ResponseSender:
         """`begin` while the model runs, without the turn."""
         with self._turn:
             return self.begin(work)
 
-    def fail(self, stream: Stream, failure: Failure) -> None:
+    def fail(self, stream: ResponseSender, failure: Failure) -> None:
         """Ends a stream that the model will not answer any more. With the turn."""
         stream.cancelled = True
         self._end(stream, failure)
@@ -198,7 +198,7 @@ class Streams:
         stream.final = True
         return stream.answer
 
-    def collect(self, stream: Stream) -> Answer | None:
+    def collect(self, stream: ResponseSender) -> Answer | None:
         """Waits for the model's last response; returns the response of a model that is not decoupled."""
         while not (stream.final or stream.over):
             self._end_forgotten()
@@ -247,7 +247,7 @@ class Streams:
         if self._reading:
             self._ring()
 
-    def send(self, stream: Stream, answer: Answer | None, final: bool) -> Awaitable[None]:
+    def send(self, stream: ResponseSender, answer: Answer | None, final: bool) -> Awaitable[None]:
         """Sends a response, or the end of the responses. Waits until the caller's window has room."""
         if self._nothing_to_send(stream, answer):
             return SENT
@@ -262,7 +262,7 @@ class Streams:
             return SENT
 
     def send_soon(
-        self, stream: Stream, answer: Answer | None, final: bool, loop: AbstractEventLoop | None
+        self, stream: ResponseSender, answer: Answer | None, final: bool, loop: AbstractEventLoop | None
     ) -> Awaitable[None]:
         """Like `send`, for callers that must not block: a response without room is queued. A coroutine of `loop` can
         and should await the result."""
@@ -290,7 +290,7 @@ class Streams:
             stream.kept.append((row, sent))
             return sent
 
-    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+    def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
         """Whether the request was cancelled, according to the messages received so far."""
         if self.connected and self._turn.acquire(blocking=False):
             try:
@@ -300,12 +300,12 @@ class Streams:
                 self._turn.release()
         return stream.cancelled if stream is not None else request in self.withdrawn
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: ResponseSender) -> None:
         """Called by finalizers, in any thread, if the model dropped a stream without a last response."""
         self._forgotten.append(stream)
         self._ring()
 
-    def fail_all(self, streams: Iterable[Stream], failure: Failure) -> None:
+    def fail_all(self, streams: Iterable[ResponseSender], failure: Failure) -> None:
         """Fails streams because the code that would have answered them failed. In any thread."""
         with self._turn:
             for stream in streams:
@@ -314,31 +314,31 @@ class Streams:
 
     # ------------------------------------------------------------------------------------ with the turn
 
-    def _nothing_to_send(self, stream: Stream, answer: Answer | None) -> bool:
+    def _nothing_to_send(self, stream: ResponseSender, answer: Answer | None) -> bool:
         """Returns whether the stream is over; raises Closed for an invalid send. Checked first without the turn,
         because acquiring the turn may block until the next batch."""
         if self._forked:
-            raise Closed(FORKED)
+            raise StreamClosed(FORKED)
         second = answer is not None and stream.answer is not None and not (self.decoupled or stream.over)
         if second or stream.final:
-            raise Closed(ONE if second else CLOSED)
+            raise StreamClosed(ONE if second else CLOSED)
         return stream.over
 
-    def _begin_to_send(self, stream: Stream, answer: Answer | None, final: bool) -> bool:
+    def _begin_to_send(self, stream: ResponseSender, answer: Answer | None, final: bool) -> bool:
         """False: there is nothing to send now. Raises Closed if the model breaks the protocol."""
         if self._nothing_to_send(stream, answer):
             return False
         if self.decoupled:
             return True
         if answer is None and stream.answer is None:
-            raise Closed(NONE)
+            raise StreamClosed(NONE)
         stream.answer = stream.answer or answer
         stream.final = final
         if final:
             self._changed()
         return False
 
-    def _send(self, stream: Stream, answer: Answer | None, final: bool, sent_at: int) -> None:
+    def _send(self, stream: ResponseSender, answer: Answer | None, final: bool, sent_at: int) -> None:
         stream.final = stream.final or final
         if stream.over:
             return
@@ -354,7 +354,7 @@ class Streams:
             return
         self._out(stream, self._made(stream, answer, final, sent_at))
 
-    def _made(self, stream: Stream, answer: Answer | None, final: bool, sent_at: int) -> Row:
+    def _made(self, stream: ResponseSender, answer: Answer | None, final: bool, sent_at: int) -> Row:
         """`sent_at`: when the model called send. Waiting for room after that does not count as compute time."""
         computed_ns = max(0, sent_at - stream.since)
         if answer is None:
@@ -366,7 +366,7 @@ class Streams:
         row.times = (computed_ns, stream.since - began)
         return row
 
-    def _out(self, stream: Stream, row: Row) -> None:
+    def _out(self, stream: ResponseSender, row: Row) -> None:
         if row.more:
             stream.since = monotonic_ns()
         if _takes_room(row):
@@ -374,11 +374,11 @@ class Streams:
         if not row.more:
             self.open.pop(stream.work.request, None)
             stream.over = True
-        self._say(row)
+        self._send_row(row)
         if stream.over:
             self._changed()
 
-    def _say(self, row: Row) -> None:
+    def _send_row(self, row: Row) -> None:
         """Sends a row. A lost link is recorded and not raised to the model; the main thread raises it."""
         if self.lost is not None:
             return
@@ -387,7 +387,7 @@ class Streams:
         except ConnectionLost as error:
             self._lose(error)
 
-    def _end(self, stream: Stream, failure: Failure | None) -> None:
+    def _end(self, stream: ResponseSender, failure: Failure | None) -> None:
         """Sends the last response, with the error Cancelled for a cancelled stream."""
         if stream.over:
             return
@@ -399,10 +399,10 @@ class Streams:
             stream.answer = stream.answer or Answer(error=failure)
         else:
             times = (max(0, monotonic_ns() - stream.since), 0)
-            self._say(Row(stream.work.request, (), failure, times=times))
+            self._send_row(Row(stream.work.request, (), failure, times=times))
         self._changed()
 
-    def _pour(self, stream: Stream) -> None:
+    def _pour(self, stream: ResponseSender) -> None:
         """Sends kept responses as far as there is room."""
         kept = stream.kept
         while kept and not stream.over and (stream.room or not _takes_room(kept[0][0])):
@@ -412,7 +412,7 @@ class Streams:
         if stream.over:
             self._drop_kept(stream)
 
-    def _drop_kept(self, stream: Stream) -> None:
+    def _drop_kept(self, stream: ResponseSender) -> None:
         last = False
         while stream.kept:
             row, sent = stream.kept.popleft()
@@ -439,7 +439,7 @@ class Streams:
     def _wait(self) -> None:
         """Waits until something may have changed. Called with the turn, which is released meanwhile."""
         if self._reading or self.lost is not None:
-            self._news.wait()
+            self._condition.wait()
             return
         self._reading = True
         if self.later and self.listening and self.lost is None:  # after this check, `nudge` wakes this thread
@@ -468,7 +468,7 @@ class Streams:
                 stream.cancelled = stream.over = True
             self.open.clear()
         self._end_forgotten()
-        self._news.notify_all()
+        self._condition.notify_all()
 
     def _lose(self, error: Exception) -> None:
         self.lost = error
@@ -477,7 +477,7 @@ class Streams:
 
     def _changed(self) -> None:
         """Wakes all waiters."""
-        self._news.notify_all()
+        self._condition.notify_all()
         if self._reading:
             self._ring()
 

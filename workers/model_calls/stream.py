@@ -21,7 +21,7 @@ FORKED = (
 _NO_LIMIT = 1 << 62
 
 
-class Stream:
+class ResponseSender:
     """One request that a model answers with a response sender.
 
     `final`: the model has sent the last response. `over`: the last response was reported to the broker, and nothing
@@ -46,8 +46,8 @@ class Stream:
         self.loop: AbstractEventLoop | None = None
         self.task: Task[Any] | None = None
         """The coroutine that answers this request and those in `together`."""
-        self.together: tuple[Stream, ...] = ()
+        self.together: tuple[ResponseSender, ...] = ()
 
 
-class Closed(Exception):
+class StreamClosed(Exception):
     """The model sent a response that is not allowed."""

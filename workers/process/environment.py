@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.workers.process.environment_archive import unpacked
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 KNOB = "EXECUTION_ENV_PATH"
 PYTHONS = ("bin/python3", "bin/python")
@@ -26,7 +26,7 @@ def enter(place: str, cache: str, target: str, arguments: list[str]) -> NoReturn
     """Replaces this process by the model's interpreter, which calls `target` ("module:function") with the arguments.
     Raises if it is not an interpreter."""
     path = Path(place)
-    say(f"{KNOB}: the interpreter is at {place}", "info")  # for operators; callers must not learn the path
+    log_message(f"{KNOB}: the interpreter is at {place}", "info")  # for operators; callers must not learn the path
     if not path.exists():
         raise NotFound(f"{KNOB}: there is no such directory or archive")
     root = path if path.is_dir() else unpacked(path, Path(cache), find_python)

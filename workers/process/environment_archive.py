@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 MEMBERS = 1_000_000
 BYTES = 64 << 30
@@ -60,7 +60,7 @@ def _unpack(archive: Path, cache: Path, home: Path, find_python: Callable[[Path]
     shutil.rmtree(home, ignore_errors=True)  # left by a process that died while unpacking
     root.mkdir(mode=0o700, parents=True)
     (home / SOURCE).write_text(str(archive.resolve()))
-    say("unpacking the archive of EXECUTION_ENV_PATH", "info")
+    log_message("unpacking the archive of EXECUTION_ENV_PATH", "info")
     try:
         extract(archive, root)
         _relocate(root, find_python)
@@ -153,11 +153,11 @@ def _own(cache: Path) -> None:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        say(f"{cache}: {error.strerror}")
+        log_message(f"{cache}: {error.strerror}")
         raise Unavailable(f"no archive can be unpacked: {error.strerror} (--environment-dir)") from None
     found = cache.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
-        say(f"{cache} belongs to uid {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}")
+        log_message(f"{cache} belongs to uid {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}")
         raise Unavailable("no archive can be unpacked where others may write, too (--environment-dir)")
 
 
@@ -168,7 +168,7 @@ def _relocate(root: Path, find_python: Callable[[Path], str]) -> None:
         [find_python(root), str(root / RELOCATE)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        say(f"{RELOCATE}: {done.stderr[-2000:]}")
+        log_message(f"{RELOCATE}: {done.stderr[-2000:]}")
         raise InvalidRequest(f"the archive of EXECUTION_ENV_PATH: its {RELOCATE} ended with {done.returncode}")
 
 

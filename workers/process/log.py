@@ -20,7 +20,7 @@ TEXT_LIMIT = 4096
 """The longest error text for a caller, in characters."""
 
 
-def say(text: str, level: str = "error") -> None:
+def log_message(text: str, level: str = "error") -> None:
     """Writes to descriptor 2 directly, because a model may have replaced sys.stderr."""
     line = f"{level}: {escaped(text)}\n".encode(errors="backslashreplace")
     try:
@@ -29,11 +29,11 @@ def say(text: str, level: str = "error") -> None:
         return  # stderr is closed: there is nowhere else to log
 
 
-def say_trace(what: str, error: BaseException) -> None:
+def log_traceback(what: str, error: BaseException) -> None:
     """Logs an error and its traceback, one message for each line."""
-    say(what)
+    log_message(what)
     for line in trace_of(error):
-        say(f"  {line}")
+        log_message(f"  {line}")
 
 
 def trace_of(error: BaseException) -> list[str]:

@@ -19,18 +19,18 @@ from shmserve.repo.config.complete import complete_from_model, with_scalars
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.device_inputs import DeviceInputs, There
 from shmserve.workers.backends.model_facts import match, none_missing, unknown
-from shmserve.workers.backends.onnx.facts import facts_of, said
-from shmserve.workers.backends.onnx.graphs import Graphs
-from shmserve.workers.backends.onnx.options import Plan, default_max_batch, plan, visible
+from shmserve.workers.backends.onnx.facts import engine_text, facts_of
+from shmserve.workers.backends.onnx.graphs import OnnxGraphs
+from shmserve.workers.backends.onnx.options import SessionPlan, default_max_batch, plan, visible
 from shmserve.workers.backends.onnx.providers import lost
-from shmserve.workers.backends.onnx.run import Binding, Target, needs_own_binding, runner_of
+from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding, runner_of
 from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
 from shmserve.workers.process.device import device_of
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -44,7 +44,7 @@ class Onnx(StackedBackend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._session: Any = None
-        self._graphs: Graphs | None = None
+        self._graphs: OnnxGraphs | None = None
         self._binding: Binding | None = None
         self._near: DeviceInputs | None = None
 
@@ -82,7 +82,7 @@ class Onnx(StackedBackend):
         if not self._plan.on_host and not self._plan.captures and self._can_bind:
             self.on_device, self._near = True, DeviceInputs()
         if self._plan.captures:
-            self._graphs = Graphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)
+            self._graphs = OnnxGraphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)
 
     def close(self) -> None:
         self._session = self._run = self._binding = self._graphs = None
@@ -92,7 +92,7 @@ class Onnx(StackedBackend):
 
     # ------------------------------------------------------------------------------------ a batch
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         count = len(self._inputs)
         if self._near is None:
             arrays: list[Any] = [inputs.array(index) for index in range(count)]
@@ -107,9 +107,9 @@ class Onnx(StackedBackend):
         except ServeError:
             raise
         except Exception as error:
-            raise ModelFailed(f"{type(error).__name__}: {said(error)}") from error
+            raise ModelFailed(f"{type(error).__name__}: {engine_text(error)}") from error
 
-    def _given(self, near: DeviceInputs, inputs: Group, index: int) -> Any:
+    def _given(self, near: DeviceInputs, inputs: GatherGroup, index: int) -> Any:
         """Returns an input as an array, or as a device address if it is on the GPU."""
         return near.find(inputs, index, self._inputs[index]) or inputs.array(index)
 
@@ -148,7 +148,7 @@ class Onnx(StackedBackend):
     ) -> None:
         assert self._binding is not None
         given = [(spec, array) for spec, array in zip(self._inputs, arrays, strict=True) if array is not None]
-        targets = [Target(self._outputs[index], place) for index, place in zip(wanted, places, strict=True)]
+        targets = [OutputTarget(self._outputs[index], place) for index, place in zip(wanted, places, strict=True)]
         binding = self._binding
         if needs_own_binding(targets):
             binding = Binding(self._session, self._plan.on_host, once=True)
@@ -171,7 +171,7 @@ class Onnx(StackedBackend):
     def _setting(self, key: str) -> str:
         return self.context.setting("onnxruntime", key)
 
-    def planned(self, config: ModelConfig) -> Plan:
+    def planned(self, config: ModelConfig) -> SessionPlan:
         """Returns the plan for running the model on this instance."""
         kind, device = device_of(config, self.context.instance)
         device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -184,13 +184,13 @@ class Onnx(StackedBackend):
             path = self._file(config)
             self._plan = found = self.planned(config)
             for note in found.notes:
-                say(f"model '{config.name}': {note}")
+                log_message(f"model '{config.name}': {note}")
             libraries = config.model_operations.op_library_filename if config.model_operations is not None else ()
             self._options = _run_options(found)
             self._session = self._start(config.name, path, found, [self._library(name) for name in libraries])
         return self._session
 
-    def _start(self, model: str, path: Path, found: Plan, libraries: list[Path]) -> Any:
+    def _start(self, model: str, path: Path, found: SessionPlan, libraries: list[Path]) -> Any:
         try:
             options = _session_options(found)
             for library in libraries:
@@ -202,7 +202,9 @@ class Onnx(StackedBackend):
             # Without this, a provider that does not start is silently replaced by another.
             session = ort.InferenceSession(os.fspath(path), options, providers=list(found.providers), enable_fallback=0)
         except Exception as error:
-            raise ModelFailed(f"unable to load model '{model}': {type(error).__name__}: {said(error)}") from error
+            raise ModelFailed(
+                f"unable to load model '{model}': {type(error).__name__}: {engine_text(error)}"
+            ) from error
         running = session.get_providers()
         for name in found.required:
             if name not in running:
@@ -244,7 +246,7 @@ def _unreachable(folder: Path) -> dict[str, mmap.mmap]:
     return found
 
 
-def _session_options(found: Plan) -> Any:
+def _session_options(found: SessionPlan) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     for key, value in found.attributes.items():
@@ -266,7 +268,7 @@ def _session_options(found: Plan) -> Any:
     return options
 
 
-def _run_options(found: Plan) -> Any:
+def _run_options(found: SessionPlan) -> Any:
     if not found.run:
         return None
     options = ort.RunOptions()

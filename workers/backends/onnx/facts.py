@@ -33,7 +33,7 @@ _WHERE = re.compile(r"\S*/\S+\.(?:cc|cpp|cu|h):\d+ (?:[^\n()]*\([^()]*\)(?: cons
 """The source location at the start of the engine's errors."""
 
 
-def said(error: Exception) -> str:
+def engine_text(error: Exception) -> str:
     """Returns the engine's error text without the source location and repeated whitespace."""
     return " ".join(_WHERE.sub("", str(error)).split())
 

@@ -50,7 +50,7 @@ class Recorded:
         return [value.numpy() for value in self._outputs]  # from the device, so each is a copy
 
 
-class Graphs:
+class OnnxGraphs:
     """The recorded shapes of a session."""
 
     def __init__(

@@ -97,7 +97,7 @@ SETTINGS = {
 """The keys of `--backend-config=onnxruntime,KEY=VALUE`."""
 
 
-class Plan(Struct, frozen=True):
+class SessionPlan(Struct, frozen=True):
     """`attributes` of the session options, `entries` of the session's configuration, `run` of the configuration of each
     run. `pool`: the threads of the process, `arena`: its host memory pool. `required` providers must have started in
     the session. `captures`: runs are recorded as CUDA graphs. `notes` are for the log."""
@@ -131,7 +131,7 @@ def plan(
     available: Collection[str],
     threads: int,
     setting: Callable[[str], str] = lambda key: "",
-) -> Plan:
+) -> SessionPlan:
     """`available`: the providers of this engine. `threads`: the CPU limit of this instance. `setting`: returns a value
     of
     --backend-config, or ""."""
@@ -165,7 +165,7 @@ def plan(
     run = _run(values[SHRINKAGE], found, values["enable_mem_arena"] == "1", device)
     if found.captures:
         run["gpu_graph_id"] = "-1"
-    return Plan(
+    return SessionPlan(
         providers=found.listed,
         required=found.required,
         attributes=attributes,

@@ -215,10 +215,10 @@ def _tensorrt(given: dict[str, str]) -> dict[str, str]:
     return options
 
 
-def _checked(accelerator: str, table: dict[str, Check], key: str, text: str, said: str = "") -> str:
+def _checked(accelerator: str, table: dict[str, Check], key: str, text: str, label: str = "") -> str:
     """Checks an option. Options newer than this table are passed on unchecked."""
     _no_address(accelerator, key)
-    return table.get(key, as_it_is)(f"{accelerator} parameter {said or key}", text)
+    return table.get(key, as_it_is)(f"{accelerator} parameter {label or key}", text)
 
 
 def _no_address(accelerator: str, key: str) -> None:

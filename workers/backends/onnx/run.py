@@ -47,7 +47,7 @@ def runner_of(session: Any) -> Any:
     return getattr(session, "_sess", session)
 
 
-class Target(NamedTuple):
+class OutputTarget(NamedTuple):
     """An output of a bound run. `array` None: its shape is unknown, or it cannot be written to where it is read."""
 
     spec: Spec
@@ -69,7 +69,9 @@ class Binding:
         self._inputs: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._outputs: dict[str, tuple[int, tuple[int, ...]] | None] = {}
 
-    def run(self, inputs: Sequence[tuple[Spec, Array | There]], targets: Sequence[Target], options: Any) -> list[Array]:
+    def run(
+        self, inputs: Sequence[tuple[Spec, Array | There]], targets: Sequence[OutputTarget], options: Any
+    ) -> list[Array]:
         """Returns the outputs of the targets without an array, in order."""
         try:
             held = self._bind_inputs(inputs)
@@ -113,7 +115,7 @@ class Binding:
                 known[spec.name] = place
         return held
 
-    def _bind_outputs(self, targets: Sequence[Target]) -> None:
+    def _bind_outputs(self, targets: Sequence[OutputTarget]) -> None:
         known = self._outputs
         if [target.spec.name for target in targets] != list(known):
             self._bound.clear_binding_outputs()
@@ -132,7 +134,7 @@ class Binding:
                 self._bound.bind_output(spec.name, "cpu", 0, element_of(spec), array.shape, address_of(array))
             known[spec.name] = place
 
-    def _renew(self, targets: Sequence[Target]) -> None:
+    def _renew(self, targets: Sequence[OutputTarget]) -> None:
         """Binds allocated outputs again, so that the next run does not overwrite the returned values."""
         for spec, array in targets:
             if array is None:
@@ -145,7 +147,7 @@ class Binding:
         self._outputs.clear()
 
 
-def needs_own_binding(targets: Sequence[Target]) -> bool:
+def needs_own_binding(targets: Sequence[OutputTarget]) -> bool:
     """Whether an output needs a separate binding: only its binding can keep the engine's BF16 value alive."""
     return any(array is None and spec.dtype == "BF16" for spec, array in targets)
 

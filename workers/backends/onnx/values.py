@@ -49,8 +49,8 @@ def choice(options: Mapping[str, str]) -> Check:
         for name in options.values():
             if name.lower() == word.lower():
                 return name
-        said = ", ".join(key if key == name else f"{key} ({name})" for key, name in options.items())
-        raise InvalidRequest(f"{what} must be one of {said}, not '{value}'")
+        allowed = ", ".join(key if key == name else f"{key} ({name})" for key, name in options.items())
+        raise InvalidRequest(f"{what} must be one of {allowed}, not '{value}'")
 
     return check
 

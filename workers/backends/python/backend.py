@@ -24,9 +24,9 @@ from shmserve.workers.backends.python.pb_requests import mark_device_inputs, req
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.answer import Answer, Request
-from shmserve.workers.model_calls.stream import NONE, ONE, Closed, Stream
+from shmserve.workers.model_calls.stream import NONE, ONE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
-from shmserve.workers.process.log import public, say, say_trace
+from shmserve.workers.process.log import log_message, log_traceback, public
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value, Work
@@ -142,12 +142,12 @@ class Python(PythonModel, SeparateBackend):
             if sender is None:
                 found.append(self._again if again else self._answer(response))
                 continue
-            stream: Stream = sender._stream
+            stream: ResponseSender = sender._stream
             del request, sender  # if these were the last references, no response can be sent
             if response is not None:
                 sent = self._streams.withdraw_sent(stream.work.request)
                 if sent is not None:
-                    say(
+                    log_message(
                         f"model instance '{self._instance}' returned a response that it had sent before: {ONE}", "error"
                     )
                 found.append(sent or self._answer(response))
@@ -161,7 +161,7 @@ class Python(PythonModel, SeparateBackend):
 
     # ------------------------------------------------------------------------------------ decoupled
 
-    def _begin(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[Stream], list[bool]]:
+    def _begin(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[ResponseSender], list[bool]]:
         """Starts a batch of a decoupled model; returns which requests are to run again."""
         host = self._streams
         streams = [host.begin(request._work) for request in given]
@@ -182,7 +182,7 @@ class Python(PythonModel, SeparateBackend):
         self._check_nothing(result)
         return streams, [getattr(request, "_again", False) for request in given]
 
-    def _begun(self, requests: list[Request], streams: list[Stream], again: list[bool]) -> list[Answer | None]:
+    def _begun(self, requests: list[Request], streams: list[ResponseSender], again: list[bool]) -> list[Answer | None]:
         host = self._streams
         if not host.connected:  # a warm-up sample: only its failure matters
             answers = [host.collect(stream) for stream in streams]
@@ -199,7 +199,7 @@ class Python(PythonModel, SeparateBackend):
             for request, wish in zip(requests, again, strict=True)
         ]
 
-    def _start(self, coroutine: Coroutine[Any, Any, None], streams: list[Stream]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None], streams: list[ResponseSender]) -> None:
         loop = self._loop()
         together = tuple(streams)
 
@@ -216,7 +216,7 @@ class Python(PythonModel, SeparateBackend):
 
         loop.start(coroutine, started)
 
-    async def _generate(self, request: pb_utils.InferenceRequest, stream: Stream) -> None:
+    async def _generate(self, request: pb_utils.InferenceRequest, stream: ResponseSender) -> None:
         """Runs one request of a model that yields its responses."""
         try:
             async with aclosing(self._model.stream(request)) as responses:
@@ -229,7 +229,7 @@ class Python(PythonModel, SeparateBackend):
         except Exception as error:
             self._streams.fail_all([stream], self._why(error))
 
-    async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[Stream]) -> None:
+    async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[ResponseSender]) -> None:
         """Runs a batch of a model whose execute is a coroutine."""
         try:
             self._check_nothing(await coroutine)
@@ -248,7 +248,7 @@ class Python(PythonModel, SeparateBackend):
         request._sender = found = pb_utils.InferenceResponseSender(self, self._streams.begin_late(work))
         return found
 
-    def send(self, stream: Stream, response: Any, flags: int) -> Awaitable[None]:
+    def send(self, stream: ResponseSender, response: Any, flags: int) -> Awaitable[None]:
         answer = None if response is None or _is_mere_end(response, flags) else self._answer(response)
         coroutines = self._coroutines
         try:
@@ -257,13 +257,13 @@ class Python(PythonModel, SeparateBackend):
             if not self._send_waits:
                 return self._streams.send_soon(stream, answer, flags == _FINAL, None)
             return self._streams.send(stream, answer, flags == _FINAL)
-        except Closed as error:
+        except StreamClosed as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
-    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+    def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
         return self._streams.is_cancelled(request, stream)
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: ResponseSender) -> None:
         self._streams.forget(stream)
 
     # ------------------------------------------------------------------------------------ running requests
@@ -322,7 +322,7 @@ class Python(PythonModel, SeparateBackend):
         folder = str(self.context.folder)
         if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
             return Failure(error.code, public(str(error), folder))
-        say_trace(f"model instance '{self._instance}' failed", error)
+        log_traceback(f"model instance '{self._instance}' failed", error)
         what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
         return Failure(ModelFailed.code, public(self._text(what), folder))
 

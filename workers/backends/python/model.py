@@ -21,15 +21,15 @@ from shmserve.workers.backends.python.model_file import ModelFile, flag
 from shmserve.workers.batch.output_checks import STRICT
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
-from shmserve.workers.model_calls.responses import Streams
-from shmserve.workers.process.log import say, say_trace
+from shmserve.workers.model_calls.responses import OpenResponses
+from shmserve.workers.process.log import log_message, log_traceback
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.shm.counters import Subject
     from shmserve.workers.backends.python.pb_tensor import Array
-    from shmserve.workers.model_calls.calls import Calls
+    from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.pending import Pending
 
 PROBES = 1024
@@ -65,7 +65,7 @@ class PythonModel(Backend):
         pb_requests.bind(self)
         kind = self._file.kind(config)
         policy = config.model_transaction_policy
-        self.streams = self._streams = Streams(policy is not None and policy.decoupled)
+        self.streams = self._streams = OpenResponses(policy is not None and policy.decoupled)
         self.strict = flag(config, STRICT, False)
         self._integers = {
             spec.name: spec.numpy
@@ -131,10 +131,10 @@ class PythonModel(Backend):
             if inspect.iscoroutine(found):
                 found = asyncio.run(found)
         except Exception as error:
-            say_trace(f"is_ready of model instance '{self._instance}' failed", error)
+            log_traceback(f"is_ready of model instance '{self._instance}' failed", error)
             return False
         if not isinstance(found, bool):
-            say(f"is_ready of model instance '{self._instance}' gave {type(found).__name__}, not True or False")
+            log_message(f"is_ready of model instance '{self._instance}' gave {type(found).__name__}, not True or False")
         return found is True
 
     # ------------------------------------------------------------------------------------ running
@@ -184,7 +184,7 @@ class PythonModel(Backend):
 
     # ------------------------------------------------------------------------------------ calls to the server
 
-    def server(self) -> Calls:
+    def server(self) -> OutgoingCalls:
         """Returns the interface for calls. Raises TritonModelException without a server, before `load` or after
         `close`."""
         if self.calls is None or self.streams is None:
@@ -219,7 +219,7 @@ class PythonModel(Backend):
             return await pb_calls.begun_soon(calls, pending, self._here)
         return await pb_calls.finish_soon(calls, pending, self._here())
 
-    def _begin_call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> tuple[Calls, Pending]:
+    def _begin_call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> tuple[OutgoingCalls, Pending]:
         calls = self.server()
         return calls, pb_calls.begin(calls, request, decoupled, self._is_held(), self._works())
 

@@ -19,11 +19,11 @@ from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_requests import InferenceRequest, InferenceResponse, TritonError
 from shmserve.workers.backends.python.pb_tensor import Tensor, TritonModelException
 from shmserve.workers.model_calls.calls import WINDOW
-from shmserve.workers.model_calls.pending import Given
+from shmserve.workers.model_calls.pending import GivenTensors
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Work
-    from shmserve.workers.model_calls.calls import Calls
+    from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.pending import Pending, Response
 
 _NUMBERS = {
@@ -52,7 +52,7 @@ class Responses:
     """The responses to a call of a decoupled model, for `for` and `async for`. Deleting it, or `cancel`, ends the call.
     Once complete, it can be iterated over again, as in Triton."""
 
-    def __init__(self, calls: Calls, pending: Pending, here: Callable[[], bool]) -> None:
+    def __init__(self, calls: OutgoingCalls, pending: Pending, here: Callable[[], bool]) -> None:
         self._calls = calls
         self._pending = pending
         self._here = here
@@ -131,7 +131,9 @@ class Responses:
         self._calls.forget(self._pending)
 
 
-def begin(calls: Calls, request: InferenceRequest, decoupled: bool, held: bool, running: Sequence[Work]) -> Pending:
+def begin(
+    calls: OutgoingCalls, request: InferenceRequest, decoupled: bool, held: bool, running: Sequence[Work]
+) -> Pending:
     """Sends the call for a request that the model created."""
     flags = request._flags
     options: Options | None = replace(
@@ -140,7 +142,7 @@ def begin(calls: Calls, request: InferenceRequest, decoupled: bool, held: bool, 
         sequence_end=bool(flags & 2),
         window=WINDOW if decoupled else 0,
     )
-    inputs = [Given(tensor._name, tensor._array, getattr(tensor, "_work", None)) for tensor in request._inputs]
+    inputs = [GivenTensors(tensor._name, tensor._array, getattr(tensor, "_work", None)) for tensor in request._inputs]
     if options == _PLAIN:
         options = None
     version = max(request._version, 0)
@@ -150,7 +152,7 @@ def begin(calls: Calls, request: InferenceRequest, decoupled: bool, held: bool, 
         raise TritonModelException(f"model '{request._model}' cannot be called: {error}") from None
 
 
-def finish(calls: Calls, pending: Pending) -> InferenceResponse:
+def finish(calls: OutgoingCalls, pending: Pending) -> InferenceResponse:
     try:
         response = calls.next(pending)
     except ServeError as error:
@@ -158,7 +160,7 @@ def finish(calls: Calls, pending: Pending) -> InferenceResponse:
     return response_from(response)
 
 
-async def begun_soon(calls: Calls, pending: Pending, here: Callable[[], bool]) -> Responses:
+async def begun_soon(calls: OutgoingCalls, pending: Pending, here: Callable[[], bool]) -> Responses:
     """Waits for the first response, as Triton does: a coroutine often iterates with a plain `for`, which would block
     the event loop while it waits."""
     responses = Responses(calls, pending, here)
@@ -169,7 +171,7 @@ async def begun_soon(calls: Calls, pending: Pending, here: Callable[[], bool]) -
     return responses
 
 
-async def finish_soon(calls: Calls, pending: Pending, coroutines: bool) -> InferenceResponse:
+async def finish_soon(calls: OutgoingCalls, pending: Pending, coroutines: bool) -> InferenceResponse:
     try:
         await calls.wait_soon(pending, lambda: pending.ready, coroutines)
     except ServeError as error:

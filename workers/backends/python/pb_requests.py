@@ -26,8 +26,8 @@ from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
     from shmserve.shm.counters import Subject
-    from shmserve.workers.model_calls.calls import Calls
-    from shmserve.workers.model_calls.stream import Stream
+    from shmserve.workers.model_calls.calls import OutgoingCalls
+    from shmserve.workers.model_calls.stream import ResponseSender
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -77,7 +77,7 @@ class InferenceRequest:
     __slots__ = ("_again", "_flags", "_host", "_inputs", "_model", "_names", "_options", "_sender", "_version", "_work")
 
     # Set only for received requests; the last two only when needed.
-    _host: Host
+    _host: ModelHost
     _work: Work
     _sender: InferenceResponseSender
     _again: bool
@@ -180,11 +180,11 @@ class InferenceRequest:
     def exec(self, decoupled: bool = False) -> Any:
         """Calls the other model and waits for its response. With `decoupled`, returns an iterator of
         responses at once."""
-        return _asker(self).call(self, decoupled)
+        return _request_host(self).call(self, decoupled)
 
     async def async_exec(self, decoupled: bool = False) -> Any:
         """`exec` for coroutines, several of which can wait at once."""
-        return await _asker(self).call_soon(self, decoupled)
+        return await _request_host(self).call_soon(self, decoupled)
 
 
 def _integer(value: Any, what: str) -> int:
@@ -205,7 +205,7 @@ def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
     return found
 
 
-def _asker(request: InferenceRequest) -> Asked:
+def _request_host(request: InferenceRequest) -> RequestHost:
     if _host_of(request) is not None:
         raise TritonModelException("this request came to the model; make one of your own to ask another model")
     return current()
@@ -214,13 +214,13 @@ def _asker(request: InferenceRequest) -> Asked:
 _NO_OPTIONS = Options()
 
 
-def _host_of(request: InferenceRequest) -> Host | None:
-    host: Host | None = getattr(request, "_host", None)
+def _host_of(request: InferenceRequest) -> ModelHost | None:
+    host: ModelHost | None = getattr(request, "_host", None)
     return host
 
 
 def request_from(
-    host: Host,
+    host: ModelHost,
     work: Work,
     arrays: Sequence[Array | None],
     names: Sequence[str],
@@ -325,7 +325,7 @@ class InferenceResponseSender:
 
     __slots__ = ("_host", "_stream")
 
-    def __init__(self, host: Host | None = None, stream: Stream | None = None) -> None:
+    def __init__(self, host: ModelHost | None = None, stream: ResponseSender | None = None) -> None:
         if host is None or stream is None:
             raise TritonModelException("a response sender comes from InferenceRequest.get_response_sender()")
         self._host = host
@@ -356,7 +356,7 @@ class InferenceResponseSender:
             self._host.forget(stream)
 
 
-class Asked(Protocol):
+class RequestHost(Protocol):
     """The interface to the server for requests that the model of this process creates."""
 
     def call(self, request: InferenceRequest, decoupled: bool) -> Any:
@@ -365,7 +365,7 @@ class Asked(Protocol):
     def call_soon(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Any]:
         """`call` for coroutines."""
 
-    def server(self) -> Calls:
+    def server(self) -> OutgoingCalls:
         """Returns the calls to the server. Raises if there is no server."""
 
     def count(self, subject: Subject) -> memoryview[float]:
@@ -378,32 +378,32 @@ class Asked(Protocol):
         """Called in a process that the model forked."""
 
 
-class Host(Protocol):
+class ModelHost(Protocol):
     """The backend that delivered a request."""
 
     def sender(self, request: InferenceRequest) -> InferenceResponseSender:
         """Creates the sender of a request."""
 
-    def send(self, stream: Stream, response: InferenceResponse | None, flags: int) -> Awaitable[None]:
+    def send(self, stream: ResponseSender, response: InferenceResponse | None, flags: int) -> Awaitable[None]:
         """Sends a response, the last response, or the end of the responses."""
 
-    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+    def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
         """Whether the caller no longer waits for the request."""
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: ResponseSender) -> None:
         """Called by finalizers when the sender of a stream is deleted."""
 
 
 class _Current:
-    host: Asked | None = None
+    host: RequestHost | None = None
 
 
-def bind(host: Asked) -> None:
+def bind(host: RequestHost) -> None:
     """Registers the backend that runs the model of this process."""
     _Current.host = host
 
 
-def current() -> Asked:
+def current() -> RequestHost:
     if _Current.host is None:
         raise TritonModelException("no model is loaded in this process that could ask a server")
     return _Current.host

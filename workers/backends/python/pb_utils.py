@@ -41,7 +41,7 @@ from shmserve.workers.backends.python.pb_tensor import (
     TritonModelException,
     text_of,
 )
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -98,7 +98,7 @@ class Logger:
     def log(message: str, level: Level = Level.INFO) -> None:
         if not isinstance(level, Level):
             raise TypeError(f"level must be one of pb_utils.Logger's, such as Logger.INFO, not {level!r}")
-        say(text_of(message, "message"), level.value)
+        log_message(text_of(message, "message"), level.value)
 
     @staticmethod
     def log_info(message: str) -> None:

@@ -19,7 +19,7 @@ from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Work
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
 
 
@@ -37,7 +37,7 @@ class StackedPython(PythonModel, StackedBackend):
         self._inputs = [spec.name for spec in model_inputs_of(config)]
         self._outputs = {spec.name: index for index, spec in enumerate(model_outputs_of(config))}
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays = {name: array for index, name in enumerate(self._inputs) if (array := inputs.array(index)) is not None}
         for array in arrays.values():
             array.flags.writeable = False

@@ -28,7 +28,7 @@ from shmserve.workers.process.device import device_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -91,7 +91,7 @@ class Torch(StackedBackend):
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         tensors = [self._given(index, spec, inputs) for index, spec in enumerate(self._inputs)]
         inputs.computing()
         if self._names is not None:
@@ -111,7 +111,7 @@ class Torch(StackedBackend):
         if self._clean:
             torch.cuda.empty_cache()
 
-    def _given(self, index: int, spec: Spec, inputs: Group) -> Any:
+    def _given(self, index: int, spec: Spec, inputs: GatherGroup) -> Any:
         """Returns an input as a tensor over its memory, on the host or the GPU."""
         there = self._near.find(inputs, index, spec) if self._near is not None else None
         if there is None:

@@ -79,7 +79,7 @@ def open_program(path: Path, device: torch.device) -> Program:
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     if any("/data/aotinductor/" in name for name in names):
-        return Compiled(path, device)
+        return CompiledProgram(path, device)
     if any(name.endswith("/archive_format") for name in names):
         return Exported(path, device)
     if any(name.endswith("/constants.pkl") for name in names):
@@ -243,7 +243,7 @@ def _roots(value: Any) -> set[str]:
     return found
 
 
-class Compiled(_Tree):
+class CompiledProgram(_Tree):
     """A package that torch.compile built ahead of time for this kind of machine."""
 
     def __init__(self, path: Path, device: torch.device) -> None:

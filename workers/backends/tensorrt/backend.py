@@ -20,7 +20,7 @@ from shmserve.repo.config.complete import complete_from_model
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, address_of
 from shmserve.workers.backends.tensorrt.engine import (
-    Engine,
+    LoadedEngine,
     check_batch,
     check_profiles,
     largest_batch,
@@ -29,17 +29,17 @@ from shmserve.workers.backends.tensorrt.engine import (
     open_engine,
     profiles_of,
 )
-from shmserve.workers.backends.tensorrt.graphs import Graph, Graphs, wishes
+from shmserve.workers.backends.tensorrt.graphs import CudaGraph, CudaGraphs, wishes
 from shmserve.workers.backends.tensorrt.profile import HostValues, Profile, allocator_of, no_profile
 from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of
 from shmserve.workers.gpu.api import PRIORITIES, Cuda, tensorrt
 from shmserve.workers.process.exit_codes import Exit
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.tensorrt.engine import Shape
-    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -56,10 +56,10 @@ class TensorRT(StackedBackend):
         super().__init__(context)
         self._cuda = Cuda()
         self._trt = tensorrt()
-        self._logger = logger_of(self._trt, say)
-        self._engine: Engine | None = None
+        self._logger = logger_of(self._trt, log_message)
+        self._engine: LoadedEngine | None = None
         self._profiles: list[Profile] = []
-        self._graphs = Graphs()
+        self._graphs = CudaGraphs()
         self._buffers: list[int] = []
         self._allocators: dict[int, Any] = {}
         self._staging: dict[int, Staging] = {}
@@ -116,7 +116,7 @@ class TensorRT(StackedBackend):
 
     # ------------------------------------------------------------------------------------ at load
 
-    def _open(self, config: ModelConfig) -> Engine:
+    def _open(self, config: ModelConfig) -> LoadedEngine:
         if self._engine is None:
             self._engine = open_engine(config, self.context, self._trt, self._logger, self._cuda.capability)
         return self._engine
@@ -197,7 +197,7 @@ class TensorRT(StackedBackend):
             elif not profile.context.set_output_allocator(spec.name, allocator):
                 raise ModelFailed(f"the engine takes no memory for output '{spec.name}'")
 
-    def _bind_unused(self, engine: Engine) -> None:
+    def _bind_unused(self, engine: LoadedEngine) -> None:
         """Provides memory for outputs that the configuration leaves out, because the engine writes them too."""
         configured = {spec.name for spec in self._outputs}
         for number, fact in enumerate(engine.outputs):
@@ -220,7 +220,7 @@ class TensorRT(StackedBackend):
         if config.optimization is None or config.optimization.cuda is None or not config.optimization.cuda.graphs:
             return
         if self._allocators or self._host:
-            say(f"model '{config.name}': no CUDA graphs, as shapes or memory depend on values", "warning")
+            log_message(f"model '{config.name}': no CUDA graphs, as shapes or memory depend on values", "warning")
             return
         for wish in wishes(config, engine, self._inputs, self._profiles[0].number):
             profile = self._choose(wish.shapes)
@@ -236,13 +236,15 @@ class TensorRT(StackedBackend):
                 raise
             if not captured:
                 cuda.give_up_capture(self._stream)
-                say(f"model '{config.name}': no CUDA graphs, the engine refuses: {self._logger.last}", "warning")
+                log_message(
+                    f"model '{config.name}': no CUDA graphs, the engine refuses: {self._logger.last}", "warning"
+                )
                 return
-            self._graphs.add(Graph(cuda.end_capture(self._stream), wish.shapes, outputs, wish.least))
+            self._graphs.add(CudaGraph(cuda.end_capture(self._stream), wish.shapes, outputs, wish.least))
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, inputs: Group, outputs: Results) -> None:
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         shapes = self._shapes(inputs)
         wanted = [index for index in range(len(self._outputs)) if outputs.needed(index)]
         if not wanted:
@@ -258,7 +260,7 @@ class TensorRT(StackedBackend):
             self._settle(error)
             raise
 
-    def _shapes(self, inputs: Group) -> tuple[Shape, ...]:
+    def _shapes(self, inputs: GatherGroup) -> tuple[Shape, ...]:
         found = []
         for index, spec in enumerate(self._inputs):
             shape = inputs.shape(index)
@@ -274,7 +276,7 @@ class TensorRT(StackedBackend):
             raise no_profile(self._model, self._profiles, self._inputs, shapes)
         return profiles[0] if len(profiles) == 1 else min(profiles, key=lambda profile: profile.distance(shapes))
 
-    def _run(self, inputs: Group, outputs: Results, shapes: tuple[Shape, ...], wanted: list[int]) -> None:
+    def _run(self, inputs: GatherGroup, outputs: Results, shapes: tuple[Shape, ...], wanted: list[int]) -> None:
         cuda, stream, rows = self._cuda, self._stream, inputs.rows
         feed = self._feed
         assert feed is not None
@@ -372,5 +374,7 @@ class TensorRT(StackedBackend):
                 lost = cuda.lost(later)
                 error = later
         if lost:
-            say(f"model instance '{self.context.instance}': the GPU cannot be used any more by this process: {error}")
+            log_message(
+                f"model instance '{self.context.instance}': the GPU cannot be used any more by this process: {error}"
+            )
             end_process(Exit.DEVICE_LOST)

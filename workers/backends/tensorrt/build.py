@@ -26,17 +26,17 @@ from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import scan_model
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.backends.tensorrt.build_progress import Interrupted, Progress, interrupts
-from shmserve.workers.backends.tensorrt.build_shapes import Misuse, Ranges, from_config, from_words, with_batch
-from shmserve.workers.backends.tensorrt.engine import Engine, load_plugins, logger_of
+from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, Ranges, from_config, from_words, with_batch
+from shmserve.workers.backends.tensorrt.engine import LoadedEngine, load_plugins, logger_of
 from shmserve.workers.gpu.api import Cuda, major, tensorrt
-from shmserve.workers.process.log import say
+from shmserve.workers.process.log import log_message
 
 ONNX = "model.onnx"
 _HARDWARE = {"": "NONE", "ampere+": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
 _PRECISIONS = {"fp16": "FP16", "bf16": "BF16"}
 
 
-class Order(Struct, forbid_unknown_fields=True):
+class BuildOptions(Struct, forbid_unknown_fields=True):
     """The arguments of `shmserve build`, by name."""
 
     model: str
@@ -57,10 +57,10 @@ class Order(Struct, forbid_unknown_fields=True):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    order = msgspec.json.decode(words[0], type=Order)
+    order = msgspec.json.decode(words[0], type=BuildOptions)
     try:
         _build(order)
-    except Misuse as error:
+    except BadShapes as error:
         return _end(str(error), 2)
     except Interrupted:
         return _end("interrupted; no plan was written", 130)
@@ -76,18 +76,18 @@ def _end(text: str, code: int) -> int:
     return code
 
 
-def _build(order: Order) -> None:
+def _build(order: BuildOptions) -> None:
     source, config = _source(order)
     out = Path(order.out)
     if out.is_dir() or not out.parent.is_dir():
-        raise Misuse(f"{out} is not the name of a file that can be written; name one in a directory that exists")
+        raise BadShapes(f"{out} is not the name of a file that can be written; name one in a directory that exists")
     cuda, trt = Cuda(), tensorrt()
     if order.precision and major(trt) > 10:
         raise Unsupported(
             f"TensorRT {trt.__version__} computes in the types that the ONNX file has: convert that to "
             f"{order.precision} instead of giving --precision, which is for TensorRT 10"
         )
-    logger = logger_of(trt, say)
+    logger = logger_of(trt, log_message)
     load_plugins(order.plugins)
     trt.init_libnvinfer_plugins(logger, "")
     started = time.perf_counter()
@@ -103,16 +103,16 @@ def _build(order: Order) -> None:
     _report(order, trt, logger, out, time.perf_counter() - started, cuda, words)
 
 
-def _source(order: Order) -> tuple[Path, ModelConfig | None]:
+def _source(order: BuildOptions) -> tuple[Path, ModelConfig | None]:
     """Returns the ONNX file, and the configuration if a model directory was given."""
     path = Path(order.model)
     if path.is_file():
         return path, None
     if not path.is_dir():
-        raise Misuse(f"{path} is neither an ONNX file nor the directory of a model")
+        raise BadShapes(f"{path} is neither an ONNX file nor the directory of a model")
     found = scan_model(Path(os.path.abspath(path)), gpus=discover().numbers)
     if found.problems or found.given is None:
-        raise Misuse("\n".join([f"the configuration of model '{found.name}' is wrong:", *found.problems]))
+        raise BadShapes("\n".join([f"the configuration of model '{found.name}' is wrong:", *found.problems]))
     versions = [order.version] if order.version is not None else list(found.versions[-1:])
     for version in versions:
         file = path / str(version) / ONNX
@@ -121,11 +121,11 @@ def _source(order: Order) -> tuple[Path, ModelConfig | None]:
         if file.is_file():
             return file, found.given
     which = f"version {versions[0]}" if versions else "any version"
-    raise Misuse(f"there is no file '{ONNX}' in {which} of model '{found.name}'")
+    raise BadShapes(f"there is no file '{ONNX}' in {which} of model '{found.name}'")
 
 
 def _made(
-    order: Order, trt: Any, logger: Any, source: Path, config: ModelConfig | None, monitor: Any, capability: str
+    order: BuildOptions, trt: Any, logger: Any, source: Path, config: ModelConfig | None, monitor: Any, capability: str
 ) -> tuple[Any, list[str]]:
     """Returns the plan, None if the build failed, and the lines to print about the timing cache."""
     builder = trt.Builder(logger)
@@ -168,7 +168,7 @@ def _errors(parser: Any) -> Iterator[str]:
         yield f"  node '{error.node_name()}' ({error.node_operator()}): {error.desc()}"
 
 
-def _ranges(order: Order, config: ModelConfig | None, network: Any) -> list[Ranges]:
+def _ranges(order: BuildOptions, config: ModelConfig | None, network: Any) -> list[Ranges]:
     """Returns the profiles: as given, else from the configuration, else for batches up to --max-batch."""
     inputs = {}
     for index in range(network.num_inputs):
@@ -187,7 +187,7 @@ def _ranges(order: Order, config: ModelConfig | None, network: Any) -> list[Rang
 # ------------------------------------------------------------------------------------------- timing cache
 
 
-def _timing_cache(order: Order, trt: Any, settings: Any, capability: str) -> tuple[Path | None, list[str]]:
+def _timing_cache(order: BuildOptions, trt: Any, settings: Any, capability: str) -> tuple[Path | None, list[str]]:
     """Loads the timing cache of earlier builds. Returns its path and the lines to print."""
     if order.no_timing_cache:
         return None, []
@@ -233,14 +233,16 @@ def _beside(path: Path) -> Iterator[Any]:
         raise
 
 
-def _report(order: Order, trt: Any, logger: Any, out: Path, seconds: float, cuda: Cuda, words: Sequence[str]) -> None:
+def _report(
+    order: BuildOptions, trt: Any, logger: Any, out: Path, seconds: float, cuda: Cuda, words: Sequence[str]
+) -> None:
     """Loads the plan once, as a server would, and prints its properties."""
     runtime = trt.Runtime(logger)
     runtime.engine_host_code_allowed = order.version_compatible
     loaded = runtime.deserialize_cuda_engine(out.read_bytes())
     if loaded is None:
         raise ModelFailed(f"the plan was written, but cannot be loaded here: {logger.last}")
-    engine = Engine(trt, runtime, loaded)
+    engine = LoadedEngine(trt, runtime, loaded)
     size = out.stat().st_size
     if order.json:
         document = {
@@ -266,13 +268,13 @@ def _report(order: Order, trt: Any, logger: Any, out: Path, seconds: float, cuda
     )
 
 
-def _allowed(engine: Engine, name: str) -> str:
+def _allowed(engine: LoadedEngine, name: str) -> str:
     if name in engine.on_host:
         return "values of shapes"
     return "; ".join(str(engine.range_of(name, profile)) for profile in range(engine.profiles))
 
 
-def _input(engine: Engine, name: str, dtype: str, dims: tuple[int, ...]) -> dict[str, Any]:
+def _input(engine: LoadedEngine, name: str, dtype: str, dims: tuple[int, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "datatype": dtype, "shape": list(dims)}
     if name not in engine.on_host:
         ranges = [engine.range_of(name, profile) for profile in range(engine.profiles)]

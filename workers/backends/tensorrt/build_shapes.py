@@ -17,7 +17,7 @@ Ranges = dict[str, tuple[Shape, Shape, Shape]]
 FORM = "NAME=MIN:BEST:MAX, each like 8x3x224x224, or NAME=SHAPE for all three"
 
 
-class Misuse(Exception):
+class BadShapes(Exception):
     """Invalid usage of the command."""
 
 
@@ -27,23 +27,23 @@ def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
     for word in words:
         name, equals, text = word.rpartition("=")
         if not equals or not name:
-            raise Misuse(f"--profile: '{word}' is not {FORM}")
+            raise BadShapes(f"--profile: '{word}' is not {FORM}")
         if name not in inputs:
-            raise Misuse(f"--profile: the model has no input '{name}'; its inputs are {', '.join(inputs)}")
+            raise BadShapes(f"--profile: the model has no input '{name}'; its inputs are {', '.join(inputs)}")
         shapes = [_shape(part, word) for part in text.split(":")]
         if len(shapes) not in (1, 3):
-            raise Misuse(f"--profile: '{word}' is not {FORM}")
+            raise BadShapes(f"--profile: '{word}' is not {FORM}")
         low, best, high = shapes * 3 if len(shapes) == 1 else shapes
         dims = inputs[name]
         for shape in (low, best, high):
             if len(shape) != len(dims) or any(dim not in (-1, have) for dim, have in zip(dims, shape, strict=True)):
-                raise Misuse(f"--profile: {_text(shape)} is not a shape of input '{name}', which is {list(dims)}")
+                raise BadShapes(f"--profile: {_text(shape)} is not a shape of input '{name}', which is {list(dims)}")
         if not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
-            raise Misuse(f"--profile: '{word}' must not get smaller from MIN to BEST to MAX")
+            raise BadShapes(f"--profile: '{word}' must not get smaller from MIN to BEST to MAX")
         found[name] = low, best, high
     missing = [name for name, dims in inputs.items() if -1 in dims and name not in found]
     if missing:
-        raise Misuse(f"--profile: inputs with dynamic dims are missing: {_listed(missing, inputs)}")
+        raise BadShapes(f"--profile: inputs with dynamic dims are missing: {_listed(missing, inputs)}")
     return found
 
 
@@ -63,7 +63,7 @@ def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: in
             if len(given) == len(tail):
                 tail = tuple(have if have != -1 else dim for have, dim in zip(tail, given, strict=True))
         if -1 in tail or (most and dims[0] != -1):
-            raise Misuse(_ask(name, dims))
+            raise BadShapes(_ask(name, dims))
         if not most:
             found[name] = tail, tail, tail
             continue
@@ -76,7 +76,7 @@ def with_batch(dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
     found: Ranges = {}
     for name, dims in dynamic.items():
         if not max_batch or dims[0] != -1 or -1 in dims[1:]:
-            raise Misuse(_ask(name, dims))
+            raise BadShapes(_ask(name, dims))
         found[name] = (1, *dims[1:]), (max_batch, *dims[1:]), (max_batch, *dims[1:])
     return found
 
@@ -84,7 +84,7 @@ def with_batch(dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
 def _shape(text: str, word: str) -> Shape:
     parts = text.split("x") if text else []
     if not all(part.isdecimal() for part in parts):
-        raise Misuse(f"--profile: '{word}' is not {FORM}")
+        raise BadShapes(f"--profile: '{word}' is not {FORM}")
     return tuple(map(int, parts))
 
 

@@ -54,7 +54,7 @@ class Range(Struct, frozen=True):
         return f"{list(self.low)} to {list(self.high)}" if self.low != self.high else str(list(self.low))
 
 
-class Engine:
+class LoadedEngine:
     """An engine, its inputs and outputs, and the ranges of its profiles."""
 
     def __init__(self, trt: Any, runtime: Any, engine: Any) -> None:
@@ -96,7 +96,7 @@ class Engine:
         return max(min((self.range_of(name, profile).high[0] for name in names), default=0) for profile in profiles)
 
 
-def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, capability: str) -> Engine:
+def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, capability: str) -> LoadedEngine:
     """Loads the plan for this device."""
     load_plugins(context.setting("tensorrt", "plugins"))
     if not trt.init_libnvinfer_plugins(logger, ""):
@@ -119,7 +119,7 @@ def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, ca
             "works on the kind of GPU and the version of TensorRT that built it (here: compute capability "
             f"{capability}, TensorRT {trt.__version__}), unless it was built to be compatible"
         )
-    return Engine(trt, runtime, engine)
+    return LoadedEngine(trt, runtime, engine)
 
 
 def _file(config: ModelConfig, context: Context, capability: str) -> Path:
@@ -144,7 +144,7 @@ def load_plugins(paths: str) -> None:
         _LOADED.add(path)
 
 
-def logger_of(trt: Any, say: Callable[[str, str], None]) -> Any:
+def logger_of(trt: Any, log_message: Callable[[str, str], None]) -> Any:
     """Returns the library's logger. `last` is the last error, for calls that only report failure."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -155,9 +155,9 @@ def logger_of(trt: Any, say: Callable[[str, str], None]) -> Any:
         def log(self, severity: Any, msg: str) -> None:
             if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
                 self.last = msg
-                say(f"TensorRT: {msg}", "error")
+                log_message(f"TensorRT: {msg}", "error")
             elif severity == trt.ILogger.Severity.WARNING:
-                say(f"TensorRT: {msg}", "warning")
+                log_message(f"TensorRT: {msg}", "warning")
 
     return Logger()
 
@@ -178,7 +178,7 @@ def profiles_of(config: ModelConfig, instance: str) -> tuple[int, ...]:
     return _numbers(found[place]) if place < len(found) else (0,)
 
 
-def largest_batch(config: ModelConfig, engine: Engine) -> int:
+def largest_batch(config: ModelConfig, engine: LoadedEngine) -> int:
     """Returns the most rows that each instance of the model can run at once."""
     groups = [_numbers(group.profile) for group in config.instance_group] or [(0,)]
     for profiles in groups:
@@ -190,7 +190,7 @@ def _numbers(profile: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(text) for text in profile)) or (0,)
 
 
-def check_profiles(model: str, engine: Engine, profiles: Sequence[int]) -> None:
+def check_profiles(model: str, engine: LoadedEngine, profiles: Sequence[int]) -> None:
     for profile in profiles:
         if profile >= engine.profiles:
             raise InvalidRequest(
@@ -202,7 +202,7 @@ def check_profiles(model: str, engine: Engine, profiles: Sequence[int]) -> None:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def match(config: ModelConfig, engine: Engine, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
+def match(config: ModelConfig, engine: LoadedEngine, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
     """Raises unless the configuration matches the engine; it may leave out outputs."""
     model = config.name
     model_facts.match(model, "input", inputs, engine.inputs, flat=(-1,), whose="engine")
@@ -213,11 +213,11 @@ def match(config: ModelConfig, engine: Engine, inputs: Sequence[Spec], outputs: 
     for entry in entries:
         if entry.is_non_linear_format_io:
             raise Unsupported(f"tensor '{entry.name}' of model '{model}': is_non_linear_format_io is not supported")
-    for name, said in declared.items():
-        if said != (name in engine.on_host):
+    for name, is_shape in declared.items():
+        if is_shape != (name in engine.on_host):
             raise InvalidRequest(
-                f"unable to load model '{model}': tensor '{name}' is {'no' if said else 'a'} shape tensor in the "
-                f"engine, is_shape_tensor: {str(said).lower()} in the configuration"
+                f"unable to load model '{model}': tensor '{name}' is {'no' if is_shape else 'a'} shape tensor in the "
+                f"engine, is_shape_tensor: {str(is_shape).lower()} in the configuration"
             )
     if engine.on_host and config.max_batch_size > 0:
         raise Unsupported(
@@ -229,7 +229,7 @@ def match(config: ModelConfig, engine: Engine, inputs: Sequence[Spec], outputs: 
         raise Unsupported(f"model '{model}': an engine has no optional inputs, but {', '.join(optional)} is optional")
 
 
-def check_batch(config: ModelConfig, engine: Engine, profiles: Sequence[int]) -> None:
+def check_batch(config: ModelConfig, engine: LoadedEngine, profiles: Sequence[int]) -> None:
     largest = engine.largest_batch(profiles)
     if config.max_batch_size > largest:
         raise InvalidRequest(

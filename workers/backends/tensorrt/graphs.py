@@ -15,18 +15,18 @@ from shmserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicyCudaGraphSpec
-    from shmserve.workers.backends.tensorrt.engine import Engine, Shape
+    from shmserve.workers.backends.tensorrt.engine import LoadedEngine, Shape
     from shmserve.workers.batch.specs import Spec
 
 
-class Wish(Struct, frozen=True):
+class GraphRequest(Struct, frozen=True):
     """Shapes of all inputs that get a graph. `least`: it runs batches from this many rows on; 0: only its own."""
 
     shapes: tuple[Shape, ...]
     least: int = 0
 
 
-class Graph(Struct, frozen=True):
+class CudaGraph(Struct, frozen=True):
     """A captured graph. `outputs` are the shapes that it writes."""
 
     it: int
@@ -35,12 +35,12 @@ class Graph(Struct, frozen=True):
     least: int
 
 
-class Graphs:
+class CudaGraphs:
     """The graphs of an instance."""
 
     def __init__(self) -> None:
-        self._exact: dict[tuple[Shape, ...], Graph] = {}
-        self._padding: dict[tuple[Shape, ...], list[Graph]] = {}
+        self._exact: dict[tuple[Shape, ...], CudaGraph] = {}
+        self._padding: dict[tuple[Shape, ...], list[CudaGraph]] = {}
         """By the shapes after the batch dimension, smallest batch first."""
 
     def __len__(self) -> int:
@@ -49,14 +49,14 @@ class Graphs:
     def __contains__(self, shapes: tuple[Shape, ...]) -> bool:
         return shapes in self._exact
 
-    def add(self, graph: Graph) -> None:
+    def add(self, graph: CudaGraph) -> None:
         self._exact[graph.shapes] = graph
         if graph.least:
             same = self._padding.setdefault(_tails(graph.shapes), [])
             same.append(graph)
             same.sort(key=lambda one: one.shapes[0][0])
 
-    def find(self, shapes: tuple[Shape, ...], rows: int) -> Graph | None:
+    def find(self, shapes: tuple[Shape, ...], rows: int) -> CudaGraph | None:
         """Returns the graph of these shapes, else the smallest one that may run a batch of this size."""
         found = self._exact.get(shapes)
         if found is not None or not self._padding or not rows:
@@ -78,7 +78,7 @@ def _tails(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return tuple(shape[1:] for shape in shapes)
 
 
-def wishes(config: ModelConfig, engine: Engine, specs: Sequence[Spec], profile: int) -> list[Wish]:
+def wishes(config: ModelConfig, engine: LoadedEngine, specs: Sequence[Spec], profile: int) -> list[GraphRequest]:
     """Returns the graphs of graph_spec; without it, one for one row, for each preferred batch size, and for the largest
     batch. Dims that the configuration leaves open get the optimum of the profile."""
     cuda = config.optimization.cuda if config.optimization is not None else None
@@ -91,21 +91,21 @@ def wishes(config: ModelConfig, engine: Engine, specs: Sequence[Spec], profile: 
     preferred = batching.preferred_batch_size if batching is not None else ()
     rows = sorted({1, largest, *(size for size in preferred if 0 < size <= largest)}) if largest else [0]
     best = [engine.range_of(spec.name, profile).best for spec in specs]
-    return [Wish(tuple((count, *shape[1:]) if count else shape for shape in best)) for count in rows]
+    return [GraphRequest(tuple((count, *shape[1:]) if count else shape for shape in best)) for count in rows]
 
 
 def _from_spec(
     config: ModelConfig,
-    engine: Engine,
+    engine: LoadedEngine,
     specs: Sequence[Spec],
     profile: int,
-    asked: ModelOptimizationPolicyCudaGraphSpec,
-) -> Wish:
-    rows, largest = asked.batch_size, config.max_batch_size
+    requested: ModelOptimizationPolicyCudaGraphSpec,
+) -> GraphRequest:
+    rows, largest = requested.batch_size, config.max_batch_size
     if not (1 <= rows <= largest if largest else rows == 0):
         allowed = f"1 to {largest}" if largest else "0, as the model has no batch dimension"
         raise InvalidRequest(f"graph_spec of model '{config.name}': batch_size is {rows}, expected {allowed}")
-    unknown = set(asked.input) - {spec.name for spec in specs}
+    unknown = set(requested.input) - {spec.name for spec in specs}
     if unknown:
         raise InvalidRequest(
             f"graph_spec of model '{config.name}': the model has no input {', '.join(sorted(unknown))}"
@@ -113,7 +113,7 @@ def _from_spec(
     shapes = []
     for spec in specs:
         limits = engine.range_of(spec.name, profile)
-        given = asked.input.get(spec.name)
+        given = requested.input.get(spec.name)
         tail = tuple(given.dim) if given is not None else limits.best[bool(largest) :]
         shape = (rows, *tail) if largest else tail
         if not limits.holds(shape):
@@ -122,11 +122,11 @@ def _from_spec(
                 f"profile {profile}, which allows {limits}"
             )
         shapes.append(shape)
-    bound = asked.graph_lower_bound
+    bound = requested.graph_lower_bound
     if bound is None:
-        return Wish(tuple(shapes))
+        return GraphRequest(tuple(shapes))
     for name, dims in bound.input.items():
-        given = asked.input.get(name)
+        given = requested.input.get(name)
         if given is None or given.dim != dims.dim:
             raise InvalidRequest(
                 f"graph_spec of model '{config.name}': graph_lower_bound may have a smaller batch, but the dims of "
@@ -137,4 +137,4 @@ def _from_spec(
             f"graph_spec of model '{config.name}': batch_size of graph_lower_bound is {bound.batch_size}, expected "
             f"1 to {rows}"
         )
-    return Wish(tuple(shapes), bound.batch_size)
+    return GraphRequest(tuple(shapes), bound.batch_size)

@@ -16,7 +16,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.tensorrt.engine import Engine, Shape
+    from shmserve.workers.backends.tensorrt.engine import LoadedEngine, Shape
     from shmserve.workers.batch.specs import Spec
     from shmserve.workers.gpu.api import Cuda
 
@@ -27,7 +27,13 @@ class Profile:
     """A context on one profile. Inputs and outputs are identified by their index in the configuration."""
 
     def __init__(
-        self, engine: Engine, number: int, strategy: Any, stream: int, inputs: Sequence[Spec], outputs: Sequence[Spec]
+        self,
+        engine: LoadedEngine,
+        number: int,
+        strategy: Any,
+        stream: int,
+        inputs: Sequence[Spec],
+        outputs: Sequence[Spec],
     ) -> None:
         self.number = number
         self._engine = engine
