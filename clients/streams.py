@@ -21,7 +21,7 @@ class Flow(StreamTicket, Future):
         StreamTicket.__init__(self, window)
         Future.__init__(self, link)
 
-    def news(self) -> None:
+    def on_part(self) -> None:
         self._state = FINISHED
         if self._watch is not None:
             self._reader.tell(self)
@@ -80,7 +80,7 @@ class AsyncFlow(StreamTicket):
         super().__init__(window)
         self.waiter: asyncio.Future[None] | None = None
 
-    def news(self) -> None:
+    def on_part(self) -> None:
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -100,13 +100,13 @@ class Encoder:
                 found.append(tensor)
         except BaseException as error:
             if kept is not None:
-                self._memory.let_go(kept)
+                self._memory.release_inputs(kept)
             if isinstance(error, (AttributeError, TypeError)):
                 raise InvalidRequest(f"inputs are a mapping of names to arrays: {error}") from error
             raise
         if len(found) > TENSORS:
             if kept is not None:
-                self._memory.let_go(kept)
+                self._memory.release_inputs(kept)
             raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(found)}")
         return tuple(found), kept, total
 

@@ -153,13 +153,13 @@ class SessionMemory:
             return None
         return Handle(base.segment, base.offset + address - self.mapped.address(base), size), True
 
-    def let_go(self, kept: KeptInputs) -> None:
+    def release_inputs(self, kept: KeptInputs) -> None:
         """Release what a request referred to, once the server no longer needs it."""
         for block in kept.blocks:
             self._arena.free(block.segment, block.offset)
         if kept.devices:
             for source in kept.devices.values():
-                self.devices.let_go(source)
+                self.devices.release(source)
         kept.devices = None
         kept.blocks.clear()
         kept.arrays.clear()

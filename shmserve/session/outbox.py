@@ -114,7 +114,7 @@ class SessionOutbox:
                 if ticket is None:
                     raise
                 if ticket.kept is not None:
-                    self._memory.let_go(ticket.kept)
+                    self._memory.release_inputs(ticket.kept)
                 ticket.fail(InvalidRequest(f"the request cannot be sent: {error}"))
             else:
                 good.append(message)

@@ -116,11 +116,11 @@ class Queries:
             return 0
         ticket.message = None
         try:
-            said = json.loads(b"".join(parts))
+            answer = json.loads(b"".join(parts))
         except ValueError as error:
             ticket.fail(Internal(f"the server's answer is no JSON: {error}"))
         else:
-            ticket.settle(said)
+            ticket.settle(answer)
         return 1
 
     def on_pong(self) -> bool:

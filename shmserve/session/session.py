@@ -168,7 +168,7 @@ class Session:
                 check_size(message)
             except BaseException:
                 if kept is not None:
-                    self.memory.let_go(kept)
+                    self.memory.release_inputs(kept)
                 raise
         ticket.deadline = None
         if timeout_us:
@@ -311,7 +311,7 @@ class Session:
             ticket.settle(result)
         finally:
             if kept is not None:
-                self.memory.let_go(kept)
+                self.memory.release_inputs(kept)
 
     # ------------------------------------------------------------------------------------ streams
 
@@ -377,7 +377,7 @@ class Session:
     def _on_released(self, message: Released) -> int:
         kept = self._held.pop(message.request, None)
         if kept is not None:
-            self.memory.let_go(kept)
+            self.memory.release_inputs(kept)
         return 0
 
     def _on_reclaim(self, message: Reclaim) -> int:
@@ -463,7 +463,7 @@ class Session:
             elif isinstance(ticket, StreamTicket) and ticket.begun:
                 self._end(ticket, ConnectionLost("the connection ended while the model answered; ask again"))
         for kept in self._held.values():
-            self.memory.let_go(kept)
+            self.memory.release_inputs(kept)
         self._held.clear()
 
     def fail_all(self, error: ServeError) -> int:
@@ -482,7 +482,7 @@ class Session:
         self.tickets.pop(ticket.number, None)
         self.urgent |= self.questions.ended(ticket.number)
         if ticket.kept is not None:
-            self.memory.let_go(ticket.kept)
+            self.memory.release_inputs(ticket.kept)
             ticket.kept = None
         ticket.message = None
 

@@ -37,7 +37,7 @@ def settle(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
             if isinstance(place, DeviceRef):
                 devices.settle(place)
     except BaseException:
-        memory.let_go(kept)
+        memory.release_inputs(kept)
         raise
 
 
@@ -51,7 +51,7 @@ def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
             tensor.data = (block.handle(),)
         else:
             tensor.data = kept.add_frame(tensor.name, memory.devices.fetch(source), memory.frame_bytes)
-        memory.devices.let_go(source)
+        memory.devices.release(source)
     kept.devices = None
     for wanted in message.outputs or ():
         if isinstance(kept.places.get(wanted.name), DeviceRef):

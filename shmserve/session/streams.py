@@ -19,7 +19,7 @@ _LARGEST = 1 << 20
 
 
 class StreamTicket(Ticket):
-    """Subclasses implement `news`, which notifies the caller of a new part or the end."""
+    """Subclasses implement `on_part`, which notifies the caller of a new part or the end."""
 
     __slots__ = ("begun", "ended", "error", "handed", "parts", "window")
 
@@ -38,7 +38,7 @@ class StreamTicket(Ticket):
         self.error: ServeError | None = None
         """The error that ended the stream, or None. Parts received before it are handed out first."""
 
-    def news(self) -> None:
+    def on_part(self) -> None:
         raise NotImplementedError
 
     def part(self, result: Result | None, last: bool) -> None:
@@ -46,7 +46,7 @@ class StreamTicket(Ticket):
         self.ended = last
         if result is not None:
             self.parts.append(result)
-        self.news()
+        self.on_part()
 
     def hand_out(self) -> tuple[Result, int]:
         """The next part, and the number of further parts to request."""
@@ -62,7 +62,7 @@ class StreamTicket(Ticket):
         self.parts.clear()
         self.error = None
         self.ended = True
-        self.news()
+        self.on_part()
 
     def settle(self, answer: Any) -> None:
         """Handle a single Reply instead of parts."""
@@ -74,4 +74,4 @@ class StreamTicket(Ticket):
     def fail(self, error: ServeError) -> None:
         self.error = error
         self.ended = True
-        self.news()
+        self.on_part()

@@ -136,12 +136,12 @@ ANSWER_S = 2.0
 
 def of_unload(unload_dependents: bool, wait: bool, force: bool, timeout: float | None) -> Body:
     """The body of `unload`. The server enforces the timeout."""
-    said: dict[str, Any] = {"unload_dependents": unload_dependents, "wait": wait}
+    options: dict[str, Any] = {"unload_dependents": unload_dependents, "wait": wait}
     if force:
-        said["force"] = True
+        options["force"] = True
     if timeout is not None:
-        said["timeout"] = timeout
-    return of_json(said)
+        options["timeout"] = timeout
+    return of_json(options)
 
 
 def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None) -> Body:

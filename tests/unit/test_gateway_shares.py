@@ -163,7 +163,7 @@ def test_a_call_is_released_once_however_it_ends() -> None:
     payer = shares.connect("10.0.0.1").payer("bob")
 
     class Parts(PendingStream):
-        def news(self) -> None: ...
+        def on_part(self) -> None: ...
 
     for end in (lambda one: one.fail(Unavailable("")), lambda one: one.settle(None), release):
         for ticket in (Ticket(), Parts()):

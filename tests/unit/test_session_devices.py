@@ -211,7 +211,7 @@ def test_a_model_elsewhere_is_asked_once_more(runtime: Any, session: Session) ->
 
 def test_a_stream_that_has_begun_is_not_asked_again(runtime: Any, session: Session) -> None:
     class Flow(StreamTicket):
-        def news(self) -> None: ...
+        def on_part(self) -> None: ...
 
     server = Server(session)
     x = Foreign(runtime, X)

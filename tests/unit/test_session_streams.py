@@ -36,7 +36,7 @@ class Noted(StreamTicket):
         super().__init__(window)
         self.told = 0
 
-    def news(self) -> None:
+    def on_part(self) -> None:
         self.told += 1
 
 

@@ -58,8 +58,8 @@ class _StreamRequest(PendingStream):
         self.replied = True
         super().settle(answer)
 
-    def news(self) -> None:
-        self.call.news(self)
+    def on_part(self) -> None:
+        self.call.on_part(self)
 
 
 class StreamCall:
@@ -175,7 +175,7 @@ class StreamCall:
 
     # ------------------------------------------------------------------------------------ responses
 
-    def news(self, ticket: _StreamRequest) -> None:
+    def on_part(self, ticket: _StreamRequest) -> None:
         if self._over:
             return
         if ticket.whole and not ticket.replied and ticket.error is None:

@@ -181,7 +181,7 @@ class _Generation(PendingStream):
         self._as_events = as_events
         self._sent = False
 
-    def news(self) -> None:
+    def on_part(self) -> None:
         try:
             if self._as_events:
                 self._send_on()
@@ -454,7 +454,7 @@ class Requests:
                 connection.payer(head.token), ticket, route.model, route.version, plan, pieces, plan.options.id,
                 head.forwarded, WINDOW,
             )  # fmt: skip
-            connection.wait_for(ticket, ticket.news)
+            connection.wait_for(ticket, ticket.on_part)
 
         def ask(checked: None) -> None:
             self._ask_first(connection, head, BrokerQuery("config", model=route.model, version=route.version), go_on)

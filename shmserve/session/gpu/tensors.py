@@ -221,10 +221,10 @@ class Devices:
             self.free(*freed.popleft())
         arena = self._arenas.get(device)
         if arena is None:
-            told = self._announcements
+            announcements = self._announcements
             arena = self._arenas[device] = Arena(
-                told.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._announce,
-                knob="memory_bytes of the client", numbers=told.numbers,
+                announcements.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._announce,
+                knob="memory_bytes of the client", numbers=announcements.numbers,
             )  # fmt: skip
         return arena.allocate(size)
 
@@ -243,7 +243,7 @@ class Devices:
     def free(self, device: int, block: Block) -> None:
         self._arenas[device].free(block.segment, block.offset)
 
-    def let_go(self, source: DeviceRef) -> None:
+    def release(self, source: DeviceRef) -> None:
         """Free the copy of an array."""
         block, source.block = source.block, None
         if block is not None:
