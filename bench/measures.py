@@ -199,7 +199,7 @@ def _sixteen(server: Served, names: list[str]) -> Child:
 def startup(setting: Setting) -> list[Row]:
     """Time from serve to ready with the sample models, compared with a script that creates the same sessions."""
     examples = setting.repository("samples")
-    samples.build(examples, say=lambda line: None)
+    samples.build(examples, show=lambda line: None)
 
     def serve() -> float:
         start = perf_counter()

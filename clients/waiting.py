@@ -30,8 +30,8 @@ def not_ready(
     if last is not None and not isinstance(last, DeadlineExceeded):
         return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s: {last}")
     reasons = why_not_ready(model, index)
-    told = f": {'; '.join(reasons)}" if reasons else ""
-    return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s{told}")
+    details = f": {'; '.join(reasons)}" if reasons else ""
+    return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s{details}")
 
 
 def will_not_be(url: str, model: str | None, index: list[dict[str, Any]]) -> Unavailable:

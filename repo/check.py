@@ -18,7 +18,7 @@ from shmserve.repo.config.complete import complete, is_ensemble, needs_completio
 from shmserve.repo.config.problems import Problem, Report
 from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.rules.completed import surprises
-from shmserve.repo.rules.ensembles import Member, check_graph
+from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.storage.layout import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
 from shmserve.repo.storage.store import Found, check_config_name, model_names, scan_model, select_versions
 
@@ -211,13 +211,13 @@ class _Check:
                 hint = "none of them is served; keep one, or rename a directory"
                 model.add(ERROR, Problem(model.found.name, 0, 0, "", text), hint)
 
-    def _members(self) -> Mapping[str, Member]:
-        members: dict[str, Member] = {}
+    def _members(self) -> Mapping[str, StepModel]:
+        members: dict[str, StepModel] = {}
         for model in self._models:
             errors = model.errors()
             reason = f"it has {errors} problem{'s' if errors > 1 else ''} of its own" if errors else ""
             final = self._completed.get(model.found.name)
-            member = Member(final or model.config, model.numbers, reason, final is not None or _settled(model))
+            member = StepModel(final or model.config, model.numbers, reason, final is not None or _settled(model))
             members.setdefault(model.found.name, member)
         return members
 

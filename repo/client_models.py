@@ -133,7 +133,7 @@ _OLDEST = f"{_DIRECT}\n  oldest {{ max_candidate_sequences: 32 }}"
 
 
 @dataclass(frozen=True)
-class Model:
+class ClientModel:
     """A model to write. `inputs` and `outputs`: name, data type and dims of each. `batch`: max_batch_size. `more`:
     further lines of the configuration."""
 
@@ -153,11 +153,11 @@ def _pair(dtype: str) -> tuple[tuple[tuple[str, str, str], ...], tuple[tuple[str
     )
 
 
-def _identity(dtype: str) -> Model:
-    return Model((("INPUT0", dtype, "[ -1 ]"),), (("OUTPUT0", dtype, "[ -1 ]"),))
+def _identity(dtype: str) -> ClientModel:
+    return ClientModel((("INPUT0", dtype, "[ -1 ]"),), (("OUTPUT0", dtype, "[ -1 ]"),))
 
 
-def _sequence(source: str, strategy: str, number: str = "") -> Model:
+def _sequence(source: str, strategy: str, number: str = "") -> ClientModel:
     """A sequence model. `number`: the data type of the sequence id, for a model that also has the controls END and
     CORRID; "": it has neither.
     """
@@ -171,18 +171,18 @@ def _sequence(source: str, strategy: str, number: str = "") -> Model:
     between = ",\n    "
     more = f"sequence_batching {{\n  {strategy}\n  control_input [\n    {between.join(controls)}\n  ]\n}}\n"
     one = "TYPE_INT32", "[ 1 ]"
-    return Model((("INPUT", *one),), (("OUTPUT", *one),), source, 8, more)
+    return ClientModel((("INPUT", *one),), (("OUTPUT", *one),), source, 8, more)
 
 
 MODELS = {
-    "simple": Model(*_pair("TYPE_INT32"), ADD_SUB, more="dynamic_batching { }\n"),
-    "simple_int8": Model(*_pair("TYPE_INT8"), ADD_SUB),
-    "simple_string": Model(*_pair("TYPE_STRING"), ADD_SUB_OF_TEXT),
+    "simple": ClientModel(*_pair("TYPE_INT32"), ADD_SUB, more="dynamic_batching { }\n"),
+    "simple_int8": ClientModel(*_pair("TYPE_INT8"), ADD_SUB),
+    "simple_string": ClientModel(*_pair("TYPE_STRING"), ADD_SUB_OF_TEXT),
     "simple_identity": _identity("TYPE_STRING"),
     "simple_sequence": _sequence(SEQUENCE, _DIRECT),
     "simple_dyna_sequence": _sequence(DYNA_SEQUENCE, _OLDEST, "TYPE_UINT64"),
     "simple_string_dyna_sequence": _sequence(STRING_DYNA_SEQUENCE, _OLDEST, "TYPE_STRING"),
-    "repeat_int32": Model(
+    "repeat_int32": ClientModel(
         (("IN", "TYPE_INT32", "[ -1 ]"), ("DELAY", "TYPE_UINT32", "[ -1 ]"), ("WAIT", "TYPE_UINT32", "[ 1 ]")),
         (("OUT", "TYPE_INT32", "[ 1 ]"), ("IDX", "TYPE_UINT32", "[ 1 ]")),
         REPEAT,
@@ -207,7 +207,7 @@ def build(dest: Path, names: Iterable[str] = MODELS) -> list[str]:
     return written
 
 
-def _config(name: str, model: Model) -> str:
+def _config(name: str, model: ClientModel) -> str:
     lines = [f'name: "{name}"', f'backend: "{"python" if model.source else "identity"}"']
     lines.append(f"max_batch_size: {model.batch}")
     for kind, tensors in (("input", model.inputs), ("output", model.outputs)):

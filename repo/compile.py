@@ -120,7 +120,7 @@ def environment(config: ModelConfig, folder: str) -> str:
     return _parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
 
 
-class Cores(Struct, frozen=True):
+class CoreSet(Struct, frozen=True):
     """The CPU cores that the server may use, as found by `broker.processes.cpus`.
 
     `nodes` are the usable cores of each NUMA node, `policies` those of each host policy, `gpus` those near a GPU if not
@@ -134,7 +134,7 @@ class Cores(Struct, frozen=True):
     quota: int = 0
 
 
-def compile_instances(config: ModelConfig, cores: Cores | None = None) -> tuple[InstanceSpec, ...]:
+def compile_instances(config: ModelConfig, cores: CoreSet | None = None) -> tuple[InstanceSpec, ...]:
     """One spec per process: `<group>_0`, `<group>_1`, ... Groups with the same name are numbered consecutively.
 
     A group on GPUs has `count` instances on each of its devices. The default host policy of a group is `cpu` or
@@ -163,19 +163,19 @@ def compile_instances(config: ModelConfig, cores: Cores | None = None) -> tuple[
     return _with_cores(specs, bound, cores)
 
 
-def unknown_policies(config: ModelConfig, cores: Cores) -> tuple[str, ...]:
+def unknown_policies(config: ModelConfig, cores: CoreSet) -> tuple[str, ...]:
     """Host policies that the model names but the server does not have; these instances may use all cores."""
     named = {group.host_policy for group in config.instance_group if group.host_policy}
     return tuple(sorted(named - set(cores.policies)))
 
 
-def _bound(spec: InstanceSpec, cores: Cores, policy: str) -> tuple[int, ...]:
+def _bound(spec: InstanceSpec, cores: CoreSet, policy: str) -> tuple[int, ...]:
     """The cores that a host policy or a GPU assigns to an instance; empty: any of the server's."""
     found = cores.policies.get(policy, ())
     return found or (cores.gpus.get(spec.device, ()) if spec.kind == "KIND_GPU" else ())
 
 
-def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores) -> list[tuple[int, ...]]:
+def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: CoreSet) -> list[tuple[int, ...]]:
     """Distribute instances without assigned cores over the NUMA nodes, if their shares fit into a node."""
     free = [spec for spec, cpus in zip(specs, bound, strict=True) if not cpus and spec.kind != "KIND_GPU"]
     sharing = sum(not spec.passive for spec in free)
@@ -191,7 +191,7 @@ def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores
     return found
 
 
-def _with_cores(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores) -> tuple[InstanceSpec, ...]:
+def _with_cores(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: CoreSet) -> tuple[InstanceSpec, ...]:
     """`threads` is an instance's share: its cores divided by the number of the model's instances on the same cores."""
     sharing = Counter(cpus for spec, cpus in zip(specs, bound, strict=True) if not spec.passive)
     found = []

@@ -23,7 +23,7 @@ from shmserve.repo.config.problems import ConfigError, Place, Problem, Report, d
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.config.support import NOT_SUPPORTED, TABLE, Status
 from shmserve.repo.files.companions import look_for_files
-from shmserve.repo.rules.fields import Host, validate
+from shmserve.repo.rules.fields import HostFacts, validate
 
 CONFIG_FILE = "config.pbtxt"
 
@@ -60,7 +60,7 @@ class Examined(NamedTuple):
         return None if self.problems else self.completed
 
 
-class Loaded(NamedTuple):
+class LoadedConfig(NamedTuple):
     """A valid configuration, and warnings about fields without effect."""
 
     config: ModelConfig
@@ -84,7 +84,7 @@ def load(
     files: Collection[str] = (),
     gpus: Collection[int] = (),
     file: str = CONFIG_FILE,
-) -> Loaded:
+) -> LoadedConfig:
     """Load and complete the configuration of the model in directory `name`. Raises ConfigError with all problems.
 
     See Setting for the parameters; files that the configuration refers to are not checked.
@@ -92,20 +92,20 @@ def load(
     found = examine(data, file, Setting(name, backends, files, gpus))
     if found.config is None:
         raise ConfigError(found.problems)
-    return Loaded(found.config, tuple(str(warning) for warning in found.warnings))
+    return LoadedConfig(found.config, tuple(str(warning) for warning in found.warnings))
 
 
 def examine(given: str | bytes | Message, file: str, setting: Setting) -> Examined:
     """Load a configuration, from text or an already parsed message, and return problems instead of raising them."""
     report = Report(file)
     message = given if isinstance(given, Message) else _message(given, report)
-    said = completed = None
+    config = completed = None
     if message is not None and not report.problems:
         with contextlib.suppress(ConfigError):
             # The problems are already in the report.
-            said = _config(message, report)
-            completed = _checked(message, said, setting, report)
-    return Examined(said, completed, report.problems, tuple(report.warnings), report.places)
+            config = _config(message, report)
+            completed = _checked(message, config, setting, report)
+    return Examined(config, completed, report.problems, tuple(report.warnings), report.places)
 
 
 def _checked(message: Message, given: ModelConfig, setting: Setting, report: Report) -> ModelConfig:
@@ -120,7 +120,7 @@ def _checked(message: Message, given: ModelConfig, setting: Setting, report: Rep
             report.problem(path, f"mapped twice, first in line {earlier}")
         else:
             report.warn(path, f"given twice, first in line {earlier}; the last one counts")
-    validate(config, Host(setting.backends, setting.gpus), report.problem)
+    validate(config, HostFacts(setting.backends, setting.gpus), report.problem)
     if setting.folder is not None:
         look_for_files(config, setting.folder, report.problem)
     return config

@@ -47,7 +47,7 @@ _PICTURES = {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "
 Say = Callable[[str], object]
 
 
-def build(dest: Path, say: Say = print, sets: Iterable[str] = BASIC) -> list[str]:
+def build(dest: Path, show: Say = print, sets: Iterable[str] = BASIC) -> list[str]:
     """Write these sets of samples to `dest` and return the names of the models. Unchanged files are not written again.
 
     A set is skipped if it needs a package that is not installed; of the set `basic`, only the model is.
@@ -57,16 +57,16 @@ def build(dest: Path, say: Say = print, sets: Iterable[str] = BASIC) -> list[str
         absent = _absent(part)
         if absent:
             ways = " and ".join(f"`pip install {words}`" for words in absent)
-            say(f"  {part}: left out; {ways} bring{'' if len(absent) > 1 else 's'} what it needs")
+            show(f"  {part}: left out; {ways} bring{'' if len(absent) > 1 else 's'} what it needs")
             continue
         for name in SETS[part]:
             made = {} if name in names else _from_packages(name)
             if made is None:
-                say(f"  {name}: left out; `pip install --no-deps rapidocr-onnxruntime` brings its model")
+                show(f"  {name}: left out; `pip install --no-deps rapidocr-onnxruntime` brings its model")
                 continue
             if name not in names:
                 _write(name, made, dest)
-                say(f"  {name}")
+                show(f"  {name}")
             names[name] = None
     return sorted(names)
 

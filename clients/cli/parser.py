@@ -41,7 +41,7 @@ CODES = """exit codes:
 Run = Callable[[argparse.Namespace], int]
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, **kwargs)
@@ -49,9 +49,9 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands except serve, whose arguments the broker parses."""
-    found = _Parser(prog="shmserve", description=ABOUT, epilog=EPILOG)
+    found = _CommandParser(prog="shmserve", description=ABOUT, epilog=EPILOG)
     found.add_argument("--version", action="store_true", dest="show_version", help="the same as `shmserve version`")
-    commands = found.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
+    commands = found.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_CommandParser)
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         _add_models, _add_load, _add_unload, _add_restart, _add_infer, _add_run, _add_stats, _add_ready, _add_config,

@@ -51,7 +51,7 @@ class ZmqLink:
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
-        self._told = True
+        self._monitor_ready = True
         """Whether the monitor socket may have events."""
         try:
             self._configure(self._socket)
@@ -113,7 +113,7 @@ class ZmqLink:
                 parts = self._take()
                 if parts is not None:
                     return parts[0], [], parts[1:]
-                if self._told or (wait is not None and wait <= 0):
+                if self._monitor_ready or (wait is not None and wait <= 0):
                     self._heed_monitor()
                 if to_send:
                     events = self._events()
@@ -129,7 +129,7 @@ class ZmqLink:
                     return None
                 for descriptor, _ in self._poll.poll(None if left is None else left * 1000 + 1):
                     woken |= descriptor == self._wakeup
-                    self._told |= descriptor == self._monitor_fd
+                    self._monitor_ready |= descriptor == self._monitor_fd
             finally:
                 self._waiting = False
             if woken:
@@ -149,7 +149,7 @@ class ZmqLink:
         return zmq_frames.receive(self._socket)
 
     def _heed_monitor(self) -> None:
-        self._told = False
+        self._monitor_ready = False
         while zmq_frames.events(self._monitor) & zmq_frames.IN:
             event, value = _EVENT.unpack(zmq_frames.receive(self._monitor)[0])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -23,7 +23,7 @@ DEFAULT_MAX_BATCH = 4
 SEQUENCE_IDLE_US = 1_000_000
 
 
-class Engine(NamedTuple):
+class BackendFile(NamedTuple):
     """A backend, its older platform name, and the file it expects in a version directory."""
 
     backend: str
@@ -32,16 +32,16 @@ class Engine(NamedTuple):
 
 
 ENGINES = (
-    Engine("onnxruntime", "onnxruntime_onnx", "model.onnx"),
-    Engine("python", "", "model.py"),
-    Engine("tensorrt", "tensorrt_plan", "model.plan"),
-    Engine("pytorch", "pytorch_libtorch", "model.pt"),
-    Engine("pytorch", "torch_aoti", "model.pt2"),
-    Engine("tensorflow", "tensorflow_graphdef", "model.graphdef"),
-    Engine("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
-    Engine("openvino", "", "model.xml"),
-    Engine("dali", "", "model.dali"),
-    Engine("paddle", "", "model.pdmodel"),
+    BackendFile("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    BackendFile("python", "", "model.py"),
+    BackendFile("tensorrt", "tensorrt_plan", "model.plan"),
+    BackendFile("pytorch", "pytorch_libtorch", "model.pt"),
+    BackendFile("pytorch", "torch_aoti", "model.pt2"),
+    BackendFile("tensorflow", "tensorflow_graphdef", "model.graphdef"),
+    BackendFile("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    BackendFile("openvino", "", "model.xml"),
+    BackendFile("dali", "", "model.dali"),
+    BackendFile("paddle", "", "model.pdmodel"),
 )
 
 COMPLETING = frozenset({"onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
@@ -219,7 +219,7 @@ def _engine(config: ModelConfig, files: Collection[str], backends: Collection[st
     )
 
 
-def _engine_of(backend: str, files: Collection[str]) -> Engine | None:
+def _engine_of(backend: str, files: Collection[str]) -> BackendFile | None:
     same = [known for known in ENGINES if known.backend == backend]
     return next((known for known in same if known.file in files), same[0] if same else None)
 

@@ -11,7 +11,7 @@ import re
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 
 from shmserve.repo.config import protos
-from shmserve.repo.config.outline import Block, Field, Token, shown
+from shmserve.repo.config.outline import Field, OutlineBlock, Token, shown
 from shmserve.repo.config.problems import Place, Report, meant, nearest
 
 _BOOLS = ("true", "True", "t", "1", "false", "False", "f", "0")
@@ -41,7 +41,7 @@ INTEGERS = {
 """Field kind -> its name, minimum and maximum."""
 
 
-def lint(root: Block, report: Report) -> None:
+def lint(root: OutlineBlock, report: Report) -> None:
     """Fill the report's places, problems and warnings."""
     _block(root, protos.CONFIG, "", report)
 
@@ -50,7 +50,7 @@ def _place(token: Token) -> Place:
     return (token.line, token.column)
 
 
-def _block(block: Block, message: Descriptor, path: str, report: Report) -> None:
+def _block(block: OutlineBlock, message: Descriptor, path: str, report: Report) -> None:
     first: dict[str, Token] = {}
     counts: dict[str, int] = {}
     keys: dict[str, Token] = {}
@@ -94,12 +94,12 @@ def _singular(field: Field, descriptor: FieldDescriptor, path: str, first: dict[
     _value(field.values[0], descriptor, path, report)
 
 
-def _value(value: Token | Block, descriptor: FieldDescriptor, path: str, report: Report) -> None:
-    token = value.start if isinstance(value, Block) else value
+def _value(value: Token | OutlineBlock, descriptor: FieldDescriptor, path: str, report: Report) -> None:
+    token = value.start if isinstance(value, OutlineBlock) else value
     if path.endswith("]"):
         report.places.setdefault(path, _place(token))
     message = descriptor.message_type
-    if isinstance(value, Block):
+    if isinstance(value, OutlineBlock):
         if message is None:
             report.problem(path, f"found a block, expected {expected(descriptor)}", _place(token))
         else:
@@ -123,7 +123,7 @@ def _as(token: Token, message: protos.Field) -> str:
 
 
 def _map_entry(
-    entry: Token | Block, descriptor: protos.Field, path: str, keys: dict[str, Token], report: Report
+    entry: Token | OutlineBlock, descriptor: protos.Field, path: str, keys: dict[str, Token], report: Report
 ) -> None:
     """A map entry is a block with `key` and `value`; its path, also that of its value, is `field["key"]`."""
     if isinstance(entry, Token):

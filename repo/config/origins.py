@@ -54,10 +54,10 @@ def _leaves(descriptor: Any, path: str, value: Any, given: Any, completed: Any) 
     for name, item in value.items():
         field = descriptor.fields_by_name[name]
         inner = f"{path}.{name}" if path else name
-        said, filled = _of(given, name), _of(completed, name)
+        explicit, filled = _of(given, name), _of(completed, name)
         alone = len(descriptor.fields) == 1
         for place, at, parts in _parts(field, inner, item):
-            yield from _below(field, place, parts, _of(said, at), _of(filled, at), alone)
+            yield from _below(field, place, parts, _of(explicit, at), _of(filled, at), alone)
 
 
 def _below(field: protos.Field, path: str, value: Any, given: Any, completed: Any, alone: bool) -> Iterator[_Leaf]:
@@ -145,9 +145,9 @@ def _write(
                 if protos.is_repeated(field):
                     if part:
                         listed = ", ".join(_scalar(field, one) for one in part)
-                        lines.append(f"{indent}{name}: [ {listed} ]{_said(origins, place)}")
+                        lines.append(f"{indent}{name}: [ {listed} ]{_origin_comment(origins, place)}")
                 else:
-                    lines.append(f"{indent}{name}: {_scalar(field, part)}{_said(origins, place)}")
+                    lines.append(f"{indent}{name}: {_scalar(field, part)}{_origin_comment(origins, place)}")
 
 
 def _write_block(
@@ -166,7 +166,7 @@ def _write_block(
     else:
         # The origin of the block's default values.
         first = next((leaf.path for leaf in _leaves(message, path, value, None, None)), path)
-        lines.append(f"{indent}{name} {{ }}{_said(origins, first)}")
+        lines.append(f"{indent}{name} {{ }}{_origin_comment(origins, first)}")
 
 
 def _write_entry(
@@ -179,11 +179,11 @@ def _write_entry(
     if parts["value"].message_type is not None:
         _write_block(lines, "value", parts["value"].message_type, path, inner, value, origins)
     else:
-        lines.append(f"{inner}value: {_scalar(parts['value'], value)}{_said(origins, path)}")
+        lines.append(f"{inner}value: {_scalar(parts['value'], value)}{_origin_comment(origins, path)}")
     lines.append(f"{indent}}}")
 
 
-def _said(origins: Mapping[str, str], path: str) -> str:
+def _origin_comment(origins: Mapping[str, str], path: str) -> str:
     origin = origins.get(path)
     return f"  # {origin}" if origin else ""
 

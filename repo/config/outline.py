@@ -43,11 +43,11 @@ class Field(NamedTuple):
     """A field as written: `values` has one item, or those of a `[..]` list (`listed`)."""
 
     name: Token
-    values: list[Token | Block]
+    values: list[Token | OutlineBlock]
     listed: bool
 
 
-class Block(NamedTuple):
+class OutlineBlock(NamedTuple):
     """The fields between braces, or of the whole file."""
 
     start: Token
@@ -89,7 +89,7 @@ def tokens(text: str) -> Iterator[Token]:
     yield Token("end", "end of file", line, len(text) - line_start + 1)
 
 
-class _Reader:
+class _TokenReader:
     """A token stream with one token of lookahead."""
 
     def __init__(self, text: str) -> None:
@@ -110,16 +110,16 @@ class _Reader:
 class _Open(NamedTuple):
     """An unclosed block or list. `field` is set for a list; `block` is the one that contains it."""
 
-    block: Block
+    block: OutlineBlock
     closer: str
     start: Token
     field: Field | None
 
 
-def outline(text: str) -> Block:
+def outline(text: str) -> OutlineBlock:
     """The file as a tree. Raises OutlineError if it is not text format."""
-    reader = _Reader(text)
-    root = Block(Token("symbol", "", 1, 1), [])
+    reader = _TokenReader(text)
+    root = OutlineBlock(Token("symbol", "", 1, 1), [])
     opened = [_Open(root, "", root.start, None)]
     try:
         while opened:
@@ -130,7 +130,7 @@ def outline(text: str) -> Block:
     return root
 
 
-def _next(reader: _Reader, opened: list[_Open]) -> None:
+def _next(reader: _TokenReader, opened: list[_Open]) -> None:
     here = opened[-1]
     token = reader.take()
     if token.text == here.closer or (token.kind == "end" and not here.closer):
@@ -163,19 +163,19 @@ def _trail(opened: list[_Open]) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _rather(token: Token, block: Block) -> str:
+def _rather(token: Token, block: OutlineBlock) -> str:
     """A suggestion for a symbol or value in the place of a field name."""
     if not block.fields or not block.fields[-1].values:
         return ""
     last = block.fields[-1].values[-1]
-    if isinstance(last, Block):
+    if isinstance(last, OutlineBlock):
         return ""
     if last.kind == "word" and (last.line, last.column + len(last.text)) == (token.line, token.column):
         return "; text is written in quotes"
     return "; several values are written as a list: [ 1, 2 ]" if token.kind in ("number", "string") else ""
 
 
-def _field(reader: _Reader, name: Token, block: Block, opened: list[_Open]) -> None:
+def _field(reader: _TokenReader, name: Token, block: OutlineBlock, opened: list[_Open]) -> None:
     colon = reader.head.text == ":"
     if colon:
         reader.take()
@@ -192,7 +192,7 @@ def _field(reader: _Reader, name: Token, block: Block, opened: list[_Open]) -> N
         found.values.append(_scalar(reader, token))
 
 
-def _list_item(reader: _Reader, token: Token, field: Field, opened: list[_Open]) -> None:
+def _list_item(reader: _TokenReader, token: Token, field: Field, opened: list[_Open]) -> None:
     if field.values:
         if token.text != ",":
             raise OutlineError(token, f'found {_named(token)} in a list, expected "," or "]"')
@@ -204,12 +204,12 @@ def _list_item(reader: _Reader, token: Token, field: Field, opened: list[_Open])
 
 
 def _open_block(token: Token, field: Field, opened: list[_Open]) -> None:
-    block = Block(token, [])
+    block = OutlineBlock(token, [])
     field.values.append(block)
     opened.append(_Open(block, _CLOSER[token.text], token, None))
 
 
-def _scalar(reader: _Reader, token: Token) -> Token:
+def _scalar(reader: _TokenReader, token: Token) -> Token:
     if token.text in ('"', "'"):
         raise OutlineError(token, "this string is not closed on its line")
     if token.kind not in ("word", "number", "string"):

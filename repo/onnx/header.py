@@ -59,7 +59,7 @@ class Header(NamedTuple):
 
 def read_header(file: BinaryIO) -> Header:
     """Read the header. Raises NotOnnx, TooLarge and OSError."""
-    return _Reader(file).header()
+    return _HeaderReader(file).header()
 
 
 class _Field(NamedTuple):
@@ -71,7 +71,7 @@ class _Field(NamedTuple):
     value: int
 
 
-class _Reader:
+class _HeaderReader:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._size = os.fstat(file.fileno()).st_size

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from shmserve.repo.config.complete import complete, is_ensemble
 from shmserve.repo.config.problems import Report
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.repo.rules.fields import Host, validate
+from shmserve.repo.rules.fields import HostFacts, validate
 
 
 def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
@@ -19,7 +19,7 @@ def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[i
     """
     config = complete(config, config.name, (), backends, gpus)
     report = Report(f"{config.name}, as completed by the model")
-    validate(config, Host(backends, gpus), report.problem)
+    validate(config, HostFacts(backends, gpus), report.problem)
     report.raise_problems()
     return config
 

@@ -20,7 +20,7 @@ _OF_ENSEMBLE = -1
 """Step number that stands for the ensemble itself."""
 
 
-class Member(NamedTuple):
+class StepModel(NamedTuple):
     """A model that a step may name.
 
     `reason` says why it cannot be served, or is empty; `config` is None if unknown. `versions` are those that are
@@ -53,7 +53,7 @@ class _Tensor(NamedTuple):
     field: str = "dims"
 
 
-def check_graph(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[GraphProblem]:
+def check_graph(ensemble: ModelConfig, models: Mapping[str, StepModel]) -> list[GraphProblem]:
     """All problems between the ensemble and the models of its steps. `models` are all available models, by name."""
     found = _Graph(ensemble, models)
     for index in range(len(found.steps)):
@@ -63,12 +63,12 @@ def check_graph(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[Gra
     return sorted(found.problems, key=lambda problem: problem.step if problem.step >= 0 else len(found.steps))
 
 
-def is_decoupled(name: str, models: Mapping[str, Member]) -> bool:
+def is_decoupled(name: str, models: Mapping[str, StepModel]) -> bool:
     """Whether a model may answer a request more than once. An ensemble is decoupled if any of its steps is."""
     return bool(decoupled_in(name, models))
 
 
-def decoupled_in(name: str, models: Mapping[str, Member]) -> set[str]:
+def decoupled_in(name: str, models: Mapping[str, StepModel]) -> set[str]:
     """The decoupled models among a model and, recursively, the steps of an ensemble."""
     seen = {name}
     waiting = [name]
@@ -90,7 +90,7 @@ def decoupled_in(name: str, models: Mapping[str, Member]) -> set[str]:
     return found
 
 
-def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
+def way_to(goal: str, start: str, models: Mapping[str, StepModel]) -> list[str]:
     """The shortest path from a model through steps of ensembles to another, including both; empty if there is none."""
     came_from = {start: ""}
     waiting = [start]
@@ -114,9 +114,9 @@ def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
 class _Graph:
     """One ensemble being checked. `made` maps each tensor to its first producer."""
 
-    def __init__(self, ensemble: ModelConfig, models: Mapping[str, Member]) -> None:
+    def __init__(self, ensemble: ModelConfig, models: Mapping[str, StepModel]) -> None:
         self.ensemble = ensemble
-        self.models: dict[str, Member] = {**models, ensemble.name: Member(ensemble)}
+        self.models: dict[str, StepModel] = {**models, ensemble.name: StepModel(ensemble)}
         self.steps = steps_of(ensemble)
         self.problems: list[GraphProblem] = []
         self.made: dict[str, _Tensor] = {}
@@ -182,7 +182,7 @@ class _Graph:
         self._check_inputs(index, step, member, member.config)
         self._check_output_names(index, step, member, member.config)
 
-    def _check_inputs(self, index: int, step: ModelEnsemblingStep, member: Member, config: ModelConfig) -> None:
+    def _check_inputs(self, index: int, step: ModelEnsemblingStep, member: StepModel, config: ModelConfig) -> None:
         model = shown(config.name)
         for key, name in sorted(step.input_map.items()):
             path = f'input_map["{key}"]'
@@ -213,7 +213,9 @@ class _Graph:
             text = f"expected a TYPE_BOOL of one element, but {made.maker} is {made.data_type}"
             self.problems.append(GraphProblem(index, self.steps[index].model_name, path, text))
 
-    def _check_output_names(self, index: int, step: ModelEnsemblingStep, member: Member, config: ModelConfig) -> None:
+    def _check_output_names(
+        self, index: int, step: ModelEnsemblingStep, member: StepModel, config: ModelConfig
+    ) -> None:
         names = [tensor.name for tensor in config.output]
         for key in sorted(step.output_map) if member.settled else ():
             if key not in names:
@@ -273,7 +275,7 @@ class _Graph:
                 sources.setdefault(source[condition], condition)
             if len(sources) > 1:
                 text = f"step {index} receives inputs originated from different decoupled models"
-                self._problem(index, "input_map", f"{text}: {self._told_of(sources)}")
+                self._problem(index, "input_map", f"{text}: {self._source_names(sources)}")
             own = next(iter(sources), None)
             decoupled = decoupled_in(step.model_name, self.models)
             if decoupled:
@@ -289,10 +291,10 @@ class _Graph:
                 outputs.setdefault(source[tensor.name], tensor.name)
         last = max(outputs, key=lambda index: len(before[index]), default=0)
         if any(index != last and index not in before[last] for index in outputs):
-            text = f"the outputs originate from different decoupled models: {self._told_of(outputs)}"
+            text = f"the outputs originate from different decoupled models: {self._source_names(outputs)}"
             self._problem(_OF_ENSEMBLE, "output", text)
 
-    def _told_of(self, sources: Mapping[int, str]) -> str:
+    def _source_names(self, sources: Mapping[int, str]) -> str:
         return ", ".join(
             f'"{shown(name)}" from step {number}, model "{shown(self.steps[number].model_name)}"'
             for number, name in sources.items()
@@ -329,7 +331,7 @@ def _inner_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
     return tensor.dims if tensor.reshape is None else tensor.reshape.shape
 
 
-def _known_dims(member: Member, tensor: ModelInput | ModelOutput) -> tuple[int, ...] | None:
+def _known_dims(member: StepModel, tensor: ModelInput | ModelOutput) -> tuple[int, ...] | None:
     """The dims; None if the model may still turn out to batch, which would change their meaning."""
     assert member.config is not None
     return tensor.dims if member.settled or member.config.max_batch_size > 0 else None

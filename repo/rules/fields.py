@@ -53,14 +53,14 @@ ProblemFunction = Callable[[str, str], None]
 """Called with a field path and the problem's text."""
 
 
-class Host(NamedTuple):
+class HostFacts(NamedTuple):
     """What the server has: backend names and GPU numbers."""
 
     backends: Collection[str]
     gpus: Collection[int] = ()
 
 
-def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
+def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
     """Report every rule that a completed configuration violates."""
     if not MODEL_NAME.fullmatch(config.name):
         problem("name", f'found "{shown(config.name)}", expected {NAME_RULE}')
@@ -104,7 +104,7 @@ def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
         problem(f'parameters["{ENVIRONMENT}"]', f'found "{shown(place.string_value)}", {text}')
 
 
-def _engine(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
+def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
     platforms = [engine.platform for engine in ENGINES if engine.platform]
     if is_ensemble(config):
         if config.backend:
@@ -255,7 +255,7 @@ def _source(path: str, names: Sequence[str], inputs: Sequence[str], problem: Pro
 # ---------------------------------------------------------------------------------------- instance groups, others
 
 
-def _instance_groups(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
+def _instance_groups(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
     if is_ensemble(config):
         return
     total = sum(group.count for group in config.instance_group if group.count > 0)
@@ -265,7 +265,7 @@ def _instance_groups(config: ModelConfig, host: Host, problem: ProblemFunction) 
         _instance_group(f"instance_group[{index}]", group, host, problem)
 
 
-def _instance_group(path: str, group: ModelInstanceGroup, host: Host, problem: ProblemFunction) -> None:
+def _instance_group(path: str, group: ModelInstanceGroup, host: HostFacts, problem: ProblemFunction) -> None:
     if group.count < 0:
         problem(f"{path}.count", f"found {group.count}, expected 1 or more")
     if len(group.name) > GROUP_NAME_LENGTH or not group.name.isprintable():

@@ -17,7 +17,7 @@ from shmserve.broker.models.overrides import LoadOverride
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.errors import InvalidRequest, NotFound
-from shmserve.repo.compile import Cores
+from shmserve.repo.compile import CoreSet
 from shmserve.repo.config.override import parse_override
 from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
 from shmserve.repo.storage.generation import Generations
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(root: Path) -> Catalog:
-    return Catalog([root], {"default-max-batch-size": "4"}, Cores((0, 1, 2, 3)), generations=kept(root.parent))
+    return Catalog([root], {"default-max-batch-size": "4"}, CoreSet((0, 1, 2, 3)), generations=kept(root.parent))
 
 
 def kept(folder: Path) -> Generations:
@@ -155,7 +155,7 @@ def test_what_was_unloaded_is_read_anew(catalog: Catalog) -> None:
 
 
 def test_a_model_of_the_same_name_elsewhere(catalog: Catalog, root: Path, tmp_path: Path) -> None:
-    both = Catalog([root, tmp_path / "other"], {}, Cores((0,)))
+    both = Catalog([root, tmp_path / "other"], {}, CoreSet((0,)))
     (tmp_path / "other").mkdir()
     first = sources(both)
     (root / "m").rename(tmp_path / "other" / "m")
@@ -222,7 +222,7 @@ def test_a_worker_may_not_change_everything(catalog: Catalog) -> None:
 
 
 def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
-    catalog = Catalog([root], {"key": "value"}, Cores((0,)), generations=kept(tmp_path))
+    catalog = Catalog([root], {"key": "value"}, CoreSet((0,)), generations=kept(tmp_path))
     number = sources(catalog)[1]
     (root / "m" / "1" / "weights").write_text("newer")
     (root / "m" / "labels.txt").unlink()
@@ -237,7 +237,7 @@ def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
 
 def test_a_worker_is_told_how_linked_files_looked(root: Path, tmp_path: Path) -> None:
     (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
-    catalog = Catalog([root], {}, Cores((0,)), generations=kept(tmp_path))
+    catalog = Catalog([root], {}, CoreSet((0,)), generations=kept(tmp_path))
     load, descriptor = catalog.load_order(spawn(catalog, sources(catalog)[1]))
     read_descriptor(descriptor)
     looks = json.loads(Path(load.settings[PINS]).read_text())
@@ -262,7 +262,7 @@ def test_a_generation_is_removed_with_what_is_made_of_it(catalog: Catalog, root:
 
 
 def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> None:
-    catalog = Catalog([root], {}, Cores((0,)), generations=kept(tmp_path))
+    catalog = Catalog([root], {}, CoreSet((0,)), generations=kept(tmp_path))
     folder = model(tmp_path / "given", "m", "")
     number = sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1]
     load, descriptor = catalog.load_order(spawn(catalog, number))
@@ -376,7 +376,7 @@ def test_a_version_without_its_file_is_refused_alone(catalog: Catalog, root: Pat
 def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> None:
     model(tmp_path / "other", "m", GOOD)
     model(tmp_path / "other", "n", GOOD)
-    both = Catalog([root, tmp_path / "other"], {}, Cores((0,)))
+    both = Catalog([root, tmp_path / "other"], {}, CoreSet((0,)))
     with pytest.raises(InvalidRequest, match="model appears in two or more repositories: 'm' is in 2 of them"):
         both.read("m")
     found = {reading.found.name: reading for reading in both.read_all()}

@@ -16,7 +16,7 @@ from shmserve.core import effects, events
 from shmserve.core.batching.rate_limiter import ANY
 from shmserve.core.core import Core
 from shmserve.protocol.messages import Ask, Fail
-from shmserve.repo.compile import Cores
+from shmserve.repo.compile import CoreSet
 from tests.unit.repo_models import GOOD, model
 
 
@@ -38,7 +38,7 @@ class Shell:
         model(root / "models", "m", config, {"1/weights": "a"})
         self.loop = Loop()
         self.core = Core()
-        self.catalog = Catalog([root / "models"], {}, Cores((0,)), resources=(("r", ANY, 3),))
+        self.catalog = Catalog([root / "models"], {}, CoreSet((0,)), resources=(("r", ANY, 3),))
         self.inbox: list[tuple[int, Any]] = []
         self.said: list[Any] = []
         self.operations = ClientOperations(

@@ -12,7 +12,7 @@ import pytest
 from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.poller import Changes, Poll
-from shmserve.repo.compile import Cores
+from shmserve.repo.compile import CoreSet
 from shmserve.repo.storage import snapshot
 from tests.unit.repo_models import GOOD, model
 
@@ -42,7 +42,7 @@ class World:
         for root in roots:
             root.mkdir()
         self.root = roots[0]
-        self.catalog = Meddled(roots, {}, Cores((0,)))
+        self.catalog = Meddled(roots, {}, CoreSet((0,)))
         self._wall = self._clock = 0.0
         self.poll = Poll(self.catalog, SETTLE, lambda: self._wall, lambda: self._clock)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shmserve.broker.processes.cpus import HostPolicy, as_list, cpu_list, host_policy, quota, resolve, survey
 from shmserve.core.policy import InstanceSpec
-from shmserve.repo.compile import Cores, compile_instances, unknown_policies
+from shmserve.repo.compile import CoreSet, compile_instances, unknown_policies
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 
 
@@ -35,12 +35,12 @@ def group(count: int, name: str = "a", **more: str | bool) -> ModelInstanceGroup
     return ModelInstanceGroup(name=name, kind="KIND_CPU", count=count, **more)  # type: ignore[arg-type]
 
 
-def dealt(config: ModelConfig, cores: Cores) -> list[tuple[tuple[int, ...], int]]:
+def dealt(config: ModelConfig, cores: CoreSet) -> list[tuple[tuple[int, ...], int]]:
     return [(spec.cpus, spec.threads) for spec in compile_instances(config, cores)]
 
 
-ONE = Cores(tuple(range(8)), (tuple(range(8)),))
-TWO = Cores(tuple(range(8)), ((0, 1, 2, 3), (4, 5, 6, 7)))
+ONE = CoreSet(tuple(range(8)), (tuple(range(8)),))
+TWO = CoreSet(tuple(range(8)), ((0, 1, 2, 3), (4, 5, 6, 7)))
 
 
 # ---------------------------------------------------------------------------------------------- what there is
@@ -132,7 +132,7 @@ def test_without_cores_nothing_is_said() -> None:
 
 
 def test_policies_have_their_cores() -> None:
-    cores = Cores(tuple(range(8)), TWO.nodes, {"cpu": (0, 1, 2, 3, 4, 5), "big": (6, 7)})
+    cores = CoreSet(tuple(range(8)), TWO.nodes, {"cpu": (0, 1, 2, 3, 4, 5), "big": (6, 7)})
     config = model(group(3), group(1, "b", host_policy="big"), group(1, "c", host_policy="other"))
     assert dealt(config, cores) == [(cores.policies["cpu"], 2)] * 3 + [((6, 7), 2), ((), 8)]
     assert unknown_policies(config, cores) == ("other",)
@@ -143,20 +143,20 @@ def test_several_nodes() -> None:
     assert dealt(model(group(1)), TWO) == [((), 8)]
     assert dealt(model(group(2)), TWO) == [(first, 4), (second, 4)]
     assert dealt(model(group(3)), TWO) == [(first, 2), (second, 4), (first, 2)]
-    uneven = Cores(tuple(range(8)), ((0, 1, 2, 3, 4, 5), (6, 7)))
+    uneven = CoreSet(tuple(range(8)), ((0, 1, 2, 3, 4, 5), (6, 7)))
     assert dealt(model(group(2)), uneven) == [((), 4)] * 2
     assert dealt(model(group(4)), uneven) == [(uneven.nodes[0], 3), ((6, 7), 1)] * 2
 
 
 def test_a_quota() -> None:
-    cores = Cores(tuple(range(8)), (tuple(range(8)),), {"cpu": (0, 1, 2, 3)}, quota=3)
+    cores = CoreSet(tuple(range(8)), (tuple(range(8)),), {"cpu": (0, 1, 2, 3)}, quota=3)
     assert dealt(model(group(1)), cores) == [((0, 1, 2, 3), 3)]
     assert dealt(model(group(2)), cores) == [((0, 1, 2, 3), 1)] * 2
     assert dealt(model(group(8)), cores) == [((0, 1, 2, 3), 1)] * 8
 
 
 def test_gpus_have_the_cores_near_to_them() -> None:
-    cores = Cores(tuple(range(8)), TWO.nodes, {"gpu_2": (1,)}, {0: (0, 1, 2, 3), 1: (4, 5, 6, 7), 2: (4, 5), 3: ()})
+    cores = CoreSet(tuple(range(8)), TWO.nodes, {"gpu_2": (1,)}, {0: (0, 1, 2, 3), 1: (4, 5, 6, 7), 2: (4, 5), 3: ()})
     config = model(ModelInstanceGroup(name="g", kind="KIND_GPU", count=2, gpus=(0, 1, 2, 3)))
     found = [(spec.device, spec.cpus, spec.threads) for spec in compile_instances(config, cores)]
     assert found[::2] == found[1::2]
@@ -167,7 +167,7 @@ def test_gpus_have_the_cores_near_to_them() -> None:
 def test_more_instances_of_a_group_change_neither_names_nor_cores(
     count: int, more: int, others: int, size: int
 ) -> None:
-    cores = Cores(tuple(range(2 * size)), (tuple(range(size)), tuple(range(size, 2 * size))))
+    cores = CoreSet(tuple(range(2 * size)), (tuple(range(size)), tuple(range(size, 2 * size))))
     rest = (group(others, "b"),) if others else ()
     before = compile_instances(model(group(count), *rest), cores)
     after = {spec.name: spec.cpus for spec in compile_instances(model(group(count + more), *rest), cores)}

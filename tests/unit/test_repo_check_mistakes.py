@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from shmserve.broker.models.catalog import Catalog, why_not
-from shmserve.repo.compile import Cores
+from shmserve.repo.compile import CoreSet
 from shmserve.repo.onnx.protobuf import wrapped
 from shmserve.repo.storage.layout import WARNING
 from tests.unit.repo_models import ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, TENSOR, lines, model, network, run
@@ -363,7 +363,7 @@ def test_a_server_logs_every_warning(tmp_path: Path) -> None:
     model(tmp_path, "good")
     for mistake in MISTAKES.values():
         mistake.make(tmp_path)
-    catalog = Catalog([tmp_path], {}, Cores((0,)))
+    catalog = Catalog([tmp_path], {}, CoreSet((0,)))
     readings = {reading.found.name: reading for reading in catalog.read_all()}
     count = 0
     for checked in run(tmp_path).models:

@@ -7,11 +7,11 @@ import pytest
 from shmserve.repo.compile import compile_policy
 from shmserve.repo.config.schema import ModelConfig, ModelEnsembling, ModelEnsemblingStep
 from shmserve.repo.load import parse
-from shmserve.repo.rules.ensembles import GraphProblem, Member, check_graph, is_decoupled, way_to
+from shmserve.repo.rules.ensembles import GraphProblem, StepModel, check_graph, is_decoupled, way_to
 
 
-def member(text: str, versions: tuple[int, ...] = (1,), reason: str = "", settled: bool = True) -> Member:
-    return Member(parse(text), versions, reason, settled)
+def member(text: str, versions: tuple[int, ...] = (1,), reason: str = "", settled: bool = True) -> StepModel:
+    return StepModel(parse(text), versions, reason, settled)
 
 
 DECODE = """
@@ -155,7 +155,7 @@ def test_a_model_that_takes_no_batches() -> None:
 
 
 def test_a_model_that_cannot_be_served() -> None:
-    models = {"decode": Member(None, reason="it has 2 problems"), "classify": member(CLASSIFY, (2,))}
+    models = {"decode": StepModel(None, reason="it has 2 problems"), "classify": member(CLASSIFY, (2,))}
     assert check_graph(parse(PIPELINE), models) == [
         GraphProblem(0, "decode", f"{STEP}[0].model_name", 'model "decode" cannot be served: it has 2 problems')
     ]
@@ -218,7 +218,7 @@ def test_all_circles_are_told() -> None:
         for index, name in wanted.items()
     )
     config = ModelConfig(name="e", platform="ensemble", ensemble_scheduling=ModelEnsembling(step=steps))
-    found = [problem.step for problem in check_graph(config, {"m": Member(ModelConfig(name="m"), settled=False)})]
+    found = [problem.step for problem in check_graph(config, {"m": StepModel(ModelConfig(name="m"), settled=False)})]
     assert found == [0, 2, 3]
 
 

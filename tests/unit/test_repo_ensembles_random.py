@@ -20,11 +20,11 @@ from shmserve.repo.config.schema import (
     ModelOutput,
     ModelTransactionPolicy,
 )
-from shmserve.repo.rules.ensembles import Member, check_graph
+from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.schedulers import validate_scheduler
 from tests.examples import examples
 
-Models = dict[str, Member]
+Models = dict[str, StepModel]
 TYPES: tuple[DataType, ...] = ("TYPE_FP32", "TYPE_UINT8", "TYPE_STRING", "TYPE_INT64")
 STEP = "ensemble_scheduling.step"
 
@@ -81,7 +81,7 @@ def make_graph(random: Random) -> tuple[ModelConfig, Models]:
             ),
             model_transaction_policy=ModelTransactionPolicy(decoupled=True) if index == streaming else None,
         )
-        models[config.name] = Member(config, (1, 2))
+        models[config.name] = StepModel(config, (1, 2))
         step = ModelEnsemblingStep(
             model_name=config.name,
             model_version=random.choice((-1, 0, 1, 2)),
@@ -142,7 +142,7 @@ class Mutated(NamedTuple):
 Mutation = Callable[[Random, ModelConfig, Models, int], Mutated]
 
 
-def swap(member: Member, **changes: object) -> Member:
+def swap(member: StepModel, **changes: object) -> StepModel:
     assert member.config is not None
     return member._replace(config=replace(member.config, **changes))
 
@@ -264,7 +264,7 @@ def two_streams(random: Random, config: ModelConfig, models: Models, index: int)
         output=(ModelOutput(name="y", data_type="TYPE_BOOL", dims=(1,)),),
         model_transaction_policy=ModelTransactionPolicy(decoupled=True),
     )
-    models = {**models, "stream": Member(stream, (1,)), "join": Member(None, reason="not here", settled=False)}
+    models = {**models, "stream": StepModel(stream, (1,)), "join": StepModel(None, reason="not here", settled=False)}
     new = [
         ModelEnsemblingStep(model_name="stream", input_map={"x": config.input[0].name}, output_map={"y": name})
         for name in ("s1", "s2")

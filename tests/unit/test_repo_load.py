@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config import protos
-from shmserve.repo.config.outline import DEPTH, TOKENS, Block, Token, outline, tokens
+from shmserve.repo.config.outline import DEPTH, TOKENS, OutlineBlock, Token, outline, tokens
 from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem, nearest
 from shmserve.repo.load import load, parse
 from tests.examples import examples
@@ -349,7 +349,7 @@ def test_outline_has_the_places() -> None:
         ("b", 2, 3),
     ]
     block = root.fields[1].values[0]
-    assert isinstance(block, Block)
+    assert isinstance(block, OutlineBlock)
     values = [value for value in block.fields[0].values if isinstance(value, Token)]
     assert [(token.text, token.line, token.column) for token in values] == [("2", 2, 12), ('"x"', 3, 2)]
 

@@ -9,7 +9,7 @@ from shmserve.repo.config.complete import complete
 from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.load import parse
 from shmserve.repo.rules.completed import verify
-from shmserve.repo.rules.fields import Host, validate
+from shmserve.repo.rules.fields import HostFacts, validate
 from tests.unit.repo_texts import BACKENDS, DIRECT, ENSEMBLE, OLDEST, SMALL
 
 HEAD = 'backend: "identity" max_batch_size: 8\n'
@@ -22,7 +22,7 @@ def broken(text: str, name: str = "m", gpus: tuple[int, ...] = (), backends: tup
     """The problems of a text, as `path: what`; rules only, whether or not the fields are supported."""
     found: list[str] = []
     config = complete(parse(text), name, (), backends, gpus)
-    validate(config, Host(backends, gpus), lambda path, text: found.append(f"{path}: {text}"))
+    validate(config, HostFacts(backends, gpus), lambda path, text: found.append(f"{path}: {text}"))
     return found
 
 

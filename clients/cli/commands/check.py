@@ -172,7 +172,7 @@ def _completed(client: Client, index: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _judged(
-    checked: Checked, index: Sequence[Entry], said: Mapping[str, Sequence[str]], timeout: float | None
+    checked: Checked, index: Sequence[Entry], output: Mapping[str, Sequence[str]], timeout: float | None
 ) -> Checked:
     entries: dict[str, list[Entry]] = {}
     for entry in index:
@@ -182,7 +182,7 @@ def _judged(
         found = [
             finding
             for entry in entries.get(model.name, ())
-            for finding in _failed(model, entry, said, timeout)
+            for finding in _failed(model, entry, output, timeout)
             if not model.ensemble
         ]
         models.append(model._replace(findings=(*model.findings, *found)))
@@ -190,7 +190,7 @@ def _judged(
 
 
 def _failed(
-    model: CheckedModel, entry: Entry, said: Mapping[str, Sequence[str]], timeout: float | None
+    model: CheckedModel, entry: Entry, output: Mapping[str, Sequence[str]], timeout: float | None
 ) -> list[Finding]:
     from shmserve.repo.check import Finding
 
@@ -206,7 +206,7 @@ def _failed(
         text = f"could not be loaded: {entry['reason'] or entry['state']}"
     lines = [line for instance in entry.get("instances", ()) for line in instance["last_words"]]
     if not lines:  # no process has exited yet
-        lines = [line for group in model.groups for line in said.get(group, ())]
+        lines = [line for group in model.groups for line in output.get(group, ())]
     last = tuple(lines[-LOG_LINES:])
     return [Finding(model.name, "error", model.repository, file, 0, 0, "", text, hint, last)]
 
@@ -227,7 +227,7 @@ class _Progress:
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._live = sys.stderr.isatty()
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._started = time.monotonic()
 
     def show(self, index: Sequence[Entry]) -> None:
@@ -245,9 +245,9 @@ class _Progress:
             return
         for entry in versions:
             key = (entry["name"], entry["version"])
-            if entry["state"] != "LOADING" and key not in self._told:
-                self._told.add(key)
-                line = f"[{len(self._told)}/{len(versions)}] {' '.join(key)} {entry['state']} after {seconds:.1f} s"
+            if entry["state"] != "LOADING" and key not in self._reported:
+                self._reported.add(key)
+                line = f"[{len(self._reported)}/{len(versions)}] {' '.join(key)} {entry['state']} after {seconds:.1f} s"
                 print(line, file=sys.stderr, flush=True)
 
     def end(self) -> None:

@@ -64,10 +64,10 @@ def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
 
     command = [sys.executable, "-m", "shmserve.broker.main", "--help"]
     environment = {name: value for name, value in os.environ.items() if name != _ASKED}
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    help_page = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     commands: Any = next(action for action in parser._actions if action.dest == "command")
     serve = commands.choices["serve"]
-    for option in sorted(set(_OPTION.findall(told.stdout)) - {"--help"}):
+    for option in sorted(set(_OPTION.findall(help_page.stdout)) - {"--help"}):
         serve.add_argument(option)
 
 

@@ -69,12 +69,12 @@ def restart(args: argparse.Namespace) -> int:
     def one(client: Client, model: str) -> dict[str, Any]:
         return client.restart(model, version=args.version, instance=args.instance, timeout=args.timeout)
 
-    def told(found: Mapping[str, Any]) -> str:
+    def describe(found: Mapping[str, Any]) -> str:
         if args.instance is not None:
             return f"instance {args.instance} restarted"
         return f"{f'version {args.version}' if args.version is not None else _versions(found)} restarted"
 
-    return _each(args, one, "restarting", told)
+    return _each(args, one, "restarting", describe)
 
 
 def _config(name: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _file(text: str) -> tuple[str, Path]:
 # ------------------------------------------------------------------------------------------ running and reporting
 
 
-def _each(args: argparse.Namespace, one: Operation, doing: str, told: Callable[[Mapping[str, Any]], str]) -> int:
+def _each(args: argparse.Namespace, one: Operation, doing: str, describe: Callable[[Mapping[str, Any]], str]) -> int:
     """Run the operation on each model. Returns 0 if none failed, else 1."""
     with connected(args) as client:
         names = list(dict.fromkeys(args.model)) or sorted({entry["name"] for entry in client.models()})
@@ -115,11 +115,13 @@ def _each(args: argparse.Namespace, one: Operation, doing: str, told: Callable[[
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-    return _tell(args, futures, told)
+    return _tell(args, futures, describe)
 
 
 def _tell(
-    args: argparse.Namespace, futures: Mapping[str, Future[dict[str, Any]]], told: Callable[[Mapping[str, Any]], str]
+    args: argparse.Namespace,
+    futures: Mapping[str, Future[dict[str, Any]]],
+    describe: Callable[[Mapping[str, Any]], str],
 ) -> int:
     done: dict[str, dict[str, Any]] = {}
     failed: dict[str, ServeError] = {}
@@ -132,7 +134,7 @@ def _tell(
         print_json([done.get(name) or _as_json(name, failed[name]) for name in futures])
     else:
         for name, found in done.items():
-            print(f"{name}: {told(found)}")
+            print(f"{name}: {describe(found)}")
     for name, found in done.items():
         for warning in found.get("warnings", ()):
             _complain(args, f"warning: {name}: {warning}")
@@ -184,14 +186,14 @@ def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: 
         return
     started = time.monotonic()
     try:
-        with make_client(args, timeout=ASK_S) as asking:
+        with make_client(args, timeout=ASK_S) as client:
             for turn in itertools.cycle(SPINNER):
                 if not wait(futures.values(), TICK_S).not_done:
                     break
                 waiting = [name for name, future in futures.items() if not future.done()]
                 line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
                 with contextlib.suppress(ServeError):  # the operation itself reports what is wrong
-                    line += progress(asking.models(), waiting)
+                    line += progress(client.models(), waiting)
                 width = shutil.get_terminal_size().columns - 1
                 print(_CLEAR + line[:width], end="", file=sys.stderr, flush=True)
     finally:

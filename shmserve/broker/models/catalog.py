@@ -28,12 +28,12 @@ from shmserve.protocol.messages import Load
 from shmserve.repo.backends import DIRECTORY, installed
 from shmserve.repo.check import Finding
 from shmserve.repo.check import notes as check_notes
-from shmserve.repo.compile import Cores, compile_instances, compile_policy, environment, unknown_policies
+from shmserve.repo.compile import CoreSet, compile_instances, compile_policy, environment, unknown_policies
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.rules.completed import surprises, verify
-from shmserve.repo.rules.ensembles import Member, check_graph
+from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
 from shmserve.repo.storage.snapshot import Snapshot, take
 from shmserve.repo.storage.store import Found, find_model, model_names, scan_model
@@ -89,7 +89,7 @@ class Catalog:
         self,
         repositories: Sequence[Path],
         settings: dict[str, str],
-        cores: Cores,
+        cores: CoreSet,
         config_name: str = "",
         generations: Generations | None = None,
         resources: Sequence[tuple[str, int, int]] | None = None,
@@ -277,12 +277,12 @@ class Catalog:
         source = self._sources.get(number)
         if source is None:
             return "it has been replaced meanwhile"
-        members: dict[str, Member] = {}
+        members: dict[str, StepModel] = {}
         for version in sorted(versions, key=lambda version: version.number):  # the latest version counts
             made = self._sources.get(version.source)
             if made is not None and made.completed is not None:
                 others = members[version.model].versions if version.model in members else ()
-                members[version.model] = Member(made.completed, (*others, version.number))
+                members[version.model] = StepModel(made.completed, (*others, version.number))
         problems = check_graph(source.config, members)
         return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 

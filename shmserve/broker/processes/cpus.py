@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from shmserve.repo.compile import Cores
+from shmserve.repo.compile import CoreSet
 
 SYS = Path("/sys")
 CGROUP = Path("/proc/self/cgroup")
@@ -34,12 +34,12 @@ def survey(
     sys: Path = SYS,
     cgroup: Path = CGROUP,
     usable: Collection[int] | None = None,
-) -> Cores:
+) -> CoreSet:
     """`policies`: the cores of each host policy. `gpus`: PCI IDs by GPU number."""
     ours = usable_cores(usable)
     local = {gpu: local_cores(pci, sys=sys, usable=ours) for gpu, pci in (gpus or {}).items()}
     nodes = tuple(cores for _, cores in sorted(numa_nodes(sys, ours).items()))
-    return Cores(ours, nodes, dict(policies or {}), local, quota(cgroup, sys))
+    return CoreSet(ours, nodes, dict(policies or {}), local, quota(cgroup, sys))
 
 
 def usable_cores(given: Collection[int] | None = None) -> tuple[int, ...]:
