@@ -67,7 +67,7 @@ class PeerLink:
         self._parting: Any = None
         self._size = 0
         """Size of the last packet received."""
-        self._heard_from = 0
+        self._paused_until = 0
         self._waiting: Any = None
         self._buffer = _shared_buffer
         loop.add_reader(self._fd, self._readable)
@@ -126,13 +126,13 @@ class PeerLink:
 
     def pause(self, until: int) -> None:
         """Stops reading until that time of the monotonic clock. The peer's socket fills, and then its sends block."""
-        self._heard_from = max(self._heard_from, until)
+        self._paused_until = max(self._paused_until, until)
         if self._waiting is None and self._sock is not None and self._parting is None:
             self._loop.remove_reader(self._fd)
             self._waiting = self._loop.call_later((until - time.monotonic_ns()) / 1e9, self._go_on)
 
     def _go_on(self) -> None:
-        left = self._heard_from - time.monotonic_ns()
+        left = self._paused_until - time.monotonic_ns()
         self._waiting = None
         if left > 0:
             self._waiting = self._loop.call_later(left / 1e9, self._go_on)

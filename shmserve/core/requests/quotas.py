@@ -51,9 +51,9 @@ class Quotas:
         if mine >= limits.uid_connections:
             raise Unavailable(f"this user has {mine} connections, the limit (uid_connections); close some or share")
         self._users[client.user] = mine + 1
-        heard_from = self._expelled.get(client.user, 0) - EXPULSIONS * EXPELLED_NS
-        if heard_from > self._state.now:
-            self._state.effects.append(Pause(client.number, heard_from))
+        pause_until = self._expelled.get(client.user, 0) - EXPULSIONS * EXPELLED_NS
+        if pause_until > self._state.now:
+            self._state.effects.append(Pause(client.number, pause_until))
 
     def expelled(self, client: ClientState, now: int) -> None:
         """Counts a disconnect for misbehaviour. Further connections of this user are delayed, or it could reconnect at
@@ -142,9 +142,9 @@ class Quotas:
             return ""
         client.fined_until = max(client.fined_until, now) + self._fine
         if client.fined_until - now <= BURST_S * SECOND:
-            heard_from = client.fined_until - PATIENCE_S * SECOND
-            if heard_from > now:
-                self._state.effects.append(Pause(client.number, heard_from))
+            pause_until = client.fined_until - PATIENCE_S * SECOND
+            if pause_until > now:
+                self._state.effects.append(Pause(client.number, pause_until))
             return ""
         return (
             f"this client makes more than {rate} mistakes a second, its limit (client_errors); "
