@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20_000)
     count = parser.parse_args().count
     with tempfile.TemporaryDirectory() as folder:
-        lane, door = Path(folder) / "lane.sock", Path(folder) / "broker.sock"
+        lane, endpoint = Path(folder) / "lane.sock", Path(folder) / "broker.sock"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(lane))
         listener.listen()
@@ -112,13 +112,13 @@ def main() -> int:
                 if kind == "lane":
                     echo_lane(listener)
                 else:
-                    echo_zmq(f"ipc://{door}", tell)
+                    echo_zmq(f"ipc://{endpoint}", tell)
                 os._exit(0)
             children.append(child)
         os.read(ready, 1)
         with shmserve.Client(f"unix://{lane}") as client:
             table(client, "lane", count)
-        with shmserve.Client(f"ipc://{door}") as client:
+        with shmserve.Client(f"ipc://{endpoint}") as client:
             table(client, "zmq", count)
         for child in children:
             os.waitpid(child, 0)

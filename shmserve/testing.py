@@ -45,7 +45,7 @@ class Server:
     model that fails to load does not stop the server from serving the others. With `runtime_dir` the sockets are there
     instead of in a temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that exceeds them is
     killed, and the error contains its log. With `gateway=True` there are network endpoints too, on free ports, see
-    `doors`.
+    `endpoints`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Server:
         self._named = None if runtime_dir is None else Path(runtime_dir)
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
-        self._doors = ANY_PORTS if gateway else ("--no-gateway",)
+        self._gateway_options = ANY_PORTS if gateway else ("--no-gateway",)
         self._ports: dict[str, int] = {}
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,9 +86,9 @@ class Server:
         return f"ipc://{self.runtime_dir / BROKER}"
 
     @property
-    def doors(self) -> dict[str, str]:
+    def endpoints(self) -> dict[str, str]:
         """With `gateway=True`: endpoint -> address, e.g. {"http": "127.0.0.1:41234", "metrics": "127.0.0.1:41235"}."""
-        return {door: f"127.0.0.1:{port}" for door, port in self._ports.items()}
+        return {endpoint: f"127.0.0.1:{port}" for endpoint, port in self._ports.items()}
 
     @property
     def pid(self) -> int:
@@ -168,7 +168,7 @@ class Server:
         try:
             command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(self._repository)]
             command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer)]
-            command += ["--metrics-interval-ms", "0", *self._doors, *self._options]
+            command += ["--metrics-interval-ms", "0", *self._gateway_options, *self._options]
             environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
             with self._log_file().open("ab") as log:
                 self._process = subprocess.Popen(
@@ -179,7 +179,7 @@ class Server:
             readable = select.select([reader], [], [], self._start_timeout)[0]
             said = os.read(reader, 4096).decode().split() if readable else []
             if said[:1] == ["READY"]:
-                self._ports = {door: int(port) for door, _, port in (word.partition("=") for word in said[1:])}
+                self._ports = {endpoint: int(port) for endpoint, _, port in (word.partition("=") for word in said[1:])}
                 return
         finally:
             os.close(reader)

@@ -146,7 +146,7 @@ class Director:
                 self._start("tests.chaos.scheduled:scheduled", url=link, allowed=ALLOWED, reconnect_timeout=PATIENCE)
                 for link in (url, zmq)
             ),
-            self._start("tests.chaos.clients:gateway", url=f"http://{server.doors['http']}", allowed=ALLOWED),
+            self._start("tests.chaos.clients:gateway", url=f"http://{server.endpoints['http']}", allowed=ALLOWED),
         ]
         self._operator = Child(
             "tests.chaos.clients:operator",
@@ -358,12 +358,12 @@ def free_port() -> str:
 
 def ask_gateway(server: Server) -> None:
     """From then on it has its connection to the server."""
-    door = HTTPConnection(server.doors["http"], timeout=PATIENCE)
+    endpoint = HTTPConnection(server.endpoints["http"], timeout=PATIENCE)
     try:
-        door.request("GET", "/v2/health/ready")
-        assert door.getresponse().status == 200, server.log
+        endpoint.request("GET", "/v2/health/ready")
+        assert endpoint.getresponse().status == 200, server.log
     finally:
-        door.close()
+        endpoint.close()
 
 
 def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:

@@ -94,12 +94,12 @@ def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
     roll, texts = random.Random(seed), "|".join(allowed.values())
     address = url.removeprefix("http://")
 
-    def ask(door: HTTPConnection, counts: Counter[str]) -> str:
+    def ask(endpoint: HTTPConnection, counts: Counter[str]) -> str:
         shape = roll.randrange(1, 5), roll.randrange(1, 60)
         data = [float(roll.randrange(1000)) for _ in range(shape[0] * shape[1])]
         tensor = {"name": "x", "datatype": "FP32", "shape": shape, "data": data}
-        door.request("POST", "/v2/models/identity_FP32/infer", json.dumps({"inputs": [tensor]}))
-        response = door.getresponse()
+        endpoint.request("POST", "/v2/models/identity_FP32/infer", json.dumps({"inputs": [tensor]}))
+        response = endpoint.getresponse()
         told = json.loads(response.read())
         if response.status == 200:
             counts["right"] += 1
@@ -111,21 +111,21 @@ def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
         end = monotonic() + seconds
         counts: Counter[str] = Counter()
         sent, lost, examples = 0, 0, []
-        door = HTTPConnection(address, timeout=PATIENCE)
+        endpoint = HTTPConnection(address, timeout=PATIENCE)
         while monotonic() < end:
             sent += 1
             try:
-                fault = ask(door, counts)
+                fault = ask(endpoint, counts)
                 if fault:
                     examples.append(fault)
             except TimeoutError:
                 lost += 1
-                door.close()
+                endpoint.close()
             except (OSError, HTTPException):
                 counts["connection lost"] += 1
-                door.close()
+                endpoint.close()
                 Event().wait(PAUSE_S)
-        door.close()
+        endpoint.close()
         return {"sent": sent, "lost": lost, "wrong": len(examples), "examples": examples[:5], "counts": dict(counts)}
 
     return handle

@@ -105,12 +105,12 @@ class Told:
         return kind(stream, self)
 
 
-async def answered(told: Told, doors: list[RpcListener], question: str) -> int:
+async def answered(told: Told, listeners: list[RpcListener], question: str) -> int:
     if question == "cancelled":
         await told.cancelled.acquire()
         return 1
     if question == "held":
-        return sum(listener.budget.held for listener in doors)
+        return sum(listener.budget.held for listener in listeners)
     if question == "waited":
         return told.waited
     return len(told.connections)
@@ -123,14 +123,16 @@ async def serve() -> None:
     tls.load_cert_chain(sys.argv[1])
     tls.set_alpn_protocols(["h2"])
     limits = Http2Limits(message_bytes=32 << 20, compression=1), Http2Limits(), Http2Limits(age_s=0.05)
-    doors = [RpcListener(Http2Connection, loop, told.application, each) for each in limits]
-    ports = [await listener.open("127.0.0.1", 0, False, tls if listener is doors[1] else None) for listener in doors]
+    listeners = [RpcListener(Http2Connection, loop, told.application, each) for each in limits]
+    ports = [
+        await listener.open("127.0.0.1", 0, False, tls if listener is listeners[1] else None) for listener in listeners
+    ]
     print(json.dumps(ports), flush=True)
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while question := (await reader.readline()).decode().strip():
-        print(await answered(told, doors, question), flush=True)
-    for listener in doors:
+        print(await answered(told, listeners, question), flush=True)
+    for listener in listeners:
         await listener.close()
 
 

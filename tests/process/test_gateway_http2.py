@@ -63,7 +63,7 @@ def opened(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="module")
-def doors(opened: tuple[Program, list[int]]) -> Told:
+def endpoints(opened: tuple[Program, list[int]]) -> Told:
     return opened[0].ask
 
 
@@ -94,16 +94,16 @@ def test_a_stream_both_ways(caller: Asks) -> None:
     assert caller("stream", sizes=sizes) == [sizes, "OK"]
 
 
-def test_a_caller_who_reads_slowly_slows_the_service_down(caller: Asks, doors: Told) -> None:
+def test_a_caller_who_reads_slowly_slows_the_service_down(caller: Asks, endpoints: Told) -> None:
     assert caller("many", count=100, size=50_000) == [100, 0]
-    assert doors("waited") > 0
+    assert endpoints("waited") > 0
 
 
-def test_deadlines_and_cancellation_reach_the_service(caller: Asks, doors: Told) -> None:
+def test_deadlines_and_cancellation_reach_the_service(caller: Asks, endpoints: Told) -> None:
     assert caller("deadline", seconds=0.1)[0] == "DEADLINE_EXCEEDED"
-    assert doors("cancelled") == 1
+    assert endpoints("cancelled") == 1
     assert caller("cancel") == ["first", "CANCELLED"]
-    assert doors("cancelled") == 1
+    assert endpoints("cancelled") == 1
 
 
 def test_errors_and_their_texts(caller: Asks) -> None:
@@ -127,8 +127,8 @@ def test_tls(caller: Asks, authority: trustme.CA) -> None:
     assert found == [expected]
 
 
-def test_connections_that_grow_old_lose_no_call(caller: Asks, doors: Told) -> None:
-    before = doors("connections")
+def test_connections_that_grow_old_lose_no_call(caller: Asks, endpoints: Told) -> None:
+    before = endpoints("connections")
     found, expected = caller("until", door=2, times=200, size=2000)
     assert found == [expected]
-    assert doors("connections") > before + 1
+    assert endpoints("connections") > before + 1

@@ -32,8 +32,8 @@ class Door:
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.folder = folder
-        self.url = f"tcp://{server.doors['zmq']}"
-        self.metrics = f"http://{server.doors['metrics']}/metrics"
+        self.url = f"tcp://{server.endpoints['zmq']}"
+        self.metrics = f"http://{server.endpoints['metrics']}/metrics"
 
     def keys(self, name: str) -> dict[str, Any]:
         return {"server_key": self.folder / "server.pub", "key_file": self.folder / f"{name}.key"}

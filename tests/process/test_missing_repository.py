@@ -25,7 +25,7 @@ def status(address: str, path: str) -> int:
 def test_it_runs_and_says_so(mode: str, tmp_path: Path) -> None:
     options = ["--exit-on-error=false", "--model-control-mode", mode, "--metrics-config", "summary_latencies=true"]
     with Server(tmp_path / "none", *options, gateway=True) as server, server.client() as client:
-        found = [status(server.doors["http"], path) for path in ("/v2/health/live", "/v2/health/ready", "/v2")]
+        found = [status(server.endpoints["http"], path) for path in ("/v2/health/live", "/v2/health/ready", "/v2")]
         assert found == [400, 400, 200]
         assert client.models() == []
     assert "none is not a directory: serving no models; the server is neither live nor ready" in server.log

@@ -147,7 +147,7 @@ def test_over_http_and_by_the_command_line(root: Path) -> None:
     with Server(root, *EXPLICIT, *roles, gateway=True) as server, server.client() as client:
 
         def load(parameters: Mapping[str, object]) -> tuple[int, str]:
-            with closing(http.client.HTTPConnection(server.doors["http"], timeout=60)) as connection:
+            with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
                 connection.request("POST", "/v2/repository/models/m/load", json.dumps({"parameters": parameters}))
                 response = connection.getresponse()
                 return response.status, response.read().decode()

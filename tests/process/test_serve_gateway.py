@@ -217,17 +217,17 @@ def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) 
 
 def test_servers_of_tests_have_no_doors_unless_they_are_asked_for(repository: Path) -> None:
     with Server(repository) as server:
-        assert server.doors == {}
+        assert server.endpoints == {}
         assert not gateways_of(server.pid)
 
 
 def test_r15_ports_are_the_gateways_and_on_this_machine_alone(repository: Path) -> None:
     with Server(repository, "--gateway-args=--http-idle-timeout=5", gateway=True) as server:
-        assert set(server.doors) == {"http", "grpc", "metrics"}
-        assert ask(int(server.doors["http"].partition(":")[2]), "/v2/health/ready")[0] == 200
+        assert set(server.endpoints) == {"http", "grpc", "metrics"}
+        assert ask(int(server.endpoints["http"].partition(":")[2]), "/v2/health/ready")[0] == 200
         assert listening(server.pid) == set()
         (gateway,) = gateways_of(server.pid)
-        assert listening(gateway) == set(server.doors.values())
+        assert listening(gateway) == set(server.endpoints.values())
 
 
 def listening(pid: int) -> set[str]:

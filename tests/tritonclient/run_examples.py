@@ -56,11 +56,11 @@ def models_for(run: Run) -> list[str]:
     return list(MODELS)[: 7 if run.protocol == "http" else 8]
 
 
-def attempt(run: Run, python: Path, doors: dict[str, str]) -> str:
+def attempt(run: Run, python: Path, endpoints: dict[str, str]) -> str:
     """Nothing, or what went wrong."""
-    if run.protocol not in doors:
+    if run.protocol not in endpoints:
         return f"no door for {run.protocol}"
-    command = [str(python), str(run.path), *run.arguments, *(() if run.fixed else ("-u", doors[run.protocol]))]
+    command = [str(python), str(run.path), *run.arguments, *(() if run.fixed else ("-u", endpoints[run.protocol]))]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=EXAMPLE_S, check=False)
     except subprocess.TimeoutExpired:
@@ -94,10 +94,10 @@ def together(
         return
     done = 0
     try:
-        with tempfile.TemporaryDirectory() as work, serving(Path(work) / "models", names, load, ports) as doors:
+        with tempfile.TemporaryDirectory() as work, serving(Path(work) / "models", names, load, ports) as endpoints:
             for run in group:
                 started = perf_counter()
-                yield run, attempt(run, python, doors), perf_counter() - started
+                yield run, attempt(run, python, endpoints), perf_counter() - started
                 done += 1
     except RuntimeError as error:
         for run in group[done:]:

@@ -31,8 +31,8 @@ def serving(
     """Door -> host and port. The server calls itself what some clients expect; all roles are given."""
     client_models.build(repository, names)
     control = ("--model-control-mode", "explicit", "--load-model", load)
-    with Server(repository, "--id", "triton", *control) as server, _gateway(server, ports or {}) as doors:
-        yield doors
+    with Server(repository, "--id", "triton", *control) as server, _gateway(server, ports or {}) as endpoints:
+        yield endpoints
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def _gateway(server: Server, ports: dict[str, int]) -> Iterator[dict[str, str]]:
             if words[:1] != ["READY"]:
                 raise RuntimeError(f"the gateway has not come up:\n{process.communicate()[1].decode()}")
             named = (word.partition("=") for word in words[1:])
-            yield {door: f"127.0.0.1:{port}" for door, _, port in named}
+            yield {endpoint: f"127.0.0.1:{port}" for endpoint, _, port in named}
         finally:
             process.send_signal(signal.SIGTERM)
             log = process.communicate(timeout=END_S)[1].decode()

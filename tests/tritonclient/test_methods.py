@@ -21,8 +21,8 @@ MODELS = ["simple", "simple_string", "simple_identity", "custom_identity_int32",
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Case -> what went wrong."""
-    with serving(tmp_path_factory.mktemp("models"), MODELS) as doors:
-        command = [str(PYTHON), "-m", "tests.tritonclient.calls", doors["http"], doors["grpc"]]
+    with serving(tmp_path_factory.mktemp("models"), MODELS) as endpoints:
+        command = [str(PYTHON), "-m", "tests.tritonclient.calls", endpoints["http"], endpoints["grpc"]]
         found = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=4 * END_S, check=False)
         assert found.returncode == 0, found.stderr.decode()
         lines = [json.loads(line) for line in found.stdout.splitlines()]

@@ -34,14 +34,14 @@ def understood(words: tuple[str, ...]) -> argparse.Namespace:
     return parser.parse_args(list(words))
 
 
-def doors(place: Path, *words: str) -> GatewaySettings:
+def parsed(place: Path, *words: str) -> GatewaySettings:
     return settings.gateway_settings(settings.parse(["--model-repository", str(place), *words]))
 
 
 @pytest.mark.parametrize("flag", PASSED, ids=lambda flag: flag.name)
 def test_each_is_an_option_of_the_gateway_with_the_same_default(flag: Flag, tmp_path: Path) -> None:
     value = SAMPLES.get(flag.name, "true" if flag.kind == "boolean" else "7")
-    found = doors(tmp_path, f"--{flag.name}", value)
+    found = parsed(tmp_path, f"--{flag.name}", value)
     assert len(found.words) == 1
     plain, given = (vars(understood(words))[flag.gateway.replace("-", "_")] for words in ((), found.words))
     assert given == [given[0]] if flag.repeatable else str(given).lower() == value
@@ -50,16 +50,20 @@ def test_each_is_an_option_of_the_gateway_with_the_same_default(flag: Flag, tmp_
 
 
 def test_nothing_is_passed_on_that_was_not_given(tmp_path: Path) -> None:
-    assert doors(tmp_path) == GatewaySettings(1, ())
-    assert doors(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == GatewaySettings(1, ())
-    assert doors(tmp_path, "--http-port", "0", "--gateways=3") == GatewaySettings(3, ("--http-port=0",))
-    assert doors(tmp_path, "--gateway-args=--a 'b c'", "--metrics-port=1").words == ("--metrics-port=1", "--a", "b c")
-    assert doors(tmp_path, "--no-gateway", "--http-port", "0") == GatewaySettings(0, ())
+    assert parsed(tmp_path) == GatewaySettings(1, ())
+    assert parsed(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == GatewaySettings(1, ())
+    assert parsed(tmp_path, "--http-port", "0", "--gateways=3") == GatewaySettings(3, ("--http-port=0",))
+    assert parsed(tmp_path, "--gateway-args=--a 'b c'", "--metrics-port=1").words == (
+        "--metrics-port=1",
+        "--a",
+        "b c",
+    )
+    assert parsed(tmp_path, "--no-gateway", "--http-port", "0") == GatewaySettings(0, ())
 
 
 def test_words_that_do_not_end_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        doors(tmp_path, "--gateway-args='a")
+        parsed(tmp_path, "--gateway-args='a")
     assert "--gateway-args: No closing quotation" in capsys.readouterr().err
 
 

@@ -477,15 +477,15 @@ def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBr
 
 def test_several_doors_may_share_a_port(broker: FakeBroker, tmp_path: Path) -> None:
     with ExitStack() as made:
-        doors = [ListenerThread(tmp_path, broker.lane, LIMITS) for _ in range(2)]
-        for listener in doors:
+        endpoints = [ListenerThread(tmp_path, broker.lane, LIMITS) for _ in range(2)]
+        for listener in endpoints:
             made.callback(listener.stop)
-        port = doors[0].do(lambda: doors[0].listener.open("tcp://[::1]:0", share=True))
-        assert doors[1].do(lambda: doors[1].listener.open(f"tcp://[::1]:{port}", share=True)) == port
+        port = endpoints[0].do(lambda: endpoints[0].listener.open("tcp://[::1]:0", share=True))
+        assert endpoints[1].do(lambda: endpoints[1].listener.open(f"tcp://[::1]:{port}", share=True)) == port
         with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
-            doors[1].do(lambda: doors[1].listener.open(f"tcp://[::1]:{port}"))
+            endpoints[1].do(lambda: endpoints[1].listener.open(f"tcp://[::1]:{port}"))
         with ExitStack() as clients:
             for _ in range(4):
-                url, keys_of_alice = f"tcp://[::1]:{port}", doors[0].keys("alice")
+                url, keys_of_alice = f"tcp://[::1]:{port}", endpoints[0].keys("alice")
                 assert clients.enter_context(shmserve.Client(url, **keys_of_alice, timeout=20)).live()
-            assert sum(listener.listener.peers for listener in doors) == 4
+            assert sum(listener.listener.peers for listener in endpoints) == 4
