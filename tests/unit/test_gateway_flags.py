@@ -49,6 +49,24 @@ def test_each_is_an_option_of_the_gateway_with_the_same_default(flag: Flag, tmp_
         assert plain in (None, []) or str(plain).lower() == flag.shown
 
 
+@pytest.mark.parametrize(
+    ("word", "bounds"),
+    [
+        ("--http-port=65536", "0 to 65535"),
+        ("--grpc-keepalive-time=0", f"1 to {2**31 - 1}"),
+        (f"--memory-bytes={2**63}", f"1 to {2**63 - 1}"),
+        ("--http-max-json-size=-1", f"0 to {2**63 - 1}"),
+    ],
+)
+def test_an_integer_out_of_range_is_reported_with_both_bounds(
+    word: str, bounds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = word.partition("=")
+    with pytest.raises(SystemExit):
+        understood((word,))
+    assert f"argument {name}: '{value}' is not an integer from {bounds}" in capsys.readouterr().err
+
+
 def test_nothing_is_passed_on_that_was_not_given(tmp_path: Path) -> None:
     assert parsed(tmp_path) == GatewaySettings(1, ())
     assert parsed(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == GatewaySettings(1, ())

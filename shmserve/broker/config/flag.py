@@ -1,4 +1,4 @@
-"""A flag of `shmserve serve`. The tables of flags are in flags.py, gateway_flags.py and triton_flags.py."""
+"""A flag of `shmserve serve`. The tables of flags are in flags.py, triton_flags.py and shmserve/gateway_options.py."""
 
 from __future__ import annotations
 

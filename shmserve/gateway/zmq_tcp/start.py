@@ -1,5 +1,6 @@
-"""Options of the ZeroMQ endpoint, and how its listener is built. Invariant: the options are checked before anything
-listens, and zmq is imported only if the endpoint is enabled."""
+"""Checks the options of the ZeroMQ endpoint before anything listens, and starts its listener. zmq is imported only if
+the endpoint is enabled.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import argparse
 import logging
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.errors import Failed, Misuse
@@ -19,16 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("shmserve.gateway")
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
-
-
-def add(option: Callable[..., Any], size: Callable[[str], int]) -> None:
-    option("--zmq-address", metavar="URL",
-           help="listener for ZeroMQ over TCP, e.g. tcp://127.0.0.1:8790 (default: none)")  # fmt: skip
-    option("--zmq-server-key", metavar="FILE", help="the gateway's NAME.key, from `shmserve keygen`")
-    option("--zmq-keys", metavar="FILE",
-           help="client keys and their roles: lines of PUBLIC-KEY ROLE,ROLE NAME; reloaded on change")  # fmt: skip
-    option("--zmq-max-input-size", metavar="BYTES", type=size, default=64 << 20,
-           help="maximum size of the inputs of a ZeroMQ request (default: %(default)s)")  # fmt: skip
 
 
 def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] | None:
