@@ -112,7 +112,7 @@ class Broker:
         self._tallies = ModelCounters(lambda name: any(one.model == name for one, _ in core.state.instances.values()))
         self._probes = Probes(loop, self.send_to)
         self._answers = QueryAnswers(control, self._probes, self.send_to, core.roles_of)
-        control.metrics = lambda: metrics.text() + self._tallies.text()
+        control.metrics += [metrics.text, self._tallies.text]
         self._workers = Workers(
             loop, self._deliver, self._worker_exited, log_record, groups, prepared, log_rate, variables
         )

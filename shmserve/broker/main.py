@@ -178,8 +178,7 @@ class ServerProcess:
             setting.log_rate(settings),
         )
         self._broker.waited_elsewhere(self._gateways.pids)
-        control_metrics = self._control.metrics
-        self._control.metrics = lambda: control_metrics() + self._gpu_metrics.text() + self._gateways.metrics()
+        self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
         self._trace_file = self._changeable(settings)
         self._waits_for = {"models", "gateways"}
         """What must still finish before the server is ready."""

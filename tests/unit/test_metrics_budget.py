@@ -18,7 +18,7 @@ class Built:
         catalog: Any = None
         self.control = Control(Core("test"), catalog, "test", "1", True)
         self.control.clock = lambda: self.now
-        self.control.metrics = self._build
+        self.control.metrics = [self._build]
         self._took_s = took_s
 
     def _build(self) -> str:

@@ -49,8 +49,8 @@ class Control:
         """The sources of versions that differ from what is in the repository."""
         self.failed = False
         """Initialization failed: the server is not live, and runs only so that its operator can query the reason."""
-        self.metrics: Callable[[], str] = lambda: ""
-        """Builds the metrics text."""
+        self.metrics: list[Callable[[], str]] = []
+        """Providers of metrics; the answer is their texts, in this order."""
         self.metrics_budget = True
         """Whether to spend at most METRICS_SHARE of the time on it; beyond that, clients get the last text."""
         self.clock: Callable[[], float] = time.monotonic
@@ -138,7 +138,7 @@ class Control:
         if began >= self._metrics_renewal:
             self._metrics_renewal, self._metrics_spent = began + METRICS_PERIOD_S, 0.0
         if self._metrics_spent < METRICS_SHARE * METRICS_PERIOD_S or not self.metrics_budget:
-            self._metrics = msgspec.Raw(msgspec.json.encode(self.metrics()))
+            self._metrics = msgspec.Raw(msgspec.json.encode("".join([text() for text in self.metrics])))
             took = self.clock() - began
             self._metrics_spent += took
             self._metrics_renewal = max(self._metrics_renewal, began + took / METRICS_SHARE)
