@@ -15,7 +15,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from shmserve.clients.cli.commands.run import PASSED_ON
+from shmserve.clients.cli.commands.base import order_of
+from shmserve.clients.cli.parser import parser
 from shmserve.repo import samples
 from shmserve.workers.foreground import solo
 from shmserve.workers.foreground.solo_order import RunOrder
@@ -266,7 +267,9 @@ def test_exit_codes_and_the_next_step_come_through_the_command(models: Path) -> 
 
 
 def test_what_the_command_passes_on_is_what_the_process_understands() -> None:
-    assert RunOrder.__struct_fields__ == PASSED_ON
+    given = ["request.json", "--seed=1", "--batch=1", "--outputs=y", "--out=o", "--version=1", "--backend-directory=d"]
+    order = json.loads(order_of(parser().parse_args(["run", "model", *given])))
+    assert set(order) == set(RunOrder.__struct_fields__)
 
 
 @pytest.fixture(scope="module")

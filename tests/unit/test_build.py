@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from shmserve.clients.cli.commands.build import PASSED_ON
+from shmserve.clients.cli.commands.base import order_of
 from shmserve.clients.cli.parser import parser
 from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, from_words
 from tests.gpu_harness import standins
@@ -38,8 +38,7 @@ def build(*words: Any) -> int:
     from shmserve.workers.backends.tensorrt import build
 
     args = parser().parse_args(["build", *map(str, words)])
-    given = {name: value for name in PASSED_ON if (value := getattr(args, name)) is not None}
-    return build.main([json.dumps(given, default=os.fspath)])
+    return build.main([order_of(args)])
 
 
 @pytest.fixture

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 ASK_S = 30.0
 """Timeout of queries, which a healthy server answers at once."""
 CONNECT_S = 5.0
+_OF_PARSER = ("command", "run", "show_version")
+"""What the parser adds to the arguments of every command."""
+
+
+def order_of(args: argparse.Namespace) -> str:
+    """The command's own arguments that were given or have a default, as JSON, for the process that replaces this one.
+
+    Invariant: RunOrder and BuildOptions have a field for each argument of their commands.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None and name not in _OF_PARSER}
+    return json.dumps(given, default=os.fspath)
 
 
 def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Client:

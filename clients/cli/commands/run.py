@@ -7,39 +7,17 @@ Invariant: the model is not examined here; the arguments are passed on as one JS
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from typing import NoReturn
 
+from shmserve.clients.cli.commands.base import order_of
 from shmserve.paths import python
 from shmserve.terminal.errors import Failed
 
-PASSED_ON = (
-    "model_dir",
-    "file",
-    "input",
-    "random",
-    "batch",
-    "shape",
-    "seed",
-    "outputs",
-    "out",
-    "repeat",
-    "version",
-    "json",
-    "pdb",
-    "backend_config",
-    "model_config_name",
-    "backend_directory",
-)
-"""Arguments that are fields of the order; `shmserve.workers.foreground.solo` reads them by these names."""
-
 
 def run(args: argparse.Namespace) -> NoReturn:
-    order = {name: getattr(args, name) for name in PASSED_ON}
-    given = {name: value for name, value in order.items() if value is not None}
-    command = [*python(), "-m", "shmserve.workers.foreground.solo", json.dumps(given, default=os.fspath)]
+    command = [*python(), "-m", "shmserve.workers.foreground.solo", order_of(args)]
     # As in a server, disable the engine's telemetry unless the user has enabled it.
     environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
     try:
