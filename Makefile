@@ -18,7 +18,7 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test tritonclient triton-qa check fmt chaos bench bench-doors proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test tritonclient triton-qa check fmt docs chaos bench bench-doors proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'
 	@echo 'make fmt         format the code'
+	@echo 'make docs        write the tables of docs/ that are made from the source'
 	@echo 'make chaos       run the stress tests for half an hour: kill, stop and fuzz; SHMSERVE_SEED=N sets the seed'
 	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
 	@echo 'make bench-doors  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
@@ -66,6 +67,9 @@ check: $(VENV)/.dev
 fmt: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: $(VENV)/.dev
+	@$(BIN)/python -m tests.support.doc_tables
 
 chaos: $(VENV)/.dev
 	@SHMSERVE_EXPLORE=10 $(BIN)/python -m pytest -m hypothesis tests/unit tests/sim tests/conformance $(ARGS)

@@ -1,7 +1,7 @@
 """Support for each configuration field: honoured, accepted without effect, or refused.
 
-Invariant: a field is refused if ignoring it could change an answer. Every field of every message has a row; `python -m
-shmserve.repo.config.support` prints the table in docs/repository.md.
+Invariant: a field is refused if ignoring it could change an answer. Every field of every message has a row, from which
+the table in docs/repository.md is made.
 """
 
 from __future__ import annotations
@@ -231,14 +231,3 @@ _rows("ModelMetrics", _Y, _METRICS, "metric_control")
 _rows("ModelMetrics.MetricControl", _Y, _METRICS, "metric_identifier", "histogram_options")
 _rows("ModelMetrics.MetricControl.MetricIdentifier", _Y, _METRICS, "family")
 _rows("ModelMetrics.MetricControl.HistogramOptions", _Y, _METRICS, "buckets")
-
-
-def markdown() -> str:
-    """The table in docs/repository.md."""
-    lines = ["| Field | Support | |", "| --- | --- | --- |"]
-    lines += [f"| `{field}` | {entry.status.value} | {entry.note} |" for field, entry in TABLE.items()]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

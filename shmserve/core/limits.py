@@ -7,7 +7,6 @@ in docs/security.md is generated from them.
 from __future__ import annotations
 
 from msgspec import Struct
-from msgspec.structs import fields
 
 from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES
 
@@ -112,25 +111,3 @@ NAMED = (
           f"to this rate, and disconnected after {BURST_S} times as many at once; 0: no limit",
           "enough to report a bug in a client, and a flood of invalid messages costs the others little", 0),
 )  # fmt: skip
-
-
-def defaults() -> dict[str, int]:
-    return {field.name: field.default for field in fields(Limits)}
-
-
-def shown(name: str, value: int) -> str:
-    """The value with its unit."""
-    if name.endswith("_bytes"):
-        for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-            if value and not value % (1 << shift):
-                return f"{value >> shift} {unit}"
-    return str(value)
-
-
-def page() -> str:
-    """Generates the table in docs/security.md."""
-    known = defaults()
-    lines = ["| Limit | Default | What it counts | Why |", "| --- | --- | --- | --- |"]
-    for row in NAMED:
-        lines.append(f"| `{row.name}` | {shown(row.name, known[row.name])} | {row.counts} | {row.why} |")
-    return "\n".join(lines) + "\n"

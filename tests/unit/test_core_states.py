@@ -1,11 +1,9 @@
-"""States move only as the tables say, and docs/batching.md shows these very tables."""
+"""States move only as the tables say."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,13 +24,6 @@ from shmserve.core.states import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "batching.md"
-NAMES: dict[Any, str] = {
-    RequestState: "A request",
-    BatchState: "A batch",
-    InstanceState: "An instance",
-    VersionState: "A version",
-    SequenceState: "A sequence",
-}
 
 
 def version() -> Version:
@@ -88,35 +79,6 @@ def test_every_state_has_a_row_and_can_be_left_or_is_an_end() -> None:
         assert set(others) <= set().union(*moves.values()), "all but the first state are reached from another one"
         # An ensemble that is UNAVAILABLE may come back with its models.
         assert any(not following for following in moves.values()) or kind is VersionState
-
-
-def diagrams() -> str:
-    """The tables as diagrams that the pages of code hosts draw, and that people can read."""
-    parts = []
-    for kind, moves in STATES.items():
-        lines = [f"{NAMES[kind]}:", "", "```mermaid", "stateDiagram-v2"]
-        lines.append(f"    [*] --> {_name(next(iter(kind)))}")
-        for start, following in moves.items():
-            lines += [f"    {_name(start)} --> {_name(finish)}" for finish in kind if finish in following]
-            if not following:
-                lines.append(f"    {_name(start)} --> [*]")
-        parts.append("\n".join([*lines, "```", ""]))
-    return "\n".join(parts)
-
-
-def _name(state: Enum) -> str:
-    return state.name.lower()
-
-
-def test_the_page_shows_these_tables() -> None:
-    text = PAGE.read_text()
-    pattern = re.compile(r"(<!-- states -->\n)(.*?)(<!-- end of states -->)", re.DOTALL)
-    found = pattern.search(text)
-    assert found
-    if os.environ.get("SHMSERVE_REWRITE") == "1":
-        PAGE.write_text(pattern.sub(lambda match: f"{match[1]}\n{diagrams()}\n{match[3]}", text))
-        return
-    assert found[2].strip() == diagrams().strip()
 
 
 def test_the_page_explains_every_reason() -> None:

@@ -368,32 +368,3 @@ def _setting(text: str) -> tuple[str, str]:
     if not given or not key or (comma and not backend) or "," in backend:
         raise ValueError(f"'{text}' is neither BACKEND,KEY=VALUE nor KEY=VALUE")
     return f"{backend},{key}", value
-
-
-# ------------------------------------------------------------------------------------------------- documentation
-
-
-def page() -> str:
-    """The generated part of docs/settings.md."""
-    lines: list[str] = []
-    for group in GROUPS:
-        lines += [f"### {group}", "", "| Flag | Default | |", "| --- | --- | --- |"]
-        for flag in FLAGS:
-            if flag.group == group and not flag.private:
-                lines.append(_row(flag))
-        lines.append("")
-    return "\n".join(lines)
-
-
-def differences() -> str:
-    """Flags whose defaults differ from Triton's."""
-    return "\n".join(f"- `--{flag.name}`: {flag.default_text}; Triton: {flag.triton}." for flag in FLAGS if flag.triton)
-
-
-def _row(flag: Flag) -> str:
-    name = f"`--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
-    if flag.alias:
-        name += f", `--{flag.alias}`"
-    if flag.instead:
-        return f"| {name} | | deprecated: {flag.help} |"
-    return f"| {name} | {flag.default_text} | {flag.help} |".replace("|  |", "| |")

@@ -201,16 +201,3 @@ class Page:
     def text(self) -> str:
         """Omits metrics without samples."""
         return "".join("\n".join(lines) + "\n" for lines in self._lines.values() if len(lines) > 2)
-
-
-def page() -> str:
-    """The tables of docs/metrics.md."""
-    lines: list[str] = []
-    for group in GROUPS:
-        lines += [f"### {group}", "", "| Metric | Type | Labels | Meaning |", "| --- | --- | --- | --- |"]
-        for family in FAMILIES:
-            if family.group == group:
-                named = " ".join(f"`{name}`" for name in family.labels)
-                lines.append(f"| `{family.name}` | {family.kind} | {named} | {family.help} |".replace("|  |", "| |"))
-        lines.append("")
-    return "\n".join(lines)

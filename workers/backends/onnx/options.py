@@ -1,8 +1,7 @@
 """Converts a model's configuration to a plan for ONNX Runtime: providers, session options, run options.
 
 Invariant: pure functions from texts to a plan. The engine is not imported; its capabilities are arguments. Each
-parameter has a row in the table, with the check of its value; `python -m shmserve.workers.backends.onnx.options` prints
-the tables of docs/onnx.md.
+parameter has a row in the table, with the check of its value; the tables of docs/onnx.md are made from these rows.
 """
 
 from __future__ import annotations
@@ -252,19 +251,3 @@ def _typos(given: dict[str, str]) -> list[str]:
             if near:
                 notes.append(f"parameter '{key}' is unknown to onnxruntime; did you mean '{near[0]}'?")
     return notes
-
-
-def markdown() -> str:
-    """Returns the tables of docs/onnx.md."""
-    texts = []
-    for first, table in (("Parameter", PARAMETERS), ("Setting", SETTINGS)):
-        lines = [f"| {first} | Default | Meaning |", "| --- | --- | --- |"]
-        for key, row in table.items():
-            default = row.default or "the engine's"
-            lines.append(f"| `{key}` | {default} | {row.meaning} |")
-        texts.append("\n".join(lines) + "\n")
-    return "\n".join(texts)
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -1,0 +1,203 @@
+"""The tables and diagrams of docs/ that are made from tables in the source.
+
+`make docs` (`python -m tests.support.doc_tables`) writes them between the markers of their pages, and
+tests/unit/test_doc_tables.py checks that they are current.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from msgspec.structs import fields
+
+from shmserve.broker.config import flags
+from shmserve.broker.config.flag import Flag
+from shmserve.broker.config.flags import BY_NAME, FLAGS
+from shmserve.broker.observability import metric_definitions
+from shmserve.core import limits, states
+from shmserve.repo.config.support import TABLE
+from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
+
+DOCS = Path(__file__).parents[2] / "docs"
+_NAMES = """
+id exit-timeout-secs model-store model-repository exit-on-error disable-auto-complete-config strict-readiness
+model-control-mode repository-poll-secs load-model model-config-name model-load-thread-count model-load-retry-count
+model-namespacing enable-peer-access allow-http http-address http-port reuse-http-port http-header-forward-pattern
+http-thread-count http-max-input-size http-restricted-api allow-grpc grpc-address grpc-port reuse-grpc-port
+grpc-header-forward-pattern grpc-infer-thread-count grpc-infer-allocation-pool-size grpc-max-response-pool-size
+grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert grpc-server-key grpc-root-cert grpc-infer-response-compression-level
+grpc-keepalive-time grpc-keepalive-timeout grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
+grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes grpc-max-connection-age
+grpc-max-connection-age-grace grpc-restricted-protocol log-verbose log-info log-warning log-error log-format log-file
+allow-sagemaker sagemaker-port sagemaker-safe-port-range sagemaker-thread-count allow-vertex-ai vertex-ai-port
+vertex-ai-thread-count vertex-ai-default-model allow-metrics allow-gpu-metrics allow-cpu-metrics metrics-address
+metrics-port metrics-interval-ms metrics-config trace-config cache-config cache-directory rate-limit
+rate-limit-resource pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
+min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit allow-client-shm
+backend-directory backend-config repoagent-directory strict-model-config response-cache-byte-size trace-file
+trace-level trace-rate trace-count trace-log-frequency
+"""
+TRITON = _NAMES.split()
+"""The flags of tritonserver."""
+STATES = {
+    states.RequestState: "A request",
+    states.BatchState: "A batch",
+    states.InstanceState: "An instance",
+    states.VersionState: "A version",
+    states.SequenceState: "A sequence",
+}
+
+
+class DocPart(NamedTuple):
+    """What is between the markers `begin of NAME` and `end of NAME` in a page."""
+
+    page: str
+    name: str
+    make: Callable[[], str]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+
+
+def sections(groups: Collection[str], made: Callable[[str], str]) -> str:
+    return "\n\n".join(f"### {group}\n\n{made(group)}" for group in groups)
+
+
+def _flags(group: str) -> str:
+    shown = [flag for flag in FLAGS if flag.group == group and not flag.private]
+    return table(("Flag", "Default", ""), map(_flag, shown))
+
+
+def _flag(flag: Flag) -> tuple[str, str, str]:
+    name = f"`--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
+    if flag.alias:
+        name += f", `--{flag.alias}`"
+    return (name, "", f"deprecated: {flag.help}") if flag.instead else (name, flag.default_text, flag.help)
+
+
+def _differences() -> str:
+    return "\n".join(f"- `--{flag.name}`: {flag.default_text}; Triton: {flag.triton}." for flag in FLAGS if flag.triton)
+
+
+def _flags_of_triton() -> str:
+    return table(("Flag", "What happens"), [(f"`--{name}`", _compared(name)) for name in sorted(TRITON)])
+
+
+def _compared(name: str) -> str:
+    flag = BY_NAME[name]
+    if flag.note:
+        return f"accepted, no effect: {flag.note}"
+    if flag.refused:
+        return f"`false` is accepted; `true` is refused: {flag.refused}"
+    if flag.instead:
+        return f"deprecated; `--{flag.instead}{' ' + flag.setting + '=' if flag.setting else ''}`"
+    if flag.triton:
+        return f"default {flag.default_text}; Triton: {flag.triton}"
+    if name == "model-namespacing":
+        return "`false` is accepted; `true` is refused: model names are unique across all repositories"
+    return "as in Triton"
+
+
+def _defaults_of_triton() -> str:
+    rows = [(f"`--{flag.name}`", _value(flag.compatible)) for flag in FLAGS if flag.compatible is not None]
+    return table(("Flag", "With `--triton-compatible`"), rows)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _metrics(group: str) -> str:
+    return table(
+        ("Metric", "Type", "Labels", "Meaning"),
+        [
+            (f"`{family.name}`", family.kind, " ".join(f"`{name}`" for name in family.labels), family.help)
+            for family in metric_definitions.FAMILIES
+            if family.group == group
+        ],
+    )
+
+
+def _limits() -> str:
+    known = {field.name: field.default for field in fields(limits.Limits)}
+    rows = [(f"`{row.name}`", size(row.name, known[row.name]), row.counts, row.why) for row in limits.NAMED]
+    return table(("Limit", "Default", "What it counts", "Why"), rows)
+
+
+def size(name: str, value: int) -> str:
+    """The value of a limit, with its unit."""
+    if name.endswith("_bytes"):
+        for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+            if value and not value % (1 << shift):
+                return f"{value >> shift} {unit}"
+    return str(value)
+
+
+def _onnx(first: str, parameters: dict[str, Parameter]) -> str:
+    rows = [(f"`{name}`", row.default or "the engine's", row.meaning) for name, row in parameters.items()]
+    return table((first, "Default", "Meaning"), rows)
+
+
+def _support() -> str:
+    rows = [(f"`{field}`", entry.status.value, entry.note) for field, entry in TABLE.items()]
+    return table(("Field", "Support", ""), rows)
+
+
+def _states() -> str:
+    """The tables as diagrams that the pages of code hosts draw, and that people can read."""
+    parts = []
+    for kind, moves in cast("dict[Any, dict[Any, set[Any]]]", states.TABLES).items():
+        lines = [f"{STATES[kind]}:", "", "```mermaid", "stateDiagram-v2"]
+        lines.append(f"    [*] --> {_name(next(iter(kind)))}")
+        for start, following in moves.items():
+            lines += [f"    {_name(start)} --> {_name(finish)}" for finish in kind if finish in following]
+            if not following:
+                lines.append(f"    {_name(start)} --> [*]")
+        parts.append("\n".join([*lines, "```"]))
+    return "\n\n".join(parts)
+
+
+def _name(state: Enum) -> str:
+    return state.name.lower()
+
+
+PARTS = (
+    DocPart("settings.md", "the flags", lambda: sections(flags.GROUPS, _flags)),
+    DocPart("settings.md", "the differences", _differences),
+    DocPart("settings.md", "Triton's flags", _flags_of_triton),
+    DocPart("settings.md", "Triton's defaults", _defaults_of_triton),
+    DocPart("metrics.md", "the metrics", lambda: sections(metric_definitions.GROUPS, _metrics)),
+    DocPart("security.md", "the limits", _limits),
+    DocPart("onnx.md", "the parameters", lambda: _onnx("Parameter", PARAMETERS)),
+    DocPart("onnx.md", "the settings", lambda: _onnx("Setting", SETTINGS)),
+    DocPart("repository.md", "the fields", _support),
+    DocPart("batching.md", "the states", _states),
+)
+
+
+def with_part(page: str, part: DocPart) -> str:
+    """The text of a page with the current text of a part."""
+    begin, end = f"<!-- begin of {part.name}: written by make docs -->", f"<!-- end of {part.name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    text, found = pattern.subn(lambda match: f"{begin}\n\n{part.make()}\n\n{end}", page)
+    if found != 1:
+        raise ValueError(f"{part.page} has {found} times the markers {begin} and {end}, expected once")
+    return text
+
+
+def main() -> None:
+    for part in PARTS:
+        page = DOCS / part.page
+        page.write_text(with_part(page.read_text(), part))
+
+
+if __name__ == "__main__":
+    main()
