@@ -63,6 +63,9 @@ class Client:
 
     # ------------------------------------------------------------------------------------ inference
 
+    # `infer`, `submit` and `stream`, here and in AsyncClient, each write out the arguments of a request. With
+    # `**options: Unpack[...]`, a call with a timeout would take 260 ns instead of 130 to reach the session, and with
+    # five arguments 430 instead of 120; help() would not list them, and a misspelt one would fail in the session.
     def infer(
         self,
         model: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -35,6 +36,16 @@ def url(request: pytest.FixtureRequest, broker: FakeBroker) -> str:
 
 async def told(broker: FakeBroker, kind: type) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, broker.wait_for, kind)
+
+
+def test_a_request_has_the_same_arguments_everywhere() -> None:
+    def arguments(function: Callable[..., Any]) -> list[Any]:
+        return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+    expected = arguments(shmserve.Client.infer)
+    for client in (shmserve.Client, shmserve.AsyncClient):
+        assert arguments(client.infer) == arguments(client.submit) == expected
+        assert [one for one in arguments(client.stream) if one[0] != "window"] == expected
 
 
 def test_a_cancelled_task_takes_its_request_back(run: Run, url: str, broker: FakeBroker) -> None:
