@@ -49,5 +49,5 @@ def not_usable(directory: Path) -> str:
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}"
     if ours:
-        return f"{directory} has a backend '{ours[0]}', which is the name of one of our own; give it another name"
+        return f"{directory} has a backend '{ours[0]}', the name of a built-in backend; rename it"
     return ""

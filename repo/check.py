@@ -215,7 +215,7 @@ class _Check:
         members: dict[str, StepModel] = {}
         for model in self._models:
             errors = model.errors()
-            reason = f"it has {errors} problem{'s' if errors > 1 else ''} of its own" if errors else ""
+            reason = f"it has {errors} problem{'s' if errors > 1 else ''} itself" if errors else ""
             final = self._completed.get(model.found.name)
             member = StepModel(final or model.config, model.numbers, reason, final is not None or _settled(model))
             members.setdefault(model.found.name, member)
@@ -227,13 +227,13 @@ def root_notes(root: Path) -> list[Finding]:
     seen = []
     try:
         if is_model(root):
-            text = "this is a model; a repository is the directory around models"
+            text = "this is a model directory; a repository is its parent"
             seen = [Seen(ERROR, "", text, f"check its parent: {root.resolve().parent}")]
         else:
             seen = look_at_root(root)
             if not model_names([root]):
                 hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-                seen.append(Seen(WARNING, "", "there is no model in it", hint))
+                seen.append(Seen(WARNING, "", "it contains no models", hint))
     except (OSError, InvalidRequest) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         seen.append(Seen(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))

@@ -66,11 +66,11 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return Gpus((), _why(f"the driver's management library says: {error}", control))
+        return Gpus((), _why(f"NVML error: {error}", control))
     try:
         every = [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError as error:
-        return Gpus((), _why(f"the driver's management library says: {error}", control))
+        return Gpus((), _why(f"NVML error: {error}", control))
     finally:
         nvml.nvmlShutdown()
     text = environment.get(VISIBLE)

@@ -117,9 +117,9 @@ def _checked(message: Message, given: ModelConfig, setting: Setting, report: Rep
         report.problem("name", text)
     for path, earlier in report.repeated.items():
         if path.startswith("ensemble_scheduling."):
-            report.problem(path, f"mapped twice, first in line {earlier}")
+            report.problem(path, f"mapped twice, first on line {earlier}")
         else:
-            report.warn(path, f"given twice, first in line {earlier}; the last one counts")
+            report.warn(path, f"given twice, first on line {earlier}; the last one is used")
     validate(config, HostFacts(setting.backends, setting.gpus), report.problem)
     if setting.folder is not None:
         look_for_files(config, setting.folder, report.problem)

@@ -57,12 +57,12 @@ def build(dest: Path, show: Say = print, sets: Iterable[str] = BASIC) -> list[st
         absent = _absent(part)
         if absent:
             ways = " and ".join(f"`pip install {words}`" for words in absent)
-            show(f"  {part}: left out; {ways} bring{'' if len(absent) > 1 else 's'} what it needs")
+            show(f"  {part}: skipped; {ways} install{'' if len(absent) > 1 else 's'} what it needs")
             continue
         for name in SETS[part]:
             made = {} if name in names else _from_packages(name)
             if made is None:
-                show(f"  {name}: left out; `pip install --no-deps rapidocr-onnxruntime` brings its model")
+                show(f"  {name}: skipped; `pip install --no-deps rapidocr-onnxruntime` installs its model")
                 continue
             if name not in names:
                 _write(name, made, dest)
@@ -222,14 +222,14 @@ def _read_png(data: bytes) -> NDArray[np.uint8]:
         if kind == b"IHDR":
             width, height, *form = struct.unpack(">IIBBBBB", body)
             if form != [8, 2, 0, 0, 0]:
-                raise ValueError("only 8-bit RGB pictures without interlace are read here")
+                raise ValueError("only 8-bit RGB images without interlacing are supported")
             size = (height, width)
         elif kind == b"IDAT":
             packed += body
         at += length + 12
     rows = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(size[0], 1 + 3 * size[1])
     if rows[:, 0].any():
-        raise ValueError("only pictures without row filters are read here")
+        raise ValueError("only images without row filters are supported")
     return rows[:, 1:].reshape(*size, 3)
 
 

@@ -79,14 +79,14 @@ def _block(block: OutlineBlock, message: Descriptor, path: str, report: Report) 
 def _singular(field: Field, descriptor: FieldDescriptor, path: str, first: dict[str, Token], report: Report) -> None:
     token = field.name
     if field.listed:
-        report.problem(path, "found a list, but the field is given once, without [ ]", _place(token))
+        report.problem(path, "found a list, but the field takes one value, without [ ]", _place(token))
         return
     oneof = descriptor.containing_oneof
     group = oneof.name if oneof is not None else descriptor.name
     earlier = first.setdefault(group, token)
     if earlier is not token:
         if earlier.text == token.text:
-            text = f"given twice, first in line {earlier.line}"
+            text = f"given twice, first on line {earlier.line}"
         else:
             text = f'only one of "{earlier.text}" (line {earlier.line}) and "{token.text}" may be given'
         report.problem(path, text, _place(token))
@@ -160,7 +160,7 @@ def expected(descriptor: FieldDescriptor) -> str:
     kind = descriptor.cpp_type
     if kind in INTEGERS:
         name, least, most = INTEGERS[kind]
-        return f"{name}, a whole number from {least} to {most}"
+        return f"{name}, an integer from {least} to {most}"
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return "true or false"
     if kind == FieldDescriptor.CPPTYPE_STRING:

@@ -102,7 +102,7 @@ class _TokenReader:
         if token.kind != "end":
             self._left -= 1
             if self._left < 0:
-                raise OutlineError(token, f"more than {TOKENS} words and signs", final=True)
+                raise OutlineError(token, f"more than {TOKENS} tokens", final=True)
             self.head = next(self._tokens)
         return token
 
@@ -171,8 +171,8 @@ def _rather(token: Token, block: OutlineBlock) -> str:
     if isinstance(last, OutlineBlock):
         return ""
     if last.kind == "word" and (last.line, last.column + len(last.text)) == (token.line, token.column):
-        return "; text is written in quotes"
-    return "; several values are written as a list: [ 1, 2 ]" if token.kind in ("number", "string") else ""
+        return "; strings need quotes"
+    return "; write several values as a list: [ 1, 2 ]" if token.kind in ("number", "string") else ""
 
 
 def _field(reader: _TokenReader, name: Token, block: OutlineBlock, opened: list[_Open]) -> None:

@@ -61,7 +61,7 @@ def _parse(text: str, message: Message, report: Report) -> None:
         report.problem("", f"not JSON: {error.msg}", (error.lineno, error.colno))
     except (_Refused, ValueError, RecursionError) as error:
         # ValueError: a number with too many digits.
-        report.problem("", f"not JSON that can be read: {shown(str(error), 200)}")
+        report.problem("", f"invalid JSON: {shown(str(error), 200)}")
     else:
         if isinstance(value, _Pairs):
             _message(value, message, "", report)
@@ -88,7 +88,7 @@ def _look_over(text: str) -> None:
 
 
 def _constant(word: str) -> Any:
-    raise _Refused(f"{word} is not a number of JSON; it may stand in quotes")
+    raise _Refused(f"{word} is not a JSON number; write it in quotes")
 
 
 def _named(value: Any) -> str:

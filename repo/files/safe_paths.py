@@ -16,18 +16,20 @@ from shmserve.protocol.messages import NAME_LENGTH
 
 MODEL_NAME = re.compile(r"(?![. ])[ -.0-\[\]-~]{1,128}(?<! )")
 """Printable ASCII that is a safe directory name. Other names, which Triton accepts, could forge log lines or paths."""
-NAME_RULE = f"1 to {NAME_LENGTH} printable ASCII characters, none of / and \\, no dot in front, no space at an end"
+NAME_RULE = (
+    f"1 to {NAME_LENGTH} printable ASCII characters, without / and \\, no leading dot, no leading or trailing space"
+)
 
 
 def open_inside(folder: Path, name: str, what: str) -> int:
     """Open a regular file at or below `folder`. `what` names it in error texts, e.g. `label file 'labels.txt'`."""
     if not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
-        raise InvalidRequest(f"{what}: the name must be that of a file of the model, without .. or a / in front")
+        raise InvalidRequest(f"{what}: expected a file in the model directory, without .. or a leading /")
     try:
         root = folder.resolve(strict=True)
         path = (root / name).resolve(strict=True)
         if not path.is_relative_to(root):
-            raise InvalidRequest(f"{what} is a link that leads out of the model's directory; put the file itself there")
+            raise InvalidRequest(f"{what} is a link to a path outside the model's directory; replace it with the file")
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, RuntimeError) as error:  # RuntimeError: cyclic links
         raise InvalidRequest(f"{what} cannot be read: {_reason(error)}") from None
@@ -51,11 +53,11 @@ def read_inside(folder: Path, name: str, what: str, limit: int) -> bytes:
         except OSError as error:
             raise InvalidRequest(f"{what} cannot be read: {_reason(error)}") from None
     if len(data) > limit:
-        raise InvalidRequest(f"{what} has more than {limit} bytes, which is the limit")
+        raise InvalidRequest(f"{what} exceeds the limit of {limit} bytes")
     return data
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return "there is no such file in the model's directory"
-    return (isinstance(error, OSError) and error.strerror) or "links that lead in a circle"
+        return "no such file in the model's directory"
+    return (isinstance(error, OSError) and error.strerror) or "cyclic links"

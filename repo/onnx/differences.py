@@ -85,9 +85,7 @@ def _batch(config: ModelConfig, header: Header, flat: Collection[str]) -> Iterat
             if not tensor.dims or tensor.dims[0] != -1:
                 first = f"is {tensor.dims[0]}" if tensor.dims else "does not exist"
                 text = f'a batch needs a dynamic first dimension; that of {kind} "{shown(tensor.name)}" {first}'
-                write = (
-                    f"max_batch_size: 0, and the dims of all tensors as the model has them, here {_dims(tensor.dims)}"
-                )
+                write = f"max_batch_size: 0, and the dims of all tensors as in the model, here {_dims(tensor.dims)}"
                 yield Difference("max_batch_size", text, write)
                 return
 
@@ -134,7 +132,7 @@ def _shape(
         return
     if not dims and entry.reshape is None and set(entry.dims) == {1}:  # dims of 1 represent a scalar
         return
-    batch = " behind the batch dimension" if config.max_batch_size > 0 else ""
+    batch = " after the batch dimension" if config.max_batch_size > 0 else ""
     text = f"{_dims(expected)}, but {what} of the model has {_dims(dims)}{batch}"
     if entry.reshape is not None:
         yield Difference(f"{path}.reshape", text, f"reshape: {{ shape: {_dims(dims)} }}")

@@ -170,9 +170,9 @@ class _HeaderReader:
 
     def _cut(self, start: int, wanted: int, end: int) -> None:
         if end == self._size:
-            text = f"truncated, or not an ONNX file: {self._size:,} bytes, where {wanted:,} are needed"
+            text = f"truncated, or not an ONNX file: {self._size:,} bytes, expected at least {wanted:,}"
         else:
-            text = f"not an ONNX file: a field at byte {start} is longer than what it is in"
+            text = f"not an ONNX file: the field at byte {start} exceeds its message"
         raise NotOnnx(text)
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
@@ -187,4 +187,4 @@ class _HeaderReader:
                 return value, at
             shift += 7
             if shift > 63:
-                raise NotOnnx(f"not an ONNX file: a number at byte {at} does not end")
+                raise NotOnnx(f"not an ONNX file: unterminated number at byte {at}")

@@ -141,7 +141,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
         else:
             raise ValueError(f"not an ONNX file: protobuf wire type {kind}")
         if at + length > len(message):
-            raise ValueError(f"not an ONNX file: a field of {length} bytes, of which {len(message) - at} are there")
+            raise ValueError(f"not an ONNX file: truncated field: {len(message) - at} of {length} bytes")
         yield tag >> 3, kind, message[at : at + length]
         at += length
 
@@ -150,7 +150,7 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
     value, shift = 0, 0
     while True:
         if at >= len(message):
-            raise ValueError("not an ONNX file: it ends in the middle of a number")
+            raise ValueError("not an ONNX file: it ends inside a number")
         byte = message[at]
         at += 1
         value |= (byte & 0x7F) << shift

@@ -32,7 +32,7 @@ def surprises(given: ModelConfig, final: ModelConfig) -> list[str]:
     dynamic = given.dynamic_batching is None and final.dynamic_batching is not None
     batched = ", and requests are batched dynamically" if dynamic else ""
     return [
-        f"max_batch_size was not given, or 0; the model can batch, so it is {final.max_batch_size} now{batched}. To "
-        f"choose, write max_batch_size in config.pbtxt (1 for no batching), or start the server with "
+        f"max_batch_size was not given, or 0; the model can batch, so it is set to {final.max_batch_size}{batched}. "
+        f"To change it, set max_batch_size in config.pbtxt (1 for no batching), or start the server with "
         f"--backend-config={final.backend},default-max-batch-size=N"
     ]

@@ -21,7 +21,7 @@ _SOURCES = ("zero_data", "random_data", "input_data_file")
 def file_name(path: str, name: str, problem: _ProblemFunction) -> None:
     """A file name must stay within the model's directory."""
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-        problem(path, f'found "{shown(name)}", expected a file of the model, without .. or a / in front')
+        problem(path, f'found "{shown(name)}", expected a file in the model directory, without .. or a leading /')
 
 
 def validate_warmup(config: ModelConfig, problem: _ProblemFunction) -> None:
@@ -48,7 +48,7 @@ def validate_warmup(config: ModelConfig, problem: _ProblemFunction) -> None:
 def _batch_size(config: ModelConfig, path: str, found: int, problem: _ProblemFunction) -> None:
     if config.max_batch_size > 0:
         if found > config.max_batch_size:
-            problem(path, f"found {found}, expected at most max_batch_size, which is {config.max_batch_size}")
+            problem(path, f"found {found}, expected at most max_batch_size ({config.max_batch_size})")
     elif found > 1 and not needs_completion(config):
         # The model may still complete max_batch_size.
         problem(path, f"found {found}, expected 1: the model does not batch, its max_batch_size is 0")
@@ -62,7 +62,7 @@ def _input(path: str, given: schema.ModelWarmupInput, problem: _ProblemFunction)
         problem(f"{path}.dims", "not given; expected those of the data, without the batch dimension")
     for index, dim in enumerate(given.dims):
         if dim < 1:
-            problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more: data has a size")
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more: data needs a fixed size")
     if all(getattr(given, source) is None for source in _SOURCES):
         problem(path, f"no data; expected one of {', '.join(_SOURCES)}")
     elif given.input_data_file is not None:
@@ -73,16 +73,16 @@ def _input(path: str, given: schema.ModelWarmupInput, problem: _ProblemFunction)
 
 def _agrees(path: str, given: schema.ModelWarmupInput, tensor: ModelInput, problem: _ProblemFunction) -> None:
     if given.data_type not in ("TYPE_INVALID", tensor.data_type):
-        problem(f"{path}.data_type", f"found {given.data_type}, expected {tensor.data_type} as the input has")
+        problem(f"{path}.data_type", f"found {given.data_type}, expected {tensor.data_type}, as for the input")
     if not given.dims or not tensor.dims:
         return
     if len(given.dims) != len(tensor.dims):
-        text = f"found {list(given.dims)}, expected {len(tensor.dims)} as the input has: {list(tensor.dims)}"
+        text = f"found {list(given.dims)}, expected {len(tensor.dims)} dim(s), as for the input: {list(tensor.dims)}"
         problem(f"{path}.dims", text)
         return
     for index, (dim, wanted) in enumerate(zip(given.dims, tensor.dims, strict=True)):
         if wanted != -1 and dim >= 1 and dim != wanted:
-            problem(f"{path}.dims[{index}]", f"found {dim}, expected {wanted} as the input has")
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected {wanted}, as for the input")
 
 
 def _all_there(
@@ -95,4 +95,4 @@ def _all_there(
     needed = [name for name, tensor in inputs.items() if not tensor.optional] + [name for name in controls if name]
     for name in needed:
         if name not in given:
-            problem(f"{path}.inputs", f'"{name}" is not given; a sample has every input that is not optional')
+            problem(f"{path}.inputs", f'"{name}" is missing; a sample needs every input that is not optional')

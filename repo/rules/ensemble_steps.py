@@ -57,15 +57,15 @@ def validate_added(config: ModelConfig, problem: Callable[[str, str], None]) -> 
         if found is None or found[2] not in (MAP, IF):
             problem(path, f'found "{shown(key)}", expected "step[INDEX].{MAP}" or "step[INDEX].{IF}"')
         elif int(found[1]) >= len(steps):
-            problem(path, f"there is no step {found[1]}; the steps are 0 to {len(steps) - 1}")
+            problem(path, f"no step {found[1]}; the steps are 0 to {len(steps) - 1}")
         elif found[2] == MAP:
             reads = steps[int(found[1])].input_map.values()
             if name not in reads:
                 text = f'step {found[1]} does not read ensemble tensor "{shown(name)}"; {meant(name, reads)}'
                 problem(path, text)
             if config.max_batch_size > 0:
-                text = f"expected max_batch_size 0, found {config.max_batch_size}: axis 0 of what is mapped is its own"
+                text = f"expected max_batch_size 0, found {config.max_batch_size}: axis 0 is not a batch axis"
                 problem(path, text)
         elif name not in made:
-            text = f'ensemble tensor "{shown(name)}" is neither an input nor made by a step; {meant(name, made)}'
+            text = f'ensemble tensor "{shown(name)}" is neither an input nor produced by a step; {meant(name, made)}'
             problem(path, text)

@@ -162,7 +162,7 @@ class _Graph:
         name = shown(step.model_name)
         way = way_to(self.ensemble.name, step.model_name, self.models)
         if way:
-            text = f'model "{name}" needs this ensemble itself: {" -> ".join(map(shown, [self.ensemble.name, *way]))}'
+            text = f'model "{name}" depends on this ensemble: {" -> ".join(map(shown, [self.ensemble.name, *way]))}'
             self._problem(index, "model_name", text)
             return
         if member.reason:
@@ -305,12 +305,12 @@ class _Graph:
         name = self.steps[index].model_name
         if added(self.ensemble, index, MAP):
             path = f'parameters["step[{index}].{MAP}"]'
-            text = f'model "{shown(name)}" may answer a request many times: its answers to rows cannot be put together'
+            text = f'model "{shown(name)}" is decoupled: its responses to rows cannot be combined'
             self.problems.append(GraphProblem(index, name, path, text))
         for other in before:
             both = sorted(decoupled & decoupled_in(self.steps[other].model_name, self.models))
             if both:
-                text = f"step {index} needs what step {other} still makes"
+                text = f"step {index} needs the output that step {other} is still producing"
                 text = f'model "{shown(both[0])}" would wait for itself: {text}'
                 self._problem(index, "model_name", text)
 
@@ -319,7 +319,7 @@ def _meant_model(step: ModelEnsemblingStep, names: Sequence[str]) -> str:
     near = nearest(step.model_name, names)
     if near:
         return f'did you mean "{near}"?'
-    return "put it there, or name another"
+    return "add it to the repository, or name another model"
 
 
 def _named(tensors: Sequence[ModelInput | ModelOutput], name: str) -> ModelInput | ModelOutput | None:

@@ -65,7 +65,7 @@ def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> 
     if not MODEL_NAME.fullmatch(config.name):
         problem("name", f'found "{shown(config.name)}", expected {NAME_RULE}')
     elif config.backend == "python" and not PYTHON_NAME.fullmatch(config.name):
-        text = "a Python model's name has none of ; | & $ ` < > ( ) [ ] { } \" ' * ? ~ # !"
+        text = "a Python model's name cannot contain ; | & $ ` < > ( ) [ ] { } \" ' * ? ~ # !"
         problem("name", f'found "{shown(config.name)}"; {BAD_STUB_NAME}: {text}')
     _engine(config, host, problem)
     if config.max_batch_size < 0:
@@ -121,8 +121,8 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
     if not config.backend:
         if not config.platform:
             files = ", ".join(engine.file for engine in ENGINES if engine.backend in host.backends)
-            text = "not given, and the version directory has no file that tells it"
-            problem("backend", f"{text}; name one of {_listed(host.backends)}, or bring one of {files}")
+            text = "not given, and no file in the version directory determines it"
+            problem("backend", f"{text}; set one of {_listed(host.backends)}, or add one of {files}")
     elif config.backend not in host.backends:
         near = nearest(config.backend, host.backends)
         hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
@@ -130,7 +130,7 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
     elif not can_complete(config):
         for field, tensors in (("input", config.input), ("output", config.output)):
             if not tensors:
-                problem(field, f'not given, and backend "{config.backend}" cannot tell it')
+                problem(field, f'not given, and backend "{config.backend}" cannot determine it')
 
 
 def _listed(names: Collection[str]) -> str:
@@ -151,7 +151,7 @@ def _tensors(
         _name(path, tensor.name, problem)
         earlier = first.setdefault(tensor.name, index)
         if earlier != index and tensor.name:
-            problem(f"{path}.name", f'"{tensor.name}" is the name of {field}[{earlier}] already')
+            problem(f"{path}.name", f'"{tensor.name}" is already the name of {field}[{earlier}]')
         if tensor.data_type == "TYPE_INVALID":
             problem(f"{path}.data_type", f'"{tensor.name}" has none; expected one of {", ".join(FROM_CONFIG)}')
         _dims(config, path, tensor, problem)
@@ -172,13 +172,13 @@ def _name(path: str, name: str, problem: ProblemFunction) -> None:
     elif len(name) > NAME_LENGTH:
         problem(f"{path}.name", f"found {len(name)} characters, expected at most {NAME_LENGTH}")
     elif not name.isprintable():
-        problem(f"{path}.name", f"{name!a} has characters that cannot be printed")
+        problem(f"{path}.name", f"{name!a} has non-printable characters")
 
 
 def _dims(config: ModelConfig, path: str, tensor: ModelInput | ModelOutput, problem: ProblemFunction) -> None:
     most = DIMS - (1 if config.max_batch_size > 0 else 0)
     if not tensor.dims:
-        problem(f"{path}.dims", f'"{tensor.name}" must have dims, at least one')
+        problem(f"{path}.dims", f'"{tensor.name}" needs at least one dim')
     elif len(tensor.dims) > most:
         problem(f"{path}.dims", f"found {len(tensor.dims)}, expected at most {most}")
     size = ITEM_BYTES.get(FROM_CONFIG.get(tensor.data_type, ""), 1) or 1
@@ -188,7 +188,7 @@ def _dims(config: ModelConfig, path: str, tensor: ModelInput | ModelOutput, prob
         elif dim > 0:
             size *= dim
     if size > _LARGEST:
-        problem(f"{path}.dims", f"the fixed dims alone make more than {_LARGEST} bytes")
+        problem(f"{path}.dims", f"the fixed dims alone take more than {_LARGEST} bytes")
 
 
 def _reshape(path: str, tensor: ModelInput | ModelOutput, problem: ProblemFunction) -> None:
@@ -201,11 +201,11 @@ def _reshape(path: str, tensor: ModelInput | ModelOutput, problem: ProblemFuncti
     if not shape:
         # Also allowed without batching, so that a scalar can be described.
         if set(tensor.dims) != {1}:
-            problem(f"{path}.reshape", "empty, which needs dims of 1")
+            problem(f"{path}.reshape", "empty; that requires dims of 1")
     elif not wrong and _chunks(shape) != _chunks(tensor.dims):
         text = f"{list(shape)} does not have as many elements as dims {list(tensor.dims)}"
         if -1 in shape or -1 in tensor.dims:
-            text += ", counted between the -1s"
+            text += ", between -1s as well"
         problem(f"{path}.reshape", text)
 
 
@@ -240,7 +240,7 @@ def _batch_tensors(config: ModelConfig, problem: ProblemFunction) -> None:
             if outputs and name not in outputs:
                 problem(target, f'"{name}" is not an output; {meant(name, outputs)}')
             elif used.setdefault(name, target) != target:
-                problem(target, f'"{name}" is used already by {used[name]}')
+                problem(target, f'"{name}" is already used by {used[name]}')
         _source(f"{path}.source_input", cut.source_input, inputs, problem)
 
 
@@ -275,14 +275,14 @@ def _instance_group(path: str, group: ModelInstanceGroup, host: HostFacts, probl
         problem(f"{path}.gpus", f"{group.kind} has no gpus, found {list(group.gpus)}")
     if group.kind == "KIND_GPU":
         if not host.gpus:
-            problem(f"{path}.kind", "KIND_GPU, but this server runs models on the CPU only; use KIND_CPU or KIND_AUTO")
+            problem(f"{path}.kind", "KIND_GPU, but this server runs models only on the CPU; use KIND_CPU or KIND_AUTO")
         else:
             for place, gpu in enumerate(group.gpus):
                 if gpu not in host.gpus:
-                    problem(f"{path}.gpus[{place}]", f"no GPU {gpu} here; there are {sorted(host.gpus)}")
+                    problem(f"{path}.gpus[{place}]", f"no GPU {gpu}; this machine has {sorted(host.gpus)}")
     for place, profile in enumerate(group.profile):
         if not (profile.isascii() and profile.isdigit()):
-            problem(f"{path}.profile[{place}]", f'found "{shown(profile)}", expected a whole number, 0 or more')
+            problem(f"{path}.profile[{place}]", f'found "{shown(profile)}", expected an integer, 0 or more')
 
 
 def _others(config: ModelConfig, problem: ProblemFunction) -> None:

@@ -90,7 +90,7 @@ def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunctio
         if key in _NUMBERS:
             _, least, most = _NUMBERS[key]
             if not (_NUMBER.fullmatch(text) and least <= int(text) <= most):
-                problem(_path(key), f'found "{shown(text)}", expected a whole number from {least} to {most}')
+                problem(_path(key), f'found "{shown(text)}", expected an integer from {least} to {most}')
     if not keys:
         return
     if PADDING not in keys:
@@ -102,7 +102,7 @@ def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunctio
     elif config.max_batch_size <= 0 and not unknown:
         problem(path, f"needs max_batch_size > 0, found {config.max_batch_size}")
     if config.batch_input or config.batch_output:
-        problem(path, "does not go with batch_input or batch_output, which are for ragged batches")
+        problem(path, "cannot be combined with batch_input or batch_output, which are for ragged batches")
     if not _text(config, PADDING).split():
         problem(path, 'is empty, expected the inputs to pad, such as "input_ids attention_mask"')
     _check(PADDING, "input", _text(config, PADDING), config.input, problem)
@@ -111,10 +111,10 @@ def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunctio
         return
     for index, entry in enumerate(config.output):
         if entry.dims.count(-1) > 1:
-            text = f'"{entry.name}" has several dims of -1; say in the parameter "{OUTPUTS}" along which it is cut back'
+            text = f'"{entry.name}" has several dims of -1; name the one to cut in the parameter "{OUTPUTS}"'
             problem(f"output[{index}].dims", text)
         elif -1 in entry.dims and entry.reshape is not None:
-            problem(f"output[{index}].reshape", f'"{entry.name}" is cut back, and cannot have a reshape')
+            problem(f"output[{index}].reshape", f'"{entry.name}" is cut, and cannot have a reshape')
 
 
 def _check(
@@ -129,16 +129,16 @@ def _check(
             problem(path, f'"{shown(padded.name)}" is not an {kind}; {meant(padded.name, by_name)}')
             continue
         if entry.reshape is not None:
-            problem(path, f'{kind} "{entry.name}" has a reshape, and cannot be padded or cut back')
+            problem(path, f'{kind} "{entry.name}" has a reshape, and cannot be padded or cut')
         if isinstance(entry, ModelInput) and entry.allow_ragged_batch:
-            problem(path, f'{kind} "{entry.name}" has allow_ragged_batch: it is not padded but joined')
+            problem(path, f'{kind} "{entry.name}" has allow_ragged_batch: it is concatenated, not padded')
         wrong = [axis for axis in padded.axes if axis >= len(entry.dims) or entry.dims[axis] != -1]
         if wrong or not padded.axes:
             where = f"axis {wrong[0]}" if wrong else "no axis"
             text = f'{where} of {kind} "{entry.name}" can differ in length: expected a dim of -1 there, found dims'
             problem(path, f"{text} {list(entry.dims)}")
         if kind == "output" and padded.value:
-            problem(path, f'output "{entry.name}" has a value, "{shown(padded.value)}"; only inputs do')
+            problem(path, f'output "{entry.name}" has a value, "{shown(padded.value)}"; only inputs have one')
         elif entry.data_type != "TYPE_STRING" and number_of(padded.value, entry.data_type) is None:
             problem(path, f'"{shown(padded.value)}" is not a value of input "{entry.name}", which is {entry.data_type}')
 

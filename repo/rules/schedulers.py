@@ -36,9 +36,7 @@ def _preferred(config: ModelConfig, path: str, sizes: Sequence[int], problem: _P
         if size <= 0:
             problem(f"{path}[{index}]", f"found {size}, expected 1 or more")
         elif size > config.max_batch_size and not unknown:
-            problem(
-                f"{path}[{index}]", f"found {size}, expected at most max_batch_size, which is {config.max_batch_size}"
-            )
+            problem(f"{path}[{index}]", f"found {size}, expected at most max_batch_size ({config.max_batch_size})")
 
 
 # ---------------------------------------------------------------------------------------------- dynamic batching
@@ -58,11 +56,13 @@ def _dynamic(config: ModelConfig, dynamic: schema.ModelDynamicBatching, problem:
                 problem(f"{path}.priority_queue_policy[{level}]", text)
     if dynamic.preserve_ordering:
         if levels > 1:
-            text = f"cannot be kept with {levels} priority_levels; expected at most 1"
+            text = f"cannot be combined with {levels} priority_levels; expected at most 1"
             problem(f"{path}.preserve_ordering", text)
         for where, policy in _policies(dynamic):
             if policy.timeout_action == "DELAY" and policy.default_timeout_microseconds:
-                problem(f"{path}.{where}.timeout_action", "DELAY with a timeout does not go with preserve_ordering")
+                problem(
+                    f"{path}.{where}.timeout_action", "DELAY with a timeout cannot be combined with preserve_ordering"
+                )
 
 
 def _policies(dynamic: schema.ModelDynamicBatching) -> Iterator[tuple[str, schema.ModelQueuePolicy]]:
@@ -102,13 +102,13 @@ def _controls(
         if not tensor.name:
             problem(f"{here}.name", "not given")
         elif tensors.setdefault(tensor.name, here) != here:
-            problem(f"{here}.name", f'"{tensor.name}" is the name of {tensors[tensor.name]} already')
+            problem(f"{here}.name", f'"{tensor.name}" is already the name of {tensors[tensor.name]}')
         if not tensor.control:
             problem(f"{here}.control", "not given; expected at least one")
         for place, control in enumerate(tensor.control):
             inner = f"{here}.control[{place}]"
             if kinds.setdefault(control.kind, inner) != inner:
-                problem(f"{inner}.kind", f"{control.kind} is given already by {kinds[control.kind]}")
+                problem(f"{inner}.kind", f"{control.kind} is already given by {kinds[control.kind]}")
             _control(inner, control, problem)
 
 
@@ -121,7 +121,7 @@ def _control(path: str, control: schema.ModelSequenceBatchingControl, problem: _
     given = [name for name, pair in pairs.items() if pair]
     if control.kind == "CONTROL_SEQUENCE_CORRID":
         for name in given:
-            problem(f"{path}.{name}", f"{control.kind} has no such values; the tensor holds the id itself")
+            problem(f"{path}.{name}", f"{control.kind} takes no such values; its tensor holds the id itself")
         if control.data_type not in _CORRELATION_TYPES:
             text = f"found {control.data_type}, expected one of {', '.join(_CORRELATION_TYPES)}"
             problem(f"{path}.data_type", text)
@@ -144,7 +144,7 @@ def _states(path: str, states: Sequence[schema.ModelSequenceBatchingState], prob
             if not name:
                 problem(f"{here}.{field}", "not given")
         if state.input_name and inputs.setdefault(state.input_name, here) != here:
-            problem(f"{here}.input_name", f'"{state.input_name}" is the input of {inputs[state.input_name]} already')
+            problem(f"{here}.input_name", f'"{state.input_name}" is already the input of {inputs[state.input_name]}')
         if len(state.initial_state) > 1:
             problem(f"{here}.initial_state", f"found {len(state.initial_state)}, expected at most one")
         if state.use_growable_memory and not state.use_same_buffer_for_input_output:
@@ -166,13 +166,13 @@ def _initial_state(
     file_name(f"{path}.data_file", initial.data_file or "", problem)
     for index, dim in enumerate(initial.dims):
         if dim < 1:
-            problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more: the first state has a size")
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more: the initial state needs a fixed size")
     if len(initial.dims) != len(state.dims):
-        problem(f"{path}.dims", f"found {len(initial.dims)}, expected {len(state.dims)} as the state has")
+        problem(f"{path}.dims", f"found {len(initial.dims)}, expected {len(state.dims)}, as for the state")
         return
     for index, (dim, wanted) in enumerate(zip(initial.dims, state.dims, strict=True)):
         if wanted != -1 and dim >= 1 and dim != wanted:
-            problem(f"{path}.dims[{index}]", f"found {dim}, expected {wanted} as the state has")
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected {wanted}, as for the state")
 
 
 # ----------------------------------------------------------------------------------------------------- ensembles
@@ -188,7 +188,7 @@ def _ensemble(config: ModelConfig, problem: _ProblemFunction) -> None:
     }
     for field, value in given.items():
         if value:
-            problem(field, "an ensemble has none; give it to the models of its steps")
+            problem(field, "an ensemble has none; set it for the models of its steps")
     if config.ensemble_scheduling is None:
         problem("ensemble_scheduling", f'not given, but platform "{ENSEMBLE}" needs it')
         return
@@ -221,19 +221,19 @@ def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], pro
         for key, tensor in step.output_map.items():
             path = f'ensemble_scheduling.step[{index}].output_map["{key}"]'
             if made.setdefault(tensor, path) != path:
-                problem(path, f'ensemble tensor "{tensor}" is made already by {made[tensor]}')
+                problem(path, f'ensemble tensor "{tensor}" is already produced by {made[tensor]}')
         used.update(step.input_map.values())
         used.add(added(config, index, IF))
     for index, step in enumerate(steps):
         for key, tensor in step.input_map.items():
             if tensor not in made:
                 path = f'ensemble_scheduling.step[{index}].input_map["{key}"]'
-                text = f'ensemble tensor "{tensor}" is neither an input nor made by a step; {meant(tensor, made)}'
+                text = f'ensemble tensor "{tensor}" is neither an input nor produced by a step; {meant(tensor, made)}'
                 problem(path, text)
     for name, path in made.items():
         if name not in used and (name in inputs or name not in outputs):
             what = "input" if name in inputs else "tensor"
-            problem(path, f'ensemble {what} "{name}" is used by no step')
+            problem(path, f'ensemble {what} "{name}" is not used by any step')
     for name, path in outputs.items():
         if name not in made or name in inputs:
-            problem(path, f'ensemble output "{name}" is made by no step')
+            problem(path, f'ensemble output "{name}" is not produced by any step')

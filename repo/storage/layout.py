@@ -68,8 +68,8 @@ def look_at_root(root: Path) -> list[Seen]:
             continue
         name = printed(entry.name)
         if _dangles(entry):
-            text = f"a link to what is not there: {_target(entry.path)}"
-            found.append(Seen(ERROR, name, text, "make the link right, or remove it"))
+            text = f"broken link: {_target(entry.path)}"
+            found.append(Seen(ERROR, name, text, "fix the link, or remove it"))
         elif not name.upper().startswith(("README", "LICENSE")):
             hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
             found.append(Seen(WARNING, name, "not a directory, ignored", hint))
@@ -111,16 +111,16 @@ def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Seen]:
         here = f"{name}/{printed(entry)}"
         path = folder / entry
         if entry in expected:
-            yield Seen(WARNING, here, "not looked at here", f"move it into a version directory: {name}/1/{entry}")
+            yield Seen(WARNING, here, "not read here", f"move it into a version directory: {name}/1/{entry}")
         elif entry.isdigit() and entry.isascii() and path.is_file():
-            hint = f"a version is a directory with the model's file in it: {here}/"
+            hint = f"a version is a directory that contains the model file: {here}/"
             yield Seen(WARNING, here, "a file with the name of a version, ignored", hint)
         elif CONFIG_FILE not in names and path.is_file() and nearest(entry, (CONFIG_FILE,)):
             yield Seen(
                 WARNING, here, "not read", f"the configuration is in {name}/{CONFIG_FILE}; rename it if it is one"
             )
         elif entry.isdigit() and (path / CONFIG_FILE).is_file():
-            hint = f"it is the model's: move it to {name}/{CONFIG_FILE}"
+            hint = f"it belongs to the model: move it to {name}/{CONFIG_FILE}"
             yield Seen(WARNING, f"{here}/{CONFIG_FILE}", "not read: versions have no configuration of their own", hint)
 
 
@@ -129,9 +129,7 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
     groups = config.instance_group
     if groups and all(group.passive for group in groups):
         hint = "remove `passive` from one of its groups"
-        yield Seen(
-            WARNING, "", "all its instances are passive: no request of it will be answered", hint, "instance_group"
-        )
+        yield Seen(WARNING, "", "all its instances are passive: it cannot process requests", hint, "instance_group")
     accelerators = config.optimization and config.optimization.execution_accelerators
     kinds = {group.kind for group in groups}
     if accelerators and config.backend == "onnxruntime":
@@ -143,10 +141,10 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
                 if kind not in kinds:
                     path = f"optimization.execution_accelerators.{field}[{index}]"
                     text = f'accelerator "{shown(accelerator.name)}" has no effect: {there}'
-                    yield Seen(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] makes one", path)
+                    yield Seen(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] adds one", path)
     if config.backend == "python" and not (config.input or config.output) and not says_more(folder, selected, config):
-        text = "the model has neither inputs nor outputs: there is no `input` or `output` in its configuration, and no "
-        hint = f"write them into {CONFIG_FILE}, or add auto_complete_config to the model"
+        text = "the model has no inputs or outputs: its configuration has no `input` or `output`, and there is no "
+        hint = f"add them to {CONFIG_FILE}, or add auto_complete_config to the model"
         yield Seen(WARNING, printed(folder.name), f"{text}auto_complete_config in its {_SOURCE}", hint)
 
 
@@ -162,15 +160,15 @@ def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
                 continue
             left -= 1
             if left < 0:
-                text = f"has more than {ENTRIES:,} files; the others were not looked at"
+                text = f"has more than {ENTRIES:,} files; the others were not checked"
                 yield Seen(WARNING, printed(folder.name), text)
                 return
             below = Path(entry.path).relative_to(folder)
             severity = ERROR if below.parts[0] in needed else WARNING
             name = "/".join(map(printed, (folder.name, *below.parts)))
             if _dangles(entry):
-                text = f"a link to what is not there: {_target(entry.path)}"
-                yield Seen(severity, name, text, "make the link right, or remove it")
+                text = f"broken link: {_target(entry.path)}"
+                yield Seen(severity, name, text, "fix the link, or remove it")
             elif os.path.isdir(entry.path):
                 if not os.access(entry.path, os.R_OK | os.X_OK, effective_ids=True):
                     yield Seen(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
@@ -209,14 +207,19 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[See
     if not start:
         yield Seen(ERROR, name, "an empty file", "copy the model again")
     elif start.startswith(_POINTER):
-        yield Seen(ERROR, name, "stands for a file that Git LFS has not brought here", "in its checkout: git lfs pull")
+        yield Seen(
+            ERROR,
+            name,
+            "is a Git LFS pointer; the file itself was not downloaded",
+            "run `git lfs pull` in its checkout",
+        )
     elif config.backend == "onnxruntime":
         yield from _onnx(path, name, config)
     elif config.backend == "python" and len(start) <= SOURCE_BYTES:
         yield from _source(name, start)
         if path.stat().st_mode & stat.S_IWOTH:
-            hint = "it is run by the server: chmod o-w"
-            yield Seen(WARNING, name, "every user of this machine may change it", hint)
+            hint = "the server runs it: chmod o-w"
+            yield Seen(WARNING, name, "it is writable by every user of this machine", hint)
 
 
 def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Seen]:
@@ -254,7 +257,7 @@ def _source(name: str, source: bytes) -> Iterator[Seen]:
             return
     if found is None:
         if _CLASS.encode() not in source:  # otherwise it may be imported or assigned
-            yield Seen(ERROR, name, f"has no class {_CLASS}", f"the server looks for `class {_CLASS}` with `execute`")
+            yield Seen(ERROR, name, f"has no class {_CLASS}", f"the server needs `class {_CLASS}` with `execute`")
     elif isinstance(found, ast.ClassDef) and not found.bases and not found.decorator_list and not found.keywords:
         if not any(_binds(statement, "execute") for statement in found.body):
             text = f"class {_CLASS} has no execute method"
@@ -304,12 +307,10 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[Seen]:
         if len(labels) < least:
             what = f"at least {least}" if most is None else str(least)
             text = f'{there}, but output "{shown(output.name)}" has {what} classes'
-            yield Seen(WARNING, "", text, f"classes from {len(labels)} on will have no label", path=path)
+            yield Seen(WARNING, "", text, f"classes from {len(labels)} on have no label", path=path)
         elif most is not None and len(labels) > most:
             text = f'{there}, but output "{shown(output.name)}" has {most} classes'
-            yield Seen(
-                WARNING, "", text, "is it the file of this model? A label too many shifts those after it", path=path
-            )
+            yield Seen(WARNING, "", text, "is it the right file? An extra label shifts all labels after it", path=path)
 
 
 def _classes(output: ModelOutput) -> tuple[int, int | None]:

@@ -75,14 +75,14 @@ def changed(folder: Path, looks: Mapping[str, Look]) -> str:
         try:
             now = look_of(os.stat(folder / path))
         except FileNotFoundError:
-            return f"{path} changed on disk since it was loaded (it is gone)"
+            return f"{path} changed on disk since it was loaded (deleted)"
         except OSError as error:
-            return f"{path} cannot be read any more: {error.strerror}"
+            return f"{path} can no longer be read: {error.strerror}"
         if now != (size, time, inode):
             if now[0] != size:
                 how = f"size {size} -> {now[0]}"
             else:
-                how = "it was replaced" if now[2] != inode else "it was written to"
+                how = "replaced" if now[2] != inode else "modified"
             return f"{path} changed on disk since it was loaded ({how})"
     return ""
 

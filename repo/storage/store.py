@@ -119,7 +119,7 @@ def find_model(roots: Sequence[Path], name: str) -> Path:
         try:
             near = nearest(name, (known for known in model_names(roots) if MODEL_NAME.fullmatch(known)))
         except InvalidRequest:  # its text has the repository's path, which not every client may see
-            text = f"{failed}: a model repository cannot be read now; check --model-repository"
+            text = f"{failed}: a model repository cannot be read; check --model-repository"
             raise Unavailable(text) from None
         raise NotFound(f"{failed}: no model repository has it" + (f"; did you mean '{near}'?" if near else ""))
     return paths[0]
@@ -268,7 +268,7 @@ class _Scan:
             elif len(name) > 1 and name.startswith("0"):
                 why = "its name has leading zeros"
             elif name == "0":
-                why = "0 stands for the default version"
+                why = "0 means the default version"
             elif int(name[:20]) > _LARGEST_VERSION:
                 why = f"above {_LARGEST_VERSION}"
             if why:
@@ -328,7 +328,7 @@ def _missing_file(directory: Path, config: ModelConfig) -> str:
     if path.is_file():
         return ""
     if path.is_symlink():
-        return f"'{shown(name)}' is a link to a file that is not there"
+        return f"'{shown(name)}' is a broken link"
     names = _names(directory)
     if not names:
         return f"has no file '{shown(name)}': the directory is empty"

@@ -120,7 +120,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         registry.find("other", str(tmp_path))
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "backend.py").write_text("")
-    assert "has a backend 'python', which is the name of one of our own" in not_usable(tmp_path)
+    assert "has a backend 'python', the name of a built-in backend" in not_usable(tmp_path)
     assert "is not a directory" in not_usable(tmp_path / "nowhere")
 
 

@@ -434,10 +434,10 @@ def test_explicit_mode(tmp_path: Path) -> None:
     [
         ('model_name: "pass1"', 'model_name: "past1"', 'step[1].model_name: .*"past1".*did you mean "pass1"'),
         ('key: "x" value: "a"', 'key: "X" value: "a"', r'step[1].input_map["X"]: .*no input "X"; did you mean "x"'),
-        ('value: "b" } } , {', 'value: "a" } } , {', 'step[1].output_map["y"]: .*"a" is made already by'),
+        ('value: "b" } } , {', 'value: "a" } } , {', 'step[1].output_map["y"]: .*"a" is already produced by'),
         ('key: "x" value: "b"', 'key: "x" value: "z"', 'step[2].*"z" waits for itself'),
         ("TYPE_FP32 dims: [-1]", "TYPE_INT32 dims: [-1]", 'step[0].input_map["x"]: .*is TYPE_FP32, but .*TYPE_INT32'),
-        ('value: "z"', 'value: "c"', r'output[0]: ensemble output "z" is made by no step'),
+        ('value: "z"', 'value: "c"', r'output[0]: ensemble output "z" is not produced by any step'),
         ("ensemble_scheduling", 'parameters { key: "step[0].map" value { string_value: "b" } } ensemble_scheduling',
          'parameters["step[0].map"]: step 0 does not read ensemble tensor "b"'),
         ("ensemble_scheduling", 'parameters { key: "step[1].if" value { string_value: "x" } } ensemble_scheduling',

@@ -135,11 +135,11 @@ def test_step_by_step(server: Server, oracle: Oracle, name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "its 0 bytes are no PNG or JPEG file"),
-        (b"GIF89a" + bytes(20), "its 26 bytes are no PNG or JPEG file"),
+        (b"", "its 0 bytes are not a PNG or JPEG file"),
+        (b"GIF89a" + bytes(20), "its 26 bytes are not a PNG or JPEG file"),
         (PAGES["nothing"].data[:100], "IMAGE cannot be read: "),
-        (drawn([], (4000, 4)), "4000 x 4 pixels are too narrow for text"),
-        (drawn([], (8000, 6251), mode="1"), "8000 x 6251 pixels, at most 50000000 are read"),
+        (drawn([], (4000, 4)), "4000 x 4 pixels is too small for text"),
+        (drawn([], (8000, 6251), mode="1"), "8000 x 6251 pixels; the limit is 50000000"),
     ],
     ids=["nothing", "GIF", "cut off", "narrow", "huge"],
 )

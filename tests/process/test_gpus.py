@@ -125,7 +125,7 @@ def test_a_model_that_may_run_anywhere_has_an_instance_on_each(client: shmserve.
 
 def test_a_gpu_that_is_not_there(client: shmserve.Client) -> None:
     (entry,) = [entry for entry in client.models() if entry["name"] == "beyond"]
-    assert "instance_group[0].gpus[0]: no GPU 2 here; there are [0, 1]" in str(entry)
+    assert "instance_group[0].gpus[0]: no GPU 2; this machine has [0, 1]" in str(entry)
 
 
 def test_a_plan(client: shmserve.Client) -> None:

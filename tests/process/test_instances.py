@@ -208,7 +208,7 @@ def test_a_model_that_only_waits(running: tuple[Server, Path], client: shmserve.
     _, root = running
     journalist(root, "idle", "instance_group [ { kind: KIND_CPU passive: true } ]\n")
     (warning,) = client.load("idle")["warnings"]
-    assert warning.endswith("instance_group: all its instances are passive: no request of it will be answered")
+    assert warning.endswith("instance_group: all its instances are passive: it cannot process requests")
     assert instances(client, "idle")["idle_0_0"]["state"] == "ready"
     assert not client.ready("idle")
     with pytest.raises(shmserve.DeadlineExceeded):

@@ -260,11 +260,14 @@ BAD: dict[str, tuple[ModelWarmup, str]] = {
     "file long": (sample("s", 1, x=data("FP32", 1, input_data_file="eight")), "have 4 bytes for FP32 [1, 1]; it has 8"),
     "no file": (
         sample("s", 1, x=data("FP32", 3, input_data_file="none")),
-        "'x': file 'none' cannot be read: there is no",
+        "'x': file 'none' cannot be read: no such",
     ),
-    "file outside": (sample("s", 1, x=data("FP32", 2, input_data_file="../1/model.py")), "without .. or a /"),
+    "file outside": (sample("s", 1, x=data("FP32", 2, input_data_file="../1/model.py")), "without .. or a leading /"),
     "absolute file": (sample("s", 1, x=data("FP32", 2, input_data_file="/etc/passwd")), "in the model's warmup dir"),
-    "link": (sample("s", 1, x=data("FP32", 2, input_data_file="link")), "leads out of the model's directory"),
+    "link": (
+        sample("s", 1, x=data("FP32", 2, input_data_file="link")),
+        "is a link to a path outside the model's directory",
+    ),
     "directory": (sample("s", 1, x=data("FP32", 2, input_data_file="sub")), "not a regular file"),
 }
 

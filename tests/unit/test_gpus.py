@@ -98,9 +98,9 @@ def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     control = tmp_path / "nvidiactl"
     assert discover({}, control) == Gpus()
     control.touch()
-    assert discover({}, control).why == "the driver's management library says: driver not loaded"
+    assert discover({}, control).why == "NVML error: driver not loaded"
     set_up(monkeypatch, TWO[0] | {"missing": ["uuid"]})
-    assert discover({}, control).why == "the driver's management library says: not supported"
+    assert discover({}, control).why == "NVML error: not supported"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "nvidia-ml-py is not installed: pip install 'shmserve[gpu]'" in discover({}, control).why
 

@@ -52,13 +52,13 @@ def test_a_model_where_a_repository_was_expected(tmp_path: Path) -> None:
         (root / "1").mkdir(parents=True, exist_ok=True)
         (root / "1" / "model.onnx").write_bytes(b"x")
         checked = run(root)
-        assert lines(checked) == ["error: this is a model; a repository is the directory around models"]
+        assert lines(checked) == ["error: this is a model directory; a repository is its parent"]
         assert checked.findings[0].hint == f"check its parent: {tmp_path}"
         assert checked.models == ()
 
 
 def test_an_empty_repository_and_none(tmp_path: Path) -> None:
-    assert lines(run(tmp_path)) == ["warning: there is no model in it"]
+    assert lines(run(tmp_path)) == ["warning: it contains no models"]
     with pytest.raises(InvalidRequest, match="is not a directory"):
         run(tmp_path / "nowhere")
     with pytest.raises(InvalidRequest, match="model-config-name"):
@@ -93,9 +93,9 @@ def test_links_in_a_circle(tmp_path: Path) -> None:
     for circle in (tmp_path / "around", folder / "3", folder / "1" / "around"):
         circle.symlink_to(circle.name)
     assert lines(run(tmp_path)) == [
-        "error: around: a link to what is not there: around",
-        "error: net/1/around: a link to what is not there: around",
-        "warning: net/3: a link to what is not there: 3",
+        "error: around: broken link: around",
+        "error: net/1/around: broken link: around",
+        "warning: net/3: broken link: 3",
     ]
 
 
@@ -130,7 +130,7 @@ def test_python_that_may_be_right_is_not_complained_of(tmp_path: Path, source: s
 def test_a_python_model_that_everyone_may_change(tmp_path: Path) -> None:
     folder = model(tmp_path, "open", PYTHON, {"1/model.py": SOURCE})
     (folder / "1" / "model.py").chmod(0o666)
-    assert lines(run(tmp_path)) == ["warning: open/1/model.py: every user of this machine may change it"]
+    assert lines(run(tmp_path)) == ["warning: open/1/model.py: it is writable by every user of this machine"]
 
 
 # --------------------------------------------------------------------------------------------------- ensembles
@@ -141,8 +141,7 @@ def test_an_ensemble_of_a_model_that_has_problems(tmp_path: Path) -> None:
     model(tmp_path, "e", ENSEMBLE)
     found = lines(run(tmp_path))
     assert (
-        f'error: e/config.pbtxt:8: {STEP}.model_name: model "good" cannot be served: it has 1 problem of its own'
-        in found
+        f'error: e/config.pbtxt:8: {STEP}.model_name: model "good" cannot be served: it has 1 problem itself' in found
     )
     assert len(found) == 2
 

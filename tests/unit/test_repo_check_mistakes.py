@@ -35,7 +35,7 @@ LABELS = GOOD.replace("dims: [ 3 ] } ]\n", 'dims: [ 3 ]\n  label_filename: "labe
 
 
 NOTHING = (
-    "the model has neither inputs nor outputs: there is no `input` or `output` in its configuration, and no "
+    "the model has no inputs or outputs: its configuration has no `input` or `output`, and there is no "
     "auto_complete_config in its model.py"
 )
 ONNX = GOOD.replace("identity", "onnxruntime")
@@ -67,12 +67,12 @@ MISTAKES = {
     "stray file": Mistake(
         lambda root: (root / "notes.txt").write_text(""), ("warning: notes.txt: not a directory, ignored",)
     ),
-    "link to no model": Mistake(link_to_nowhere, ("error: gone: a link to what is not there: elsewhere/model",)),
+    "link to no model": Mistake(link_to_nowhere, ("error: gone: broken link: elsewhere/model",)),
     "name": Mistake(
         lambda root: model(root, "my model "),
         (
-            "error: my model : a model cannot have this name; expected 1 to 128 printable ASCII characters, none of / "
-            "and \\, no dot in front, no space at an end",
+            "error: my model : a model cannot have this name; expected 1 to 128 printable ASCII characters, without / "
+            "and \\, no leading dot, no leading or trailing space",
         ),
     ),
     "other name in the config": Mistake(
@@ -114,7 +114,7 @@ MISTAKES = {
     ),
     "model file beside the version": Mistake(
         lambda root: model(root, "beside", PYTHON, {"model.py": SOURCE, "1/model.py": SOURCE}),
-        ("warning: beside/model.py: not looked at here",),
+        ("warning: beside/model.py: not read here",),
     ),
     "config in the version": Mistake(
         lambda root: model(root, "deep", files={"1/config.pbtxt": GOOD}),
@@ -137,10 +137,10 @@ MISTAKES = {
             'backend: "onnxruntime"',
             {"1/model.onnx": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"},
         ),
-        ("error: pointer/1/model.onnx: stands for a file that Git LFS has not brought here",),
+        ("error: pointer/1/model.onnx: is a Git LFS pointer; the file itself was not downloaded",),
     ),
     "dangling link in a version": Mistake(
-        link_in_version, ("error: linked/1/weights: a link to what is not there: ../../shared/weights",)
+        link_in_version, ("error: linked/1/weights: broken link: ../../shared/weights",)
     ),
     "not Python": Mistake(
         lambda root: model(root, "broken", PYTHON, {"1/model.py": "import os\nclass :\n"}),
@@ -191,8 +191,8 @@ MISTAKES = {
     "labels not there": Mistake(
         lambda root: model(root, "unlabelled", LABELS),
         (
-            "error: unlabelled/config.pbtxt:5: output[0].label_filename: label file 'labels.txt' cannot be read: there "
-            "is no such file in the model's directory",
+            "error: unlabelled/config.pbtxt:5: output[0].label_filename: label file 'labels.txt' cannot be read: no "
+            "such file in the model's directory",
         ),
     ),
     "too few labels": Mistake(
@@ -220,7 +220,7 @@ MISTAKES = {
         lambda root: model(root, "cold", GOOD + WARM),
         (
             "error: cold/config.pbtxt:8: model_warmup[0].inputs[\"x\"].input_data_file: warm-up data 'warmup/x.raw' "
-            "cannot be read: there is no such file in the model's directory",
+            "cannot be read: no such file in the model's directory",
         ),
     ),
     "warm-up data too short": Mistake(
@@ -252,11 +252,11 @@ MISTAKES = {
             f'error: e3/config.pbtxt:10: {STEP}.input_map["X"]: model "good" has no input "X"; did you mean "x"?',
         ),
     ),
-    "tensor made by nobody": Mistake(
+    "tensor not made by any step": Mistake(
         in_ensemble('value: "OUT"', 'value: "OUTPUT"', "e4"),
         (
-            'error: e4/config.pbtxt:4: output[0]: ensemble output "OUT" is made by no step',
-            f'error: e4/config.pbtxt:11: {STEP}.output_map["y"]: ensemble tensor "OUTPUT" is used by no step',
+            'error: e4/config.pbtxt:4: output[0]: ensemble output "OUT" is not produced by any step',
+            f'error: e4/config.pbtxt:11: {STEP}.output_map["y"]: ensemble tensor "OUTPUT" is not used by any step',
         ),
     ),
     "ensemble with another type": Mistake(
@@ -272,16 +272,13 @@ MISTAKES = {
         ),
         (f"warning: pbtext: {NOTHING}", "warning: pbtext/config.pbtext: not read"),
     ),
-    "neither inputs nor outputs": Mistake(
+    "no inputs or outputs": Mistake(
         lambda root: model(root, "bare", 'backend: "python"', {"1/model.py": SOURCE}),
         (f"warning: bare: {NOTHING}",),
     ),
     "only passive instances": Mistake(
         lambda root: model(root, "asleep", GOOD + "instance_group [ { count: 1 passive: true } ]"),
-        (
-            "warning: asleep/config.pbtxt:5: instance_group: all its instances are passive: no request of it will be "
-            "answered",
-        ),
+        ("warning: asleep/config.pbtxt:5: instance_group: all its instances are passive: it cannot process requests",),
     ),
     "an accelerator of GPUs on a CPU": Mistake(
         lambda root: model(root, "slow", ONNX + _accelerated("gpu", "tensorrt"), {"1/model.onnx": network()}),
@@ -293,8 +290,8 @@ MISTAKES = {
     "ONNX file that is cut off": Mistake(
         lambda root: model(root, "cut_off", ONNX, {"1/model.onnx": network()[:-5]}),
         (
-            f"error: cut_off/1/model.onnx: truncated, or not an ONNX file: {len(network()) - 5} bytes, where "
-            f"{len(network())} are needed",
+            f"error: cut_off/1/model.onnx: truncated, or not an ONNX file: {len(network()) - 5} bytes, expected at "
+            f"least {len(network())}",
         ),
     ),
     "something else than ONNX": Mistake(
@@ -313,7 +310,7 @@ MISTAKES = {
         (
             'error: others/config.pbtxt:3: input[0].name: the model has no input "inp"; it has "x"',
             'error: others/config.pbtxt:4: output[0].data_type: TYPE_FP64, but output "y" of the model is TYPE_FP32',
-            'error: others/config.pbtxt:4: output[0].dims: [ 4 ], but output "y" of the model has [ 3 ] behind the '
+            'error: others/config.pbtxt:4: output[0].dims: [ 4 ], but output "y" of the model has [ 3 ] after the '
             "batch dimension",
         ),
     ),
@@ -335,7 +332,7 @@ MISTAKES = {
     ),
     "ensemble in itself": Mistake(
         in_ensemble('"good"', '"e6"', "e6"),
-        (f'error: e6/config.pbtxt:8: {STEP}.model_name: model "e6" needs this ensemble itself: e6 -> e6',),
+        (f'error: e6/config.pbtxt:8: {STEP}.model_name: model "e6" depends on this ensemble: e6 -> e6',),
     ),
 }
 
@@ -385,7 +382,7 @@ def test_what_to_write_instead(tmp_path: Path) -> None:
         'write name: "x"',
         "write data_type: TYPE_FP32",
         "write dims: [ 3 ]",
-        "write max_batch_size: 0, and the dims of all tensors as the model has them, here [ 1, 3 ]",
+        "write max_batch_size: 0, and the dims of all tensors as in the model, here [ 1, 3 ]",
     ]
 
 

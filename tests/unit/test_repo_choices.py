@@ -144,7 +144,7 @@ def test_the_only_version_without_its_file_is_the_models_problem(tmp_path: Path)
     [
         (PYTHON, "model.py", "file", ""),
         (PYTHON, "model.py", "directory", "'model.py' is a directory, expected a file"),
-        (PYTHON, "model.py", "nowhere", "'model.py' is a link to a file that is not there"),
+        (PYTHON, "model.py", "nowhere", "'model.py' is a broken link"),
         (PYTHON, "model.py", "link", ""),
         (PYTHON + 'default_model_filename: "other.py"', "other.py", "file", ""),
         (PYTHON + 'default_model_filename: "other.py"', "model.py", "file", "has no file 'other.py'"),

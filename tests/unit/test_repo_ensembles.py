@@ -113,7 +113,7 @@ def test_a_pipeline_that_fits() -> None:
         (
             'model_name: "classify"',
             'model_name: "pipeline"',
-            f'{STEP}[1].model_name: model "pipeline" needs this ensemble itself: pipeline -> pipeline',
+            f'{STEP}[1].model_name: model "pipeline" depends on this ensemble: pipeline -> pipeline',
         ),
     ],
 )
@@ -192,10 +192,10 @@ def test_ensembles_that_need_each_other() -> None:
         config = models[name].config
         assert config is not None
         texts = [problem.text for problem in check_graph(config, models)]
-        assert [text for text in texts if "itself" in text] == [f'model "{way[5]}" needs this ensemble itself: {way}']
+        assert [text for text in texts if "depends on" in text] == [f'model "{way[5]}" depends on this ensemble: {way}']
     config = models["d"].config
     assert config is not None
-    assert not any("itself" in problem.text for problem in check_graph(config, models)), "it is not in the circle"
+    assert not any("depends on" in problem.text for problem in check_graph(config, models)), "it is not in the circle"
     assert way_to("c", "d", models) == ["d", "a", "b", "c"]
     assert way_to("d", "a", models) == []
 
@@ -308,11 +308,11 @@ BOTH = '"b" from step 0, model "left", "d" from step 1, model "right"'
         ),
         (
             _flow("left a->b", "pass b->c", "left c->d", outputs="d"),
-            (2, "left", f"{STEP}[2].model_name", "step 2 needs what step 0 still makes"),
+            (2, "left", f"{STEP}[2].model_name", "step 2 needs the output that step 0 is still producing"),
         ),
         (
             _flow("left a->b", "right b->c", "inner c->d", outputs="d"),
-            (2, "inner", f"{STEP}[2].model_name", "step 2 needs what step 0 still makes"),
+            (2, "inner", f"{STEP}[2].model_name", "step 2 needs the output that step 0 is still producing"),
         ),
     ],
 )
@@ -328,7 +328,7 @@ def test_models_that_answer_many_times(config: str, problem: tuple[int, str, str
 def test_rows_have_one_answer_each() -> None:
     mapped = 'parameters { key: "step[0].map" value { string_value: "a" } }'
     found = check_graph(parse(_flow("left a->b", outputs="b", more=mapped)), MANY)
-    text = 'model "left" may answer a request many times: its answers to rows cannot be put together'
+    text = 'model "left" is decoupled: its responses to rows cannot be combined'
     assert GraphProblem(0, "left", 'parameters["step[0].map"]', text) in found
 
 

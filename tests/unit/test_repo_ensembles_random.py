@@ -206,32 +206,34 @@ def other_promise(random: Random, config: ModelConfig, models: Models, index: in
 def made_twice(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
     step = steps_of(config)[index]
     step = replace(step, output_map={**step.output_map, "y0": config.input[0].name})
-    return Mutated(with_step(config, index, step), models, f'{STEP}[{index}].output_map["y0"]', "is made already")
+    return Mutated(with_step(config, index, step), models, f'{STEP}[{index}].output_map["y0"]', "is already produced")
 
 
 def made_by_nobody(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
     output = ModelOutput(name="never", data_type="TYPE_BOOL", dims=(1,))
     path = f"output[{len(config.output)}]"
-    return Mutated(replace(config, output=(*config.output, output)), models, path, '"never" is made by no step')
+    return Mutated(
+        replace(config, output=(*config.output, output)), models, path, '"never" is not produced by any step'
+    )
 
 
 def input_of_nobody(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
     spare = ModelInput(name="spare", data_type="TYPE_BOOL", dims=(1,))
     path = f"input[{len(config.input)}]"
-    return Mutated(replace(config, input=(*config.input, spare)), models, path, '"spare" is used by no step')
+    return Mutated(replace(config, input=(*config.input, spare)), models, path, '"spare" is not used by any step')
 
 
 def tensor_of_nobody(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
     gone = random.choice(config.output).name
     changed = replace(config, output=tuple(output for output in config.output if output.name != gone))
-    return Mutated(changed, models, f"{STEP}[", f'tensor "{gone}" is used by no step')
+    return Mutated(changed, models, f"{STEP}[", f'tensor "{gone}" is not used by any step')
 
 
 def taken_from_nowhere(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
     step = steps_of(config)[index]
     step = replace(step, input_map={**step.input_map, "x0": "nowhere"})
     path = f'{STEP}[{index}].input_map["x0"]'
-    return Mutated(with_step(config, index, step), models, path, '"nowhere" is neither an input nor made by a step')
+    return Mutated(with_step(config, index, step), models, path, '"nowhere" is neither an input nor produced by a step')
 
 
 def smaller_batch(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
@@ -252,7 +254,7 @@ def circle_of_ensembles(random: Random, config: ModelConfig, models: Models, ind
     inner = (ModelEnsemblingStep(model_name=config.name, input_map={"a": "b"}, output_map={"c": "d"}),)
     found = swap(models[name], platform="ensemble", ensemble_scheduling=ModelEnsembling(step=inner))
     return Mutated(
-        config, {**models, name: found}, f"{STEP}[{index}].model_name", f"needs this ensemble itself: e -> {name} -> e"
+        config, {**models, name: found}, f"{STEP}[{index}].model_name", f"depends on this ensemble: e -> {name} -> e"
     )
 
 

@@ -320,7 +320,7 @@ def test_only_the_gpu_is_not_here(text: str) -> None:
     assert found
     for path, what in found:
         assert re.fullmatch(r"instance_group\[\d\]\.kind", path)
-        assert what.startswith("KIND_GPU, but this server runs models on the CPU only")
+        assert what.startswith("KIND_GPU, but this server runs models only on the CPU")
     assert problems(text, gpus=GPUS) == []
 
 

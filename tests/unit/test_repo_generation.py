@@ -83,7 +83,7 @@ def test_a_file_that_was_written_to_is_noticed(generations: Generations, folder:
     assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (size 101 -> 105)"
     write(folder / "1" / "weights", "v" * 101)
     os.utime(folder / "1" / "weights", ns=(1, 1))
-    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (it was written to)"
+    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (modified)"
 
 
 def test_the_repository_is_not_written_to(generations: Generations, folder: Path) -> None:
@@ -121,9 +121,9 @@ def test_without_descriptors_a_link_leads_to_the_path(
     assert links(kept)["1/weights"] == str(folder / "1" / "weights")
     write(folder / ".new", "w" * 101)
     (folder / ".new").replace(folder / "1" / "weights")
-    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (it was replaced)"
+    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (replaced)"
     (folder / "1" / "weights").unlink()
-    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (it is gone)"
+    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (deleted)"
 
 
 def test_generations_leave_descriptors_for_others(

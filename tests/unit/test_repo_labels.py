@@ -82,9 +82,9 @@ def test_only_files_of_the_model(tmp_path: Path) -> None:
     os.mkfifo(model / "pipe.txt")
     assert read_labels(model, "linked.txt") == read_labels(model, "./labels.txt") == ("cat",)
     for name in ("", "/etc/passwd", "../other/labels.txt", "sub/../labels.txt", "la\0bels"):
-        refused(model, name, "must be that of a file of the model")
+        refused(model, name, "a file in the model directory")
     for name in ("out.txt", "outdir/labels.txt"):
-        refused(model, name, "leads out of the model's directory")
+        refused(model, name, "is a link to a path outside the model's directory")
     for name in ("nothing.txt", "broken.txt"):
         refused(model, name, "no such file")
     refused(model, "circle.txt", "cannot be read")

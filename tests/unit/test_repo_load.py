@@ -75,7 +75,7 @@ instance_group [ { kind: KIND_CPUU }, { kind: 9 } ]
     ]
     texts = [place[3] for place in found]
     assert texts[0] == 'ModelConfig has no such field; did you mean "backend"?'
-    assert texts[1] == "found 2147483648, expected int32, a whole number from -2147483648 to 2147483647"
+    assert texts[1] == "found 2147483648, expected int32, an integer from -2147483648 to 2147483647"
     assert texts[2] == 'found TYPE_FP23, not a DataType; did you mean "TYPE_FP32"?'
     assert texts[3].startswith('found "4", expected int64')
     assert texts[4] == 'found y, expected a string in quotes; write "y"'
@@ -99,8 +99,8 @@ def test_error_reads_as_one_line_for_each_problem() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ('name: "a" name: "b"', ":1:11: name: given twice, first in line 1"),
-        ("max_batch_size: [ 1 ]", "found a list, but the field is given once"),
+        ('name: "a" name: "b"', ":1:11: name: given twice, first on line 1"),
+        ("max_batch_size: [ 1 ]", "found a list, but the field takes one value"),
         (
             "dynamic_batching { }\nsequence_batching { }",
             ':2:1: sequence_batching: only one of "dynamic_batching" (line 1) and "sequence_batching" may be given',
@@ -119,7 +119,7 @@ def test_error_reads_as_one_line_for_each_problem() -> None:
         ("model_transaction_policy { decoupled: yes }", "found yes, expected true or false"),
         ("response_cache { enable: TRUE }", "found TRUE, expected true or false"),
         ("sequence_batching { direct { minimum_slot_utilization: half } }", "found half, expected a number"),
-        ("model_warmup { batch_size: -1 }", "found -1, expected uint32, a whole number from 0 to 4294967295"),
+        ("model_warmup { batch_size: -1 }", "found -1, expected uint32, an integer from 0 to 4294967295"),
         ("metric_tags: 3", "found 3, expected { key: .. value: .. }"),
         ('metric_tags { key: 3 value: "x" }', "metric_tags[3]: found 3, expected a string in quotes"),
         ('metric_tags { key: "a" value: 3 }', 'metric_tags["a"]: found 3, expected a string in quotes'),
@@ -172,7 +172,9 @@ def test_a_key_given_twice_is_a_warning() -> None:
     )
     loaded = load(text, name="m", backends=BACKENDS)
     assert loaded.config.parameters["k"].string_value == "2"
-    assert loaded.warnings == ('config.pbtxt:7:19: parameters["k"]: given twice, first in line 6; the last one counts',)
+    assert loaded.warnings == (
+        'config.pbtxt:7:19: parameters["k"]: given twice, first on line 6; the last one is used',
+    )
 
 
 # ------------------------------------------------------------------------------------------- fields not supported
@@ -253,7 +255,7 @@ def test_hostile_texts_are_a_clean_error(text: str) -> None:
 
 
 def test_words_are_capped_before_protobuf_sees_them() -> None:
-    assert f"more than {TOKENS} words and signs" in only("input { } " * TOKENS)
+    assert f"more than {TOKENS} tokens" in only("input { } " * TOKENS)
 
 
 def test_nesting_is_capped_before_protobuf_sees_it() -> None:

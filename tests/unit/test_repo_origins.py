@@ -191,11 +191,11 @@ def test_numbers_are_written_short() -> None:
 def test_a_batch_size_that_nobody_gave_is_told() -> None:
     given, filled = completed('backend: "onnxruntime"')
     (text,) = surprises(given, complete_from_model(filled, *FACTS))
-    assert "it is 4 now, and requests are batched dynamically" in text
+    assert "it is set to 4, and requests are batched dynamically" in text
     assert "max_batch_size in config.pbtxt" in text
     assert "--backend-config=onnxruntime,default-max-batch-size=N" in text
     (text,) = surprises(given, complete_from_model(filled, *FACTS, default_max_batch=1))
-    assert "it is 1 now. To choose" in text
+    assert "it is set to 1. To change it" in text
 
 
 def test_what_was_given_is_no_surprise() -> None:

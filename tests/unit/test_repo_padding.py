@@ -74,9 +74,9 @@ HERE = '8:12: parameters["padding"]: '
             '9:12: parameters["padding_outputs"]: no axis of output "text"',
         ),
         ({"padding": "ids", "padding_outputs": "token"}, '"token" is not an output; did you mean "tokens"?'),
-        ({"padding": "ids", "padding_outputs": "tokens=1"}, 'output "tokens" has a value, "1"; only inputs do'),
-        ({"padding": "ids", "padding_lookahead": "0"}, 'found "0", expected a whole number from 1 to 4096'),
-        ({"padding": "ids", "padding_multiple": "8.5"}, 'found "8.5", expected a whole number from 1 to'),
+        ({"padding": "ids", "padding_outputs": "tokens=1"}, 'output "tokens" has a value, "1"; only inputs have one'),
+        ({"padding": "ids", "padding_lookahead": "0"}, 'found "0", expected an integer from 1 to 4096'),
+        ({"padding": "ids", "padding_multiple": "8.5"}, 'found "8.5", expected an integer from 1 to'),
         ({"padding_multiple": "8"}, 'parameters["padding_multiple"]: has no effect without the parameter "padding"'),
     ],
 )
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_said(given: dict[str, str], text: str) -> None:
     [
         (MODEL, 'parameters["padding"]: needs dynamic_batching: only requests that share a batch are padded'),
         (MODEL.replace(": 8", ": 0") + BATCHES, "needs max_batch_size > 0, found 0"),
-        (MODEL.replace("-1, 64", "-1, -1") + BATCHES, 'output[0].dims: "tokens" has several dims of -1; say in the'),
+        (MODEL.replace("-1, 64", "-1, -1") + BATCHES, 'output[0].dims: "tokens" has several dims of -1; name the'),
         (MODEL.replace("dims: [ -1 ] },", "dims: [ -1 ] allow_ragged_batch: true },") + BATCHES, "has allow_ragged_b"),
         (
             MODEL.replace("[ -1 ] },", "[ -1 ] reshape { shape: [ -1, 1 ] } },") + BATCHES,

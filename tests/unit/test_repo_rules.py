@@ -49,7 +49,7 @@ RULES = [
     # 1: the name
     (1, 'name: "n"\n' + MODEL, '1:1: name: unexpected directory name "m" for model "n"'),
     # 2: backend and platform
-    (2, INPUT + OUTPUT, "backend: not given, and the version directory has no file that tells it; name one of"),
+    (2, INPUT + OUTPUT, "backend: not given, and no file in the version directory determines it; set one of"),
     (2, 'backend: "pyhton"\n' + INPUT, '1:1: backend: found "pyhton", which this server does not have; did you mean'),
     (2, 'platform: "onnxruntime_onx"\n', '1:1: platform: found "onnxruntime_onx", not a platform; did you mean "onnx'),
     (2, 'platform: "onnxruntime_onnx"\nbackend: "python"', '2:1: backend: found "python", but platform "onnxruntime_o'),
@@ -69,7 +69,7 @@ RULES = [
     (
         6,
         MODEL + "dynamic_batching { preferred_batch_size: 16 }",
-        "found 16, expected at most max_batch_size, which is 8",
+        "found 16, expected at most max_batch_size (8)",
     ),
     (
         7,
@@ -89,14 +89,14 @@ RULES = [
     (
         8,
         MODEL + "dynamic_batching { priority_levels: 2 default_priority_level: 1\npreserve_ordering: true }",
-        "6:1: dynamic_batching.preserve_ordering: cannot be kept with 2 priority_levels; expected at most 1",
+        "6:1: dynamic_batching.preserve_ordering: cannot be combined with 2 priority_levels; expected at most 1",
     ),
     (
         8,
         MODEL
         + "dynamic_batching { preserve_ordering: true default_queue_policy {\n"
         + "timeout_action: DELAY default_timeout_microseconds: 5 } }",
-        "6:1: dynamic_batching.default_queue_policy.timeout_action: DELAY with a timeout does not go with",
+        "6:1: dynamic_batching.default_queue_policy.timeout_action: DELAY with a timeout cannot be combined with",
     ),
     (
         8,
@@ -121,14 +121,14 @@ RULES = [
         MODEL
         + 'sequence_batching { control_input { name: "C" control { int32_false_true: [ 0, 1 ] } }\n'
         + 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } } }',
-        '6:17: sequence_batching.control_input[1].name: "C" is the name of sequence_batching.control_input[0] already',
+        '6:17: sequence_batching.control_input[1].name: "C" is already the name of sequence_batching.control_input[0]',
     ),
     (
         10,
         MODEL
         + 'sequence_batching { control_input { name: "C" control { int32_false_true: [ 0, 1 ] } }\n'
         + 'control_input { name: "D" control { fp32_false_true: [ 0, 1 ] } } }',
-        "control_input[1].control[0].kind: CONTROL_SEQUENCE_START is given already by sequence_batching.control_input",
+        "control_input[1].control[0].kind: CONTROL_SEQUENCE_START is already given by sequence_batching.control_input",
     ),
     (
         10,
@@ -148,7 +148,7 @@ RULES = [
     (
         11,
         MODEL + "sequence_batching { oldest {\npreferred_batch_size: 9 } }",
-        "6:23: sequence_batching.oldest.preferred_batch_size[0]: found 9, expected at most max_batch_size, which is 8",
+        "6:23: sequence_batching.oldest.preferred_batch_size[0]: found 9, expected at most max_batch_size (8)",
     ),
     (
         11,
@@ -158,14 +158,14 @@ RULES = [
     (
         12,
         MODEL + "sequence_batching {" + 2 * '\nstate { input_name: "i" output_name: "o" }' + "}",
-        '7:9: sequence_batching.state[1].input_name: "i" is the input of sequence_batching.state[0] already',
+        '7:9: sequence_batching.state[1].input_name: "i" is already the input of sequence_batching.state[0]',
     ),
     (
         12,
         MODEL
         + 'sequence_batching { state { input_name: "i" output_name: "o" dims: [ 2, -1 ]\n'
         + 'initial_state { name: "n" zero_data: true\ndims: [ 3, -1 ] } } }',
-        "7:9: sequence_batching.state[0].initial_state[0].dims[0]: found 3, expected 2 as the state has",
+        "7:9: sequence_batching.state[0].initial_state[0].dims[0]: found 3, expected 2, as for the state",
     ),
     (
         12,
@@ -182,7 +182,7 @@ RULES = [
         "6:15: sequence_batching.state[0].initial_state[0]: expected zero_data or data_file",
     ),
     # 13 to 17: ensembles
-    (13, ensemble(DECODE, CLASSIFY) + "instance_group { }", "instance_group: an ensemble has none; give it to the mod"),
+    (13, ensemble(DECODE, CLASSIFY) + "instance_group { }", "instance_group: an ensemble has none; set it for the mod"),
     (13, ensemble(DECODE, CLASSIFY) + "optimization { eager_batching: true }", "optimization: an ensemble has none"),
     (13, ensemble(DECODE, CLASSIFY) + "model_warmup { }", "model_warmup: an ensemble has none"),
     (13, ensemble(DECODE, CLASSIFY).replace('platform: "ensemble"', ""), 'platform: found "", but ensemble_scheduling'),
@@ -196,20 +196,20 @@ RULES = [
     (
         15,
         ensemble(DECODE, CLASSIFY, step("again", "picture", "LABEL")),
-        '7:82: ensemble_scheduling.step[2].output_map["OUT"]: ensemble tensor "LABEL" is made already by ensemble',
+        '7:82: ensemble_scheduling.step[2].output_map["OUT"]: ensemble tensor "LABEL" is already produced by ensemble',
     ),
     (
         15,
         ensemble(DECODE, CLASSIFY.replace("output_map", '\ninput_map { key: "IN" value: "RAW" } output_map')),
-        '7:18: ensemble_scheduling.step[1].input_map["IN"]: mapped twice, first in line 6',
+        '7:18: ensemble_scheduling.step[1].input_map["IN"]: mapped twice, first on line 6',
     ),
-    (16, ensemble(step("a", "RAW", "LABEL"), step("b", "RAW", "z")), 'ensemble tensor "z" is used by no step'),
-    (16, ENDS + "ensemble_scheduling { step { } }", '2:7: input[0]: ensemble input "RAW" is used by no step'),
-    (16, ensemble(DECODE), '3:8: output[0]: ensemble output "LABEL" is made by no step'),
+    (16, ensemble(step("a", "RAW", "LABEL"), step("b", "RAW", "z")), 'ensemble tensor "z" is not used by any step'),
+    (16, ENDS + "ensemble_scheduling { step { } }", '2:7: input[0]: ensemble input "RAW" is not used by any step'),
+    (16, ensemble(DECODE), '3:8: output[0]: ensemble output "LABEL" is not produced by any step'),
     (
         17,
         ensemble(DECODE, step("classify", "pictur", "LABEL"), step("rest", "picture", "z")),
-        '[1].input_map["IN"]: ensemble tensor "pictur" is neither an input nor made by a step; did you mean "picture"?',
+        '[1].input_map["IN"]: ensemble tensor "pictur" is neither an input nor produced by a step; did you mean "pict',
     ),
     # 23 to 26: inputs and outputs
     (23, HEAD + OUTPUT + "input {\ndata_type: TYPE_FP32 dims: 3 }", "4:7: input[0].name: not given"),
@@ -221,7 +221,7 @@ RULES = [
     (
         23,
         HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 }',
-        '4:7: input[0].dims: "x" must have dims, at least',
+        '4:7: input[0].dims: "x" needs at least',
     ),
     (
         23,
@@ -241,12 +241,12 @@ RULES = [
     (
         24,
         HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 dims: [ 2, -1, 4 ]\nreshape { shape: [ 4, -1, 2 ] } }',
-        "5:1: input[0].reshape: [4, -1, 2] does not have as many elements as dims [2, -1, 4], counted between the -1s",
+        "5:1: input[0].reshape: [4, -1, 2] does not have as many elements as dims [2, -1, 4], between -1s as well",
     ),
     (
         24,
         HEAD + INPUT + 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ]\nreshape { } }',
-        "5:1: output[0].reshape: empty, which needs dims of 1",
+        "5:1: output[0].reshape: empty; that requires dims of 1",
     ),
     (
         25,
@@ -292,7 +292,7 @@ RULES = [
     (
         27,
         MODEL + 'batch_output { source_input: "x" target_name: [ "y",\n"y" ] }',
-        '6:1: batch_output[0].target_name[1]: "y" is used already by batch_output[0].target_name[0]',
+        '6:1: batch_output[0].target_name[1]: "y" is already used by batch_output[0].target_name[0]',
     ),
     # 28, 29: instance groups
     (
@@ -356,7 +356,7 @@ def test_what_is_filled_in_and_what_is_no_error() -> None:
 def test_gpus_that_do_not_exist() -> None:
     text = MODEL + "instance_group { kind: KIND_GPU\ngpus: [ 0, 7 ] }"
     assert problems(text, gpus=(0, 1)) == [
-        f"{FILE}:6:12: instance_group[0].gpus[1]: no GPU 7 here; there are [0, 1]",
+        f"{FILE}:6:12: instance_group[0].gpus[1]: no GPU 7; this machine has [0, 1]",
     ]
 
 

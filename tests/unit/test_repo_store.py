@@ -109,7 +109,7 @@ def test_directories_that_are_no_versions(tmp_path: Path) -> None:
     text = "\n".join(found.warnings)
     assert "m/01: not a version directory, ignored: its name has leading zeros" in text
     assert "m/latest: not a version directory, ignored: its name is not an integer" in text
-    assert "m/0: not a version directory, ignored: 0 stands for the default version" in text
+    assert "m/0: not a version directory, ignored: 0 means the default version" in text
     assert "m/9223372036854775808: not a version directory, ignored: above 9223372036854775807" in text
 
 
@@ -174,7 +174,7 @@ def test_a_backend_that_cannot_be_told(tmp_path: Path) -> None:
     put(tmp_path, "m", None)
     (problem,) = only(tmp_path).problems
     assert problem.startswith(
-        "m (no config.pbtxt): backend: not given, and the version directory has no file that tells it"
+        "m (no config.pbtxt): backend: not given, and no file in the version directory determines it"
     )
     assert "identity, onnxruntime, python" in problem
     assert "model.onnx, model.py" in problem

@@ -36,14 +36,14 @@ from tests.unit.test_repo_rules import FILE, MODEL, problems
         ("input { data_type: 77 }", "5:20: input[1].data_type: found 77, not a DataType; expected one of TYPE_INVALID"),
         ("input { format: FORMAT_NWHC }", 'not a Format; did you mean "FORMAT_NHWC"?'),
         # a list of dims
-        ("input { dims: [ 3, 244, x244 ] }", "5:25: input[1].dims[2]: found x244, expected int64, a whole number from"),
+        ("input { dims: [ 3, 244, x244 ] }", "5:25: input[1].dims[2]: found x244, expected int64, an integer from"),
         ("input { dims: [ 3, 244 244 ] }", '5:24: input[1].dims: found "244" in a list, expected "," or "]"'),
         ("input { dims: [ 3, 244, ] }", '5:25: input[1].dims: found "]", expected a value'),
         ("input { dims: [ 3, 244 }", '5:24: input[1].dims: found "}" in a list, expected "," or "]"'),
         ("input { dims: 3, 244 }", '5:18: input[1]: found "244", expected a field name or "}"'),
         ("input { dims: [ 3, 2.44 ] }", "5:20: input[1].dims[1]: found 2.44, expected int64"),
-        ('input { dims: [ "3" ] }', '5:17: input[1].dims[0]: found "3", expected int64, a whole number'),
-        ("input { data_type: TYPE_FP32, dims: 3 244 }", "; several values are written as a list: [ 1, 2 ]"),
+        ('input { dims: [ "3" ] }', '5:17: input[1].dims[0]: found "3", expected int64, an integer'),
+        ("input { data_type: TYPE_FP32, dims: 3 244 }", "; write several values as a list: [ 1, 2 ]"),
         ("input { dims: ( 3 ) }", '5:15: input[1].dims: found "(", expected a value'),
         # an entry of a map
         ('parameters { kye: "k" value { } }', '.kye: a map entry has no such field; did you mean "key"?'),
@@ -75,17 +75,17 @@ from tests.unit.test_repo_rules import FILE, MODEL, problems
         ("response_cache { enable: yes }", "response_cache.enable: found yes, expected true or false"),
         (
             'instance_group { count: "2" }',
-            '5:25: instance_group[0].count: found "2", expected int32, a whole number fro',
+            '5:25: instance_group[0].count: found "2", expected int32, an integer fro',
         ),
         ('instance_group { count: "2" }', "write 2 without quotes"),
         ("instance_group { count: two }", "5:25: instance_group[0].count: found two, expected int32"),
         (
             "instance_group { count: 99999999999 }",
-            "found 99999999999, expected int32, a whole number from -2147483648 to",
+            "found 99999999999, expected int32, an integer from -2147483648 to",
         ),
         (
             "default_model_filename: model.onnx",
-            '5:30: found ".", expected a field name; text is written in quotes',
+            '5:30: found ".", expected a field name; strings need quotes',
         ),
         ("metric_tags { key: 'a' value: 'b }", "5:31: metric_tags.value: this string is not closed on its line"),
         ("output { name: 5 }", '5:16: output[1].name: found 5, expected a string in quotes; write "5"'),

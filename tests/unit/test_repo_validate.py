@@ -57,36 +57,36 @@ CLASSIFY = 'model_name: "classify" input_map { key: "IN" value: "picture" } outp
 RULES = [
     # general
     (HEAD.replace("8", "-1") + INPUT + OUTPUT, "max_batch_size: found -1, expected 0 or more"),
-    ('backend: "" ' + INPUT + OUTPUT, "backend: not given, and the version directory has no file that tells it"),
+    ('backend: "" ' + INPUT + OUTPUT, "backend: not given, and no file in the version directory determines it"),
     ('backend: "tensorrt"' + INPUT + OUTPUT, 'backend: found "tensorrt", which this server does not have; it has iden'),
     ('backend: "onnxruntim"' + INPUT + OUTPUT, 'which this server does not have; did you mean "onnxruntime"?'),
     ('platform: "onnxruntime_onx"' + INPUT + OUTPUT, 'platform: found "onnxruntime_onx", not a platform; did you mean'),
     ('platform: "onnxruntime_onnx" backend: "python"', 'but platform "onnxruntime_onnx" is backend "onnxruntime"'),
     ('platform: "tensorrt_plan"', 'found "tensorrt", which this server does not have'),
-    (HEAD + INPUT, 'output: not given, and backend "identity" cannot tell it'),
-    (HEAD + OUTPUT, 'input: not given, and backend "identity" cannot tell it'),
+    (HEAD + INPUT, 'output: not given, and backend "identity" cannot determine it'),
+    (HEAD + OUTPUT, 'input: not given, and backend "identity" cannot determine it'),
     # inputs and outputs
     (REST + "input { data_type: TYPE_FP32 dims: 3 }", "input[0].name: not given"),
     (
         REST + 'input { name: "%s" data_type: TYPE_FP32 dims: 3 }' % ("x" * 129),
         "found 129 characters, expected at most",
     ),
-    (REST + 'input { name: "a\\n" data_type: TYPE_FP32 dims: 3 }', "input[0].name: 'a\\n' has characters"),
-    (REST + 2 * INPUT, 'input[1].name: "x" is the name of input[0] already'),
+    (REST + 'input { name: "a\\n" data_type: TYPE_FP32 dims: 3 }', "input[0].name: 'a\\n' has non-printable"),
+    (REST + 2 * INPUT, 'input[1].name: "x" is already the name of input[0]'),
     (REST + 'input { name: "x" dims: 3 }', 'input[0].data_type: "x" has none; expected one of TYPE_BOOL,'),
-    (tensor(""), 'input[0].dims: "x" must have dims'),
+    (tensor(""), 'input[0].dims: "x" needs at least'),
     (tensor("dims: [ 3, 0 ]"), "input[0].dims[1]: found 0, expected 1 or more, or -1"),
     (tensor("dims: -2"), "input[0].dims[0]: found -2"),
     (tensor("dims: 1 " * 32), "input[0].dims: found 32, expected at most 31"),
-    (tensor("dims: [ 4294967296, 2147483648 ]"), "input[0].dims: the fixed dims alone make more than"),
+    (tensor("dims: [ 4294967296, 2147483648 ]"), "input[0].dims: the fixed dims alone take more than"),
     (tensor("dims: 3 reshape { shape: [ 1, 0 ] }"), "input[0].reshape.shape[1]: found 0"),
     (
         tensor("dims: 4 reshape { shape: [ 2, 3 ] }"),
         "input[0].reshape: [2, 3] does not have as many elements as dims [4]",
     ),
-    (tensor("dims: [ 2, -1, 4 ] reshape { shape: [ 4, -1, 2 ] }"), "counted between the -1s"),
+    (tensor("dims: [ 2, -1, 4 ] reshape { shape: [ 4, -1, 2 ] }"), "between -1s as well"),
     (tensor("dims: [ -1, 2 ] reshape { shape: 2 }"), "input[0].reshape"),
-    (tensor("dims: 2 reshape { }"), "input[0].reshape: empty, which needs"),
+    (tensor("dims: 2 reshape { }"), "input[0].reshape: empty; that requires"),
     (tensor("dims: [ 3, 4 ] format: FORMAT_NHWC"), "input[0].format: FORMAT_NHWC needs 3 dims, found 2"),
     (tensor("dims: 3 allow_ragged_batch: true").replace("8", "0"), "input[0].allow_ragged_batch: needs max_batch"),
     (REST + "".join(INPUT.replace('"x"', f'"x{n}"') for n in range(257)), "input: found 257, expected at most 256"),
@@ -108,14 +108,14 @@ RULES = [
     ),
     (
         SMALL + 'batch_output { target_name: "y" target_name: "y" source_input: "x" }',
-        '"y" is used already by batch_out',
+        '"y" is already used by batch_out',
     ),
     # dynamic batching
     (
         dynamic("preferred_batch_size: [ 4, 0 ]"),
         "dynamic_batching.preferred_batch_size[1]: found 0, expected 1 or more",
     ),
-    (dynamic("preferred_batch_size: 9"), "found 9, expected at most max_batch_size, which is 8"),
+    (dynamic("preferred_batch_size: 9"), "found 9, expected at most max_batch_size (8)"),
     (dynamic("priority_levels: 2"), "dynamic_batching.default_priority_level: found 0, expected 1 to 2"),
     (dynamic("priority_levels: 2 default_priority_level: 3"), "dynamic_batching.default_priority_level: found 3"),
     (
@@ -124,13 +124,13 @@ RULES = [
     ),
     (
         dynamic("preserve_ordering: true priority_levels: 2 default_priority_level: 1"),
-        "dynamic_batching.preserve_ordering: cannot be kept with 2 priority_levels",
+        "dynamic_batching.preserve_ordering: cannot be combined with 2 priority_levels",
     ),
     (
         dynamic(
             "preserve_ordering: true default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 1 }"
         ),
-        "dynamic_batching.default_queue_policy.timeout_action: DELAY with a timeout does not go",
+        "dynamic_batching.default_queue_policy.timeout_action: DELAY with a timeout cannot be",
     ),
     (
         dynamic(
@@ -153,13 +153,13 @@ RULES = [
             'control_input { name: "C" control { int32_false_true: [ 0, 1 ] } } '
             'control_input { name: "C" control { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } }'
         ),
-        'control_input[1].name: "C" is the name of sequence_batching.control_input[0] already',
+        'control_input[1].name: "C" is already the name of sequence_batching.control_input[0]',
     ),
     (
         sequence(
             'control_input { name: "C" control { int32_false_true: [ 0, 1 ] } control { int32_false_true: [ 0, 1 ] } }'
         ),
-        "control_input[0].control[1].kind: CONTROL_SEQUENCE_START is given already by",
+        "control_input[0].control[1].kind: CONTROL_SEQUENCE_START is already given by",
     ),
     (control(""), "control[0]: CONTROL_SEQUENCE_START needs exactly one of int32_false_true, fp32_false_true"),
     (
@@ -171,13 +171,13 @@ RULES = [
     (control("kind: CONTROL_SEQUENCE_CORRID"), "control[0].data_type: found TYPE_INVALID, expected one of TYPE_UINT64"),
     (
         control("kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING int32_false_true: [ 0, 1 ]"),
-        "control[0].int32_false_true: CONTROL_SEQUENCE_CORRID has no such values",
+        "control[0].int32_false_true: CONTROL_SEQUENCE_CORRID takes no such values",
     ),
     (sequence('state { output_name: "o" }'), "sequence_batching.state[0].input_name: not given"),
     (sequence('state { input_name: "i" }'), "sequence_batching.state[0].output_name: not given"),
     (
         sequence(2 * 'state { input_name: "i" output_name: "o" }'),
-        'state[1].input_name: "i" is the input of',
+        'state[1].input_name: "i" is already the input of',
     ),
     (state("initial_state { zero_data: true dims: [ 2, 1 ] }"), "state[0].initial_state[0].name: not given"),
     (state('initial_state { name: "n" dims: [ 2, 1 ] }'), "initial_state[0]: expected zero_data or data_file"),
@@ -204,18 +204,18 @@ RULES = [
     (steps(DECODE.replace('"decode"', '""'), CLASSIFY), "step[0].model_name: not given"),
     (
         steps(DECODE, CLASSIFY, CLASSIFY.replace("classify", "again")),
-        'step[2].output_map["OUT"]: ensemble tensor "LABEL" is made already by ensemble_scheduling.step[1]',
+        'step[2].output_map["OUT"]: ensemble tensor "LABEL" is already produced by ensemble_scheduling.step[1]',
     ),
     (
         steps(DECODE, CLASSIFY.replace('"picture"', '"pictur"'), CLASSIFY.replace("LABEL", "picture2")),
-        'step[1].input_map["IN"]: ensemble tensor "pictur" is neither an input nor made by a step; did you mean "pic',
+        'step[1].input_map["IN"]: ensemble tensor "pictur" is neither an input nor produced by a step; did you',
     ),
-    (steps(CLASSIFY.replace('"picture"', '"LABEL"')), 'input[0]: ensemble input "RAW" is used by no step'),
+    (steps(CLASSIFY.replace('"picture"', '"LABEL"')), 'input[0]: ensemble input "RAW" is not used by any step'),
     (
         steps(DECODE, CLASSIFY.replace('"picture"', '"RAW"')),
-        'output_map["OUT"]: ensemble tensor "picture" is used by no',
+        'output_map["OUT"]: ensemble tensor "picture" is not used by',
     ),
-    (steps(DECODE.replace('"picture"', '"RAW2"')), 'output[0]: ensemble output "LABEL" is made by no step'),
+    (steps(DECODE.replace('"picture"', '"RAW2"')), 'output[0]: ensemble output "LABEL" is not produced by any step'),
     # instance groups
     (SMALL + "instance_group { count: -1 }", "instance_group[0].count: found -1, expected 1 or more"),
     (
@@ -226,9 +226,9 @@ RULES = [
     (SMALL + "instance_group { kind: KIND_MODEL gpus: 1 }", "instance_group[0].gpus: KIND_MODEL has no gpus"),
     (
         SMALL + "instance_group { kind: KIND_GPU }",
-        "instance_group[0].kind: KIND_GPU, but this server runs models on the CPU",
+        "instance_group[0].kind: KIND_GPU, but this server runs models only on the CPU",
     ),
-    (SMALL + 'instance_group { profile: "-1" }', 'instance_group[0].profile[0]: found "-1", expected a whole number'),
+    (SMALL + 'instance_group { profile: "-1" }', 'instance_group[0].profile[0]: found "-1", expected an integer'),
     (SMALL + 'instance_group { name: "%s" }' % ("g" * 121), "instance_group[0].name: found 121 characters"),
     # others
     (
@@ -254,11 +254,11 @@ RULES = [
     ),
     (
         SMALL + 'default_model_filename: "/etc/passwd"',
-        'default_model_filename: found "/etc/passwd", expected a file of the',
+        'default_model_filename: found "/etc/passwd", expected a file in the',
     ),
     (
         SMALL.replace("identity", "onnxruntime") + 'model_operations { op_library_filename: [ "a.so", "/lib/b.so" ] }',
-        'model_operations.op_library_filename[1]: found "/lib/b.so", expected a file of the model',
+        'model_operations.op_library_filename[1]: found "/lib/b.so", expected a file in the model',
     ),
     (SMALL + 'cc_model_filenames { key: "7.5" value: "a/../../b" }', 'cc_model_filenames["7.5"]: found "a/../../b"'),
     (
@@ -349,7 +349,7 @@ def test_names_of_python_models(character: str) -> None:
 def test_gpus_of_the_server() -> None:
     assert broken(SMALL + "instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }", gpus=(0, 1)) == []
     assert broken(SMALL + "instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }", gpus=(0, 1)) == [
-        "instance_group[0].gpus[1]: no GPU 2 here; there are [0, 1]"
+        "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]"
     ]
 
 

@@ -65,7 +65,7 @@ def test_build_without_the_package_says_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(samples, "OCR_PACKAGE", "surely_not_installed")
     said: list[str] = []
     assert samples.build(tmp_path, said.append) == ["add_sub", "cnn", "mlp"]
-    assert any("ocr_rec: left out; `pip install --no-deps rapidocr-onnxruntime`" in line for line in said)
+    assert any("ocr_rec: skipped; `pip install --no-deps rapidocr-onnxruntime`" in line for line in said)
     with pytest.raises(FileNotFoundError, match="the OCR sample is not installed"):
         samples.ocr_characters()
 
@@ -105,8 +105,8 @@ def test_what_a_set_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said: list[str] = []
     assert samples.build(tmp_path, said.append, ["ocr", "vad"]) == []
     assert said == [
-        "  ocr: left out; `pip install pictures` and `pip install --no-deps rapidocr-onnxruntime` bring what it needs",
-        "  vad: left out; `pip install --no-deps silero-vad` brings what it needs",
+        "  ocr: skipped; `pip install pictures` and `pip install --no-deps rapidocr-onnxruntime` install what it needs",
+        "  vad: skipped; `pip install --no-deps silero-vad` installs what it needs",
     ]
 
 

@@ -51,9 +51,9 @@ def decode(data: bytes, most_pixels: int) -> np.ndarray:
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
     except OSError:  # its text contains a memory address
-        raise ValueError(f"its {len(data)} bytes are no PNG or JPEG file") from None
+        raise ValueError(f"its {len(data)} bytes are not a PNG or JPEG file") from None
     if image.width * image.height > most_pixels:
-        raise ValueError(f"it has {image.width} x {image.height} pixels, at most {most_pixels} are read")
+        raise ValueError(f"it has {image.width} x {image.height} pixels; the limit is {most_pixels}")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -64,7 +64,7 @@ def resized(picture: np.ndarray, ratio: float) -> np.ndarray:
     """Scale both sides by the ratio, rounded to multiples of STEP."""
     height, width = (round(int(side * ratio) / STEP) * STEP for side in picture.shape[:2])
     if not height or not width:
-        raise ValueError(f"{picture.shape[1]} x {picture.shape[0]} pixels are too narrow for text")
+        raise ValueError(f"{picture.shape[1]} x {picture.shape[0]} pixels is too small for text")
     return cv2.resize(np.ascontiguousarray(picture), (width, height))
 
 
