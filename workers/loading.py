@@ -21,7 +21,7 @@ from shmserve.workers.backends.registry import find
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from shmserve.workers.extended import extension_of, runner_of
+from shmserve.workers.extended import extension_of
 from shmserve.workers.inbox import LoadingOrders
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.process.device import device_of
@@ -104,7 +104,7 @@ def load(
     if backend.probes:
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
-    runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
+    runner = Runner(order.instance, order.model_dir, backend, gather, scatter, trace, extension)
     return LoadedModel(config, backend, arenas, runner, loading_orders.later if loading_orders is not None else [])
 
 

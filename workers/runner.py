@@ -3,13 +3,17 @@
 A Row is the result of one request, outputs or an error; it is unrelated to rows of tensors. Invariant: each request
 gets exactly one Row, in the order of the batch, whatever the model does. The exceptions are requests that the model
 answers by separate messages (Streamed) and requests of iterative models that run again.
+
+Models with sequences or ragged batches have an extension, which is called before and after each batch, group or
+request; backends see ordinary inputs and outputs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure, Row, Work
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Results, Scatter
+    from shmserve.workers.extended import Extension
 
 Times = tuple[int, int, int, int]
 """When the batch was taken, inputs were ready, outputs were computed, and outputs were placed (ns)."""
@@ -43,27 +48,49 @@ class Runner:
         gather: Gather,
         scatter: Scatter,
         trace: Trace = log_traceback,
+        extension: Extension | None = None,
     ) -> None:
         self._trace = trace
         self._instance = instance
         self._model_dir = model_dir
         self._gather = gather
         self._scatter = scatter
-        self._read = gather.read
-        self._answered = self.row
+        self._extension = extension
+        self._read = gather.read if extension is None else partial(extension.read, gather)
+        self._run: Callable[[Sequence[Work]], Ran]
         if isinstance(backend, StackedBackend):
-            self._stacked: StackedBackend | None = backend
+            self._stacked = backend
+            self._run = self._run_stacked
         else:
             assert isinstance(backend, SeparateBackend)
-            self._stacked = None
             self._separate = backend
+            self._run = self._run_separate
 
     def run(self, works: Sequence[Work]) -> Ran:
         """Runs one batch. Exceptions of the backend become errors of its requests."""
-        return self._run_stacked(works) if self._stacked is not None else self._run_separate(works)
+        return self._run(works) if self._extension is None else self._run_in_parts(works, self._extension)
 
     def forget(self, sequences: Sequence[int | str]) -> None:
-        """Drops the state of sequences that have ended. Hook of subclasses: this class keeps none."""
+        """Drops the state of sequences that have ended."""
+        if self._extension is not None:
+            self._extension.forget(sequences)
+
+    def _run_in_parts(self, works: Sequence[Work], extension: Extension) -> Ran:
+        taken = computed = clock()
+        first = 0
+        again: tuple[int, ...] = ()
+        found = {work.request: failed(work, error) for work, error in extension.begin(works)}
+        for part in extension.parts():
+            rows, (_, ready, computed, _), more = self._run(part)
+            if len(part) == len(works) and not (extension.stacked and part[0].slot >= 0):
+                extension.end()  # the whole batch at once, in its order
+                return rows, (taken, ready, computed, clock()), more
+            first = first or ready
+            again += more
+            found.update((row.request, row) for row in rows)
+        extension.end()
+        rows = [found[work.request] for work in works if work.request in found]
+        return rows, (taken, first or taken, computed, clock()), again
 
     # ------------------------------------------------------------------------------------ one array per input
 
@@ -74,34 +101,39 @@ class Runner:
         if len(groups) == 1 and not failures:
             rows, ready, computed = self._run_group(groups[0])
             return rows, (taken, ready, computed, clock()), ()
-        found: list[Row | None] = [None] * len(works)
-        for place, error in failures:
-            found[place] = failed(works[place], error)
+        found = {works[place].request: failed(works[place], error) for place, error in failures}
         ready = computed = clock()
         first = 0
         for group in groups:
             rows, ready, computed = self._run_group(group)
             first = first or ready
-            for place, row in zip(group.places, rows, strict=True):
-                found[place] = row
-        return [row for row in found if row is not None], (taken, first or ready, computed, clock()), ()
+            found.update((row.request, row) for row in rows)
+        return [found[work.request] for work in works], (taken, first or ready, computed, clock()), ()
 
     def _run_group(self, group: GatherGroup) -> tuple[list[Row], int, int]:
         """Returns the results, when the inputs were ready, and when the outputs were computed."""
-        assert self._stacked is not None
-        if group.lengths:
-            results: Results = PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
+        extension = self._extension
+        if extension is not None:
+            group = extension.in_slots(group, self._gather)
+            results: Results = extension.results(self._scatter, group)
+        elif group.lengths:
+            results = PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
         else:
             results = self._scatter.results(group.works, group.rows)
         try:
+            if extension is not None:
+                extension.before(group)
             self._stacked.execute(group, results)
             computed = clock()
-            return results.rows(), group.ready or computed, computed
+            rows, ran = results.rows(), True
         except Exception as error:
             results.abandon()
-            now = clock()
+            computed = clock()
             failure = self._failure(error)
-            return [Row(work.request, (), failure) for work in group.works], group.ready or now, now
+            rows, ran = [Row(work.request, (), failure) for work in group.works], False
+        if extension is not None:
+            extension.after(group, rows, ran)
+        return rows, group.ready or computed, computed
 
     # ------------------------------------------------------------------------------------ request by request
 
@@ -110,7 +142,7 @@ class Runner:
         found: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
         places: list[int] = []
-        read, length = self._read, self._gather.longest(works)
+        read, length, extension = self._read, self._gather.longest(works), self._extension
         for place, work in enumerate(works):
             try:
                 requests.append(Request(work, read(work, length)))
@@ -127,11 +159,12 @@ class Runner:
                 answers = self._separate.failed(requests, Answer(error=self._failure(error)))
         computed = clock()
         for place, answer in zip(places, answers, strict=True):
-            if answer is not None and not answer.again:
-                found[place] = self._answered(works[place], answer)
+            if extension is not None:
+                found[place] = self._answered(works[place], answer, extension)
+            elif answer is not None and not answer.again:
+                found[place] = self.row(works[place], answer)
                 continue
-            self._unanswered(works[place], answer)
-            if answer is not None:
+            if answer is not None and answer.again:
                 again.append(works[place].request)
         return [row for row in found if row is not None], (taken, ready, computed, clock()), tuple(again)
 
@@ -152,9 +185,17 @@ class Runner:
             results.abandon()
             return Row(work.request, (), self._failure(error))
 
-    def _unanswered(self, work: Work, answer: Answer | None) -> None:
-        """Hook of subclasses: `answer` has no result for the request, which is answered separately (None) or runs
-        again."""
+    def _answered(self, work: Work, answer: Answer | None, extension: Extension) -> Row | None:
+        """Returns the Row, or None if the request is answered separately or runs again."""
+        states: dict[int, Any] = {}
+        if answer is not None:
+            try:
+                states, answer = extension.without_states(work, answer)
+            except ModelFailed as error:
+                answer = Answer(error=self._failure(error), again=answer.again)
+        row = None if answer is None or answer.again else self.row(work, answer)
+        extension.answered(work, answer, states, row)
+        return row
 
     # ------------------------------------------------------------------------------------ failures
 

@@ -23,10 +23,11 @@ from shmserve.shm.strings import decode_bytes
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import controls_of, inputs_of, outputs_of
-from shmserve.workers.extended import extension_of, runner_of
+from shmserve.workers.extended import extension_of
 from shmserve.workers.outbox import NullOutbox
 from shmserve.workers.output_arenas import INTERNAL, Arenas
 from shmserve.workers.process.log import log_message
+from shmserve.workers.runner import Runner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelWarmup, ModelWarmupInput
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.batch.specs import Spec
-    from shmserve.workers.runner import Runner, Trace
+    from shmserve.workers.runner import Trace
 
 FOLDER = "warmup"
 """The model's directory with the data files."""
@@ -54,7 +55,7 @@ def warm_up(
     extension = extension_of(config, folder, backend, controls=False)
     if extension is not None:  # samples contain the controls as inputs
         gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)
-    runner = runner_of(instance, str(folder), backend, gather, scatter, extension, trace)
+    runner = Runner(instance, str(folder), backend, gather, scatter, trace, extension)
     try:
         for number, sample in enumerate(config.model_warmup):
             name = title(sample, number)

@@ -20,7 +20,8 @@ from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.batch.gather import Gather, GatherGroup
 from shmserve.workers.batch.scatter import Results, Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from shmserve.workers.extended import extension_of, runner_of
+from shmserve.workers.extended import extension_of
+from shmserve.workers.runner import Runner
 from tests.unit.test_worker_arrays import Parts, parts_of, tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -82,7 +83,7 @@ class Doubling(StackedBackend):
 def run(parts: Parts, config: ModelConfig, backend: StackedBackend, works: Sequence[Work]) -> list[Any]:
     gather = Gather("m", inputs_of(config), parts.mapped)
     scatter = Scatter("m", outputs_of(config), parts.arenas, parts.mapped)
-    runner = runner_of("m_0", "", backend, gather, scatter, extension_of(config, Path(), backend), lambda *_: None)
+    runner = Runner("m_0", "", backend, gather, scatter, lambda *_: None, extension_of(config, Path(), backend))
     rows, _, _ = runner.run(works)
     return rows
 

@@ -30,7 +30,7 @@ from shmserve.workers.batch import sequence_inputs
 from shmserve.workers.batch.gather import Gather, GatherGroup
 from shmserve.workers.batch.scatter import Results, Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from shmserve.workers.extended import extension_of, runner_of
+from shmserve.workers.extended import extension_of
 from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.runner import Runner
 from tests.unit.test_worker_arrays import parts_of
@@ -102,7 +102,7 @@ def runner_for(config: ModelConfig, backend: Backend, folder: Path = Path()) -> 
         gather = Gather("m", inputs_of(config), parts.mapped, backend.text)
         scatter = Scatter("m", outputs_of(config), parts.arenas, parts.mapped)
         extension = extension_of(config, folder, backend)
-        yield runner_of("m_0", "", backend, gather, scatter, extension, lambda *_: None)
+        yield Runner("m_0", "", backend, gather, scatter, lambda *_: None, extension)
         assert parts.arenas.used == 0
 
 

@@ -33,20 +33,19 @@ class GatherGroup:
     """Requests whose inputs stack along axis 0 and that a backend runs together; or one request without a batch
     dimension.
 
-    `works` are in the order of their rows, and `places` has the position of each in the batch. `rows` is the length of
-    axis 0, or 0 without a batch dimension. `extras` are the inputs that do not come from callers; they follow the
-    others. `lengths`: the length of each request before padding to `length`, for models with padded inputs.
+    `works` are in the order of their rows. `rows` is the length of axis 0, or 0 without a batch dimension. `extras` are
+    the inputs that do not come from callers; they follow the others. `lengths`: the length of each request before
+    padding to `length`, for models with padded inputs.
     """
 
     __slots__ = (
-        "_blobs", "_gather", "_pieces", "_shapes", "extras", "length", "lengths", "places", "ready", "rows", "works",
+        "_blobs", "_gather", "_pieces", "_shapes", "extras", "length", "lengths", "ready", "rows", "works",
     )  # fmt: skip
 
     def __init__(
         self,
         gather: Gather,
         works: Sequence[Work],
-        places: Sequence[int],
         rows: int,
         shapes: list[tuple[int, ...] | None],
         blobs: list[list[bytes]] | None,
@@ -57,7 +56,6 @@ class GatherGroup:
         self.works = works
         self.lengths = lengths
         self.length = length
-        self.places = places
         self.rows = rows
         self.ready = 0
         self.extras: Sequence[Array] = ()
@@ -227,7 +225,7 @@ class Gather:
     def _padded(self, spec: Spec, pad: Pad, pieces: list[Array], length: int) -> Array:
         rows = sum([piece.shape[0] for piece in pieces])
         array: Array = np.empty(pad.to(length, (rows, *pieces[0].shape[1:])), spec.numpy if spec.item else object)
-        group = GatherGroup(self, (), (), rows, [], None, None)
+        group = GatherGroup(self, (), rows, [], None, None)
         group._pad(spec, pieces, array)
         return array
 
@@ -290,7 +288,7 @@ class Gather:
             shapes.append(spec.inner((rows, *tail)))
         length = max(length, 0)
         alike = (length,) * count if self._pads else ()
-        return GatherGroup(self, works, range(count), rows, shapes, blobs, None, alike, length)
+        return GatherGroup(self, works, rows, shapes, blobs, None, alike, length)
 
     # ---------------------------------------------------------------------------------- one by one
 
@@ -327,8 +325,7 @@ class Gather:
             first = column[0].shape if spec.pad is None else spec.pad.to(longest, column[0].shape)
             length = sum(piece.shape[0] for piece in column) if len(column) > 1 else 0
             shapes.append(spec.inner((length, *first[1:]) if length else first))
-        places = [place for place, _ in members]
-        return GatherGroup(self, chosen, places, rows, shapes, None, pieces, lengths, longest)
+        return GatherGroup(self, chosen, rows, shapes, None, pieces, lengths, longest)
 
     def _pieces(self, work: Work) -> list[list[Array]]:
         """Returns the parts of each input of a request, in the order of the configuration, in the caller's shape."""

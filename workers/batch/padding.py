@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed
-from shmserve.workers.batch.output_checks import check_shape
 from shmserve.workers.batch.scatter import Results
 
 if TYPE_CHECKING:
@@ -41,18 +39,11 @@ class PaddedResults(Results):
     def near(self, index: int, shape: tuple[int, ...]) -> int | None:
         return None if self._is_cut(index, shape) else super().near(index, shape)
 
-    def place(self, index: int, shape: tuple[int, ...]) -> Array:
-        if not self._is_cut(index, shape):
-            return super().place(index, shape)
-        spec = self._scatter.specs[index]
-        check_shape(self._scatter.model, spec, shape, self._rows)
-        if spec.item:
-            size = elements(shape) * spec.item
-            array: Array = self._scatter.buffer(index, size).view(spec.numpy).reshape(shape)
-        else:
-            array = np.empty(shape, spec.numpy)
-        self._ready[index] = array
-        return array
+    def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        return None if self._is_cut(index, shape) else super()._place_one(index, spec, shape)
+
+    def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        return None if self._is_cut(index, shape) else super()._place_all(index, spec, shape)
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
         # The unpadded input equals the output only if the output is cut back; otherwise they differ.
@@ -75,12 +66,11 @@ class PaddedResults(Results):
     def _split(self, index: int, spec: Spec, array: Array) -> Sequence[Tensor | None]:
         if not self._is_cut(index, array.shape):
             return super()._split(index, spec, array)
-        tensors = []
+        shares: list[Array | None] = []
         start = 0
-        for position, (work, own) in enumerate(zip(self._works, self._lengths, strict=True)):
+        for work, own in zip(self._works, self._lengths, strict=True):
             end = start + work.rows
             kept = [slice(own) if axis in spec.cut else slice(None) for axis in range(1, array.ndim)]
-            share = array[(slice(start, end), *kept)]
-            tensors.append(self._one(index, spec, position, share, share.shape))
+            shares.append(array[(slice(start, end), *kept)])
             start = end
-        return tensors
+        return self._shares(index, spec, shares)

@@ -242,6 +242,10 @@ class Results:
         if self.needed(index):
             self._columns[index] = self._split(index, spec, array)
 
+    def put_shares(self, index: int, spec: Spec, shares: Sequence[Array | None]) -> None:
+        """`put` with an array for each request; None: the request does not get the output."""
+        self._columns[index] = self._shares(index, spec, shares)
+
     def put_named(self, name: str, array: Any) -> None:
         """`put` by name. `array` may also be a piece on the GPU."""
         index = self._scatter.names.get(name)
@@ -465,6 +469,14 @@ class Results:
             )
             for work, piece in zip(works, pieces, strict=True)
         ]
+
+    def _shares(self, index: int, spec: Spec, shares: Sequence[Array | None]) -> list[Tensor | None]:
+        tensors: list[Tensor | None] = []
+        for position, share in enumerate(shares):
+            if share is None:
+                self._holes = True
+            tensors.append(None if share is None else self._one(index, spec, position, share, share.shape))
+        return tensors
 
     def _one(self, index: int, spec: Spec, position: int, part: Array, shape: tuple[int, ...]) -> Tensor | None:
         """Copies one request's share into the message, the caller's place or the arena."""

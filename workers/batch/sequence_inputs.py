@@ -63,11 +63,10 @@ class BatchSequences:
             for entry in (sequence.control_input if sequence is not None else ())
             for control in entry.control
         )
-        self._null = SequenceRequest(0, "" if self._strings else 0, null=True)
+        self.null = SequenceRequest(0, "" if self._strings else 0, null=True)
+        """The member of an empty slot."""
 
     def of(self, work: Work) -> SequenceRequest:
-        if work.request == NULL:
-            return self._null
         options = work.options
         key = options.sequence if options is not None else 0
         if options is None or not key:
