@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from shmserve.workers.output_arenas import Arenas
 
 
-class Orders:
-    """Dispatches orders to `handlers` by type; an order without a handler goes to `_rare`."""
+class Inbox:
+    """Reads orders from the link and dispatches them by type. The model may read it while it is loading: orders that
+    have no handler until then are kept for the loop."""
 
     def __init__(self, owner: int, link: BrokerLink, outbox: Outbox, mapped: Mapped, arenas: Arenas) -> None:
         self._owner = owner
@@ -33,18 +34,28 @@ class Orders:
         self._mapped = mapped
         self._arenas = arenas
         self._handlers: dict[type, Callable[[Any], None]] = {Unmap: self._unmap}
+        self._kept: list[Any] | None = []  # None: the model is loaded
 
-    def _drain(self) -> None:
+    def add(self, handlers: dict[type, Callable[[Any], None]]) -> None:
+        self._handlers |= handlers
+
+    def loaded(self) -> list[Any]:
+        """Returns the orders that were kept. From now on an order without a handler is a protocol error."""
+        kept, self._kept = self._kept or [], None
+        return kept
+
+    def drain(self) -> None:
+        """Handles all orders that have arrived."""
         drain = self._link.drain
         while (packet := drain()) is not None:
-            self._handle(*packet)
+            self.handle(*packet)
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Used as the reader of the link while the model runs."""
-        self._drain()
+        self.drain()
         self._outbox.flush()
 
-    def _handle(self, orders: list[Any], descriptors: list[int]) -> None:
+    def handle(self, orders: list[Any], descriptors: list[int]) -> None:
         if descriptors:
             left = deque(descriptors)
             try:
@@ -74,7 +85,7 @@ class Orders:
             raise ProtocolError(f"{len(descriptors)} descriptor(s) came that belong to no message")
 
     def _rare(self, order: Any, descriptor: int | None) -> None:
-        """Handles Map, and orders that must not arrive here."""
+        """Handles Map, and orders that have no handler."""
         if isinstance(order, Map):
             self._map(order, descriptor)
             return
@@ -82,10 +93,9 @@ class Orders:
             os.close(descriptor)
         if isinstance(order, Refused):
             raise ProtocolError(order.text)
-        self._unexpected(order)
-
-    def _unexpected(self, order: Any) -> None:
-        raise ProtocolError(f"{type(order).__name__} came to a worker whose model is loaded")
+        if self._kept is None:
+            raise ProtocolError(f"{type(order).__name__} came to a worker whose model is loaded")
+        self._kept.append(order)
 
     def _map(self, order: Map, descriptor: int | None) -> None:
         """Logs a segment that cannot be mapped; the requests that use it fail on their own."""
@@ -105,24 +115,3 @@ class Orders:
         if order.segment in self._mapped and not self._arenas.owns(order.segment):
             self._mapped.remove(order.segment)
             self._arenas.audiences.pop(order.segment, None)
-
-
-class LoadingOrders(Orders):
-    """Handles orders while the model is loading. Keeps those other than replies and segment maps in `later`."""
-
-    def __init__(
-        self,
-        owner: int,
-        link: BrokerLink,
-        outbox: Outbox,
-        mapped: Mapped,
-        arenas: Arenas,
-        handlers: dict[type, Callable[[Any], None]],
-    ) -> None:
-        super().__init__(owner, link, outbox, mapped, arenas)
-        self._handlers.update(handlers)
-        self.later: list[Any] = []
-        self.read = self._read
-
-    def _unexpected(self, order: Any) -> None:
-        self.later.append(order)

@@ -6,7 +6,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -22,7 +22,7 @@ from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of
-from shmserve.workers.inbox import LoadingOrders
+from shmserve.workers.inbox import Inbox
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback, public
@@ -49,8 +49,8 @@ class LoadedModel(Struct):
     backend: Backend
     arenas: Arenas
     runner: Runner
-    orders: list[Any] = []
-    """Orders that arrived during loading and are still to be handled."""
+    inbox: Inbox | None = None
+    """None without a link."""
 
 
 def load(
@@ -75,13 +75,13 @@ def load(
     _still_the_same(folder, pins)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
-    loading_orders = None
-    if link is not None and backend.asks:
+    inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None else None
+    if link is not None and inbox is not None and backend.asks:
         from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
 
         backend.calls = calls = OutgoingCalls(outbox, arenas, mapped)
-        loading_orders = LoadingOrders(order.owner, link, outbox, mapped, arenas, calls.handlers)
-        backend.listen = partial(_listen, link, loading_orders)
+        inbox.add(calls.handlers)
+        backend.listen = partial(_listen, link, inbox)
     try:
         if context.auto_complete:
             config = backend.complete(config)
@@ -105,11 +105,11 @@ def load(
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
     runner = Runner(order.instance, order.model_dir, backend, gather, scatter, trace, extension)
-    return LoadedModel(config, backend, arenas, runner, loading_orders.later if loading_orders is not None else [])
+    return LoadedModel(config, backend, arenas, runner, inbox)
 
 
-def _listen(link: BrokerLink, loading_orders: LoadingOrders, streams: OpenResponses) -> None:
-    streams.listen(link.fileno(), loading_orders.read)
+def _listen(link: BrokerLink, inbox: Inbox, streams: OpenResponses) -> None:
+    streams.listen(link.fileno(), inbox.read)
 
 
 def _pins(order: Load) -> dict[str, Look]:

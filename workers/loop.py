@@ -27,10 +27,9 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.messages import Withdrawn as WithdrawnReport
 from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
-from shmserve.workers.inbox import Orders
 
 if TYPE_CHECKING:
-    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.inbox import Inbox
     from shmserve.workers.link import BrokerLink
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.responses import OpenResponses
@@ -39,47 +38,51 @@ if TYPE_CHECKING:
     from shmserve.workers.runner import Runner
 
 
-class Loop(Orders):
+class Loop:
     """Runs until Stop. Raises ConnectionLost if the broker is gone, ProtocolError if it violates the protocol."""
 
     def __init__(
         self,
-        owner: int,
         link: BrokerLink,
+        inbox: Inbox,
         outbox: Outbox,
-        mapped: Mapped,
         arenas: Arenas,
         runner: Runner,
         streams: OpenResponses | None = None,
         calls: OutgoingCalls | None = None,
         prober: Callable[[Callable[[bool], None]], None] | None = None,
     ) -> None:
-        super().__init__(owner, link, outbox, mapped, arenas)
+        self._receive = link.receive
+        self._inbox = inbox
+        self._handle = inbox.handle
+        self._drain = inbox.drain
+        self._outbox = outbox
+        self._arenas = arenas
         self._runner = runner
         self._waiting = BatchQueue()
         self._stopping = False
         self._streams = streams
         if streams is not None:
-            streams.connect(link.fileno(), self._read, self._tell, runner.row, self._discard)
+            streams.connect(link.fileno(), inbox.read, self._tell, runner.row, self._discard)
         self._calls = calls
         self._prober = prober
-        own: dict[type, Callable[[Any], None]] = {
-            Execute: self._waiting.add,
-            Return: self._return,
-            Withdraw: self._withdraw,
-            Ping: self._ping,
-            More: self._more,
-            EndSequences: self._end_sequences,
-            Stop: self._stop,
-            Probe: self._probe,
-        }
-        self._handlers |= own
-        if calls is not None:
-            self._handlers |= calls.handlers
+        inbox.add(
+            {
+                Execute: self._waiting.add,
+                Return: self._return,
+                Withdraw: self._withdraw,
+                Ping: self._ping,
+                More: self._more,
+                EndSequences: self._end_sequences,
+                Stop: self._stop,
+                Probe: self._probe,
+            }
+        )
 
     def run(self, orders: list[Any], descriptors: list[int]) -> None:
-        """`orders` are the orders that arrived with Load or during loading; they are handled first."""
-        self._handle(orders, descriptors)
+        """`orders` are the orders that arrived with Load. They and those that arrived during loading are handled
+        first."""
+        self._handle([*orders, *self._inbox.loaded()], descriptors)
         self._drain()
         while True:
             batch = self._waiting.start(last=self._stopping)
@@ -102,7 +105,7 @@ class Loop(Orders):
         if self._streams is not None and self._streams.shared:
             self._streams.wait()
             return
-        self._handle(*self._link.receive())
+        self._handle(*self._receive())
         if not self._waiting.complete:
             self._drain()
 

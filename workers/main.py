@@ -197,18 +197,11 @@ def _serve(link: BrokerLink) -> Exit:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         backend = model.backend
+        assert model.inbox is not None
         loop = Loop(
-            order.owner,
-            link,
-            outbox,
-            mapped,
-            model.arenas,
-            model.runner,
-            backend.streams,
-            backend.calls,
-            backend.probe,
+            link, model.inbox, outbox, model.arenas, model.runner, backend.streams, backend.calls, backend.probe
         )
-        loop.run([*orders[1:], *model.orders], descriptors)
+        loop.run(orders[1:], descriptors)
         stopped = True
     finally:
         finalized = _finalize(model, stopped)
