@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.errors import Cancelled, InvalidRequest, ServeError
+from shmserve.errors import Cancelled, InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import (
     FIELD_BYTES,
     INLINE_BYTES,
@@ -23,6 +23,7 @@ from shmserve.protocol.messages import (
     Ask,
     Call,
     Cancel,
+    Counted,
     Fail,
     FailHeld,
     Handle,
@@ -34,8 +35,9 @@ from shmserve.protocol.messages import (
     Tensor,
     Wanted,
 )
+from shmserve.shm.counters import PAGE_BYTES, Subject, Writer
+from shmserve.shm.extents import memfd
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.workers.model_calls.counters import ModelTallies
 from shmserve.workers.model_calls.pending import (
     Array,
     Gift,
@@ -51,7 +53,6 @@ from shmserve.workers.output_arenas import INTERNAL, Arenas
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Options, Work
-    from shmserve.shm.counters import Subject
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
@@ -60,6 +61,8 @@ WINDOW = 64
 """The most replies of a call that may arrive before the model takes the first."""
 MESSAGE_BYTES = 48 * 1024
 """The most bytes of inputs inside one message."""
+COUNTER_PAGES = 16
+"""The most pages of counters of a model."""
 
 
 class OutgoingCalls:
@@ -77,7 +80,7 @@ class OutgoingCalls:
         """Failed calls whose inputs may still be read."""
         self._passed: dict[Handle, list[Array]] = {}
         """Arrays passed on by handle in rows that have not been sent."""
-        self._tallies = ModelTallies(outbox)
+        self._counters = CounterPages(outbox)
         self._awaited = 0
         self._reader: threading.Thread | None = None
         self.handlers: dict[type, Callable[[Any], None]] = {
@@ -291,7 +294,7 @@ class OutgoingCalls:
         """Returns the memory of a new metric, which the server reads."""
         with self._streams.turn:
             self._streams.check_process()
-            return self._tallies.add(subject)
+            return self._counters.add(subject)
 
     def later(self, what: Handle | Cancel) -> None:
         """Called by finalizers in any thread; sent with the next messages."""
@@ -415,3 +418,29 @@ class OutgoingCalls:
         if not arrays:
             del self._passed[place]
         return True
+
+
+class CounterPages:
+    """The pages of counters that a worker shares with the broker, created on demand and kept as long as the process
+    lives. Invariant: a page is announced before it is written."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._extents: list[memfd.MemfdExtent] = []
+        self._writer: Writer | None = None
+
+    def add(self, subject: Subject) -> memoryview[float]:
+        numbers = self._writer.add(subject) if self._writer is not None else None
+        if numbers is not None:
+            return numbers
+        if len(self._extents) == COUNTER_PAGES:
+            raise Unavailable(f"the metrics of this model take more than {COUNTER_PAGES * PAGE_BYTES} bytes")
+        extent = memfd.create(PAGE_BYTES, seal_future_write=True)
+        self._extents.append(extent)
+        self._outbox.add(Counted(PAGE_BYTES), extent.fd)
+        self._outbox.flush()
+        self._writer = Writer(extent.memory)
+        numbers = self._writer.add(subject)
+        if numbers is None:
+            raise Unavailable(f"metric '{subject.name}' with its labels takes more than {PAGE_BYTES} bytes")
+        return numbers

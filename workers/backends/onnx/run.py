@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnxruntime as ort
 
 from shmserve.dtypes import elements
+from shmserve.repo.onnx.protobuf import strings
 from shmserve.workers.backends.device_inputs import There
-from shmserve.workers.backends.onnx.strings import value_of
 from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -103,7 +104,7 @@ class Binding:
                 known[spec.name] = NOWHERE
                 continue
             if not spec.item:
-                held.append(value_of(given))
+                held.append(strings_value(given))
                 self._bound.bind_ortvalue_input(spec.name, held[-1])
                 known[spec.name] = (0, given.shape)
                 continue
@@ -161,3 +162,21 @@ def view_of(value: Any, spec: Spec, owner: Any) -> Array:
     raw = (ctypes.c_uint8 * (elements(shape) * spec.item)).from_address(value.data_ptr())
     raw.kept = (owner, value)  # type: ignore[attr-defined]
     return np.ndarray(shape, spec.numpy, memoryview(raw))
+
+
+def strings_value(array: Array) -> Any:
+    """Returns a value of the engine with these strings, which must be str.
+
+    A binding does not accept strings from an array, only values that the engine created. So a model that consists of
+    one constant with these strings is run.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_cpu_mem_arena = False
+    session = ort.InferenceSession(strings(array, "strings"), options, providers=["CPUExecutionProvider"])
+    bound = session.io_binding()
+    bound.bind_output("strings", "cpu")
+    session.run_with_iobinding(bound)
+    return bound.get_outputs()[0]
