@@ -14,7 +14,6 @@ import ctypes
 import gc
 import importlib
 import os
-import re
 import select
 import socket
 import sys
@@ -38,8 +37,6 @@ NAME = "shmserve-ready"
 """The name of this process in the process table."""
 REQUEST_BYTES = 64 * 1024
 _THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_OPENBLAS = re.compile(r"openblas[^/]*\.so[^/]*$")
-_OTHERS = re.compile(r"/(?:libmkl|libblis|libblas|libcblas)[^/]*\.so[^/]*$")
 _SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -80,16 +77,17 @@ def main() -> NoReturn:
             os.close(descriptor)
     words = _become(request.decode().split("\0"), *descriptors)
     # Call from here, not deeper: only the last lines of a worker's traceback are kept, so each frame counts.
-    worker.run(words, (lambda: set_threads(_threads())) if set_threads is not None else None)
+    worker.run(words, lambda: set_threads(_threads()))
 
 
-def _import() -> SetThreads | None:
+def _import() -> SetThreads:
     """Imports what workers need, with one thread for numpy. Returns the function that sets numpy's thread count."""
     given = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:
         for name in MODULES:
             importlib.import_module(name)
+        linked = importlib.import_module("numpy.linalg._umath_linalg")
     except ImportError as error:  # a worker that needs the module reports it in detail
         raise CannotFork(f"{error}") from None
     finally:
@@ -100,22 +98,17 @@ def _import() -> SetThreads | None:
                 os.environ[name] = value
     if len(os.listdir("/proc/self/task")) > 1:
         raise CannotFork("something that was imported has started a thread")
-    with open("/proc/self/maps") as file:
-        return _setter(file.read())
+    return _setter(str(linked.__file__))
 
 
-def _setter(maps: str) -> SetThreads | None:
-    paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
-    libraries = {path for path in paths if _OPENBLAS.search(path)}
-    if len(libraries) > 1 or any(_OTHERS.search(path) for path in paths - libraries):
-        raise CannotFork("it is not known how the library that numpy computes with is told its number of threads")
-    for path in libraries:
-        library = ctypes.CDLL(path)
-        for name in _SETTERS:
-            if hasattr(library, name):
-                return getattr(library, name)  # type: ignore[no-any-return]
-        raise CannotFork("the library that numpy computes with cannot be told its number of threads")
-    return None
+def _setter(path: str) -> SetThreads:
+    """Returns the function of the OpenBLAS that the extension module `path` of numpy is linked with. No environment
+    variable can replace it: OpenBLAS reads them once, when numpy is imported, but each worker has its own number."""
+    library = ctypes.CDLL(path)
+    for name in _SETTERS:  # dlsym also searches the libraries that a library depends on
+        if hasattr(library, name):
+            return getattr(library, name)  # type: ignore[no-any-return]
+    raise CannotFork("numpy is not linked with an OpenBLAS whose number of threads can be set")
 
 
 def _fork(control: socket.socket, broker: int) -> bool:
@@ -188,7 +181,12 @@ def _threads() -> int:
 
 
 def _show(command: list[str]) -> None:
-    """Overwrites the command line in the process table."""
+    """Overwrites the command line in the process table.
+
+    Without this, `ps -f` and `systemctl status` would show the same command for the zygote and all workers. PR_SET_NAME
+    sets only the short name of 15 bytes, which cuts long names of instances, and PR_SET_MM needs a privilege, or
+    thirteen addresses and an option of the kernel.
+    """
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
