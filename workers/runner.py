@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure, Row, Work
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
-from shmserve.workers.batch.padding import PaddedResults
+from shmserve.workers.batch.padding import UNKNOWN_LENGTH, PaddedResults
 from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.process.log import log_traceback, public
 
@@ -79,7 +79,7 @@ class Runner:
         taken = computed = clock()
         first = 0
         again: tuple[int, ...] = ()
-        found = {work.request: failed(work, error) for work, error in extension.begin(works)}
+        by_request = {work.request: failed(work, error) for work, error in extension.begin(works)}
         for part in extension.parts():
             rows, (_, ready, computed, _), more = self._run(part)
             if len(part) == len(works) and not (extension.stacked and part[0].slot >= 0):
@@ -87,9 +87,9 @@ class Runner:
                 return rows, (taken, ready, computed, clock()), more
             first = first or ready
             again += more
-            found.update((row.request, row) for row in rows)
+            by_request.update((row.request, row) for row in rows)
         extension.end()
-        rows = [found[work.request] for work in works if work.request in found]
+        rows = [by_request[work.request] for work in works if work.request in by_request]
         return rows, (taken, first or taken, computed, clock()), again
 
     # ------------------------------------------------------------------------------------ one array per input
@@ -101,14 +101,14 @@ class Runner:
         if len(groups) == 1 and not failures:
             rows, ready, computed = self._run_group(groups[0])
             return rows, (taken, ready, computed, clock()), ()
-        found = {works[place].request: failed(works[place], error) for place, error in failures}
+        by_request = {works[index].request: failed(works[index], error) for index, error in failures}
         ready = computed = clock()
         first = 0
         for group in groups:
             rows, ready, computed = self._run_group(group)
             first = first or ready
-            found.update((row.request, row) for row in rows)
-        return [found[work.request] for work in works], (taken, first or ready, computed, clock()), ()
+            by_request.update((row.request, row) for row in rows)
+        return [by_request[work.request] for work in works], (taken, first or ready, computed, clock()), ()
 
     def _run_group(self, group: GatherGroup) -> tuple[list[Row], int, int]:
         """Returns the results, when the inputs were ready, and when the outputs were computed."""
@@ -139,16 +139,16 @@ class Runner:
 
     def _run_separate(self, works: Sequence[Work]) -> Ran:
         taken = clock()
-        found: list[Row | None] = [None] * len(works)
+        rows: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
-        places: list[int] = []
+        runnable: list[int] = []
         read, length, extension = self._read, self._gather.longest(works), self._extension
-        for place, work in enumerate(works):
+        for index, work in enumerate(works):
             try:
                 requests.append(Request(work, read(work, length)))
-                places.append(place)
+                runnable.append(index)
             except ServeError as error:
-                found[place] = failed(work, error)
+                rows[index] = failed(work, error)
         ready = clock()
         answers: list[Answer | None] = []
         again: list[int] = []
@@ -158,23 +158,23 @@ class Runner:
             except Exception as error:
                 answers = self._separate.failed(requests, Answer(error=self._failure(error)))
         computed = clock()
-        for place, answer in zip(places, answers, strict=True):
+        for index, answer in zip(runnable, answers, strict=True):
             if extension is not None:
-                found[place] = self._answered(works[place], answer, extension)
+                rows[index] = self._answered(works[index], answer, extension)
             elif answer is not None and not answer.again:
-                found[place] = self.row(works[place], answer)
+                rows[index] = self.row(works[index], answer)
                 continue
             if answer is not None and answer.again:
-                again.append(works[place].request)
-        return [row for row in found if row is not None], (taken, ready, computed, clock()), tuple(again)
+                again.append(works[index].request)
+        return [row for row in rows if row is not None], (taken, ready, computed, clock()), tuple(again)
 
     def row(self, work: Work, answer: Answer) -> Row:
         """Converts an answer to a Row: places the outputs where their reader can map them."""
         if answer.error is not None:
             return Row(work.request, (), answer.error)
         if self._gather.pads:
-            own = self._gather.length_of(work)
-            results: Results = PaddedResults(self._scatter, (work,), work.rows, (own,), -1)
+            lengths = (self._gather.length_of(work),)
+            results: Results = PaddedResults(self._scatter, (work,), work.rows, lengths, UNKNOWN_LENGTH)
         else:
             results = self._scatter.results((work,), work.rows)
         try:
