@@ -43,7 +43,7 @@ def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eag
     said: list[Row] = []
     streams.connect(-1, lambda: None, said.append, lambda work, _: Row(work.request, ((),)), lambda _: None)  # type: ignore[arg-type]
     stream = streams.begin(Work(1, 1, (), None, "internal", Options(window=WINDOW)))
-    streams.leave()
+    streams.turn.release()
     passed = 0
     seen: list[bool] = []
 
@@ -61,13 +61,13 @@ def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eag
     stream.loop, stream.task, stream.together = loop, loop.create_task(model()), (stream,)
     loop.turn(20)
     assert (passed, len(said), len(stream.kept)) == (WINDOW, WINDOW, 1)
-    streams.enter()
+    streams.turn.acquire()
     streams.cancel([1])
-    streams.leave()
+    streams.turn.release()
     loop.turn()
     assert stream.task.cancelled()
     assert (passed, len(said)) == (WINDOW, WINDOW)
     assert seen == [True], "the model asks is_cancelled() when it ends"
-    streams.enter()
+    streams.turn.acquire()
     streams.stop(tell=True)
     streams.close()

@@ -33,7 +33,7 @@ _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer en
 
 
 class OpenResponses:
-    """Created by the main thread, which holds the turn from then on."""
+    """Created by the main thread, which holds the turn from then on, except while the model runs in it."""
 
     def __init__(self, decoupled: bool) -> None:
         self.decoupled = decoupled
@@ -43,12 +43,9 @@ class OpenResponses:
         self.lost: Exception | None = None
         """The error because of which the link can no longer be read, from whichever thread read it."""
         self.connected = False
-        self.turn = self._turn = threading.Lock()
-        self._turn.acquire()
-        self._condition = threading.Condition(self._turn)
-        self.leave = self._turn.release
-        """Called before the model runs in the main thread."""
-        self.enter = self._turn.acquire
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self._condition = threading.Condition(self.turn)
         self.withdrawn: set[int] = set()
         """Cancelled requests without a stream, in the running or the next batch."""
         self._forgotten: deque[ResponseSender] = deque()
@@ -144,13 +141,13 @@ class OpenResponses:
         self.ended()
         self._condition.notify_all()
         self._ring()
-        self._turn.release()
+        self.turn.release()
 
     def forked(self) -> None:
         """Called in a process that the model forked: the link belongs to the parent. The lock is replaced, because a
         thread that exists only in the parent may hold it."""
-        self.turn = self._turn = threading.Lock()
-        self._condition = threading.Condition(self._turn)
+        self.turn = threading.Lock()
+        self._condition = threading.Condition(self.turn)
         self.connected = self.listening = False
         self._forked = self._stopped = True
 
@@ -170,7 +167,7 @@ class OpenResponses:
 
     def begin_late(self, work: Work) -> ResponseSender:
         """`begin` while the model runs, without the turn."""
-        with self._turn:
+        with self.turn:
             return self.begin(work)
 
     def fail(self, stream: ResponseSender, failure: Failure) -> None:
@@ -222,7 +219,7 @@ class OpenResponses:
 
     def wait_for(self, ready: Callable[[], bool], whatever: bool = False) -> None:
         """Waits until `ready()`; `whatever`: also after the link is lost. Without the turn."""
-        with self._turn:
+        with self.turn:
             self._hang_bell()
             while not ready():
                 if not whatever:
@@ -231,12 +228,12 @@ class OpenResponses:
 
     def wake(self) -> None:
         """Wakes waiters whose condition may have changed. Without the turn."""
-        with self._turn:
+        with self.turn:
             self._changed()
 
     def read_while(self, wanted: Callable[[], bool], over: Callable[[], None]) -> None:
         """Reads the link for waiters that must not block. Called without the turn; calls `over` with it."""
-        with self._turn:
+        with self.turn:
             self._hang_bell()
             while wanted() and self.lost is None and not self._stopped:
                 self._wait()
@@ -252,7 +249,7 @@ class OpenResponses:
         if self._nothing_to_send(stream, answer):
             return SENT
         sent_at = monotonic_ns()
-        with self._turn:
+        with self.turn:
             if not self._begin_to_send(stream, answer, final):
                 return SENT
             if answer is not None and answer.error is None:
@@ -269,7 +266,7 @@ class OpenResponses:
         if self._nothing_to_send(stream, answer):
             return SENT
         sent_at = monotonic_ns()
-        with self._turn:
+        with self.turn:
             if not self._begin_to_send(stream, answer, final):
                 return SENT
             free = answer is None or answer.error is not None
@@ -292,12 +289,12 @@ class OpenResponses:
 
     def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
         """Whether the request was cancelled, according to the messages received so far."""
-        if self.connected and self._turn.acquire(blocking=False):
+        if self.connected and self.turn.acquire(blocking=False):
             try:
                 if not self._reading:
                     self._look()
             finally:
-                self._turn.release()
+                self.turn.release()
         return stream.cancelled if stream is not None else request in self.withdrawn
 
     def forget(self, stream: ResponseSender) -> None:
@@ -307,7 +304,7 @@ class OpenResponses:
 
     def fail_all(self, streams: Iterable[ResponseSender], failure: Failure) -> None:
         """Fails streams because the code that would have answered them failed. In any thread."""
-        with self._turn:
+        with self.turn:
             for stream in streams:
                 if stream.work.request in self.open and not stream.over:
                     self.fail(stream, failure)
@@ -315,7 +312,7 @@ class OpenResponses:
     # ------------------------------------------------------------------------------------ with the turn
 
     def _nothing_to_send(self, stream: ResponseSender, answer: Answer | None) -> bool:
-        """Returns whether the stream is over; raises Closed for an invalid send. Checked first without the turn,
+        """Returns whether the stream is over; raises StreamClosed for an invalid send. Checked first without the turn,
         because acquiring the turn may block until the next batch."""
         if self._forked:
             raise StreamClosed(FORKED)
@@ -446,11 +443,11 @@ class OpenResponses:
             self._reading = False
             self._look()
             return
-        self._turn.release()
+        self.turn.release()
         try:
             self._poll.poll()
         finally:
-            self._turn.acquire()
+            self.turn.acquire()
             self._reading = False
         if self._bell >= 0:
             with suppress(BlockingIOError):  # woken by the link, not by the bell

@@ -171,11 +171,11 @@ class Python(PythonModel, SeparateBackend):
             for request, stream in zip(given, streams, strict=True):
                 self._start(self._generate(request, stream), [stream])
             return streams, []
-        host.leave()
+        host.turn.release()
         try:
             result = self._model.execute(given)
         finally:
-            host.enter()
+            host.turn.acquire()
         if inspect.iscoroutine(result):
             self._start(self._follow(result, streams), streams)
             return streams, []

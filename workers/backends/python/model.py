@@ -1,7 +1,7 @@
 """The common base of both kinds of Python backends: the model file, the model object, and its calls to the server.
 
 Invariant: while `initialize` and `execute` run, the main thread does not hold the turn (the lock that guards all worker
-state, see `responses.Streams`), so that the model can make calls and wait for replies.
+state, see `responses.OpenResponses`), so that the model can make calls and wait for replies.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class PythonModel(Backend):
             self.listen(self._streams)
         model = kind()
         if callable(getattr(model, "initialize", None)):
-            self._streams.leave()
+            self._streams.turn.release()
             try:
                 model.initialize(self._file.arguments(config))
             finally:
-                self._streams.enter()
+                self._streams.turn.acquire()
         self._model = model
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
@@ -141,14 +141,14 @@ class PythonModel(Backend):
 
     def _execute(self, given: Any) -> Any:
         """Returns the result of the model's `execute`, which may be a coroutine."""
-        self._streams.leave()
+        self._streams.turn.release()
         try:
             found = self._model.execute(given)
             if type(found) is not list and inspect.iscoroutine(found):
                 return self._run(found)
             return found
         finally:
-            self._streams.enter()
+            self._streams.turn.acquire()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a coroutine of the model and returns its result. If other models can be called, this thread reads their
