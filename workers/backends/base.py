@@ -82,8 +82,8 @@ class Backend:
     def load(self, config: ModelConfig) -> None:
         """Makes the model ready. An exception is reported as the reason why the model is not served."""
 
-    def probe(self, tell: Callable[[bool], None]) -> None:
-        """Calls `tell` with whether the model is ready, now or later, in any thread."""
+    def probe(self, report: Callable[[bool], None]) -> None:
+        """Calls `report` with whether the model is ready, now or later, in any thread."""
 
     def close(self) -> None:
         """Releases the model. Called once, also after `load` failed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,11 +33,36 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.pending import Pending
 
-PROBES = 1024
+PENDING_PROBES = 1024
 """Limit of probes that wait for the result of `is_ready`. Beyond it, the oldest are dropped; they have timed out."""
 
 
-class PythonModel(Backend):
+class _Probes:
+    """Calls `is_ready` in a separate thread, because the main thread may be running the model. Only one call runs at a
+    time; its result answers all probes that arrived during the call."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self._is_ready = is_ready
+        self._lock = threading.Lock()
+        self._pending: deque[Callable[[bool], None]] = deque(maxlen=PENDING_PROBES)
+
+    def add(self, report: Callable[[bool], None]) -> None:
+        with self._lock:
+            self._pending.append(report)
+            if len(self._pending) > 1:
+                return
+        threading.Thread(target=self._run, name="is_ready", daemon=True).start()
+
+    def _run(self) -> None:
+        ready = self._is_ready()
+        with self._lock:
+            pending = list(self._pending)
+            self._pending.clear()
+        for report in pending:
+            report(ready)
+
+
+class PythonModel(Backend, ABC):
     asks = True
 
     def __init__(self, context: Context) -> None:
@@ -44,28 +70,27 @@ class PythonModel(Backend):
         self._file = ModelFile(context)
         self._model: Any = None
         self._coroutines: Coroutines | None = None
-        self._probe_lock = threading.Lock()
-        self._probing: deque[Callable[[bool], None]] = deque(maxlen=PROBES)
+        self._probes = _Probes(self._is_ready)
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         pb_requests.bind(self)
         function = getattr(self._file.kind(config), "auto_complete_config", None)
         if function is None:
             return config
-        given = pb_utils.ModelConfig(as_triton_json(config))
-        found = function(given)
-        if not isinstance(found, pb_utils.ModelConfig):
+        completed = function(pb_utils.ModelConfig(as_triton_json(config)))
+        if not isinstance(completed, pb_utils.ModelConfig):
             raise InvalidRequest(
                 f"auto_complete_config of model '{config.name}' must return the model configuration object that it "
-                f"was given, not {type(found).__name__}"
+                f"was given, not {type(completed).__name__}"
             )
-        return from_triton_json(found.as_dict())
+        return from_triton_json(completed.as_dict())
 
     def load(self, config: ModelConfig) -> None:
         pb_requests.bind(self)
         kind = self._file.kind(config)
         policy = config.model_transaction_policy
         self.streams = self._streams = OpenResponses(policy is not None and policy.decoupled)
+        # `close` clears `streams`; threads of the model that outlive it still use `_streams`.
         self.strict = flag(config, STRICT, False)
         self._integers = {
             spec.name: spec.numpy
@@ -88,8 +113,9 @@ class PythonModel(Backend):
                 self._streams.turn.acquire()
         self._model = model
 
+    @abstractmethod
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        """Hook of subclasses: checks the model's class against the configuration. Raises if they do not match."""
+        """Checks the model's class against the configuration. Raises if they do not match."""
 
     def close(self) -> None:
         pb_metrics.keep()
@@ -108,34 +134,20 @@ class PythonModel(Backend):
 
     # ------------------------------------------------------------------------------------ readiness
 
-    def probe(self, tell: Callable[[bool], None]) -> None:
-        """Calls `is_ready` in a separate thread, because the main thread may be running the model. Only one call runs
-        at a time; its result answers all probes that arrived during the call."""
-        with self._probe_lock:
-            self._probing.append(tell)
-            if len(self._probing) > 1:
-                return
-        threading.Thread(target=self._probe, name="is_ready", daemon=True).start()
+    def probe(self, report: Callable[[bool], None]) -> None:
+        self._probes.add(report)
 
-    def _probe(self) -> None:
-        found = self._asked_model()
-        with self._probe_lock:
-            probing = list(self._probing)
-            self._probing.clear()
-        for tell in probing:
-            tell(found)
-
-    def _asked_model(self) -> bool:
+    def _is_ready(self) -> bool:
         try:
-            found = self._model.is_ready()
-            if inspect.iscoroutine(found):
-                found = asyncio.run(found)
+            ready = self._model.is_ready()
+            if inspect.iscoroutine(ready):
+                ready = asyncio.run(ready)
         except Exception as error:
             log_traceback(f"is_ready of model instance '{self._instance}' failed", error)
             return False
-        if not isinstance(found, bool):
-            log_message(f"is_ready of model instance '{self._instance}' gave {type(found).__name__}, not True or False")
-        return found is True
+        if not isinstance(ready, bool):
+            log_message(f"is_ready of model instance '{self._instance}' gave {type(ready).__name__}, not True or False")
+        return ready is True
 
     # ------------------------------------------------------------------------------------ running
 
@@ -143,10 +155,10 @@ class PythonModel(Backend):
         """Returns the result of the model's `execute`, which may be a coroutine."""
         self._streams.turn.release()
         try:
-            found = self._model.execute(given)
-            if type(found) is not list and inspect.iscoroutine(found):
-                return self._run(found)
-            return found
+            result = self._model.execute(given)
+            if type(result) is not list and inspect.iscoroutine(result):
+                return self._run(result)
+            return result
         finally:
             self._streams.turn.acquire()
 
@@ -174,13 +186,13 @@ class PythonModel(Backend):
         converted = array.astype(declared)
         return converted if (converted == array).all() else array
 
+    @abstractmethod
     def _works(self) -> Sequence[Work]:
         """The requests that the model is executing. Empty during warm-up, whose requests the server does not know."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_held(self) -> bool:
         """Whether a call made by this thread keeps the instance from running its next batch until it is answered."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------ calls to the server
 
