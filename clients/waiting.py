@@ -37,7 +37,7 @@ def not_ready(
 def will_not_be(url: str, model: str | None, index: list[dict[str, Any]]) -> Unavailable:
     """The error if waiting cannot help: nothing is being loaded, and a model has failed."""
     what = f"model '{model}'" if model else "the server"
-    reasons = "; ".join(why_not_ready(model, index)) or "what was to be served could not be loaded"
+    reasons = "; ".join(why_not_ready(model, index)) or "no model could be loaded"
     return Unavailable(f"{what} at {url} is not ready, and nothing is being loaded: {reasons}")
 
 
@@ -47,7 +47,7 @@ def failed_changes(model: str | None, index: list[dict[str, Any]]) -> list[str]:
     for entry in index:
         failed = entry.get("last_failed_change")
         if failed is not None and model in (None, entry["name"]):
-            text = f"model '{entry['name']}' is served as before: {failed_change(failed)}"
+            text = f"model '{entry['name']}' still serves its previous version: {failed_change(failed)}"
             found.setdefault(entry["name"], text)
     return list(found.values())
 

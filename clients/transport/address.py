@@ -61,16 +61,16 @@ def address_of(
     allowed = _MEMORY.get(kind)
     if allowed is None or not separator or not rest:
         raise InvalidRequest(
-            f"url {url!r} is none of unix:///path/lane.sock, ipc:///path/broker.sock and tcp://host:port"
+            f"invalid url {url!r}: expected unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
         )
     if memory is not None and memory not in allowed:
-        raise InvalidRequest(f"memory={memory!r} cannot be used over {kind}://, only {' or '.join(allowed)}")
+        raise InvalidRequest(f"memory={memory!r} cannot be used over {kind}://; use {' or '.join(allowed)}")
     if kind == "unix" and not rest.startswith("/"):
         rest = os.path.abspath(rest)
     if kind == "tcp":
         return Address(url, kind, rest, allowed[0], _keys(server_key, key_file))
     if server_key is not None or key_file is not None:
-        raise InvalidRequest(f"server_key and key_file are for tcp://, and this is {kind}://")
+        raise InvalidRequest(f"server_key and key_file are only for tcp://, not {kind}://")
     return Address(url, kind, rest, memory or allowed[0])
 
 
@@ -80,11 +80,10 @@ def _keys(server_key: str | os.PathLike[str] | None, key_file: str | os.PathLike
     if server is None or own is None:
         missing = f"server_key= (or {SERVER_KEY})" if server is None else f"key_file= (or {KEY_FILE})"
         raise InvalidRequest(
-            f"tcp:// needs {missing}: the file NAME.key of your own from `shmserve keygen NAME`, and the public key of "
-            "the server"
+            f"tcp:// needs {missing}: your own NAME.key, written by `shmserve keygen NAME`, and the server's public key"
         )
     return Keys(read_public(server), read_pair(own))
 
 
 def no_server(address: Address, reason: str) -> ConnectionLost:
-    return ConnectionLost(f"no server at {address.url} ({reason}): {FIRST_STEP}, or name another by url=")
+    return ConnectionLost(f"no server at {address.url} ({reason}): {FIRST_STEP}, or select another by url=")

@@ -65,10 +65,10 @@ class LoopLink:
             return loop
         if self._loop is not None:
             if not self._loop.is_closed():
-                raise RuntimeError("this AsyncClient is used by another event loop; make one for each")
+                raise RuntimeError("this AsyncClient belongs to another event loop; create one per event loop")
             self._watched = []
             self._lose(ConnectionLost("its event loop was closed"))
-            self.session.fail_all(ConnectionLost("the event loop was closed before the answer came"))
+            self.session.fail_all(ConnectionLost("the event loop was closed before the response arrived"))
             self._connecting = self._timer = None
             self._sending_soon = self.flushing_soon = self._writing = False
         self._loop = loop
@@ -232,7 +232,7 @@ class LoopLink:
         try:
             session.receive(*welcome)
             if not session.connected:
-                raise session.goodbye or ConnectionLost(f"{self.address.url} is no shmserve server")
+                raise session.goodbye or ConnectionLost(f"{self.address.url} is not a shmserve server")
         except ServeError:
             link.close()
             raise
@@ -261,7 +261,7 @@ class LoopLink:
                     if incoming is not None:
                         return link, incoming
                     if monotonic() >= limit:
-                        raise no_server(self.address, "it does not answer")
+                        raise no_server(self.address, "no response")
                     readable.clear()
                     await readable.wait()
             finally:

@@ -77,7 +77,7 @@ def read_pair(path: str | os.PathLike[str]) -> Pair:
 
     if zmq.curve_public(found["secret"].encode()).decode() != found["public"]:
         raise InvalidRequest(
-            f"the two keys in {os.fspath(path)} do not belong together; create a new pair with shmserve keygen"
+            f"the two keys in {os.fspath(path)} do not match; create a new pair with `shmserve keygen NAME`"
         )
     return Pair(found["public"], found["secret"])
 

@@ -41,11 +41,11 @@ class Lane:
             sock.close()
             if error.errno == errno.EPERM or error.errno == errno.EACCES:
                 raise no_server(
-                    address, "this user may not open its socket; --socket-group of the server lets others in"
+                    address, "permission denied on its socket; the server grants access to a group with --socket-group"
                 ) from error
             if "too long" in str(error):
                 raise InvalidRequest(f"the path of {address.url} is too long for a socket (107 bytes)") from error
-            raise no_server(address, "nobody listens there") from error
+            raise no_server(address, "connection refused") from error
         self._set_up(sock)
 
     def _set_up(self, sock: socket.socket) -> None:
@@ -118,7 +118,7 @@ class Lane:
             for descriptor in descriptors:
                 os.close(descriptor)
             if got & _CTRUNC:
-                raise ConnectionLost(f"the connection to the server is made again: {LOST}")
+                raise ConnectionLost(f"reconnecting to the server: {LOST}")
             if size:
                 raise ProtocolError(f"the server sent a packet over the limit of {PACKET_BYTES} bytes")
             raise ConnectionLost("the connection to the server ended")

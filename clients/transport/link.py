@@ -7,7 +7,7 @@ from typing import Protocol
 from shmserve.clients.transport.address import Address
 from shmserve.session import Incoming, Packet
 
-CLOSED = "the client was closed before the answer came"
+CLOSED = "the client was closed before the response arrived"
 PAUSE_S = 0.01
 """Delay before the first reconnect; doubled after each failure, up to PAUSE_MOST_S."""
 PAUSE_MOST_S = 0.25

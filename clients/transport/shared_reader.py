@@ -332,7 +332,7 @@ class SharedLink(ThreadedLink):
         for ticket in session.tickets.values():
             if isinstance(ticket, Future):
                 ticket._watch = None  # its waiters are in the parent process
-        session.fail_all(ConnectionLost("it was asked by the parent process, before the fork"))
+        session.fail_all(ConnectionLost("the request was sent by the parent process, before the fork"))
         session.close()
 
     def __del__(self) -> None:

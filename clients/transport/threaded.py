@@ -239,7 +239,7 @@ class ThreadedLink:
         try:
             self.session.receive(*found[1])
             if not self.session.connected:
-                raise self.session.goodbye or ConnectionLost(f"{self.address.url} is no shmserve server")
+                raise self.session.goodbye or ConnectionLost(f"{self.address.url} is not a shmserve server")
             if self.closed:
                 raise Cancelled(CLOSED)
         except ServeError as error:
@@ -270,7 +270,7 @@ class ThreadedLink:
             while incoming is None:
                 wait = limit - monotonic()
                 if wait <= 0:
-                    raise no_server(self.address, "it does not answer")
+                    raise no_server(self.address, "no response")
                 incoming = link.receive(wait)
         except BaseException:
             link.close()

@@ -58,7 +58,7 @@ class ZmqLink:
             self._socket.connect(address.url)
         except zmq.ZMQError as error:
             self.close()
-            raise no_server(address, error.strerror or "the address is wrong") from error
+            raise no_server(address, error.strerror or "invalid address") from error
         for descriptor in self.descriptors():
             self._poll.register(descriptor, select.POLLIN)
         self._poll.register(self._wakeup, select.POLLIN)
@@ -155,7 +155,7 @@ class ZmqLink:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established = True
             elif event == zmq.EVENT_CONNECT_RETRIED and not self._established:
-                raise no_server(self._address, "nobody listens there")
+                raise no_server(self._address, "connection refused")
             elif event == zmq.EVENT_DISCONNECTED:
                 raise ConnectionLost("the connection to the server ended")
             elif event != zmq.EVENT_CONNECT_RETRIED:
@@ -168,14 +168,14 @@ class ZmqLink:
             return ConnectionLost(f"the server at {url} refused the connection")
         if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return Denied(
-                f"whoever listens at {url} does not have the server key {keys.server}, or takes no more connections: "
-                "is it the right server, and server_key= the public key that its operator has given you?"
+                f"the server at {url} did not complete the handshake: it does not have the server key {keys.server}, "
+                "or too many clients are connecting; check the url and server_key="
             )
         if value != UNKNOWN_KEY:
-            return Unavailable(f"the server at {url} takes no more connections now; try again later")
+            return Unavailable(f"the server at {url} is stopping and accepts no new connections; try again later")
         return Denied(
-            f"the server at {url} does not know the key {keys.own.public}: its operator has to add the line of your "
-            "file NAME.pub to the file of --zmq-keys"
+            f"the server at {url} rejected the key {keys.own.public}: its operator must add the line in your NAME.pub "
+            "to the file of --zmq-keys"
         )
 
     def wake(self) -> None:

@@ -53,7 +53,7 @@ class Codec:
     def decode(self, packet: bytes) -> list[Message]:
         """All messages of a packet, bad ones as Refused. ProtocolError if it is not a packet."""
         if len(packet) > PACKET_BYTES:
-            raise ProtocolError(f"packet of {len(packet)} bytes is over the limit of {PACKET_BYTES}")
+            raise ProtocolError(f"packet of {len(packet)} bytes exceeds the limit of {PACKET_BYTES}")
         try:
             return self._decode(packet)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -64,8 +64,8 @@ class Codec:
             raws = self._raws(packet)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if "of length <=" in str(error):
-                raise ProtocolError(f"a packet has more than {self._most} messages, which is the limit") from None
-            raise ProtocolError(f"not a packet, which is a MessagePack array of messages: {error}") from None
+                raise ProtocolError(f"the packet has more messages than the limit of {self._most}") from None
+            raise ProtocolError(f"invalid packet, expected a MessagePack array of messages: {error}") from None
         found: list[Message] = []
         refused = 0
         for raw in raws:
@@ -74,7 +74,7 @@ class Codec:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 refused += 1
                 if refused > REFUSED:
-                    raise ProtocolError(f"more than {REFUSED} messages of a packet cannot be read: {error}") from None
+                    raise ProtocolError(f"more than {REFUSED} messages of the packet are invalid: {error}") from None
                 found.append(self._refuse(raw, str(error)))
         return found
 
@@ -85,11 +85,11 @@ class Codec:
             fields = _raw_list.decode(raw)
             tag = _integer.decode(fields[0])
         except (msgspec.MsgspecError, IndexError):
-            return Refused(0, "a message is an array that begins with its tag, an integer")
+            return Refused(0, "a message must be an array that begins with its tag, an integer")
         kind = self._by_tag.get(tag)
         if kind is None:
             known = ", ".join(f"{tag} {known.__name__}" for tag, known in sorted(self._by_tag.items()))
-            return Refused(_request_of(fields), f"unknown message type {tag}; known here: {known}")
+            return Refused(_request_of(fields), f"unknown message type {tag}; known types: {known}")
         number = _request_of(fields) if "request" in kind.__struct_fields__[:1] else 0
         return Refused(number, f"message {kind.__name__}: {_in_names(kind, reason)}")
 
@@ -144,6 +144,6 @@ def pack(batch: Sequence[Message]) -> list[bytes]:
         return [packet]
     if len(batch) == 1:
         name = type(batch[0]).__name__
-        raise Internal(f"a {name} message of {len(packet)} bytes is over the packet limit of {PACKET_BYTES}")
+        raise Internal(f"a {name} message of {len(packet)} bytes exceeds the packet limit of {PACKET_BYTES}")
     half = len(batch) // 2
     return pack(batch[:half]) + pack(batch[half:])

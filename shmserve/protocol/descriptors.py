@@ -16,7 +16,7 @@ ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS * _INT)
 
 
 LOST = (
-    "descriptors were lost on the way, as this process has too many open files; close some, or raise its limit "
+    "descriptors were lost because this process has too many open files; close some, or raise its limit "
     "(RLIMIT_NOFILE; LimitNOFILE= of a systemd unit)"
 )
 """Error text for MSG_CTRUNC: ANCILLARY_BYTES suffices for all descriptors, so the process has run out of them."""

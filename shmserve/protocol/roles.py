@@ -50,7 +50,7 @@ def allows(action: str, roles: int) -> bool:
 
 
 def unknown(question: str) -> ServeError:
-    return InvalidRequest(f"unknown question '{question}'; known are: {', '.join(QUESTIONS)}")
+    return InvalidRequest(f"unknown query '{question}'; known queries: {', '.join(QUESTIONS)}")
 
 
 GIVEN_BY = "--access when the server is started"
@@ -60,14 +60,14 @@ def refusal(action: str, roles: int, given_by: str = GIVEN_BY) -> ServeError:
     """The error for a denied action."""
     enough = ACTIONS.get(action, NOBODY)
     return Denied(
-        f"'{action}' needs the role {' or '.join(names(enough))}, and this connection has {_have(roles)}; "
-        f"roles are given by {given_by}"
+        f"'{action}' needs the role {' or '.join(names(enough))}, but this connection has {_have(roles)}; roles are "
+        f"granted by {given_by}"
     )
 
 
 def stranger() -> ServeError:
     """The error for a connection without any role."""
-    return Denied("this user has no role here; roles are given by --access when the server is started")
+    return Denied("this user has no role; roles are granted by --access when the server is started")
 
 
 def names(roles: int) -> list[str]:
@@ -79,7 +79,7 @@ def roles_of(text: str) -> int:
     roles = NOBODY
     for name in text.split(","):
         if name not in ROLES:
-            raise ValueError(f"{name[:40]!r} is no role; roles are {', '.join(ROLES)}")
+            raise ValueError(f"{name[:40]!r} is not a role; roles are {', '.join(ROLES)}")
         roles |= ROLES[name]
     return roles
 

@@ -110,7 +110,7 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | 
         found = _view(tensor, memory)
     elif isinstance(data, int):
         if not 0 <= data < len(frames):
-            raise Internal(f"output '{tensor.name}' is in frame {data} of {len(frames)}")
+            raise Internal(f"output '{tensor.name}' refers to frame {data}, but the message has {len(frames)} frame(s)")
         found = _from_bytes(tensor, frames[data])
     else:
         found = _from_bytes(tensor, data)
@@ -165,7 +165,8 @@ def _there(tensor: Tensor, place: DeviceRef) -> Array:
         raise _wrong_place(tensor, place)
     if tensor.shape != place.shape:
         raise InvalidRequest(
-            f"output '{tensor.name}' is {list(tensor.shape)}, and was written to an array of {list(place.shape)}"
+            f"output '{tensor.name}' has shape {list(tensor.shape)}, but was written to an array of shape "
+            f"{list(place.shape)}"
         )
     there: Array = place.owner
     return there
@@ -187,7 +188,7 @@ def _check_place(tensor: Tensor, source: Array, place: Any) -> None:
 def _wrong_place(tensor: Tensor, place: Any) -> InvalidRequest:
     return InvalidRequest(
         f"output '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, but the array given for it is "
-        f"{place.dtype} {list(place.shape)}; the answer is lost"
+        f"{place.dtype} {list(place.shape)}; the response is lost"
     )
 
 
@@ -209,4 +210,4 @@ def parse_class(text: bytes | str) -> ClassResult:
         number, _, label = rest.partition(":")
         return ClassResult(int(value) if value.lstrip("-").isdecimal() else float(value), int(number), label)
     except ValueError:
-        raise InvalidRequest(f"{text!r} is no class, which is written value:index or value:index:label") from None
+        raise InvalidRequest(f"{text!r} is not a class; expected value:index or value:index:label") from None

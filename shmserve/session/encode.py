@@ -64,7 +64,7 @@ class Raw:
         size = ITEM_BYTES.get(dtype)
         if not size:
             known = ", ".join(name for name, width in ITEM_BYTES.items() if width)
-            raise InvalidRequest(f"Raw cannot be of type {dtype!r}; it can be of {known}")
+            raise InvalidRequest(f"Raw cannot have type {dtype!r}; expected one of {known}")
         if self.array.dtype.hasobject or self.array.dtype.itemsize != size:
             raise InvalidRequest(f"Raw of {dtype} needs elements of {size} bytes, not {self.array.dtype}")
 
@@ -102,12 +102,12 @@ class Encoder:
             if kept is not None:
                 self._memory.release_inputs(kept)
             if isinstance(error, (AttributeError, TypeError)):
-                raise InvalidRequest(f"inputs are a mapping of names to arrays: {error}") from error
+                raise InvalidRequest(f"inputs must be a mapping of names to arrays: {error}") from error
             raise
         if len(found) > TENSORS:
             if kept is not None:
                 self._memory.release_inputs(kept)
-            raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(found)}")
+            raise InvalidRequest(f"the request has {len(found)} inputs; the limit is {TENSORS}")
         return tuple(found), kept, total
 
     def _tensor(self, name: str, value: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
@@ -122,7 +122,7 @@ class Encoder:
             array, dtype = _as_array(name, value)
         shape = array.shape
         if len(shape) > DIMS:
-            raise InvalidRequest(f"input '{name}' has {len(shape)} dims; a tensor may have {DIMS}")
+            raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
         if dtype == "BYTES":
             array = np.frombuffer(_encode_strings(name, array), np.uint8)
         if array.nbytes <= min(INLINE_BYTES, room):
@@ -166,7 +166,9 @@ class Encoder:
                 kept.devices = {}
             return self._memory.devices.locate(target)
         if type(array) is not _ndarray or not array.flags.writeable:
-            raise InvalidRequest(f"the place for output '{name}' must be a writable numpy array, best one of empty()")
+            raise InvalidRequest(
+                f"the array for output '{name}' must be a writable numpy array, preferably from empty()"
+            )
         kept.places[name] = array
         if not self._memory.shared or not array.flags.c_contiguous:
             return None
@@ -179,7 +181,7 @@ def _as_array(name: str, value: Any) -> tuple[Array, str]:
         array = np.asarray(value)
         dtype = from_numpy(array.dtype)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"input '{name}' is no tensor: {error}") from error
+        raise InvalidRequest(f"input '{name}' is not a tensor: {error}") from error
     if dtype != "BYTES" and not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array, dtype
@@ -189,7 +191,7 @@ def _encode_strings(name: str, array: Array) -> bytes:
     try:
         return bytes(strings.encode_bytes(array))
     except (TypeError, ValueError, InvalidRequest) as error:
-        raise InvalidRequest(f"input '{name}' is of strings: each element must be str or bytes ({error})") from error
+        raise InvalidRequest(f"input '{name}' has strings: each element must be str or bytes ({error})") from error
 
 
 def _too_long(name: str) -> InvalidRequest:
@@ -212,12 +214,12 @@ class TopK(Struct, frozen=True):
         except TypeError:
             good = False
         if not good:
-            raise InvalidRequest(f"TopK({self.k!r}): it takes a number from 1 to {_MOST_CLASSES}")
+            raise InvalidRequest(f"TopK({self.k!r}): expected a number from 1 to {_MOST_CLASSES}")
 
 
 def check_name(what: str, name: Any) -> None:
     if not isinstance(name, str):
-        raise InvalidRequest(f"the name of a {what} is a str, not {type(name).__name__}")
+        raise InvalidRequest(f"the name of a {what} must be a str, not {type(name).__name__}")
     if len(name) > NAME_LENGTH:
         raise InvalidRequest(f"{what} name '{name[:40]}...' has {len(name)} characters; the limit is {NAME_LENGTH}")
 
@@ -231,7 +233,7 @@ def version_of(version: int | str | None) -> int:
     except (TypeError, ValueError):
         raise InvalidRequest(f"version {version!r} is not a number") from None
     if not 0 < number <= _LARGEST:
-        raise InvalidRequest(f"version {number} is not a number from 1 on")
+        raise InvalidRequest(f"version {number} must be at least 1")
     return number
 
 
@@ -239,7 +241,7 @@ def timeout_us_of(timeout: float | None) -> int:
     if timeout is None or timeout == math.inf:
         return 0
     if not timeout > 0:
-        raise InvalidRequest(f"timeout={timeout} is not a time in seconds above 0")
+        raise InvalidRequest(f"timeout={timeout} must be a number of seconds above 0")
     return min(max(1, int(timeout * 1e6)), _LARGEST)
 
 
@@ -263,12 +265,12 @@ def options_of(
     elif sequence is not None and not 0 <= sequence < 2**64:
         raise InvalidRequest(f"sequence={sequence} does not fit in 64 bits")
     if (sequence_start or sequence_end) and not sequence:
-        raise InvalidRequest("sequence_start and sequence_end need sequence=, its number or name")
+        raise InvalidRequest("sequence_start and sequence_end need sequence=, the id of the sequence")
     if priority is not None and not 0 <= priority < 2**64:
         raise InvalidRequest(f"priority={priority} is not a number from 0 to 2^64-1")
     given = dict(parameters or {})
     if len(given) > PARAMETERS:
-        raise InvalidRequest(f"a request may have {PARAMETERS} parameters, this one has {len(given)}")
+        raise InvalidRequest(f"the request has {len(given)} parameters; the limit is {PARAMETERS}")
     queue_timeout_us = 0
     for name, value in given.items():
         check_name("parameter", name)
@@ -277,7 +279,7 @@ def options_of(
     if "timeout" in given:
         value = given.pop("timeout")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
-            raise InvalidRequest(f"parameter 'timeout' is the time in the queue in microseconds, not {value!r}")
+            raise InvalidRequest(f"parameter 'timeout' must be the queue timeout in microseconds, not {value!r}")
         queue_timeout_us = value
     return Options(
         request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, given, window,
@@ -290,13 +292,15 @@ def wanted_of(outputs: Any, kept: KeptInputs, encoder: Encoder, placed: bool = T
     Arrays are refused unless `placed`.
     """
     if isinstance(outputs, (str, bytes)):
-        raise InvalidRequest(f"outputs is a list of names or a mapping of names to arrays, not {outputs!r}")
+        raise InvalidRequest(f"outputs must be a list of names or a mapping of names to arrays, not {outputs!r}")
     try:
         names = list(outputs)
     except TypeError:
-        raise InvalidRequest(f"outputs is a list of names or a mapping of names to arrays, not {outputs!r}") from None
+        raise InvalidRequest(
+            f"outputs must be a list of names or a mapping of names to arrays, not {outputs!r}"
+        ) from None
     if len(names) > TENSORS:
-        raise InvalidRequest(f"a request may ask for {TENSORS} outputs, this one asks for {len(names)}")
+        raise InvalidRequest(f"the request has {len(names)} outputs; the limit is {TENSORS}")
     found = []
     for name in names:
         check_name("output", name)
@@ -304,7 +308,7 @@ def wanted_of(outputs: Any, kept: KeptInputs, encoder: Encoder, placed: bool = T
         if type(how) is TopK:
             found.append(Wanted(name, None, index(how.k)))
         elif how is not None and not placed:
-            raise InvalidRequest(f"output '{name}' has an array, but there is an answer for each part of a stream")
+            raise InvalidRequest(f"output '{name}' cannot be written to an array: a stream has several responses")
         else:
             found.append(Wanted(name, encoder.place(name, how, kept) if how is not None else None))
     return tuple(found)

@@ -49,7 +49,7 @@ class SessionMemory:
         cold: bool = False,
     ) -> None:
         if kind not in KINDS:
-            raise InvalidRequest(f"memory {kind!r} is none of {', '.join(KINDS)}")
+            raise InvalidRequest(f"memory {kind!r} is not one of {', '.join(KINDS)}")
         self.kind = kind
         self.shared = kind != "frames"
         self.frame_bytes = frame_bytes
@@ -108,7 +108,7 @@ class SessionMemory:
         """An array on a device: "cuda:0" or the device's number in this process."""
         text = device.removeprefix("cuda").removeprefix(":") or "0" if isinstance(device, str) else str(device)
         if not (text.isascii() and text.isdecimal()) or (isinstance(device, str) and not device.startswith("cuda")):
-            raise InvalidRequest(f"device={device!r} is none: it is 'cuda', 'cuda:N' or a number")
+            raise InvalidRequest(f"invalid device={device!r}: expected 'cuda', 'cuda:N' or a number")
         return self.devices.empty(shape, np.dtype(dtype), int(text))
 
     def copy_in(self, array: Array, kept: KeptInputs) -> Handle:
@@ -185,7 +185,7 @@ class SessionMemory:
         if message.name is not None:
             self.mapped.add(message.segment, message.size, name=message.name)
         elif message.segment not in self.mapped:
-            raise ProtocolError("a segment was announced without its descriptor")
+            raise ProtocolError("a segment was announced without a descriptor")
         return 0
 
     def on_unmap(self, message: Unmap) -> int:

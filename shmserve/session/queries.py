@@ -118,7 +118,7 @@ class Queries:
         try:
             answer = json.loads(b"".join(parts))
         except ValueError as error:
-            ticket.fail(Internal(f"the server's answer is no JSON: {error}"))
+            ticket.fail(Internal(f"the server's response is not JSON: {error}"))
         else:
             ticket.settle(answer)
         return 1
@@ -148,11 +148,11 @@ class Queries:
         """Error text for a passed deadline."""
         operation = self._operations.get(number)
         if operation is None:
-            return "the server did not answer the question within its timeout"
+            return "the server did not respond within the timeout"
         what = f"'{operation.ask.what}' of model '{operation.ask.model}'"
         if operation.complete:
-            return f"{what} has not ended within its timeout; it goes on in the server"
-        return f"{what} could not be sent within its timeout; nothing was done"
+            return f"{what} did not finish within its timeout; the server continues it"
+        return f"{what} could not be sent within its timeout; nothing was changed"
 
     def disconnected(self) -> None:
         self._answers.clear()
@@ -167,8 +167,8 @@ class Queries:
         ended = f"the connection ended{f' ({why})' if why is not None else ''} before"
         what = f"'{ask.what}' of model '{ask.model}'"
         if operation.complete:
-            return ConnectionLost(f"{ended} {what} was answered; it may have been done, or not: look at the models")
-        return ConnectionLost(f"{ended} {what} was sent completely; nothing was done")
+            return ConnectionLost(f"{ended} {what} completed; it may have taken effect: check the models")
+        return ConnectionLost(f"{ended} {what} was sent completely; nothing was changed")
 
     def close(self) -> None:
         """Close all bodies in a forked child; the parent sends them."""

@@ -234,7 +234,7 @@ class Session:
         """Cancel a ticket whose deadline has passed, and fail it."""
         message = ticket.message
         if isinstance(message, Infer):
-            what = "answer" if not isinstance(ticket, StreamTicket) else "end its answers"
+            what = "respond" if not isinstance(ticket, StreamTicket) else "complete its responses"
             text = f"model '{message.model}' did not {what} within the timeout of {message.timeout_us / 1e6:g} s"
         else:
             text = self.questions.late(ticket.number)
@@ -348,10 +348,10 @@ class Session:
     def _on_fail(self, message: Fail) -> int:
         if message.request == 0:
             # It refers to no request. After a protocol error, a whole packet with unknown requests was refused.
-            log.error("the server refused a message of this client: %s", message.text)
+            log.error("the server rejected a message of this client: %s", message.text)
             if message.code != ProtocolError.code:
                 return 0
-            return self.fail_all(Internal(f"the server refused a packet of this client: {message.text}"))
+            return self.fail_all(Internal(f"the server rejected a packet of this client: {message.text}"))
         ticket = self.tickets.get(message.request)
         if ticket is None:
             return 0
@@ -397,7 +397,7 @@ class Session:
         """Handle an undecodable message of the server: fail its request, or the connection if the request is
         unknown."""
         if not message.request:
-            raise ProtocolError(f"the server sent something unreadable: {message.text}")
+            raise ProtocolError(f"the server sent an invalid message: {message.text}")
         return self._on_fail(Fail(message.request, Internal.code, message.text))
 
     # ------------------------------------------------------------------------------------ connections
@@ -461,7 +461,7 @@ class Session:
                 text = f"the connection ended in the middle of sequence {message.options.sequence}; start it again"
                 self._end(ticket, ConnectionLost(text))
             elif isinstance(ticket, StreamTicket) and ticket.begun:
-                self._end(ticket, ConnectionLost("the connection ended while the model answered; ask again"))
+                self._end(ticket, ConnectionLost("the connection ended during the responses; send the request again"))
         for kept in self._held.values():
             self.memory.release_inputs(kept)
         self._held.clear()
@@ -492,7 +492,7 @@ class Session:
 
     def close(self) -> None:
         """Fail all unanswered tickets and close the memory. Arrays that callers have stay valid."""
-        self.fail_all(Cancelled("the client was closed before the answer came"))
+        self.fail_all(Cancelled("the client was closed before the response arrived"))
         self.memory.close()
 
 

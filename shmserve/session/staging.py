@@ -69,6 +69,6 @@ def once_more(ticket: Ticket, memory: SessionMemory) -> bool:
     try:
         stage(message, kept, memory)
     except ServeError as error:
-        log.warning("what is on a GPU cannot go by way of the host: %s", str(error))
+        log.warning("cannot copy GPU tensors through host memory: %s", str(error))
         return False
     return True

@@ -25,7 +25,7 @@ class StreamTicket(Ticket):
 
     def __init__(self, window: int = WINDOW) -> None:
         if isinstance(window, bool) or not isinstance(window, int) or not 0 < window <= _LARGEST:
-            raise InvalidRequest(f"window={window!r}: the number of parts on their way is from 1 to {_LARGEST}")
+            raise InvalidRequest(f"window={window!r}: the number of responses in flight must be from 1 to {_LARGEST}")
         self.number = 0
         self.window = window
         """Most parts that may be in flight, or received and not yet handed out."""

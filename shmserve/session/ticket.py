@@ -37,8 +37,8 @@ class KeptInputs:
         total = array.nbytes + sum(map(len, self.frames))
         if total > most:
             raise InvalidRequest(
-                f"inputs of {total} bytes up to '{name}' are over the {most} that one message may carry beside it; "
-                "on the same machine use a client with shared memory, Client() or memory='posix'"
+                f"the inputs up to '{name}' have {total} bytes, over the limit of {most} for one message; on the same "
+                "machine use a client with shared memory, Client() or memory='posix'"
             )
         self.frames.append(array.tobytes())
         return len(self.frames) - 1

@@ -52,7 +52,7 @@ class _File:
         except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
         if not stat.S_ISREG(found.st_mode):
-            raise InvalidRequest(f"file '{name}' cannot be read from {self._path}: it is no regular file")
+            raise InvalidRequest(f"file '{name}' cannot be read from {self._path}: not a regular file")
         self.size = found.st_size
 
     def read(self, offset: int, size: int) -> bytes:
@@ -77,7 +77,9 @@ class _File:
             os.close(descriptor)
 
     def _changed(self, size_now: int) -> InvalidRequest:
-        return InvalidRequest(f"file '{self._name}' had {self.size} bytes and has {size_now} now: it changed meanwhile")
+        return InvalidRequest(
+            f"file '{self._name}' changed while it was sent: it had {self.size} bytes and now has {size_now}"
+        )
 
     def _unreadable(self, error: Exception) -> InvalidRequest:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -148,7 +150,7 @@ def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | N
     """The body of `load`: empty, or a line of JSON followed by the concatenated bytes of the files."""
     if config is None:
         if files:
-            raise InvalidRequest("files= needs config=: a model that is sent is not looked for in the repository")
+            raise InvalidRequest("files= needs config=: a model sent with the request is not read from the repository")
         return Body()
     header: dict[str, Any] = {"config": _config(config)}
     parts: list[_Bytes | _File] = []
@@ -169,7 +171,7 @@ def loading(
     if not previous:
         return "load", of_load(config, files)
     if config is not None or files:
-        raise InvalidRequest("previous= goes back to what was served before; it takes no config= and no files=")
+        raise InvalidRequest("previous= restores what was served before; it cannot be combined with config= or files=")
     return "rollback", Body()
 
 
@@ -182,13 +184,13 @@ def _config(config: Mapping[str, Any] | str) -> dict[str, Any]:
             try:
                 config = json.loads(_BARE_NAME.sub(lambda found: found[1] or f'"{found[2]}"', text))
             except ValueError:
-                raise InvalidRequest(f"config is no JSON: {error}") from error
+                raise InvalidRequest(f"config is not JSON: {error}") from error
     if not isinstance(config, Mapping):
-        raise InvalidRequest(f"config is a mapping, or the JSON of one, not {type(config).__name__}")
+        raise InvalidRequest(f"config must be a mapping, or the JSON of one, not {type(config).__name__}")
     return dict(config)
 
 
 def _part(name: Any, value: Any) -> _Bytes | _File:
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"a file is named by its path in the model's directory, as '1/model.onnx', not {name!r}")
+        raise InvalidRequest(f"a file name must be a path in the model directory, such as '1/model.onnx', not {name!r}")
     return _File(name, value) if isinstance(value, os.PathLike) else _Bytes(name, value)

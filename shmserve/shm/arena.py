@@ -172,7 +172,7 @@ class Arena:
         if self._closed:
             raise Unavailable("the arena is closed")
         if size < 0:
-            raise InvalidRequest(f"a block of {size} bytes was asked for")
+            raise InvalidRequest(f"invalid block size: {size} bytes")
         for segment in self._segments.values():
             if segment is self._warm or segment.blocks.free_bytes < size:
                 continue
@@ -221,11 +221,11 @@ class Arena:
         """Frees a block. `size`, as in a returned handle, must not exceed the block's."""
         home = self._segments.get(segment)
         if home is None:
-            raise InvalidRequest(f"segment {segment} is not one of this arena's")
+            raise InvalidRequest(f"segment {segment} does not belong to this arena")
         if size is not None:
             whole = home.blocks.size_of(offset)
             if not 0 <= size <= whole:
-                raise InvalidRequest(f"the block at offset {offset} has {whole} bytes, {size} were returned")
+                raise InvalidRequest(f"the block at offset {offset} has {whole} bytes, but {size} were returned")
         home.blocks.free(offset)
         self._warm = home
 
@@ -309,7 +309,7 @@ class Arena:
         for segment in self._segments.values():
             segment.blocks.check()
         if self.committed != sum(segment.size for segment in self._segments.values()):
-            raise Internal(f"the arena says {self.committed} bytes committed, its segments have another sum")
+            raise Internal(f"the arena counts {self.committed} committed bytes, unlike its segments")
 
     def close(self) -> None:
         """Gives up all segments. Arrays stay valid, because their pages stay mapped. May be called again."""

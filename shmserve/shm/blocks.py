@@ -27,7 +27,7 @@ class Blocks:
 
     def __init__(self, size: int, align: int = 64) -> None:
         if size <= 0 or align <= 0 or align & (align - 1):
-            raise Internal(f"blocks need a size above 0 and a power of two to align to, not {size} and {align}")
+            raise Internal(f"blocks need a size above 0 and a power of two as alignment, not {size} and {align}")
         self.size = size
         self.used = 0
         self._mask = align - 1
@@ -53,7 +53,7 @@ class Blocks:
     def allocate(self, size: int) -> int | None:
         """Returns the offset of a new block of at least `size` bytes, or None if none fits. 0 bytes take one unit."""
         if size < 0:
-            raise InvalidRequest(f"a block of {size} bytes was asked for")
+            raise InvalidRequest(f"invalid block size: {size} bytes")
         mask = self._mask
         size = (size + mask) & ~mask or mask + 1
         stack = self._recent.get(size)
@@ -73,7 +73,7 @@ class Blocks:
         """Frees a block or piece and returns its size."""
         size = self._live.pop(offset, 0)
         if not size:
-            raise InvalidRequest(f"no block is held at offset {offset}: it was returned twice, or never given")
+            raise InvalidRequest(f"no block is held at offset {offset}: it was returned twice, or never allocated")
         self.used -= size
         if offset in self._pieces:
             self._pieces.remove(offset)
@@ -189,7 +189,7 @@ class Blocks:
         at, before = 0, ""
         for start, size, kind in spans:
             if start != at or size <= 0:
-                raise Internal(f"{kind} span at {start} of {size} bytes does not begin where the last ended, at {at}")
+                raise Internal(f"{kind} span at {start} of {size} bytes does not begin at the end of the last, {at}")
             if kind == before == "free":
                 raise Internal(f"two free extents meet at {start}")
             at, before = start + size, kind
@@ -204,4 +204,4 @@ class Blocks:
             and self._pieces <= self._live.keys()
         )
         if not agree:
-            raise Internal(f"the books of the blocks do not agree: they end at {at} of {self.size}, {self.used} used")
+            raise Internal(f"the blocks are inconsistent: they end at {at} of {self.size}, {self.used} used")

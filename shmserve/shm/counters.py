@@ -47,14 +47,14 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Raises ValueError if the metric cannot be exposed."""
         if not _NAME.match(self.name):
-            raise ValueError(f"'{self.name}' must be of letters, digits, _ and :, and not begin with a digit")
+            raise ValueError(f"'{self.name}' must consist of letters, digits, _ and :, and not begin with a digit")
         for label, _ in self.labels:
             if not _LABEL.match(label):
                 raise ValueError(f"'{self.name}' cannot have a label '{label}'")
         if self.kind not in (COUNTER, GAUGE, HISTOGRAM):
-            raise ValueError(f"'{self.name}' is a '{self.kind}', which is nothing")
+            raise ValueError(f"'{self.name}' has the unknown kind '{self.kind}'")
         if any(not before < after for before, after in pairwise(self.edges)):
-            raise ValueError(f"the buckets of '{self.name}' must rise")
+            raise ValueError(f"the buckets of '{self.name}' must increase")
 
 
 _text_of = json.Encoder().encode
@@ -93,11 +93,11 @@ def read(memory: memoryview) -> Iterator[tuple[Subject, list[float]]]:
         size, length = _lengths.unpack_from(memory, at) if at + _HEAD <= end else (0, 0)
         start = at + _HEAD + (length + 7) // 8 * 8
         if size % 8 or size < _HEAD or at + size > end or start > at + size:
-            raise ValueError(f"a record of {size} bytes with a text of {length} cannot be at {at} of {end}")
+            raise ValueError(f"invalid record at {at} of {end}: {size} bytes, text of {length}")
         try:
             subject = _subject_of(bytes(memory[at + _HEAD : at + _HEAD + length]))
         except DecodeError as error:
-            raise ValueError(f"a record has a text that says nothing: {error}") from None
+            raise ValueError(f"a record has an invalid text: {error}") from None
         subject.check()
         numbers = [float(number) for number in memory[start : at + size].cast("d")]
         if len(numbers) != subject.count:

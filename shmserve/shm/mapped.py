@@ -87,7 +87,7 @@ class Mapped:
         if segment in self:
             if fd is not None:
                 os.close(fd)
-            raise InvalidRequest(f"segment {segment} is mapped already: ids of segments are never used twice")
+            raise InvalidRequest(f"segment {segment} is already mapped: segment ids are never reused")
         if fd is None and name is not None and cuda.is_device(name):
             self.on_device[segment] = name, size
             return
@@ -97,7 +97,7 @@ class Mapped:
         elif name is not None:
             extent = posix.attach(name, size, False, uid=uid)
         else:
-            raise InvalidRequest(f"segment {segment} came with neither a descriptor nor a name")
+            raise InvalidRequest(f"segment {segment} was announced without a descriptor or a name")
         mapping = _Mapping(extent.pages)
         extent.close()
         if writable:
@@ -129,8 +129,10 @@ class Mapped:
         mapping = self._segments.get(handle.segment)
         if mapping is None:
             if handle.segment in self.on_device:
-                raise OnDevice("the tensor is on a GPU, where this process does not read it")
-            raise HandleLost(f"segment {handle.segment} is not mapped here: its owner has gone or never announced it")
+                raise OnDevice("the tensor is on a GPU, which this process cannot read")
+            raise HandleLost(
+                f"segment {handle.segment} is not mapped: its owner has disconnected, or never announced it"
+            )
         if handle.offset < 0 or handle.size < 0 or handle.offset + handle.size > mapping.size:
             raise InvalidRequest(
                 f"handle with offset {handle.offset} and size {handle.size} is outside its segment of "

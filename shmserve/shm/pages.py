@@ -75,7 +75,7 @@ class Pages:
         """
         address = _mremap(self.address, 0, self.size, _MREMAP_MAYMOVE)
         if address == _FAILED:
-            raise Unavailable(f"cannot map {self.size} bytes once more: {os.strerror(ctypes.get_errno())}")
+            raise Unavailable(f"cannot map {self.size} bytes again: {os.strerror(ctypes.get_errno())}")
         twin = Pages(address, self.size, True)
         return twin if _mprotect(address, self.size, _READ_WRITE) == 0 else None
 

@@ -38,7 +38,7 @@ def encode_bytes(array: Any, other: Callable[[Any], str] | None = None) -> bytes
     try:
         parts[0::2] = map(_pack, map(len, items))
     except StructError:
-        raise InvalidRequest(f"a string element of {max(map(len, items))} bytes is over the limit of 2^32-1") from None
+        raise InvalidRequest(f"a string element of {max(map(len, items))} bytes exceeds the limit of 2^32-1") from None
     parts[1::2] = items
     return b"".join(parts)
 
@@ -53,7 +53,7 @@ def _to_bytes(item: Any, index: int, other: Callable[[Any], str] | None) -> byte
         return bytes(item)
     if other is not None:
         return _to_bytes(other(item), index, None)
-    raise InvalidRequest(f"string element {index} is of type {type(item).__name__}; give str or bytes")
+    raise InvalidRequest(f"string element {index} is of type {type(item).__name__}; expected str or bytes")
 
 
 def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects:
@@ -81,7 +81,7 @@ def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects
     try:
         array = array.reshape(shape)
     except (ValueError, OverflowError) as error:  # too many dims, or dims that are too large beside a dim of 0
-        raise InvalidRequest(f"no array can have the shape {list(shape)}: {error}") from error
+        raise InvalidRequest(f"invalid shape {list(shape)}: {error}") from error
     array.flags.writeable = False
     return array
 
@@ -96,5 +96,5 @@ def _wrong_count(what: str, found: int, expected: int) -> InvalidRequest:
 def _truncated(what: str, index: int, expected: int, there: str) -> InvalidRequest:
     name = f" for {what}" if what else ""
     if index >= expected:
-        return InvalidRequest(f"unexpected bytes{name} behind the last of {expected} string elements")
-    return InvalidRequest(f"incomplete string element {index} of {expected}{name}: only {there} are there")
+        return InvalidRequest(f"unexpected bytes{name} after the last of {expected} string elements")
+    return InvalidRequest(f"incomplete string element {index} of {expected}{name}: only {there} are present")

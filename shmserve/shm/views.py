@@ -73,7 +73,7 @@ def make(
         else:
             array = _make_rare(hold, address, dtype, shape, writable)
     except (ValueError, OverflowError) as error:  # too many dims, or a huge dim next to a dim of 0
-        raise InvalidRequest(f"no array can have the shape {list(shape)}: {error}") from error
+        raise InvalidRequest(f"invalid shape {list(shape)}: {error}") from error
     if on_drop is not None:
         hold.pid = _getpid()
         hold.on_drop = on_drop

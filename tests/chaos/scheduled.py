@@ -139,7 +139,7 @@ _START = "must specify the START flag"
 ALLOWED = {
     # One that lost its worker, or the server, is gone: who goes on with it is told so.
     "INVALID_ARG": rf"^sums: .*{_START}",
-    "CONNECTION_LOST": "^(repeat|sums): the connection ended (while the model answered|in the middle)",
+    "CONNECTION_LOST": "^(repeat|sums): the connection ended (during the responses|in the middle)",
 }
 
 

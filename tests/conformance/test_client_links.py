@@ -31,7 +31,7 @@ from tests.fake_broker import MODELS, FakeBroker, echo
 def test_a_deadline_is_kept_by_the_client_too(client: Any, broker: FakeBroker) -> None:
     x = np.zeros((100, 100))
     client.live()  # connects
-    with pytest.raises(shmserve.DeadlineExceeded, match=r"model 'hold' did not answer within the timeout of 0\.02 s"):
+    with pytest.raises(shmserve.DeadlineExceeded, match=r"model 'hold' did not respond within the timeout of 0\.02 s"):
         client.infer("hold", {"x": x}, timeout=0.02)
     client.live()
     assert broker.requests[0].timeout_us == 20_000
@@ -137,7 +137,7 @@ def test_bye(client: Any, broker: FakeBroker) -> None:
     future = client.submit("hold", {"x": 1})
     client.close()
     assert broker.wait_for(Bye)
-    with pytest.raises(shmserve.Cancelled, match="closed before the answer"):
+    with pytest.raises(shmserve.Cancelled, match="closed before the response"):
         future.result()
     with pytest.raises(shmserve.Unavailable, match="the client is closed"):
         client.infer("echo", {"x": 1})

@@ -137,9 +137,9 @@ def test_a_server_that_answers_once(client: Any, broker: FakeBroker) -> None:
 def test_what_cannot_be_asked_for(client: Any) -> None:
     x = {"x": np.ones(1, np.float32)}
     for window in (0, -1, 1 << 21, 2.5, True):
-        with pytest.raises(shmserve.InvalidRequest, match="the number of parts on their way"):
+        with pytest.raises(shmserve.InvalidRequest, match="the number of responses in flight"):
             client.stream("parts", x, window=window)
-    with pytest.raises(shmserve.InvalidRequest, match="output 'y' has an array"):
+    with pytest.raises(shmserve.InvalidRequest, match="output 'y' cannot be written to an array"):
         client.stream("parts", x, outputs={"y": np.zeros(1, np.float32)})
     assert client.infer("echo", x)["x"] == 1
 
@@ -152,7 +152,9 @@ def test_a_timeout_is_for_the_whole_stream(client: Any, broker: FakeBroker) -> N
     y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
     broker.do(lambda: peer.send(Part(infer.request, 1, (y,))))
     assert next(stream)["y"] == 5
-    with pytest.raises(shmserve.DeadlineExceeded, match=r"model 'hold' did not end its answers within .* 0\.2 s"):
+    with pytest.raises(
+        shmserve.DeadlineExceeded, match=r"model 'hold' did not complete its responses within .* 0\.2 s"
+    ):
         next(stream)
     broker.wait_for(Cancel)
 
@@ -189,7 +191,7 @@ def test_only_what_has_not_begun_is_asked_again(connect: Callable[..., Any], bro
         assert next(begun)["y"] == 5
         broker.stop()
         broker.start()
-        with pytest.raises(shmserve.ConnectionLost, match="while the model answered"):
+        with pytest.raises(shmserve.ConnectionLost, match="during the responses"):
             next(begun)
         future = client.submit("echo", x)
         assert future.result()["x"] == 1

@@ -102,7 +102,7 @@ def test_operations(listener: Door) -> None:
     assert not isinstance(caught.value, shmserve.Denied), "she may, and the server's mode forbids it"
     with (
         shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob,
-        pytest.raises(shmserve.Denied, match="'load' needs the role operate, and this connection has infer"),
+        pytest.raises(shmserve.Denied, match="'load' needs the role operate, but this connection has infer"),
     ):
         bob.load("all")
 

@@ -64,7 +64,9 @@ def test_a_failed_reload_is_shown_until_one_succeeds(root: Path, polled: Launche
         for words, what in ((["ready", "m"], "model 'm'"), (["ready"], "the server")):
             code, out, err = command(*words)
             assert (code, out) == (0, f"{what} is ready\n")
-            assert re.match(r"shmserve ready: warning: model 'm' is served as before: the change at .* failed: ", err)
+            assert re.match(
+                r"shmserve ready: warning: model 'm' still serves its previous version: the change at .* failed: ", err
+            )
         assert command("ready", "other") == (0, "model 'other' is ready\n", "")
         living.write(root / "m" / "config.pbtxt", "backend: 7")
         until(client, lambda: "backend" in index(client, "m")["m/1"]["last_failed_change"]["reason"])

@@ -58,7 +58,7 @@ def test_back_and_forth(root: Path) -> None:
         client.unload("m")
         with pytest.raises(NotFound, match="no previous generation"):
             client.load("m", previous=True)
-        with pytest.raises(InvalidRequest, match="takes no config"):
+        with pytest.raises(InvalidRequest, match="cannot be combined with config"):
             client.load("m", previous=True, config={})
 
 

@@ -183,7 +183,7 @@ def test_r8_members_infer_and_observe(shared: Launched) -> None:
     assert answers[:4] == ["OK"] * 4
     for answer in answers[4:]:
         assert answer.startswith("DENIED")
-        assert "needs the role operate, and this connection has infer and observe" in answer
+        assert "needs the role operate, but this connection has infer and observe" in answer
 
 
 def test_r8_a_rule_gives_more(shared: Launched) -> None:

@@ -122,7 +122,7 @@ def test_no_server(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"shmserve {command}: no server at unix://{tmp_path}/lane.sock (")
-    assert "start one with `shmserve serve --model-repository DIR`, or name another by --url or" in said.err
+    assert "start one with `shmserve serve --model-repository DIR`, or select another by --url or" in said.err
     assert said.err.count("\n") == 1
 
 
@@ -136,7 +136,7 @@ def test_no_server_after_waiting_for_one(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_wrong_url(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main.main(["models", "--url", "http://x"]) == 2
-    assert "shmserve models: url 'http://x' is none of unix:///path/lane.sock" in capsys.readouterr().err
+    assert "shmserve models: invalid url 'http://x': expected unix:///path/lane.sock" in capsys.readouterr().err
     monkeypatch.setenv("SHMSERVE_URL", "gopher://x")
     assert main.main(["models"]) == 2
     assert "gopher://x" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def test_timeouts(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "load", "never", "--timeout", "0.05") == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert "'load' of model 'never' has not ended within its timeout; it goes on in the server; --timeout" in said.err
+    assert "'load' of model 'never' did not finish within its timeout; the server continues it; --timeout" in said.err
 
 
 def environment(**more: str) -> dict[str, str]:

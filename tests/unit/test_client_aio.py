@@ -110,7 +110,7 @@ def test_two_loops_at_once_are_refused(url: str) -> None:
     client = shmserve.AsyncClient(url)
     first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
     first.run_until_complete(client.live())
-    with pytest.raises(RuntimeError, match="used by another event loop"):
+    with pytest.raises(RuntimeError, match="belongs to another event loop"):
         second.run_until_complete(client.live())
     first.run_until_complete(client.close())
     first.close()

@@ -119,7 +119,7 @@ def test_close_ends_the_waiting_of_others(client: shmserve.Client, broker: FakeB
         return run
 
     found = run_all([*[wait(future) for future in futures], client.close, client.close])
-    assert found[:3] == ["the client was closed before the answer came"] * 3
+    assert found[:3] == ["the client was closed before the response arrived"] * 3
     with pytest.raises(shmserve.Unavailable, match="the client is closed"):
         client.submit("echo", {"x": X})
 

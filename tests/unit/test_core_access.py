@@ -146,7 +146,7 @@ def test_r8_what_is_not_in_the_table_nobody_may_do() -> None:
         assert [effect for effect in effects if isinstance(effect, Query)] == []
         (fail,) = [effect.message for effect in effects if isinstance(effect, Send)]
         assert (fail.request, fail.code) == (5, "INVALID_ARG")
-        assert "unknown question" in fail.text
+        assert "unknown query" in fail.text
     assert not access.allows("shutdown", ANY)
 
 

@@ -83,7 +83,7 @@ def test_memory_on_a_gpu_by_what_it_was_exported_as() -> None:
 def test_names_of_nothing_on_a_gpu(name: str) -> None:
     core = Core()
     connect(core, 1, plane="lane")
-    assert "does not say what was exported" in farewell(announce(core, 1, name))
+    assert "does not contain an exported handle" in farewell(announce(core, 1, name))
 
 
 def test_who_may_not_have_a_worker_open_memory_on_a_gpu() -> None:
@@ -94,4 +94,6 @@ def test_who_may_not_have_a_worker_open_memory_on_a_gpu() -> None:
     assert connect(core, 2).limits["device_memory"] == 0
     assert "over the lane only" in farewell(announce(core, 2, ON_GPU))
     connect(core, 3, plane="lane")
-    assert "does not say" in farewell(core.handle([(3, Map(3 << OWNER_SHIFT | 1, 0, ON_GPU))], 0))
+    assert "does not contain an exported handle" in farewell(
+        core.handle([(3, Map(3 << OWNER_SHIFT | 1, 0, ON_GPU))], 0)
+    )

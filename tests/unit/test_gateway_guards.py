@@ -128,7 +128,7 @@ def test_the_command_that_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("alice infer", "NAME ROLE,ROLE SHA256"),
         ("alice infer secret", "not the token itself"),
-        (f"alice root {digest('x')}", "'root' is no role"),
+        (f"alice root {digest('x')}", "'root' is not a role"),
         (f"al/ce infer {digest('x')}", "a name may have"),
         (f"a infer {digest('x')}\nb infer {digest('x')}", "line 2: the same token"),
     ],

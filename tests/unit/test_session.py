@@ -301,7 +301,7 @@ def test_a_server_that_does_not_know_whether_it_has_loaded() -> None:
         assert loaded.what == "loaded"
     session.cancel(gone)
     said(session.take())
-    feed(session, Fail(loaded.request, "INVALID_ARG", "unknown question 'loaded'"))
+    feed(session, Fail(loaded.request, "INVALID_ARG", "unknown query 'loaded'"))
     (infer,) = said(session.take())
     assert infer.request == 1
     feed(session, Reply(1, 1, ()))
@@ -363,7 +363,7 @@ def test_a_server_that_does_not_know_the_connection() -> None:
 
 def test_a_map_without_its_descriptor_ends_the_connection() -> None:
     session = connected()
-    with pytest.raises(ProtocolError, match="without its descriptor"):
+    with pytest.raises(ProtocolError, match="without a descriptor"):
         feed(session, Map(77, 4096))
     feed(session, Unmap(78), Pong(1))
 

@@ -108,7 +108,7 @@ def test_classes_are_taken_apart(text: bytes | str, value: float, index: int, la
 
 @pytest.mark.parametrize("text", [b"", b"5", b"cat:1", b"1:cat", "1.0:", b"\xff:1"])
 def test_what_is_no_class(text: bytes | str) -> None:
-    with pytest.raises(InvalidRequest, match="no class"):
+    with pytest.raises(InvalidRequest, match="not a class"):
         shmserve.parse_class(text)
 
 

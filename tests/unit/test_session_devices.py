@@ -327,10 +327,10 @@ def test_arrays_that_cannot_be_sent(runtime: Any, session: Session) -> None:
         ({"strides": (4, 20)}, "not contiguous"),
         ({"mask": x}, "cannot be sent"),
         ({"typestr": ">f4"}, "cannot be sent"),
-        ({"typestr": "<U4"}, "no tensor|cannot be sent"),
-        ({"typestr": "what"}, "no tensor"),
-        ({"shape": "ab"}, "no tensor"),
-        ({"data": ()}, "no tensor"),
+        ({"typestr": "<U4"}, "not a tensor|cannot be sent"),
+        ({"typestr": "what"}, "not a tensor"),
+        ({"shape": "ab"}, "not a tensor"),
+        ({"data": ()}, "not a tensor"),
         ({"shape": (1,) * 40}, "40 dims"),
     ):
         x.__cuda_array_interface__ = good | change
@@ -368,7 +368,7 @@ def test_a_failure_on_the_way_by_the_host_is_the_answer(
     runtime.state.failures["memcpyAsync"] = 700
     feed(session, Fail(1, HandleLost.code, "elsewhere"))
     assert isinstance(ticket.error, HandleLost)
-    assert "cannot go by way of the host: the GPU failed" in caplog.text
+    assert "cannot copy GPU tensors through host memory: the GPU failed" in caplog.text
     assert used(session) == 0
     x.close()
 

@@ -105,14 +105,14 @@ def test_what_a_body_is_made_of() -> None:
     ("config", "files", "text"),
     [
         (None, {"1/a": b""}, "files= needs config="),
-        ("{", None, "config is no JSON"),
-        ("[]", None, "config is a mapping, or the JSON of one, not list"),
+        ("{", None, "config is not JSON"),
+        ("[]", None, "config must be a mapping, or the JSON of one, not list"),
         ({"x": object()}, None, "config cannot be written as JSON"),
         ({"x": float("nan")}, None, "config cannot be written as JSON"),
         ({}, {"1/a": "text"}, "file '1/a' must be bytes, or the path of a file"),
-        ({}, {"": b""}, "a file is named by its path in the model's directory"),
+        ({}, {"": b""}, "a file name must be a path in the model directory"),
         ({}, {"1/a": Path("/no/such")}, "file '1/a' cannot be read from /no/such: No such file or directory"),
-        ({}, {"1/a": Path("/proc")}, "it is no regular file"),
+        ({}, {"1/a": Path("/proc")}, "not a regular file"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_at_once(config: Any, files: Any, text: str) -> None:
@@ -201,12 +201,12 @@ def test_a_file_that_changes_is_an_error_and_the_rest_is_taken_back(tmp_path: Pa
     feed(session, Pong(1))
     assert said(session.take())[-1] == Cancel(1)
     assert isinstance(ticket.error, InvalidRequest)
-    assert "it changed meanwhile" in str(ticket.error)
+    assert "changed while it was sent" in str(ticket.error)
     assert session.tickets == {}
     longer = operate(session, of_load(CONFIG, {"1/a": path}))
     path.write_bytes(bytes(11))
     session.take()
-    assert str(longer.error) == "file '1/a' had 10 bytes and has 11 now: it changed meanwhile"
+    assert str(longer.error) == "file '1/a' changed while it was sent: it had 10 bytes and now has 11"
     session.close()
     assert descriptors() == before
 
@@ -234,7 +234,7 @@ def test_cancelled_in_the_middle_and_at_the_end() -> None:
     feed(session, Pong(1), Pong(2))
     session.take()
     assert session.cancel(complete)
-    assert session.take() == [], "it goes on"
+    assert session.take() == [], "the server continues it"
     feed(session, Answer(2, b"{}"))
     assert (complete.told, session.tickets) == (0, {})
 
@@ -247,8 +247,8 @@ def test_timeouts_say_what_has_become_of_it() -> None:
     session.take()
     session.tick(101.1)
     assert isinstance(complete.error, DeadlineExceeded)
-    assert str(complete.error) == "'load' of model 'm' has not ended within its timeout; it goes on in the server"
-    assert str(cut.error) == "'load' of model 'm' could not be sent within its timeout; nothing was done"
+    assert str(complete.error) == "'load' of model 'm' did not finish within its timeout; the server continues it"
+    assert str(cut.error) == "'load' of model 'm' could not be sent within its timeout; nothing was changed"
     assert said(session.take()) == [Cancel(2)]
 
 
@@ -267,9 +267,9 @@ def test_what_the_server_may_have_seen_is_never_sent_again() -> None:
     assert waiting.told == 0
     session.disconnected()
     assert isinstance(complete.error, ConnectionLost)
-    assert "it may have been done, or not: look at the models" in str(complete.error)
+    assert "it may have taken effect: check the models" in str(complete.error)
     assert isinstance(cut.error, ConnectionLost)
-    assert "before 'load' of model 'm' was sent completely; nothing was done" in str(cut.error)
+    assert "before 'load' of model 'm' was sent completely; nothing was changed" in str(cut.error)
     assert again(session) == [Ask(3, "restart", "m", 0, b"{}")], "of which nothing had been sent"
     feed(session, Answer(3, b"{}"))
     assert waiting.answer == {}

@@ -155,7 +155,7 @@ def test_deadlines_are_for_the_whole() -> None:
     assert not ticket.ended
     session.tick(2.0 + 2 * GRACE_S)
     assert isinstance(ticket.error, DeadlineExceeded)
-    assert "did not end its answers within the timeout of 2 s" in str(ticket.error)
+    assert "did not complete its responses within the timeout of 2 s" in str(ticket.error)
 
 
 def test_what_has_begun_is_not_sent_again() -> None:
@@ -177,5 +177,5 @@ def test_what_has_begun_is_not_sent_again() -> None:
 
 @pytest.mark.parametrize("window", [0, -5, (1 << 20) + 1, 1.0, True, None])
 def test_windows_that_are_none(window: Any) -> None:
-    with pytest.raises(InvalidRequest, match="the number of parts on their way is from 1 to 1048576"):
+    with pytest.raises(InvalidRequest, match="the number of responses in flight must be from 1 to 1048576"):
         Noted(window)

@@ -335,7 +335,7 @@ def test_a_view_that_could_not_be_made_holds_nothing(pair: Pair) -> None:
         pair.mapped.view(pair.block(8).handle(), np.dtype(object), (1,), on_drop=dropped.append)
     for size, shape in ((1, (1,) * 100), (0, (0, 2**63)), (0, (2**64, 0)), (0, (2**62, 2**62, 0))):
         for dtype in (U8, np.dtype(ml_dtypes.float8_e5m2)):
-            with pytest.raises(InvalidRequest, match="no array can have the shape"):
+            with pytest.raises(InvalidRequest, match="invalid shape"):
                 pair.mapped.view(pair.block(size).handle(), dtype, shape, on_drop=dropped.append)
     gc.collect()
     assert dropped == []

@@ -163,7 +163,7 @@ def test_the_limit_of_file_sizes_is_named() -> None:
     before = count_fds()
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
     try:
-        with pytest.raises(Unavailable, match=f"{SIZE + 1} bytes.*limit of file size"):
+        with pytest.raises(Unavailable, match=f"{SIZE + 1} bytes.*file size limit"):
             memfd.create(SIZE + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

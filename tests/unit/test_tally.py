@@ -83,14 +83,14 @@ def test_a_metric_that_is_dropped_is_counted_no_more(host: Host) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Family("1c", "", Family.COUNTER), "'1c' must be of letters"),
+        (lambda: Family("1c", "", Family.COUNTER), "'1c' must consist of letters"),
         (lambda: Family("nv_x", "", Family.COUNTER), "are the server's"),
         (lambda: Family("c", "", 7), "unknown kind 7"),
         (lambda: (Family("c", "", Family.COUNTER), Family("c", "", Family.GAUGE)), "is a counter already"),
         (lambda: Family("c", "", Family.COUNTER).Metric({"a-b": 1}), "cannot have a label 'a-b'"),
         (lambda: Family("h", "", Family.HISTOGRAM).Metric({"le": 1}, [1]), "cannot have a label 'le'"),
         (lambda: Family("h", "", Family.HISTOGRAM).Metric(), "needs buckets"),
-        (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[2, 1]), "must rise"),
+        (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[2, 1]), "must increase"),
         (lambda: Family("c", "", Family.COUNTER).Metric(buckets=[1]), "cannot have buckets"),
         (lambda: Family("c", "", Family.COUNTER).Metric().increment(-1), "cannot be incremented by -1"),
         (lambda: Family("c", "", Family.COUNTER).Metric().set(1), "only a gauge can"),

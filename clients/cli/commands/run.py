@@ -34,5 +34,5 @@ def gateway(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "httptools":
             raise
-        raise Failed("the package httptools is missing: pip install 'shmserve[gateway]'") from error
+        raise Failed("the package httptools is not installed: pip install 'shmserve[gateway]'") from error
     return main.run(args)

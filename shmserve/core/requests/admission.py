@@ -426,7 +426,7 @@ class Admission:
         if client.plane != "lane":
             raise InvalidRequest("memory on a GPU is announced over the lane only")
         if not _DEVICE_NAME.fullmatch(message.name or "") or not message.size:
-            raise InvalidRequest("the name of a segment on a GPU does not say what was exported")
+            raise InvalidRequest("the name of a segment on a GPU does not contain an exported handle and a device UUID")
 
     def _check_segment_name(self, client: ClientState, name: str) -> None:
         """A client must not make a worker open memory of the server or of another client."""

@@ -140,7 +140,7 @@ class Devices:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> DeviceArray:
         if dtype.hasobject or not dtype.itemsize:
-            raise InvalidRequest(f"no array of {dtype} can be on a GPU")
+            raise InvalidRequest(f"arrays of {dtype} cannot be on a GPU")
         block = self._allocate(device, elements(shape) * dtype.itemsize)
         return DeviceArray(block, device, dtype, shape, self.fetch, self._freed.append)
 
@@ -151,11 +151,13 @@ class Devices:
             address, strides = int(interface["data"][0]), interface.get("strides")
             wire = from_numpy(dtype)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"'{name}' is no tensor: {error}") from error
+            raise InvalidRequest(f"'{name}' is not a tensor: {error}") from error
         if len(shape) > DIMS or wire == "BYTES" or not dtype.isnative or interface.get("mask") is not None:
-            raise InvalidRequest(f"'{name}', {dtype} with {len(shape)} dims on a GPU, cannot be sent as a tensor")
+            raise InvalidRequest(
+                f"'{name}' is on a GPU and cannot be sent as a tensor: it is {dtype} with {len(shape)} dims"
+            )
         if strides is not None and not _is_contiguous(shape, dtype.itemsize, tuple(strides)):
-            raise InvalidRequest(f"'{name}' is on a GPU and not contiguous; make it so before it is used here")
+            raise InvalidRequest(f"'{name}' is on a GPU and not contiguous; make it contiguous first")
         size = elements(shape) * dtype.itemsize
         device = value.device if type(value) is DeviceArray else self.cuda.device_of(address) if size else 0
         stream: int | None = None

@@ -115,8 +115,8 @@ class MappedExtent:
 
 _REASONS = {
     errno.ENOSPC: "the file system of shared memory is full",
-    errno.EDQUOT: "the quota of shared memory is used up",
-    errno.EFBIG: "the process may not make objects that large (limit of file size, ulimit -f)",
+    errno.EDQUOT: "the quota of shared memory is exhausted",
+    errno.EFBIG: "the size exceeds the process's file size limit (ulimit -f)",
     errno.ENOMEM: "the machine or its control group has no memory left",
 }
 
@@ -157,7 +157,7 @@ def _available() -> int:
     with open("/proc/meminfo", "rb") as file:
         found = _AVAILABLE.search(file.read())
     if found is None:
-        raise Internal("the kernel does not say how much memory is available")
+        raise Internal("/proc/meminfo does not contain MemAvailable")
     room = int(found[1]) * 1024
     with open("/proc/self/cgroup", "rb") as file:
         group = _GROUP.search(file.read())

@@ -33,7 +33,7 @@ def uuid_bytes(text: str) -> bytes:
     try:
         return bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
     except ValueError:
-        raise InvalidRequest(f"'{text[:60]}' is no uuid of a GPU") from None
+        raise InvalidRequest(f"'{text[:60]}' is not the UUID of a GPU") from None
 
 
 def name_of(exported: bytes, uuid: bytes) -> str:
@@ -48,7 +48,7 @@ def parts_of(name: str) -> tuple[bytes, bytes]:
     except (binascii.Error, ValueError):
         found = b""
     if not is_device(name) or len(found) != EXPORTED_BYTES + UUID_BYTES:
-        raise InvalidRequest("the name of a segment on a GPU does not say what was exported")
+        raise InvalidRequest("the name of a segment on a GPU does not contain an exported handle and a device UUID")
     return found[:EXPORTED_BYTES], found[EXPORTED_BYTES:]
 
 
@@ -101,7 +101,7 @@ def create(
 ) -> CudaExtent:
     """Allocates memory and exports it once. `uuid` is that of the device."""
     if size <= 0:
-        raise Internal(f"an extent of {size} bytes was asked for")
+        raise Internal(f"invalid extent size: {size} bytes")
     address = allocate(size)
     try:
         name = name_of(export(address), uuid)

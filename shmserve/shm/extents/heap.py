@@ -13,7 +13,7 @@ class HeapExtent(MappedExtent):
 
 def create(size: int) -> HeapExtent:
     if size <= 0:
-        raise Internal(f"an extent of {size} bytes was asked for")
+        raise Internal(f"invalid extent size: {size} bytes")
     check_room(size)
     try:
         pages = map_private(size)

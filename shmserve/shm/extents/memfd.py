@@ -42,7 +42,7 @@ def create_cold(size: int, promised: int) -> MemfdExtent:
 def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:
     """`promised`: see `create_cold`; None: with warm pages."""
     if size <= 0:
-        raise Internal(f"an extent of {size} bytes was asked for")
+        raise Internal(f"invalid extent size: {size} bytes")
     fd = _open()
     try:
         if promised is None:
@@ -83,7 +83,7 @@ def verify(fd: int, size: int) -> None:
     """Raises InvalidRequest unless `fd` is a memfd of exactly `size` bytes that can no longer be truncated."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or not _is_tmpfs(fd):
-        raise InvalidRequest("the descriptor of a segment must be a memfd; this one is something else")
+        raise InvalidRequest("the descriptor of a segment must be a memfd")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -96,7 +96,7 @@ def verify(fd: int, size: int) -> None:
         ]
         raise InvalidRequest(f"the memfd of a segment must be sealed against resizing; it lacks {', '.join(missing)}")
     if found.st_size != size or size <= 0:
-        raise InvalidRequest(f"a segment was announced with {size} bytes, but its memfd has {found.st_size}")
+        raise InvalidRequest(f"the segment was announced with {size} bytes, but its memfd has {found.st_size}")
 
 
 def _open() -> int:
@@ -105,11 +105,11 @@ def _open() -> int:
         return os.memfd_create("shmserve", flags | _NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:  # kernels before 6.3 do not support the flag
-            raise Unavailable(f"cannot make shared memory: {error.strerror}") from error
+            raise Unavailable(f"cannot create shared memory: {error.strerror}") from error
     try:
         return os.memfd_create("shmserve", flags)
     except OSError as error:
-        raise Unavailable(f"cannot make shared memory: {error.strerror}") from error
+        raise Unavailable(f"cannot create shared memory: {error.strerror}") from error
 
 
 def _is_tmpfs(fd: int) -> bool:

@@ -57,7 +57,7 @@ def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExten
     """Creates a named extent, with all pages allocated and mapped. `group`: gid of the segment, to which `mode` (0o640,
     0o660) gives access."""
     if size <= 0:
-        raise Internal(f"an extent of {size} bytes was asked for")
+        raise Internal(f"invalid extent size: {size} bytes")
     pid = os.getpid()
     name = f"{PREFIX}{pid}-{_start_time(pid)}-{_namespace()}-{secrets.token_hex(16)}"
     fd = _open(name, os.O_CREAT | os.O_EXCL, size)
@@ -85,7 +85,7 @@ def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> P
     """Maps `size` bytes of another process's segment. With `uid`, the segment must belong to that user; otherwise a
     client could use the server's rights to access a segment of another user."""
     if not _NAME.fullmatch(name) or name.strip("/") in (".", ".."):
-        raise InvalidRequest("a shared memory name is up to 250 of the characters A-Z a-z 0-9 _ . - behind one slash")
+        raise InvalidRequest("a shared memory name is a slash and up to 250 of the characters A-Z a-z 0-9 _ . -")
     name = "/" + name.lstrip("/")
     try:
         fd = _open(name, 0, 0)
@@ -100,7 +100,7 @@ def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> P
         if not stat.S_ISREG(found.st_mode):
             raise InvalidRequest("the object of that name is not shared memory")
         if size <= 0 or found.st_size < size:
-            raise InvalidRequest(f"a segment was announced with {size} bytes, but its object has {found.st_size}")
+            raise InvalidRequest(f"the segment was announced with {size} bytes, but its object has {found.st_size}")
         pages = map_shared(fd, size, writable)
     except BaseException as error:
         os.close(fd)
@@ -149,7 +149,7 @@ def _start_time(pid: int) -> int:
         text = file.read()
     fields = text[text.rindex(b")") + 2 :].split()
     if fields[0] in (b"Z", b"X"):
-        raise ProcessLookupError(f"process {pid} has ended, and waits to be reaped")
+        raise ProcessLookupError(f"process {pid} is a zombie")
     return int(fields[19])
 
 
@@ -181,11 +181,11 @@ def _open(name: str, flags: int, size: int, *, read_only: bool = False) -> int:
         fd: int = posix_ipc.SharedMemory(name, **options).fd
     except posix_ipc.ExistentialError as error:
         raise NotFound(
-            "there is no shared memory object of that name; a process in a container needs the same shm mount (--ipc)"
+            "no such shared memory object; a process in a container needs the same shm mount (--ipc)"
         ) from error
     except posix_ipc.PermissionsError as error:
         raise Denied(
-            "the shared memory object may not be opened by this user; make it readable for the server's group (0660)"
+            "permission denied for the shared memory object; make it accessible to the server's group (0660)"
         ) from error
     except OSError as error:
         raise failed("open", size, error) from error
