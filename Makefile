@@ -18,7 +18,7 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test tritonclient triton-qa check fmt docs chaos bench bench-doors proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test tritonclient triton-qa check fmt docs stress bench bench-doors proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -30,7 +30,7 @@ help:
 	@echo 'make check       run the linter, format check, type check and import check'
 	@echo 'make fmt         format the code'
 	@echo 'make docs        write the tables of docs/ that are made from the source'
-	@echo 'make chaos       run the stress tests for half an hour: kill, stop and fuzz; SHMSERVE_SEED=N sets the seed'
+	@echo 'make stress      run the long tests for half an hour: kill -9, chaos, fuzz, hostile clients; SHMSERVE_SEED=N sets the seed'
 	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
 	@echo 'make bench-doors  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
 	@echo 'make proto       regenerate the files made from the .proto files'
@@ -71,10 +71,10 @@ fmt: $(VENV)/.dev
 docs: $(VENV)/.dev
 	@$(BIN)/python -m tests.support.doc_tables
 
-chaos: $(VENV)/.dev
+stress: $(VENV)/.dev
 	@SHMSERVE_EXPLORE=10 $(BIN)/python -m pytest -m hypothesis tests/unit tests/sim tests/conformance $(ARGS)
 	@SHMSERVE_EXPLORE=1 SHMSERVE_CHAOS_SECONDS=600 SHMSERVE_FUZZ=1000000 SHMSERVE_KILLS=1000 \
-	  $(BIN)/python -m pytest -s tests/chaos tests/fuzz tests/process/test_kill9.py $(ARGS)
+	  $(BIN)/python -m pytest -s -m stress tests/stress $(ARGS)
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench.run $(ARGS)

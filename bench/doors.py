@@ -27,7 +27,7 @@ from bench.doors_perf import Ran
 from bench.doors_servers import ROW, Serving, ours, repository, triton
 from bench.setting import Setting
 from bench.table import Row, micros
-from shmserve.repo import client_models
+from tests.tritonclient import models as client_models
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "build" / "tritonclient-env" / "bin" / "perf_analyzer"

@@ -6,9 +6,9 @@ import compileall
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 CODE = ("shmserve", "workers", "repo", "clients", "bench", "tests")
 MOST = 8
 """Workers: tests start servers, some with engines that need a gigabyte."""
@@ -24,7 +24,7 @@ def compile_all() -> None:
 def parallel() -> list[str]:
     # More than cores: a test that starts a server waits about as long as it computes.
     workers = max(2, min(len(os.sched_getaffinity(0)) * 3 // 2, MOST))
-    # In order, as the long files come first. The timeout is a safety net that shows the stacks: no test waits for it.
+    # In order: conftest.py puts the long tests first. The timeout is a safety net that shows the stacks of a test.
     return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples import load_profile
+from tests.support.hypothesis_profiles import load_profile
 
 # Read when onnxruntime is imported: without it the engine keeps a database and an uploading thread in this process.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
@@ -23,13 +23,19 @@ sys.dont_write_bytecode = False
 
 load_profile()
 
-pytest_plugins = ("tests.leaks", "pytester")
+pytest_plugins = ("tests.support.leaks", "pytester")
 
 
 def pytest_collection_finish() -> None:
     """The suite itself stays to the end: no collection need go through its objects, and tests make many."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long tests first: at the end they would keep one worker busy alone."""
+    items.sort(key=lambda item: item.get_closest_marker("stress") is None)
 
 
 @pytest.hookimpl(optionalhook=True)

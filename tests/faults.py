@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 LIMIT_S = 900
 """For the tests of one fault. A fault that makes them hang is detected as well."""
 
@@ -30,14 +31,13 @@ class Fault(NamedTuple):
 
 
 WHERE = {
-    "shmserve/core": ["tests/unit", "-k", "core or scenario"],
-    "shmserve/shm": ["tests/conformance/test_arena.py", "tests/conformance/test_extents.py", "tests/unit", "-k",
-                     "arena or extent or blocks or strings or shm or memory"],
-    "shmserve/protocol": ["tests/unit", "tests/conformance/test_wire_independent.py", "-k", "wire or codec"],
-    "shmserve/gateway": ["tests/unit", "-k", "gateway"],
-    "workers": ["tests/unit", "tests/conformance", "-k", "worker or gather or scatter or backend or pad or batch"],
-    "shmserve/session": ["tests/unit", "tests/conformance", "-k", "client or session"],
-}  # fmt: skip
+    "shmserve/core": ["tests/unit/core"],
+    "shmserve/shm": ["tests/unit/shm", "tests/conformance/test_arena.py", "tests/conformance/test_extents.py"],
+    "shmserve/protocol": ["tests/unit/protocol", "tests/conformance/test_wire_independent.py"],
+    "shmserve/gateway": ["tests/unit/gateway"],
+    "workers": ["tests/unit/workers", "tests/conformance"],
+    "shmserve/session": ["tests/unit/session", "tests/unit/clients", "tests/conformance"],
+}
 
 FAULTS = (
     Fault("batch one row too large", "shmserve/core/batching/form.py",

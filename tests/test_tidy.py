@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 FUNCTION_LINES = 70
 FILE_BYTES = 1024 * 1024
 CODE = ("shmserve", "workers", "repo", "clients", "tests", "bench")
@@ -206,7 +207,10 @@ def test_hypothesis_tests_keep_the_profile() -> None:
     """Else `make test` fails by chance."""
     found = []
     for name, text in code():
-        if not re.search(r"^from hypothesis import .*\bsettings\b", text, re.MULTILINE) or name == "tests/examples.py":
+        if (
+            not re.search(r"^from hypothesis import .*\bsettings\b", text, re.MULTILINE)
+            or name == "tests/support/hypothesis_profiles.py"
+        ):
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "settings":
@@ -214,4 +218,4 @@ def test_hypothesis_tests_keep_the_profile() -> None:
                 fixed = isinstance(given.get("max_examples"), ast.Constant)
                 if fixed or given.keys() - {"max_examples", "stateful_step_count", "suppress_health_check"}:
                     found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
-    assert not found, "write max_examples=examples(60), and nothing that tests/examples.py sets"
+    assert not found, "write max_examples=examples(60), and nothing that tests/support/hypothesis_profiles.py sets"

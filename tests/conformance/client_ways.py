@@ -16,8 +16,8 @@ from shmserve.protocol.messages import (
     Handle,
     Tensor,
 )
-from tests.client_faces import FACES
-from tests.fake_broker import FakeBroker
+from tests.support.broker.fake_broker import FakeBroker
+from tests.support.client_faces import FACES
 
 LINKS: dict[str, tuple[Callable[[FakeBroker], str], dict[str, Any]]] = {
     "lane": (lambda broker: broker.lane, {}),

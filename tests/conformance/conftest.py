@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tests.conformance.client_ways import client, connect, link, way
-from tests.running_broker import broker
+from tests.support.broker.running_broker import broker
 
 __all__ = ["broker", "client", "connect", "link", "way"]

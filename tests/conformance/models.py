@@ -13,8 +13,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.worker_harness import config
-from tests.worker_models import (
+from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_models import (
     PYTHON_ADD,
     PYTHON_ECHO,
     Graph,

@@ -18,8 +18,8 @@ from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm.arena import Arena, Block, Segment
 from shmserve.shm.extents import heap, memfd, posix
 from shmserve.shm.extents.base import Extent
-from tests.examples import examples
-from tests.leaks import own_names
+from tests.support.hypothesis_profiles import examples
+from tests.support.leaks import own_names
 
 MIB = 1 << 20
 U8 = np.dtype("uint8")

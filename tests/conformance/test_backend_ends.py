@@ -14,9 +14,9 @@ from shmserve.protocol.messages import Row, Tensor, Wanted
 from shmserve.workers.process.exit_codes import Exit
 from tests.conformance.models import ADDING, FEW, SLOW, Make, openvino_adding
 from tests.conformance.test_backends import needs
-from tests.in_process import loaded
-from tests.worker_harness import PATIENCE_S, WorkerProcess, config, work
-from tests.worker_models import KINDS, Kind
+from tests.support.workers.in_process import loaded
+from tests.support.workers.worker_harness import PATIENCE_S, WorkerProcess, config, work
+from tests.support.workers.worker_models import KINDS, Kind
 
 pytestmark = pytest.mark.process
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -18,8 +18,8 @@ import pytest
 
 from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
-from tests.worker_harness import CLIENT, WORKER, WorkerProcess, work
-from tests.worker_models import KINDS, TENSORRT, Kind
+from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, work
+from tests.support.workers.worker_models import KINDS, TENSORRT, Kind
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -23,7 +23,7 @@ from shmserve.protocol.messages import (
     Return,
 )
 from tests.conformance.client_ways import CANCELLED, place_of, shared_only, ways
-from tests.fake_broker import MODELS, FakeBroker, echo
+from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
 
 # ------------------------------------------------------------------------------------------------ time
 

@@ -15,7 +15,7 @@ import pytest
 import shmserve
 from shmserve.protocol.messages import Ask, Cancel
 from tests.conformance.client_ways import ways
-from tests.fake_broker import NOTHING, FakeBroker
+from tests.support.broker.fake_broker import NOTHING, FakeBroker
 
 DONE = {"model": "m", "versions": [{"version": "1", "state": "READY", "seconds": 0.5}], "changed": True, "warnings": []}
 

@@ -12,7 +12,7 @@ import pytest
 import shmserve
 from shmserve.protocol.messages import Cancel, FailHeld, More, Part, Released, Tensor
 from tests.conformance.client_ways import shared_only, ways
-from tests.fake_broker import FakeBroker
+from tests.support.broker.fake_broker import FakeBroker
 
 LARGE = 3000
 

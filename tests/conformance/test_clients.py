@@ -20,7 +20,7 @@ from shmserve.protocol.messages import (
     Return,
 )
 from tests.conformance.client_ways import LARGE, NUMBERS, data, place_of, shared_only, ways
-from tests.fake_broker import FakeBroker, echo
+from tests.support.broker.fake_broker import FakeBroker, echo
 
 # ------------------------------------------------------------------------------------------------ tensors
 

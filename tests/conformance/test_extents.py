@@ -17,7 +17,7 @@ import pytest
 from shmserve.errors import Internal, InvalidRequest, Unavailable
 from shmserve.shm.extents import heap, memfd, posix
 from shmserve.shm.extents.base import Extent, MappedExtent
-from tests.leaks import own_names
+from tests.support.leaks import own_names
 
 MAKERS: dict[str, Callable[[int], Extent]] = {
     "heap": heap.create,

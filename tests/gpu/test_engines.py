@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.repo.gpus import discover
 from shmserve.testing import Server
-from tests.worker_models import Graph
+from tests.support.workers.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 

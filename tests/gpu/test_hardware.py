@@ -24,7 +24,7 @@ from shmserve.repo.gpus import discover
 from shmserve.shm.extents import memfd
 from shmserve.shm.extents.cuda import device_id, uuid_bytes
 from shmserve.testing import Server
-from tests.worker_models import Graph
+from tests.support.workers.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 

@@ -32,12 +32,12 @@ from shmserve.errors import InvalidRequest, ProtocolError
 from shmserve.gateway import options as flags
 from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Map, Ping, Pong, Reply, Tensor
-from tests.process import test_hostile as mistakes
-from tests.process.launch import Launched, identity
-from tests.process.living import until
-from tests.unit.core_world import World
+from tests import ROOT
+from tests.process.server import test_hostile as mistakes
+from tests.support.core.world import World
+from tests.support.launch import Launched, identity
+from tests.support.living import until
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "security.md"
 EDGES = [base + step for base in (0, 2**31, 2**32, 2**62, 2**63, 2**64) for step in (-1, 0, 1)]
 RULES = [f"R{number}" for number in range(1, 27)]

@@ -24,8 +24,8 @@ from bench import models
 from bench.raw import Lane, Segment, Zmq
 from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
-from tests.process.launch import Launched, identity
 from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group
+from tests.support.launch import Launched, identity
 
 pytestmark = [pytest.mark.process, needs_root, pytest.mark.xdist_group("second uid")]
 

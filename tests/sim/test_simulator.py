@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -38,10 +37,10 @@ from shmserve.sim import (
 from shmserve.sim.plan import simple_model
 from shmserve.sim.service import PerElement
 from shmserve.sim.tensors import SimInputs
-from tests.examples import examples
+from tests import ROOT
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
+from tests.support.hypothesis_profiles import examples
 
-ROOT = Path(__file__).parents[2]
 SEEDS = int(os.environ.get("SHMSERVE_SIM_SEEDS", "20"))
 
 

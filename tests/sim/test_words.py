@@ -18,9 +18,9 @@ from shmserve.errors import InvalidRequest
 from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, Service, Table, read_recording
 from shmserve.sim.command import main, parser
 from shmserve.sim.service import PerElement, mean_ns, parse, read_table
-from tests.examples import examples
+from tests import ROOT
+from tests.support.hypothesis_profiles import examples
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "simulator.md").read_text()
 MS = 1_000_000
 

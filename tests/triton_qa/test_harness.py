@@ -14,11 +14,11 @@ from shmserve.core.batching.dispatch import Dispatcher
 from shmserve.core.policy import BatchPolicy, ModelPolicy, SequencePolicy, TensorSpec
 from shmserve.core.sequences.scheduler import Sequencer
 from shmserve.protocol.messages import Infer, Options, Tensor
+from tests.support.core.world import World
 from tests.triton_qa import known, report, tritonserver, workplace
 from tests.triton_qa.catalog import LEFT_OUT, SUITES, Suite
 from tests.triton_qa.runner import Result, read
 from tests.triton_qa.server import delayed
-from tests.unit.core_world import World
 
 TESTS = """
 import os, unittest

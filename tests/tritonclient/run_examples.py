@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from shmserve.repo.client_models import MODELS
+from tests.tritonclient.models import MODELS
 from tests.tritonclient.serving import ABSENT, PYTHON, serving
 
 PATTERNS = ("simple_http_*.py", "simple_grpc_*.py", "grpc_explicit_*.py", "reuse_infer_objects_client.py",

@@ -1,4 +1,4 @@
-"""A server with the models of `client_models` and a gateway beside it, and the Python that has `tritonclient`.
+"""A server with the models of models.py and a gateway beside it, and the Python that has `tritonclient`.
 
 The rule of the file: nothing outlives the `with` block.
 """
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shmserve.repo import client_models
 from shmserve.testing import Server
+from tests import ROOT
+from tests.tritonclient import models as client_models
 
-ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SHMSERVE_TRITONCLIENT") or ROOT / "build" / "tritonclient-env" / "bin" / "python")
 """Of the environment that `make tritonclient` makes."""
 ABSENT = "no environment with tritonclient: `make tritonclient` makes it where the package registry can be reached"

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import ROOT
 from tests.tritonclient.methods import METHODS
-from tests.tritonclient.serving import ABSENT, END_S, PYTHON, ROOT, serving
+from tests.tritonclient.serving import ABSENT, END_S, PYTHON, serving
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not PYTHON.exists(), reason=ABSENT)]
 

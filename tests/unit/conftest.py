@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.running_broker import broker, client
+from tests.support.broker.running_broker import broker, client
 
 __all__ = ["broker", "client"]
 

@@ -1,0 +1,315 @@
+"""`shmserve check` as its user runs it: what it prints, how it ends, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands import check
+from shmserve.repo import samples
+from tests import ROOT
+from tests.support.launch import identity
+
+pytestmark = pytest.mark.process
+
+END_S = 60
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCK.findall((ROOT / "docs" / "check.md").read_text()) for line in block.splitlines()]
+
+PYTHON = """backend: "python"
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ]
+"""
+MODEL = """import os
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {initialize}
+
+    def execute(self, requests):
+        return []
+"""
+ENSEMBLE = """platform: "ensemble"
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } ]
+ensemble_scheduling { step [ {
+  model_name: "adds"
+  model_version: -1
+  input_map { key: "a" value: "IN" }
+  output_map { key: "b" value: "OUT" }
+} ] }
+"""
+ADDS = """class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "a", "data_type": "TYPE_FP64", "dims": [-1]})
+        config.add_output({"name": "b", "data_type": "TYPE_FP32", "dims": [-1]})
+        return config
+
+    def execute(self, requests):
+        return []
+"""
+
+
+def python(root: Path, name: str, initialize: str = "pass", source: str = "", config: str = PYTHON) -> None:
+    (root / name / "1").mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(config)
+    (root / name / "1" / "model.py").write_text(source or MODEL.format(initialize=initialize))
+
+
+def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
+    """What it printed, and what it said on standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ended = main.main(["check", *map(str, words)])
+    assert ended == code, out.getvalue() + err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+# ------------------------------------------------------------------------------------------ without loading
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Named from where it stands, as a person would."""
+    root = tmp_path / "models"
+    identity(root, "good")
+    identity(root, "typo")
+    (root / "typo" / "config.pbtxt").write_text('backnd: "identity"\n')
+    python(root, "lost")
+    (root / "lost" / "1" / "model.py").unlink()
+    (root / "lost" / "config.pbtxt").write_text(PYTHON + "metric_tags { key: 'a' value: 'b' }\nmax_batch_size: -2\n")
+    (root / "notes.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+WARNING = "metric_tags: has no effect: metrics do not have model-specific labels yet"
+
+
+def test_what_it_prints(mixed: Path) -> None:
+    assert run("models", code=1) == (
+        f"""models/notes.txt: warning: not a directory, ignored
+    -> a model is a directory: NAME/config.pbtxt and NAME/1/
+good  ok
+lost  2 errors, 1 warning
+  models/lost/1: has no file 'model.py': the directory is empty
+  models/lost/config.pbtxt:4:1: warning: {WARNING}
+  models/lost/config.pbtxt:5:1: max_batch_size: found -2, expected 0 or more
+typo  1 error
+  models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?
+3 models, 1 ok: 3 errors, 2 warnings
+""",
+        "",
+    )
+
+
+def test_quiet_and_strict(mixed: Path) -> None:
+    errors = """models/lost/1: has no file 'model.py': the directory is empty
+models/lost/config.pbtxt:5:1: max_batch_size: found -2, expected 0 or more
+models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?
+"""
+    assert run("models", "--quiet", code=1) == (errors, "")
+    assert f"models/lost/config.pbtxt:4:1: warning: {WARNING}" in run("models", "--quiet", "--strict", code=1)[0]
+
+
+def test_how_it_ends(tmp_path: Path) -> None:
+    identity(tmp_path / "good", "echo")
+    assert run(tmp_path / "good") == ("echo  ok\n1 model, 1 ok: no problems\n", "")
+    assert run(tmp_path / "good", "--quiet") == ("", "")
+    (tmp_path / "good" / "stray").write_text("")
+    assert run(tmp_path / "good")[0].endswith("1 model, 1 ok: 1 warning\n")
+    run(tmp_path / "good", "--strict", code=1)
+    assert "is not a directory" in run(tmp_path / "nowhere", code=2)[1]
+    assert "--model-config-name" in run(tmp_path / "good", "--model-config-name", "../x", code=2)[1]
+
+
+def test_several_repositories(mixed: Path, tmp_path: Path) -> None:
+    identity(tmp_path / "more", "good")
+    out = run("models", "more", code=1)[0]
+    both = "model appears in two or more repositories: 'good' is also in"
+    assert f"  models/good: {both} more\n      -> none of them is served; keep one, or rename a directory\n" in out
+    assert f"  more/good: {both} models\n" in out
+
+
+def test_json(mixed: Path) -> None:
+    found = json.loads(run("models", "--json", code=1)[0])
+    assert (found["errors"], found["warnings"]) == (3, 2)
+    assert [(model["name"], model["ok"], len(model["problems"])) for model in found["models"]] == [
+        ("good", True, 0),
+        ("lost", False, 3),
+        ("typo", False, 1),
+    ]
+    assert found["models"][2]["problems"][0]["line"] == 1
+
+
+# ------------------------------------------------------------------------------------------ with loading
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Where the private server puts its things; in the end there is nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        with mock.patch.dict(os.environ, {"TMPDIR": name}), mock.patch("tempfile.tempdir", None):
+            yield Path(name)
+        assert os.listdir(name) == []
+
+
+def test_each_model_is_loaded(tmp_path: Path, temporary: Path) -> None:
+    root = tmp_path / "models"
+    identity(root, "good")
+    identity(root, "typo")
+    (root / "typo" / "config.pbtxt").write_text('backnd: "identity"\n')
+    python(root, "imports", "import nowhere_to_be_found")
+    python(root, "crash", 'print("about to crash"); os.abort()')
+    python(root, "adds", source=ADDS, config='backend: "python"')
+    identity(root, "ensemble")
+    (root / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
+    assert [line.split()[:2] for line in run(root, code=1)[0].splitlines()[:3]] == [
+        ["adds", "ok"],
+        ["crash", "ok"],
+        ["ensemble", "ok"],
+    ]
+
+    out, err = run(root, "--load", code=1)
+    lines = out.splitlines()
+    heads = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if not line.startswith(" ")}
+    assert heads == {
+        "adds": "ok",
+        "crash": "1 error",
+        "ensemble": "1 error",
+        "good": "ok",
+        "imports": "1 error",
+        "typo": "1 error",
+        "6": "models, 2 ok: 4 errors",
+    }
+    assert "      | about to crash" in lines
+    why = f"  {root}/crash/1: could not be loaded: its worker process ended while loading: signal SIGABRT"
+    assert why in lines
+    assert f"  {root}/imports/1: could not be loaded: " in out
+    assert "      | ModuleNotFoundError: No module named 'nowhere_to_be_found'" in lines
+    assert f"  {root}/ensemble/config.pbtxt:7:" in out
+    assert 'ensemble_scheduling.step[0].input_map["a"]: input "a" of model "adds" is TYPE_FP64' in out
+    told = {tuple(line.split()[1:4]) for line in err.splitlines()}
+    assert ("good", "1", "READY") in told
+    assert ("crash", "1", "UNAVAILABLE") in told
+
+
+def test_json_of_what_could_not_be_loaded(tmp_path: Path, temporary: Path) -> None:
+    python(tmp_path / "models", "raises", 'raise ValueError("no weights here")')
+    out, err = run(tmp_path / "models", "--load", "--json", code=1)
+    assert err == ""
+    (problem,) = json.loads(out)["models"][0]["problems"]
+    assert problem["file"] == "raises/1"
+    assert problem["text"].startswith("could not be loaded: ")
+    assert "no weights here" in problem["text"]
+    assert problem["log"][-1] == "ValueError: no weights here"
+
+
+@contextlib.contextmanager
+def waits(root: Path, fifo: Path) -> Iterator[int]:
+    """A model that loads for ever. The descriptor can be read when it has come so far."""
+    os.mkfifo(fifo)
+    python(root, "slow", f'open({str(fifo)!r}, "w").close(); __import__("threading").Event().wait()')
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+
+
+def test_not_in_time(tmp_path: Path, temporary: Path) -> None:
+    with waits(tmp_path / "models", tmp_path / "fifo"):
+        out = run(tmp_path / "models", "--load", "--timeout", "0.5", code=1)[0]
+    assert f"  {tmp_path}/models/slow/1: not loaded within 0.5 s\n      -> --timeout allows more\n" in out
+
+
+def apart(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "shmserve.clients.cli.main", "check", *map(str, words)], env=environment, **options
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted(number: signal.Signals, code: int, tmp_path: Path, temporary: Path) -> None:
+    """The server and its workers are gone with it: what is left would be told as a leak of this test."""
+    with waits(tmp_path / "models", tmp_path / "fifo") as reader:
+        process = apart(tmp_path / "models", "--load", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        loading = select.select([reader], [], [], END_S)[0]
+        process.send_signal(number)
+        err = process.communicate(timeout=END_S)[1]
+    assert loading, err
+    assert process.returncode == code, err
+    assert b"Traceback" not in err
+
+
+def test_a_live_line_for_people(tmp_path: Path, temporary: Path) -> None:
+    """On a terminal there is one line that changes, and it is gone in the end."""
+    identity(tmp_path / "models", "good")
+    ours, theirs = pty.openpty()
+    try:
+        process = apart(tmp_path / "models", "--load", stdout=subprocess.PIPE, stderr=theirs)
+        out = process.communicate(timeout=END_S)[0]
+        said = b""
+        while select.select([ours], [], [], 0)[0]:
+            said += os.read(ours, 65536)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (process.returncode, out) == (0, b"good  ok\n1 model, 1 ok: no problems\n")
+    assert b"\r\x1b[Kloading: 1 of 1, " in said
+    assert said.endswith(b"\r\x1b[K")
+    assert b"\n" not in said
+
+
+def test_a_server_that_does_not_start(tmp_path: Path, temporary: Path) -> None:
+    identity(tmp_path / "models", "good")
+    with mock.patch.dict(os.environ, {"SHMSERVE_HOST_POLICY": "nonsense"}):
+        err = run(tmp_path / "models", "--load", code=1)[1]
+    assert "the temporary server exited with code 2" in err
+    assert "nonsense" in err
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_page(command: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the samples where the page has them. They are right, so each command ends well."""
+    samples.build(tmp_path / "build" / "samples", lambda text: None)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command, comments=True)
+    assert words[:2] == ["shmserve", "check"]
+    run(*words[2:])
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "check.md").read_text()
+    config = re.search(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    said = re.search(r"^```\n(digits .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert config
+    assert said
+    (tmp_path / "models" / "digits" / "1").mkdir(parents=True)
+    (tmp_path / "models" / "digits" / "config.pbtxt").write_text(config[1])
+    monkeypatch.chdir(tmp_path)
+    assert run("models", code=1)[0] == said[1]
+    assert check.LOG_LINES == 20
+    assert "the last 20 lines" in text

@@ -1,0 +1,205 @@
+"""Models come and go by command and by client, against a real server. The oracles are /proc and bare numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.clients.cli import main
+from shmserve.repo import samples
+from shmserve.testing import Server
+from tests.support.client_faces import FACES
+from tests.support.launch import await_end
+
+pytestmark = pytest.mark.process
+
+X = np.random.default_rng(7).standard_normal((2, 64)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    samples.build(place / "all", lambda text: None)
+    for name in ("mlp", "add_sub"):
+        shutil.move(place / "all" / name, place / "served" / name)
+    return place / "served"
+
+
+@pytest.fixture(scope="module")
+def shared(repository: Path) -> Iterator[Server]:
+    with Server(repository, "--model-control-mode", "explicit") as made:
+        yield made
+
+
+@pytest.fixture
+def server(shared: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """With nothing loaded."""
+    monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", str(shared.runtime_dir))
+    monkeypatch.delenv("SHMSERVE_URL", raising=False)
+    yield shared
+    with shared.client() as client:
+        for name in {entry["name"] for entry in client.models()}:
+            client.unload(name)
+
+
+def pids(server: Server, model: str) -> list[int]:
+    with server.client() as client:
+        return [
+            instance["pid"]
+            for entry in client.models()
+            for instance in entry.get("instances", ())
+            if entry["name"] == model and instance["state"] == "ready"
+        ]
+
+
+def test_the_life_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: str) -> str:
+        code = main.main(words)
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        assert said.err == ""
+        return said.out
+
+    lines = run("models").splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["add_sub", "-", "not"], ["mlp", "-", "not"]]
+    said = run("load", "mlp", "add_sub").splitlines()
+    assert [line.split(" after ")[0] for line in said] == ["mlp: version 1 is READY", "add_sub: version 1 is READY"]
+    assert run("load", "mlp") == "mlp: nothing has changed; version 1 is READY\n"
+    assert run("ready", "mlp") == "model 'mlp' is ready\n"
+    row = run("models").splitlines()[2].split()
+    (pid,) = pids(server, "mlp")
+    assert row[:7] == ["mlp", "1", "READY", "1/1", "0", "0", str(pid)]
+    assert Path(f"/proc/{pid}").exists()
+    assert f"  {pid}  " in run("models", "--instances")
+
+    assert run("restart", "mlp") == "mlp: version 1 restarted\n"
+    (after,) = pids(server, "mlp")
+    assert after != pid
+    await_end(pid)
+    assert run("unload", "mlp") == "mlp: version 1 unloaded\n"
+    assert not Path(f"/proc/{after}").exists(), "unload waits for the end"
+    assert pids(server, "mlp") == []
+    entries = {entry["name"]: entry for entry in json.loads(run("models", "--json"))}
+    assert entries["mlp"]["state"] == "UNAVAILABLE"
+    assert entries["add_sub"]["state"] == "READY"
+    assert run("load", "--all", "--json").count('"READY"') == 2
+
+
+def test_config(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["load", "mlp"]) == 0
+    capsys.readouterr()
+    assert main.main(["config", "mlp"]) == 0
+    said = capsys.readouterr().out
+    assert "max_batch_size: 32  # file" in said
+    assert main.main(["config", "mlp", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)
+    assert config["max_batch_size"] == 32
+    assert main.main(["config", "mlp", "--json", "--origins"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["config"] == config
+    assert both["origins"]["max_batch_size"] == "file"
+    assert set(both["origins"].values()) <= {"file", "override", "model", "default"}
+
+
+def test_failures(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(["load", "nobody", "mlp"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("mlp: version 1 is READY after ")
+    assert said.err.startswith("shmserve load: failed to load 'nobody', failed to poll from model repository")
+    assert main.main(["restart", "nobody"]) == 1
+    assert "nobody" in capsys.readouterr().err
+    (tmp_path / "bad.json").write_text('{"backend": "onnxruntime", "max_bach_size": 3}')
+    assert main.main(["load", "mlp", "--config-json", str(tmp_path / "bad.json")]) == 1
+    assert "max_batch_size" in capsys.readouterr().err, "the nearest name"
+    assert main.main(["infer", "mlp", "--random"]) == 0, "the old one still serves"
+
+
+def test_a_server_whose_models_are_fixed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(repository) as fixed:
+        where = ["--runtime-dir", str(fixed.runtime_dir)]
+        for what in ("load", "unload"):
+            assert main.main([what, "mlp", *where]) == 1
+            assert "explicit model load / unload is not allowed if polling is enabled" in capsys.readouterr().err
+        assert main.main(["restart", "mlp", *where]) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize(("face", "link"), [("sync", "url"), ("sync", "zmq_url"), ("uvloop", "url")])
+def test_a_model_that_is_sent(face: str, link: str, server: Server, repository: Path) -> None:
+    """Megabytes of it, and its answers are those of the file."""
+    model = repository / "mlp" / "1" / "model.onnx"
+    config = {
+        "backend": "onnxruntime",
+        "max_batch_size": 8,
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [64]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [10]}],
+    }
+    ballast = os.urandom(5_000_000)
+    with FACES[face](getattr(server, link)) as client:
+        client.load("mlp")
+        expected = client.infer("mlp", {"x": X})["y"].copy()
+        said = client.load("sent", config=config, files={"1/model.onnx": model, "1/ballast": ballast})
+        assert [(entry["version"], entry["state"]) for entry in said["versions"]] == [("1", "READY")]
+        assert client.config("sent")["max_batch_size"] == 8
+        np.testing.assert_allclose(client.infer("sent", {"x": X})["y"], expected, rtol=1e-5)
+        assert client.origins("sent")["origins"]["max_batch_size"] == "override"
+        client.unload("sent")
+        with pytest.raises(shmserve.ServeError):
+            client.infer("sent", {"x": X})
+
+
+def test_a_file_that_lies_elsewhere_is_refused(server: Server) -> None:
+    with server.client() as client:
+        for name in ("../evil", "1/../../evil", "/etc/evil", "model.onnx"):
+            with pytest.raises(shmserve.InvalidRequest, match="1/model"):
+                client.load("sent", config={"backend": "identity"}, files={name: b"x"})
+
+
+def test_requests_go_on_while_the_model_is_restarted_and_changed(server: Server) -> None:
+    """From another client, on every link, and none is lost."""
+    ended = threading.Event()
+    counts: dict[str, int] = {}
+    failures: list[BaseException] = []
+
+    def ask(url: str) -> None:
+        with shmserve.Client(url) as client:
+            expected = client.infer("mlp", {"x": X})["y"].copy()
+            counts[url] = 0
+            while not ended.is_set():
+                try:
+                    np.testing.assert_allclose(client.infer("mlp", {"x": X})["y"], expected, rtol=1e-4)
+                except BaseException as error:
+                    failures.append(error)
+                    return
+                counts[url] += 1
+
+    with server.client() as client:
+        client.load("mlp")
+        threads = [threading.Thread(target=ask, args=[url]) for url in (server.url, server.zmq_url)]
+        for thread in threads:
+            thread.start()
+        config: dict[str, Any] = client.config("mlp")
+        try:
+            for turn in range(3):
+                client.restart("mlp")
+                client.load("mlp", config=config | {"max_batch_size": 40 + turn})
+            client.load("mlp")
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+        assert failures == []
+        assert min(counts.values()) > 0
+        assert client.config("mlp")["max_batch_size"] == 42, "a load without a configuration keeps the last one"
+        client.unload("mlp")
+        client.load("mlp")
+        assert client.config("mlp")["max_batch_size"] == 32

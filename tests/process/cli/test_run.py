@@ -1,0 +1,341 @@
+"""`shmserve run` as its user runs it, from a shell or a script, on models that work and that fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from shmserve.clients.cli.commands.base import order_of
+from shmserve.clients.cli.parser import parser
+from shmserve.repo import samples
+from shmserve.workers.foreground import solo
+from shmserve.workers.foreground.solo_order import RunOrder
+from tests import ROOT
+from tests.support.workers.run_models import END_S, build, command, environment
+
+pytestmark = pytest.mark.process
+
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGE = ROOT / "docs" / "run.md"
+COMMANDS = [line for block in BLOCK.findall(PAGE.read_text()) for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    build(root)
+    return root
+
+
+class Ran:
+    def __init__(self, *words: Any, cwd: Path, text: str = "", code: int = 0) -> None:
+        done = subprocess.run(
+            command([str(word) for word in words]),
+            cwd=cwd,
+            env=environment(),
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=END_S,
+            check=False,
+        )
+        self.out, self.err = done.stdout, done.stderr
+        assert done.returncode == code, f"exit code {done.returncode}\n{self.out}\n{self.err}"
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+# ------------------------------------------------------------------------------------------ models that work
+
+
+def test_a_python_model_and_its_prints(models: Path) -> None:
+    ran = Ran("greeter", "-i", "x=[[1, 2], [3, 4]]", "-i", 'who=["you", "me"]', cwd=models)
+    lines = ran.out.splitlines()
+    assert lines[0] == "initialize greeter 1"
+    assert re.fullmatch(r"greeter version 1 \(python\), loaded in [\d.]+ (us|ms|s)", lines[1])
+    assert [line.split() for line in lines[3:8]] == [
+        ["name", "dtype", "shape"],
+        ["input", "x", "FP32", "[-1,", "2]"],
+        ["input", "who", "BYTES", "[-1,", "1]"],
+        ["output", "y", "FP32", "[-1,", "2]"],
+        ["output", "greeting", "BYTES", "[-1,", "1]"],
+    ]
+    assert lines[9] == "finalize"
+    assert lines[11] == "y         FP32   [2, 2]  2 4 6 8"
+    assert lines[12] == "greeting  BYTES  [2, 1]  'hello you' 'hello me'"
+    assert re.fullmatch(r"greeter version 1, [\d.]+ (us|ms|s)", lines[14])
+    assert ran.err == ""
+    assert sorted(path.name for path in (models / "greeter").rglob("*")) == ["1", "config.pbtxt", "model.py"]
+
+
+def test_json_is_alone_on_standard_output(models: Path) -> None:
+    ran = Ran("greeter/", "-", "--outputs", "y", "--repeat", 5, "--json", cwd=models, text='{"inputs": {"x": [1, 2]}}')
+    assert ran.document["outputs"] == {"y": {"dtype": "FP32", "shape": [1, 2], "data": [[2, 4]]}}
+    assert (ran.document["model"], ran.document["version"], ran.document["warnings"]) == ("greeter", 1, [])
+    assert ran.document["load_seconds"] > 0
+    latency = ran.document["latency_us"]
+    assert latency["requests"] == 5
+    assert 0 < latency["median"] <= latency["p99"]
+    assert ran.err.split() == ["initialize", "greeter", "1", "finalize"]
+
+
+def test_random_inputs_and_files(models: Path, tmp_path: Path) -> None:
+    words = ["--random", "--batch", "3", "--seed", "7", "--repeat", "20", "--out", str(tmp_path / "out")]
+    ran = Ran("greeter", *words, cwd=models)
+    assert re.search(r"20 requests one after another: median .*, p99 ", ran.out)
+    first = np.load(tmp_path / "out" / "y.npy")
+    assert first.shape == (3, 2)
+    np.save(tmp_path / "x.npy", first)
+    ran = Ran("greeter", "-i", f"x=@{tmp_path / 'x.npy'}", "--json", cwd=models)
+    assert np.array_equal(np.array(ran.document["outputs"]["y"]["data"], np.float32), first * 2)
+    Ran("greeter", *words, cwd=models)
+    assert np.array_equal(np.load(tmp_path / "out" / "y.npy"), first)
+
+
+def test_a_model_that_completes_its_own_configuration(models: Path) -> None:
+    ran = Ran("auto", "-i", "a=1,2,3", "--json", cwd=models)
+    assert ran.document["outputs"] == {"b": {"dtype": "INT32", "shape": [3], "data": [2, 3, 4]}}
+
+
+def test_the_model_directory_itself_may_be_where_one_is(models: Path) -> None:
+    assert "greeter version 1" in Ran(".", "--random", cwd=models / "greeter").out
+
+
+def onnx_model(folder: Path) -> onnx.ModelProto:
+    weights = np.random.default_rng(3).random((2048, 1500), np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Neg", ["y"], ["z"])],
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2048])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1500]) for name in ("y", "z")],
+        [helper.make_tensor("w", TensorProto.FLOAT, weights.shape, weights.tobytes(), raw=True)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    (folder / "1").mkdir(parents=True)
+    onnx.save(model, folder / "1" / "model.onnx")
+    return model
+
+
+def test_an_onnx_model_against_the_bare_engine(tmp_path: Path) -> None:
+    """Without a configuration, and with tensors that do not fit into messages."""
+    model = onnx_model(tmp_path / "matrix")
+    x = np.random.default_rng(5).random((4, 2048), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    ran = Ran("matrix", "-i", "x=@x.npy", "--out", "out", "--repeat", 3, "--json", cwd=tmp_path)
+    assert ran.document["outputs"]["y"] == {"dtype": "FP32", "shape": [4, 1500], "file": "out/y.npy"}
+    surprise = ran.document["warnings"][-1]
+    assert "max_batch_size was not given" in surprise
+    assert f"warning: {surprise}\n" in ran.err
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    for name, expected in zip(("y", "z"), session.run(["y", "z"], {"x": x}), strict=True):
+        np.testing.assert_allclose(np.load(tmp_path / "out" / f"{name}.npy"), expected, rtol=1e-5)
+    np.save(tmp_path / "x.npy", np.concatenate([x, x]))
+    refused = Ran("matrix", "-i", "x=@x.npy", cwd=tmp_path, code=2)
+    assert "8 rows: the max_batch_size of model 'matrix' is 4" in refused.err
+    setting = ["--backend-config", "onnxruntime,default-max-batch-size=8"]
+    assert Ran("matrix", "-i", "x=@x.npy", "--json", "--out", "out", *setting, cwd=tmp_path).document["outputs"]
+
+
+def here(capfd: pytest.CaptureFixture[str], code: int = 0, **order: Any) -> tuple[str, str]:
+    """In this process, which only models without code of their own may be in: standard output and error."""
+    assert solo.run(RunOrder(**order)) == code
+    out, err = capfd.readouterr()
+    return out, err
+
+
+def test_versions_and_configurations_by_name(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(models)
+    assert here(capfd, model_dir="old", random=True)[0].startswith("old version 1 (identity)")
+    out, err = here(capfd, model_dir="old", random=True, version=2)
+    assert out.startswith("old version 2 (identity)")
+    assert err == "warning: version 2 of model 'old' would not be served: its version policy\n"
+    _, err = here(capfd, model_dir="old", random=True, version=3, code=1)
+    assert err == "shmserve run: model 'old' has no version 3; its versions are: 1\n"
+    _, err = here(capfd, model_dir="half", random=True, version=2, code=1)
+    assert "shmserve run: failed to load model 'half' version 2: has no file 'model.py'" in err
+    out, err = here(capfd, model_dir="old", random=True, batch=64, model_config_name="large")
+    assert "[64, 2]" in out
+    assert "a/b" in here(capfd, model_dir="old", random=True, model_config_name="a/b", code=2)[1]
+
+
+# ------------------------------------------------------------------------------------------ models that fail
+
+
+def test_what_the_model_raises_is_shown_from_its_own_first_line(models: Path) -> None:
+    ran = Ran("greeter", "-i", "x=1001,2", "--repeat", 3, cwd=models, code=1)
+    lines = ran.err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert re.fullmatch(r'  File ".*/greeter/1/model.py", line \d+, in execute', lines[1])
+    assert lines[-2] == "LookupError: no luck today"
+    assert lines[-1].startswith("shmserve run: run 1 of 3: ")
+    assert lines[-1].endswith("message: LookupError: no luck today")
+    assert ran.out.splitlines()[-1] == "finalize"
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "text"),
+    [
+        (1003, 1, "shmserve run: not for you\n"),
+        (1004, 1, "the model called sys.exit(7); in a server that ends its worker"),
+        (1005, 1, "ValueError: assignment destination is read-only"),
+        (1006, 1, "output 'y' of model 'greeter' has the wrong data type: expected FP32, found complex64"),
+    ],
+)
+def test_other_ways_to_fail(models: Path, value: int, code: int, text: str) -> None:
+    ran = Ran("greeter", "-i", f"x={value},2", cwd=models, code=code)
+    assert text in ran.err
+    assert ran.out.splitlines()[-1] == "finalize"
+
+
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        ("broken", ["in initialize", "AttributeError", "shmserve run: failed to load model 'broken' version 1: "]),
+        ("syntax", ["class TritonPythonModel(:", "SyntaxError: invalid syntax", "shmserve run: failed to load model"]),
+        ("typo", ["shmserve run: model 'typo' cannot be loaded:\n", "typo/config.pbtxt:3:", "TYPE_FP32"]),
+        ("names", ["shmserve run: ", "names", "TYPE_INVALID"]),
+    ],
+)
+def test_models_that_do_not_load(models: Path, model: str, texts: list[str]) -> None:
+    ran = Ran(model, "--random", cwd=models, code=1)
+    for text in texts:
+        assert text in ran.err
+    assert "loaded in" not in ran.out
+
+
+def test_a_model_that_fails_at_its_end(models: Path) -> None:
+    ran = Ran("last", "--random", "--json", cwd=models, code=1)
+    assert ran.out == ""
+    assert "OSError: no end" in ran.err
+    assert ran.err.splitlines()[-1] == "shmserve run: model 'last' failed while it was finalized: OSError: no end"
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        ({}, "model 'identity' needs x (FP32 [-1, 2]), who (BYTES [-1, 1]): give --input x=VALUE"),
+        ({"input": ["who=you"]}, "model 'identity' also needs x (FP32 [-1, 2])"),
+        ({"input": ["w=1"]}, "the model has no input 'w'; it has x "),
+        ({"input": ["x=1,2,3"]}, "a value of shape [3] does not fit [-1, 2]"),
+        ({"input": ["x=one,two"]}, "'one' is not a number"),
+        ({"input": ["x=@none.npy"]}, "cannot read none.npy: No such file"),
+        ({"file": "none.json"}, "cannot read inputs from none.json: No such file"),
+        ({"input": ["x=[[1, 2], [3, 4]]", "who=you"]}, "must have the same number of rows: 'x' 2, 'who' 1"),
+        (
+            {"input": ["x=[[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]"]},
+            "5 rows: the max_batch_size of model 'identity' is",
+        ),
+        ({"batch": 2}, "--batch is for random data"),
+        ({"random": True, "batch": 5}, "--batch 5: the max_batch_size of model 'identity' is 4"),
+        ({"random": True, "outputs": "y,w"}, "the model has no output 'w'; it has y, z"),
+        ({"random": True, "backend_config": ["off"]}, "--backend-config off: write BACKEND,KEY=VALUE"),
+        ({"model_dir": "nowhere"}, "nowhere is not a directory"),
+    ],
+)
+def test_wrong_use_ends_with_2(
+    order: dict[str, Any], text: str, models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(models)
+    _, err = here(capfd, code=2, **{"model_dir": "identity"} | order)
+    assert err.startswith("shmserve run: ")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_exit_codes_and_the_next_step_come_through_the_command(models: Path) -> None:
+    assert "--random for data without a meaning" in Ran("identity", cwd=models, code=2).err
+    assert "'0' is not an integer of at least 1" in Ran("identity", "--repeat", 0, cwd=models, code=2).err
+
+
+# ------------------------------------------------------------------------------------------ the two sides, the page
+
+
+def test_what_the_command_passes_on_is_what_the_process_understands() -> None:
+    given = ["request.json", "--seed=1", "--batch=1", "--outputs=y", "--out=o", "--version=1", "--backend-directory=d"]
+    order = json.loads(order_of(parser().parse_args(["run", "model", *given])))
+    assert set(order) == set(RunOrder.__struct_fields__)
+
+
+@pytest.fixture(scope="module")
+def with_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    samples.build(folder / "build" / "samples", lambda text: None)
+    np.save(folder / "x.npy", np.ones((2, 64), np.float32))
+    (folder / "request.json").write_text('{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}}')
+    return folder
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_of_the_page(line: str, with_samples: Path) -> None:
+    before, _, words = line.rpartition("| ")
+    document = (with_samples / "request.json").read_text() if before == "cat request.json " else ""
+    name, verb, *rest = shlex.split(words)
+    assert (name, verb, bool(before)) == ("shmserve", "run", bool(document))
+    Ran(*rest, cwd=with_samples, text=document)
+
+
+# ------------------------------------------------------------------------------------------ many answers
+
+COUNTS = """
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request.get_response_sender(), request)).start()
+
+    def answer(self, sender, request):
+        for index in range(int(request.inputs()[0].as_numpy()[0, 0])):
+            if index == 5:
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("five is too many")))
+            else:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 2000), index, np.float32))]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+COUNTS_CONFIG = """
+backend: "python" max_batch_size: 4 model_transaction_policy { decoupled: true }
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+model_warmup [ { batch_size: 2 inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 1 ] random_data: true } } } ]
+"""
+
+
+def test_a_model_with_many_answers(tmp_path: Path) -> None:
+    (tmp_path / "counts" / "1").mkdir(parents=True)
+    (tmp_path / "counts" / "config.pbtxt").write_text(COUNTS_CONFIG)
+    (tmp_path / "counts" / "1" / "model.py").write_text(COUNTS)
+    shown = Ran("counts", "--input", "x=3", "--repeat", "2", cwd=tmp_path).out
+    assert [line for line in shown.splitlines() if line.startswith("part ")] == ["part 1", "part 2", "part 3"]
+    assert "counts version 1, 3 parts, 2 requests" in shown
+    found = Ran("counts", "--input", "x=2", "--json", "--out", "out", cwd=tmp_path).document
+    assert [part["y"]["file"] for part in found["parts"]] == ["out/1/y.npy", "out/2/y.npy"]
+    assert (np.load(tmp_path / "out" / "2" / "y.npy") == np.full((1, 2000), 1, np.float32)).all()
+    assert Ran("counts", "--input", "x=0", "--json", cwd=tmp_path).document["parts"] == []
+    failed = Ran("counts", "--input", "x=6", cwd=tmp_path, code=1)
+    assert "five is too many" in failed.err
+    config = COUNTS_CONFIG.replace("random_data: true", 'input_data_file: "six"')
+    (tmp_path / "counts" / "warmup").mkdir()
+    (tmp_path / "counts" / "warmup" / "six").write_bytes(np.float32(6).tobytes())
+    (tmp_path / "counts" / "config.pbtxt").write_text(config)
+    failed = Ran("counts", "--input", "x=1", cwd=tmp_path, code=1)
+    assert "warm-up sample number 0 of model 'counts' failed: five is too many" in failed.err

@@ -1,0 +1,86 @@
+"""`shmserve models`: of some models, and again and again. What it prints on a terminal is read from its other end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.clients.cli.main import main
+from shmserve.testing import Server
+from tests.support.living import PATIENCE_S, identity
+
+pytestmark = pytest.mark.process
+
+BRIEF = """
+import sys
+from shmserve.clients.cli.commands import base
+from shmserve.clients.cli.main import main
+base.CONNECT_S = 0.2
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, but for how long it waits for a server to come back."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    for name in ("first", "second"):
+        identity(root, name)
+    with Server(root) as server:
+        yield server
+
+
+def words(server: Server, *more: str) -> list[str]:
+    return ["models", "--url", server.url, *more]
+
+
+def test_models_that_are_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(server)) == 0
+    everything = capsys.readouterr().out
+    assert "first" in everything
+    assert "second" in everything
+    assert main(words(server, "second")) == 0
+    assert "first" not in capsys.readouterr().out
+    assert main(words(server, "secnd")) == 1
+    assert "unknown model 'secnd'; did you mean 'second'?" in capsys.readouterr().err
+    assert main(words(server, "--watch", "1", "--json")) == 2
+    assert "--watch cannot be combined with --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_again_and_again(server: Server, terminal: bool) -> None:
+    ours, theirs = os.openpty() if terminal else os.pipe()
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words(server, "first", "--watch", "0.05")]
+    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    seen = b""
+    try:
+        while seen.count(b"READY") < 3:
+            seen += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        os.close(ours)
+    assert process.returncode == 130
+    assert told == b"shmserve models: interrupted\n"
+    assert seen.count(b"\x1b[H\x1b[2J") == (seen.count(b"model ") if terminal else 0)
+    assert b"second" not in seen
+
+
+def test_until_the_server_ends(tmp_path: Path) -> None:
+    identity(tmp_path, "only")
+    with Server(tmp_path) as server:
+        command = [sys.executable, "-c", BRIEF, *words(server, "--watch", "0.05")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"model")
+    _, told = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert told.count(b"\n") == 1

@@ -1,0 +1,194 @@
+"""Backends of the backend directory: the one of docs/backends.md in a server, and what can be wrong with others."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.broker.config import settings
+from shmserve.clients.cli import main
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.backends import DIRECTORY, installed, not_usable
+from shmserve.repo.config.complete import can_complete
+from shmserve.workers.backends import Context, StackedBackend, registry
+from shmserve.workers.backends.registry import backend_in, from_directory
+from tests import ROOT
+from tests.support.launch import Launched
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+
+PAGE = ROOT / "docs" / "backends.md"
+WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+
+
+def blocks(begin: str) -> str:
+    (found,) = re.findall(rf"^```\w*\n({begin}.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def backend_of_the_page(folder: Path) -> Path:
+    text = blocks("# backends/linear/backend.py")
+    assert len(text.splitlines()) <= 40
+    (folder / "linear").mkdir(parents=True)
+    (folder / "linear" / "backend.py").write_text(text)
+    return folder
+
+
+def model_of_the_page(root: Path, weights: np.ndarray[tuple[int, int], np.dtype[np.float32]] = WEIGHTS) -> Path:
+    (root / "lin" / "1").mkdir(parents=True)
+    (root / "lin" / "config.pbtxt").write_text(blocks('backend: "linear"'))
+    np.save(root / "lin" / "1" / "weights.npy", weights)
+    return root
+
+
+@pytest.mark.process
+def test_the_backend_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = backend_of_the_page(tmp_path / "backends")
+    models = model_of_the_page(tmp_path / "models")
+    options = ("--backend-directory", str(directory), "--backend-config", "linear,scale=10")
+    x = np.arange(1200, dtype=np.float32).reshape(400, 3)
+    runtime = tmp_path / "run"
+    with Launched(models, runtime, *options) as server, shmserve.Client(runtime_dir=runtime) as client:
+        for rows in (x[:1], x[:64]):
+            found = client.infer("lin", {"x": rows})
+            assert np.array_equal(np.asarray(found["y"]), rows @ WEIGHTS * 10)
+    assert server.code == 0
+    assert main.main(["check", str(models), *options[:2]]) == 0
+    assert main.main(["check", str(models)]) == 1
+    assert 'found "linear", which this server does not have' in capsys.readouterr().out
+
+
+def test_a_model_that_the_backend_refuses(tmp_path: Path) -> None:
+    from shmserve.repo.config.schema import ModelConfig
+
+    kind = from_directory(str(backend_of_the_page(tmp_path)), "linear")
+    assert kind is not None
+    context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {})
+    with pytest.raises(shmserve.ServeError, match="model 'm' has no file weights"):
+        kind(context).load(ModelConfig(name="m"))
+
+
+SCALE = """\
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import helper
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        path = os.path.join(args["model_repository"], args["model_version"], "scale.npy")
+        self.scale = helper.number(path)
+
+    def execute(self, requests):
+        inputs = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x * self.scale)]) for x in inputs]
+"""
+
+
+@pytest.mark.process
+def test_a_python_model_for_all_models_of_a_backend(tmp_path: Path) -> None:
+    (tmp_path / "backends" / "scale").mkdir(parents=True)
+    (tmp_path / "backends" / "scale" / "model.py").write_text(SCALE)
+    helper = "import numpy as np\n\n\ndef number(path):\n    return np.load(path)[0]\n"
+    (tmp_path / "backends" / "scale" / "helper.py").write_text(helper)
+    assert installed(tmp_path / "backends") - installed() == {"scale"}
+    settings = {DIRECTORY: str(tmp_path / "backends")}
+    given = config("scale", {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=4)
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    np.save(tmp_path / "m" / "1" / "scale.npy", np.array([7], np.float32))
+    x = np.array([[1, 2, 3]], np.float32)
+    with WorkerProcess(given, tmp_path / "m", settings=settings) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, worker.tensor("x", x)))
+        assert row.error is None, row.error
+        assert worker.array(row.outputs[0], np.float32).tolist() == [[7, 14, 21]]
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend_of_the_page(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "backend.py").write_text("")
+    assert installed(tmp_path) - installed() == {"linear"}
+    assert not_usable(tmp_path) == ""
+    with pytest.raises(Unsupported, match="unknown backend 'other'; known are: identity, linear, onnxruntime, "):
+        registry.find("other", str(tmp_path))
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "backend.py").write_text("")
+    assert "has a backend 'python', the name of a built-in backend" in not_usable(tmp_path)
+    assert "is not a directory" in not_usable(tmp_path / "nowhere")
+
+
+def test_the_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    found = settings.parse(["--model-repository", ".", "--backend-directory", "mine"])
+    assert settings.backend_settings(found)[DIRECTORY] == str(tmp_path / "mine")
+    with pytest.raises(SystemExit):
+        settings.parse(["--model-repository", ".", "--backend-directory", "none"])
+    assert "--backend-directory none is not a directory" in capsys.readouterr().err
+
+
+ONE = "from shmserve.workers.backends import StackedBackend, SeparateBackend\nclass One(StackedBackend): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (ONE, "One"),
+        (ONE + "class Two(One): pass\n", "Two"),
+        (ONE + "class Two(SeparateBackend): pass\n", "it has 2: One, Two"),
+        ("from shmserve.workers.backends import StackedBackend\n", "it has none"),
+        ("class One: pass\n", "it has none"),
+    ],
+    ids=["one", "derived", "two", "imported", "other"],
+)
+def test_the_class(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "backend.py").write_text(text)
+    if " " not in name:
+        found = from_directory(str(tmp_path), "mine")
+        assert found is not None
+        assert found.__name__ == name
+        return
+    with pytest.raises(InvalidRequest, match=name):
+        from_directory(str(tmp_path), "mine")
+
+
+def test_a_class_of_another_module_is_not_taken() -> None:
+    module = ModuleType("mine")
+    module.Kind = StackedBackend  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequest, match="it has none"):
+        backend_in(module, "mine")
+
+
+@pytest.mark.parametrize(("name", "library", "extra"), [("pytorch", "torch", "torch"), ("openvino",) * 3])
+def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("pytorch.backend", "pytorch.programs", "pytorch.device", "openvino"):
+        monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*pip install 'shmserve\[{extra}\]'"):
+        registry.find(name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "file", "known"),
+    [("pytorch", "model.pt", False), ("pytorch", "model.pt2", True), ("openvino", "", True), ("linear", "", True),
+     ("identity", "", False)],
+)  # fmt: skip
+def test_who_can_say_what_the_configuration_leaves_out(backend: str, file: str, known: bool) -> None:
+    from shmserve.repo.config.schema import ModelConfig
+
+    assert can_complete(ModelConfig(name="m", backend=backend, default_model_filename=file)) == known
+
+
+def test_the_reason_on_the_page() -> None:
+    assert "backend 'pytorch' needs a package that is not installed (No module named 'torch'): pip install" in (
+        PAGE.read_text()
+    )

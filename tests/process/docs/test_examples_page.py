@@ -1,0 +1,119 @@
+"""The page on the samples: what it tells a reader to do is done, in the order of the page, with all samples served."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.repo import samples
+from shmserve.testing import Server
+from tests import ROOT
+
+FENCE = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+MADE = ROOT / ".venv" / ".samples"
+NEWER = [ROOT / name for name in ("setup.cfg", "pyproject.toml")]
+IS_MADE = MADE.exists() and all(MADE.stat().st_mtime >= path.stat().st_mtime for path in NEWER)
+MODELS = {name for names in samples.SETS.values() for name in names}
+pytestmark = pytest.mark.process
+
+
+def blocks(language: str) -> list[str]:
+    return [match[2] for match in FENCE.finditer(PAGE) if match[1] == language]
+
+
+def commands() -> list[list[str]]:
+    found = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
+    return [words[1:] for words in found if words[0] == "shmserve" and words[1] != "serve"]
+
+
+def run(*command: str, cwd: Path = ROOT, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    ended = subprocess.run(
+        command,
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    if set(samples.build(folder / "build" / "all", lambda text: None, samples.SETS)) != MODELS:
+        pytest.skip("what the larger samples need is not installed: run `make samples`")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(place: Path) -> Iterator[Server]:
+    with Server(
+        place / "build" / "all",
+    ) as running:
+        yield running
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands(server: Server, place: Path, words: list[str]) -> None:
+    said = run(
+        sys.executable,
+        "-m",
+        "shmserve.clients.cli.main",
+        *words,
+        cwd=place,
+        SHMSERVE_RUNTIME_DIR=str(server.runtime_dir),
+    )
+    if words[:2] == ["infer", "sentiment"]:
+        assert re.search("positive.*negative", said)
+    if words[0] == "check":
+        assert "14 models, 14 ok" in said
+
+
+def test_programs(server: Server) -> None:
+    programs = blocks("python")
+    assert len(programs) == 3
+    words, lines, chances = (
+        run(sys.executable, "-c", program, SHMSERVE_RUNTIME_DIR=str(server.runtime_dir)) for program in programs
+    )
+    shown = re.search(r"# (.*)", programs[0])
+    assert shown
+    for part in shown[1].split("..."):
+        assert part.strip("] ") in words
+    assert [line.partition(" 0.")[0] for line in lines.splitlines()] == [
+        "Handles travel, ",
+        "tensors stay: 64 MiB, 0 copies",
+    ]
+    assert re.match(r"0\.00 s: 0\.\d+\n0\.03 s: 0\.\d+\n", chances)
+    assert len(chances.splitlines()) == 16_000 // samples.VAD_CHUNK
+
+
+def test_what_the_page_says_of_the_samples() -> None:
+    table = PAGE.partition("| set | models |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    assert named <= MODELS
+    assert set(samples.SETS["basic"]) <= named
+    for part in samples.SETS:
+        assert f"`{part}`" in PAGE
+    for name in MODELS:
+        assert f"`{name}`" in PAGE
+    words = (samples.EXAMPLES / "sentiment_tokenizer" / "1" / "words.txt").read_text().split()
+    assert f"The classifier knows {len(words)} words" in PAGE
+
+
+@pytest.mark.skipif(not IS_MADE, reason="make has not set this environment up: run `make samples`")
+def test_make_samples(tmp_path: Path) -> None:
+    said = run("make", "samples", f"ALL_SAMPLES={tmp_path / 'all'}")
+    assert {path.name for path in (tmp_path / "all").iterdir()} == set(re.findall(r"^  (\w+)$", said, re.MULTILINE))
+    assert set(samples.SETS["sentiment"]) <= {path.name for path in (tmp_path / "all").iterdir()}

@@ -1,0 +1,102 @@
+"""The page on transformers: its files are written, its commands run, and its ensemble held against the bare engine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve import Client
+from shmserve.testing import Server
+from tests import ROOT
+
+PAGE = (ROOT / "docs" / "transformers.md").read_text()
+FILE = re.compile(r"^`([\w./]+\.(?:py|pbtxt))`[^\n]*(?:\n[^\n`]+)*\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEAR = 1e-5
+pytestmark = pytest.mark.process
+
+pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("page")
+    files = dict(FILE.findall(PAGE))
+    assert len(files) == 7, sorted(files)
+    for name, text in files.items():
+        path = place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (place / "texts/texts/1").mkdir()
+    subprocess.run([sys.executable, "make_encoder.py"], cwd=place, check=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with Server(folder / "texts") as server:
+        yield server
+
+
+def ids_of(folder: Path, texts: list[str]) -> tuple[Any, Any]:
+    import zlib
+
+    words = [[zlib.crc32(word.encode()) % 1000 for word in text.lower().split()] for text in texts]
+    ids = np.zeros((len(texts), max(map(len, words))), np.int64)
+    for row, found in enumerate(words):
+        ids[row, : len(found)] = found
+    mask = np.array([[1] * len(found) + [0] * (ids.shape[1] - len(found)) for found in words], np.int64)
+    return ids, mask
+
+
+def test_requests_get_what_they_would_get_alone(folder: Path, server: Server) -> None:
+    engine = ort.InferenceSession(str(folder / "texts/encoder/1/model.onnx"), providers=["CPUExecutionProvider"])
+    random = np.random.default_rng(1)
+    requests = [
+        [" ".join(f"word{random.integers(1000)}" for _ in range(random.integers(1, 129))) for _ in range(rows)]
+        for rows in [1] * 60 + [2, 3]
+    ]
+    with Client(server.url) as client:
+        given = [ids_of(folder, texts) for texts in requests]
+        inputs = [{"input_ids": ids, "attention_mask": mask} for ids, mask in given]
+        encoded = [client.submit("encoder", feed) for feed in inputs]
+        embedded = [
+            client.submit("texts", {"TEXT": np.array([[text] for text in texts], object)}) for texts in requests
+        ]
+        for feed, tokens, vector in zip(inputs, encoded, embedded, strict=True):
+            (right,) = engine.run(["tokens"], feed)
+            assert tokens.result()["tokens"].shape == right.shape
+            assert np.abs(tokens.result()["tokens"] - right).max() < NEAR
+            mask = feed["attention_mask"][:, :, None]
+            mean = (right * mask).sum(1) / mask.sum(1)
+            assert np.abs(vector.result()["EMBEDDING"] - mean).max() < NEAR
+        counted = {entry["name"]: entry for entry in client.statistics()["model_stats"]}
+        seen = client.metrics()
+    for name in ("encoder", "pooling"):
+        entry = counted[name]
+        assert 0 < entry["padded_elements"] < entry["elements"]
+        assert entry["execution_count"] < entry["inference_stats"]["success"]["count"], "they shared batches"
+        assert f'shmserve_batch_elements_total{{model="{name}",version="1"}} {entry["elements"]}' in seen
+    assert counted["tokenizer"]["elements"] == 0
+
+
+def test_lengths_that_differ_within_a_request_are_refused(server: Server) -> None:
+    from shmserve.errors import InvalidRequest
+
+    with Client(server.url) as client:
+        bad = {"input_ids": np.zeros((1, 4), np.int64), "attention_mask": np.zeros((1, 5), np.int64)}
+        with pytest.raises(InvalidRequest, match=r"has length 5 on padded axis 1, but input 'input_ids' has 4"):
+            client.infer("encoder", bad)
+
+
+def test_the_command_tells_of_padding(server: Server) -> None:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "stats", "encoder", "--url", server.url]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"encoder version 1: [\d.]+% of [\d,]+ elements \(rows x padded length\) were padding", said), said

@@ -1,0 +1,244 @@
+"""`shmserve serve` and its gateways, as real processes: the doors open with it, come back, and close with it.
+
+The rule of the file: what is awaited is a line of the server's log, or the end of a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.support.launch import await_end, children_of, identity
+from tests.support.living import PYTHON, write
+
+pytestmark = pytest.mark.process
+END_S = 60
+ANY = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--metrics-interval-ms", "0")
+
+WAITS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        import triton_python_backend_utils as pb_utils
+        with open("{gate}") as gate:
+            gate.read()
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+                for r in requests]
+"""
+ASKED = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [7]}]}
+
+
+def gateways_of(server: int) -> list[int]:
+    return [pid for pid in children_of(server) if b"\0gateway\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+class Serving:
+    """`shmserve serve`, whose log can be followed."""
+
+    def __init__(self, repository: Path, place: Path, *options: str) -> None:
+        self.runtime_dir = place / "run"
+        command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
+        command += ["--runtime-dir", str(self.runtime_dir), *options]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self._log = self.process.stderr
+        self.said: list[str] = []
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """The next line that has it."""
+        for line in self._log:
+            self.said.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"it never said {pattern!r}:\n{''.join(self.said)}")
+
+    def gateways(self) -> list[int]:
+        return gateways_of(self.process.pid)
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.said += self._log
+        self._log.close()
+        return self.process.wait(END_S)
+
+
+@contextlib.contextmanager
+def serving(repository: Path, place: Path, *options: str) -> Iterator[Serving]:
+    server = Serving(repository, place, *options)
+    try:
+        yield server
+    finally:
+        code = server.stop()
+        assert code == 0 or sys.exc_info()[0], "".join(server.said)
+
+
+def ask(port: int, path: str, body: Any = None) -> tuple[int, bytes]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)) as made:
+        made.request("POST" if body else "GET", path, json.dumps(body) if body else None)
+        answer = made.getresponse()
+        return answer.status, answer.read()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    identity(place, "same")
+    return place
+
+
+def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it(
+    repository: Path, tmp_path: Path
+) -> None:
+    with serving(repository, tmp_path, *ANY, "--log-format", "ISO8601") as server:
+        port = int(server.until(r"INFO \[gateway\] HTTP on 127.0.0.1, port (\d+)")[1])
+        metrics = int(server.until(r"INFO \[gateway\] Prometheus on 127.0.0.1, port (\d+)")[1])
+        server.until("ready: serving 1 of 1")
+        assert ask(port, "/v2/health/ready")[0] == 200
+        assert b"nv_inference_request_success" in ask(metrics, "/metrics")[1]
+        with shmserve.Client(runtime_dir=server.runtime_dir) as client:
+            (first,) = server.gateways()
+            os.kill(first, signal.SIGKILL)
+            server.until(r"ERROR gateway 0 exited \(signal SIGKILL\); restarting it immediately")
+            assert client.ready("same")  # nobody else has noticed
+            assert int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]) == port
+            assert int(server.until(r"Prometheus on 127.0.0.1, port (\d+)")[1]) == metrics
+        status, body = ask(port, "/v2/models/same/infer", ASKED)
+        assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
+        assert b"\nshmserve_gateway_restarts_total 1\n" in ask(metrics, "/metrics")[1]
+        (second,) = server.gateways()
+        server.process.send_signal(signal.SIGHUP)
+        server.until(r"\[gateway\] certificates and tokens reloaded")
+        server.process.kill()
+        await_end(second)  # so its ports are free for the next server
+        server.process.wait()
+        Path(server.runtime_dir / "lane.sock").unlink()
+        with contextlib.suppress(AssertionError):
+            server.until("there is no such line")
+        server.process.returncode = 0
+
+
+def test_several_gateways_share_the_ports(repository: Path, tmp_path: Path) -> None:
+    with serving(repository, tmp_path, *ANY, "--gateways", "2") as server:
+        ports = {server.until(r"HTTP on 127.0.0.1, port (\d+)")[1] for _ in range(2)}
+        server.until("ready: serving 1 of 1")
+        (port,) = map(int, ports)
+        first, second = server.gateways()
+        os.kill(first, signal.SIGKILL)
+        await_end(first)
+        assert ask(port, "/v2/health/ready")[0] == 200
+        server.until("HTTP on")
+        assert second in server.gateways()
+
+
+def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    models = tmp_path / "models"
+    (models / "waits" / "1").mkdir(parents=True)
+    write(models / "waits" / "1" / "model.py", WAITS.format(gate=gate))
+    write(models / "waits" / "config.pbtxt", PYTHON)
+    answers: list[tuple[int, bytes]] = []
+    with serving(models, tmp_path, *ANY) as server:
+        port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
+        server.until("ready: serving 1 of 1")
+        caller = threading.Thread(target=lambda: answers.append(ask(port, "/v2/models/waits/infer", ASKED)))
+        caller.start()
+        with gate.open("w"):  # it is opened when the model is at it
+            server.process.send_signal(signal.SIGTERM)
+            server.until(r"\[gateway\] shutting down: new requests are refused")
+            assert server.process.poll() is None  # it waits for its gateway
+        caller.join(END_S)
+    assert answers[0][0] == 200
+    assert json.loads(answers[0][1])["outputs"][0]["data"] == [7]
+
+
+def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = Serving(repository, tmp_path, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
+        said = server.until("ERROR cannot start the gateway").string
+        assert server.stop() == 1
+    assert f"cannot listen on 127.0.0.1, port {port}" in said
+    assert "--no-gateway" in said
+    assert "ready:" not in "".join(server.said)
+
+
+def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Path) -> None:
+    server = Serving(repository, tmp_path, *ANY, "--gateway-args=--http-idle-timeout=never")
+    said = server.until("ERROR cannot start the gateway").string
+    assert server.stop() == 2
+    assert "'never' is not a number of seconds" in said
+
+
+def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    options = ("--http-roles", "infer,observe,operate", "--trace-config", f"triton,file={file}")
+    with serving(repository, tmp_path, *ANY, *options) as server:
+        port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
+        server.until("ready: serving 1 of 1")
+        asked, told = ask(port, "/v2/logging", {"log_format": "json", "log_verbose_level": 2})
+        assert (asked, json.loads(told)["log_verbose_level"]) == (200, 2)
+        assert json.loads(server.until("log settings changed").string)["log_format"] == "json"
+        assert ask(port, "/v2/logging") == (200, told)
+        status, body = ask(port, "/v2/logging", {"log_file": "mine"})
+        assert b"log file location can not be updated through network protocol" in body
+        assert status in (400, 501)
+
+        wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "trace_count": "3"}
+        status, body = ask(port, "/v2/models/same/trace/setting", wanted)
+        assert (status, json.loads(body)["trace_file"]) == (200, file.name)
+        assert json.loads(ask(port, "/v2/trace/setting")[1])["trace_level"] == ["OFF"]
+        for _ in range(9):
+            assert ask(port, "/v2/models/same/infer", ASKED | {"id": "mine"})[0] == 200
+            assert json.loads(server.until("ran batch").string)["level"] == "debug"
+        assert json.loads(ask(port, "/v2/models/same/trace/setting")[1])["trace_count"] == "0"
+        assert b"unknown model : none" in ask(port, "/v2/models/none/trace/setting")[1]
+    found = json.loads(file.read_text())
+    assert [line["request_id"] for line in found if "model_name" in line] == ["mine"] * 3
+    times = {line["timestamps"][0]["name"]: line["timestamps"][0]["ns"] for line in found if "timestamps" in line}
+    assert sorted(times, key=lambda name: times[name]) == list(times)  # they are in their order
+    assert {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"} <= times.keys()
+
+
+def test_servers_of_tests_have_no_doors_unless_they_are_asked_for(repository: Path) -> None:
+    with Server(repository) as server:
+        assert server.endpoints == {}
+        assert not gateways_of(server.pid)
+
+
+def test_r15_ports_are_the_gateways_and_on_this_machine_alone(repository: Path) -> None:
+    with Server(repository, "--gateway-args=--http-idle-timeout=5", gateway=True) as server:
+        assert set(server.endpoints) == {"http", "grpc", "metrics"}
+        assert ask(int(server.endpoints["http"].partition(":")[2]), "/v2/health/ready")[0] == 200
+        assert listening(server.pid) == set()
+        (gateway,) = gateways_of(server.pid)
+        assert listening(gateway) == set(server.endpoints.values())
+
+
+def listening(pid: int) -> set[str]:
+    """Where the process listens for TCP, as the kernel has it."""
+    owned = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in owned:
+                place, _, port = fields[1].partition(":")
+                address = ".".join(map(str, bytes.fromhex(place)[::-1])) if table == "tcp" else place
+                found.add(f"{address}:{int(port, 16)}")
+    return found

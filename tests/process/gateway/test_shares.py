@@ -1,0 +1,160 @@
+"""Callers of one slow model leave room in the gateway for callers of other models."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import hpack
+import numpy as np
+import pytest
+
+from shmserve.gateway.auth import tokens
+from shmserve.testing import Server
+from tests.process.gateway.test_http import Gateway, model, wait_in_flight
+from tests.support.gateway.rpc import Rpcs, infer_request
+
+pytestmark = pytest.mark.process
+
+SEQUENCE = "sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } }\n"
+CONNECTIONS, CALLS = 9, 1000
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS, PING, WINDOW = 0, 1, 4, 6, 8
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    delay = 'parameters { key: "delay_us" value: { string_value: "2000000" } }\n'
+    model(repository, "slow", ["FP32"], "[ -1 ]", 1, delay)
+    model(repository, "quick", ["FP32"], "[ -1 ]", 8)
+    model(repository, "sequence", ["FP32"], "[ -1 ]", 8, SEQUENCE)
+    with Server(repository) as running:
+        yield running
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def request(name: str) -> Any:
+    array = np.ones((1, 4), np.float32)
+    return infer_request(name, {"i_FP32": ("FP32", array, array.tobytes())})
+
+
+def attack(port: int) -> socket.socket:
+    """Many calls to the slow model at once. Returns when the gateway has taken them all in."""
+    made = socket.create_connection(("127.0.0.1", port), 30)
+    head = [(":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer"),
+            (":authority", "here"), ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
+    body = request("slow").SerializeToString()
+    data = struct.pack(">BI", 0, len(body)) + body
+    encoder = hpack.Encoder()
+    parts = [PREFACE, frame(SETTINGS, 0, 0), frame(WINDOW, 0, 0, struct.pack(">I", 1 << 30))]
+    for number in range(1, 2 * CALLS, 2):
+        block = encoder.encode(head, huffman=False)
+        parts += [frame(HEADERS, 4, number, block), frame(DATA, 1, number, data)]
+    made.sendall(b"".join([*parts, frame(PING, 0, 0, b"allofit.")]))
+    seen = b""
+    while frame(PING, 1, 0, b"allofit.") not in seen:
+        more = made.recv(1 << 16)
+        assert more, "the gateway closed the connection"
+        seen += more
+    return made
+
+
+def test_a_flood_of_calls_to_a_slow_model_leaves_room_for_others(server: Server) -> None:
+    gateway = Gateway(server)
+    with contextlib.ExitStack() as stack:
+        for _ in range(CONNECTIONS):
+            stack.enter_context(contextlib.closing(attack(gateway.grpc)))
+        for _ in range(3):
+            status, text = gateway.ask("POST", "/v2/models/quick/infer", {
+                "inputs": [{"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]
+            })  # fmt: skip
+            assert status == 200, text
+            assert gateway.ask("GET", "/v2/models/quick/config")[0] == 200
+        with Rpcs(gateway.grpc) as rpcs:
+            assert rpcs.ModelInfer(request("quick")).outputs[0].name == "o_FP32"
+        with contextlib.closing(gateway.connection(gateway.metrics)) as made:
+            made.request("GET", "/metrics")
+            page = made.getresponse().read().decode().splitlines()
+        found = dict(line.rsplit(" ", 1) for line in page if line.startswith("shmserve_gateway"))
+        assert 4096 <= int(found["shmserve_gateway_requests"]) <= 7300
+        assert int(found['shmserve_gateway_share_refusals_total{share="connection"}']) > 0
+    gateway.stop()
+
+
+def test_over_the_share_a_call_is_unavailable_and_told_the_flag(server: Server) -> None:
+    gateway = Gateway(server, "--connection-share=0.0002")
+    with Rpcs(gateway.grpc) as rpcs:
+        first = rpcs.ModelInfer.future(request("slow"))
+        second = rpcs.ModelInfer.future(request("slow"))
+        third = rpcs.ModelInfer.future(request("slow"))
+        answers = [call.exception() for call in (first, second, third)]
+    found = [error for error in answers if error is not None]
+    assert {error.code() for error in found} == {grpc.StatusCode.UNAVAILABLE}
+    assert {error.details() for error in found} == {
+        "1 requests of this connection are in flight, its share (--connection-share) of the 8192 that this gateway may "
+        "have; retry later"
+    }
+    assert len(found) == 2
+    gateway.stop()
+
+
+def with_tokens(server: Server, folder: Path, *options: str) -> tuple[Gateway, dict[str, str]]:
+    """A gateway for two callers, and what each says of itself."""
+    made = {name: tokens.new(name, "infer") for name in ("alice", "bob")}
+    (folder / "tokens").write_text("".join(f"{line}\n" for _, line in made.values()))
+    (folder / "tokens").chmod(0o600)
+    gateway = Gateway(server, f"--tokens-file={folder / 'tokens'}", *options)
+    return gateway, {name: f"Bearer {token}" for name, (token, _) in made.items()}
+
+
+def test_callers_with_tokens_have_sequence_ids_of_their_own(server: Server, tmp_path: Path) -> None:
+    gateway, header = with_tokens(server, tmp_path)
+
+    def step(name: str, start: bool = False, end: bool = False) -> int:
+        options = {"sequence_id": 7, "sequence_start": start, "sequence_end": end}
+        tensor = {"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}
+        body = {"inputs": [tensor], "parameters": options}
+        status, _ = gateway.ask("POST", "/v2/models/sequence/infer", body, Authorization=header[name])
+        return status
+
+    with Rpcs(gateway.grpc) as rpcs:
+        asked = request("sequence")
+        asked.parameters["sequence_id"].int64_param = 7
+        bob = [("authorization", header["bob"])]
+        assert step("alice", start=True) == 200
+        assert step("bob") == 400, "it is not bob's"
+        with pytest.raises(grpc.RpcError, match="must specify the START flag"):
+            rpcs.ModelInfer(asked, metadata=bob)
+        assert step("bob", start=True) == 200
+        assert step("alice") == 200
+        assert rpcs.ModelInfer(asked, metadata=bob).model_name == "sequence"
+        assert step("bob", end=True) == 200
+        assert step("alice", end=True) == 200
+    gateway.stop()
+
+
+def test_a_token_has_one_share_over_http_and_grpc(server: Server, tmp_path: Path) -> None:
+    gateway, header = with_tokens(server, tmp_path, "--token-share=0.0002")
+    body = {"inputs": [{"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
+    with Rpcs(gateway.grpc) as rpcs:
+        alice = [("authorization", header["alice"])]
+        first = rpcs.ModelInfer.future(request("slow"), metadata=alice)
+        wait_in_flight(server, 1, 1)
+        # A connection with nothing in flight has one call beside a full share, and the same one no second.
+        second = rpcs.ModelInfer.future(request("slow"), metadata=alice)
+        assert "of this token are in flight, its share (--token-share)" in second.exception().details()
+        for name in ("bob", "alice"):
+            status, text = gateway.ask("POST", "/v2/models/quick/infer", body, Authorization=header[name])
+            assert status == 200, text
+        assert rpcs.ModelInfer(request("quick"), metadata=[("authorization", header["bob"])]).model_name == "quick"
+        assert first.result().model_name == "slow"
+    gateway.stop()

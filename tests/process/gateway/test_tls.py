@@ -1,0 +1,334 @@
+"""A real gateway that not everybody may come in at: TLS, certificates of callers, tokens, restricted APIs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import http.client
+import json
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trustme
+
+from shmserve.testing import Server
+from tests.process.gateway.test_http import Gateway, binary, model, outputs, rows
+from tests.support.gateway.rpc import message as rpc_message
+
+pytestmark = pytest.mark.process
+
+TOLD = """\
+import json
+
+import numpy
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        told = [numpy.array([json.dumps(json.loads(request.parameters()))], dtype=object) for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", one)]) for one in told]
+"""
+CONFIG = """\
+name: "told" backend: "python"
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+FORWARD = ("--http-header-forward-pattern", "x-.*", "--grpc-header-forward-pattern", "x-.*")
+RESTRICTED = (
+    "--http-restricted-api", "model-config:admin-key=open sesame",
+    "--grpc-restricted-protocol", "model-config:admin-key=open sesame",
+)  # fmt: skip
+
+
+class Place:
+    """Certificates and tokens in files, and a client that trusts them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = trustme.CA()
+        self.certificate, self.tokens = folder / "certificate", folder / "tokens"
+        self.issue()
+        self.write_tokens("user", "admin")
+
+    def issue(self) -> None:
+        issued = self.authority.issue_cert("localhost", "127.0.0.1")
+        issued.private_key_and_cert_chain_pem.write_to_path(str(self.certificate))
+        self.certificate.chmod(0o600)
+
+    def write_tokens(self, user: str, admin: str) -> None:
+        digests = [hashlib.sha256(token.encode()).hexdigest() for token in (user, admin)]
+        self.tokens.write_text(f"# two\nuser infer {digests[0]}\nadmin infer,observe,operate {digests[1]}\n")
+
+    def client(self) -> ssl.SSLContext:
+        made = ssl.create_default_context()
+        self.authority.configure_trust(made)
+        return made
+
+
+class SecureGateway(Gateway):
+    def __init__(self, place: Place, server: Server, *options: str) -> None:
+        super().__init__(server, "--tls-cert", str(place.certificate), *options)
+        self.context = place.client()
+        self.root = place.authority.cert_pem.bytes().decode()
+
+    def connection(self, port: int = 0) -> http.client.HTTPSConnection:
+        return http.client.HTTPSConnection("127.0.0.1", port or self.http, timeout=30, context=self.context)
+
+    def rpc(self, *calls: tuple[str, Any, dict[str, str]], own: trustme.LeafCert | None = None) -> list[Any]:
+        """Code and text of each call, and its answer."""
+        told = {
+            "port": self.grpc,
+            "root": self.root,
+            "chain": own and own.cert_chain_pems[0].bytes().decode(),
+            "key": own and own.private_key_pem.bytes().decode(),
+            "calls": [
+                [method, base64.b64encode(request.SerializeToString()).decode(), given]
+                for method, request, given in calls
+            ],
+        }
+        command = [sys.executable, "-m", "tests.support.gateway.grpc_secure"]
+        found = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=100)
+        assert found.returncode == 0, found.stderr
+        return [(code, text, base64.b64decode(answer)) for code, text, answer in json.loads(found.stdout)]
+
+    def secure(self) -> ssl.SSLSocket:
+        return self.context.wrap_socket(self.socket(), server_hostname="localhost")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    model(repository, "row", ["FP32"], "[ -1 ]", 8)
+    (repository / "told" / "1").mkdir(parents=True)
+    (repository / "told" / "config.pbtxt").write_text(CONFIG)
+    (repository / "told" / "1" / "model.py").write_text(TOLD)
+    with Server(repository) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def gateway(server: Server, place: Place) -> Iterator[SecureGateway]:
+    made = SecureGateway(place, server, "--tokens-file", str(place.tokens), *FORWARD, *RESTRICTED)
+    yield made
+    log = made.stop().decode()
+    assert "Traceback" not in log
+    assert "sesame" not in log
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+# ---------------------------------------------------------------------------------------- TLS
+
+
+def test_large_bodies_both_ways_on_one_connection(gateway: SecureGateway) -> None:
+    """Straight into shared memory and out of it, and small ones between them."""
+    with contextlib.closing(gateway.connection()) as made:
+        for width in (1_000_000, 4, 300_000, 4):
+            given = rows(width)
+            body, headers = binary(given)
+            made.request("POST", "/v2/models/row/infer", body, headers | bearer("user"))
+            _, found = outputs(made.getresponse())
+            np.testing.assert_array_equal(np.frombuffer(found["o_FP32"], np.float32), given["i_FP32"][1][0])
+
+
+def test_only_tls_is_spoken(gateway: SecureGateway) -> None:
+    with gateway.socket() as plain:
+        plain.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert not plain.recv(4096).startswith(b"HTTP")
+    with gateway.secure() as made:
+        assert made.version() in ("TLSv1.3", "TLSv1.2")
+    context = ssl.create_default_context()
+    with gateway.socket() as stranger, pytest.raises(ssl.SSLCertVerificationError):
+        context.wrap_socket(stranger, server_hostname="localhost")
+    assert gateway.ask("GET", "/v2/health/live") == (200, b"")
+
+
+def test_who_does_not_go_on_is_let_go(place: Place, server: Server) -> None:
+    """Before the handshake, and in the middle of a request. Its own gateway, as the timeout is too short for others."""
+    gateway = SecureGateway(place, server, "--http-read-timeout", "1")
+    with gateway.socket() as silent, gateway.socket() as half, gateway.secure() as slow:
+        half.sendall(b"\x16\x03\x01\x02\x00\x01")
+        slow.sendall(b"POST /v2/models/row/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n")
+        assert silent.recv(1) == b""
+        assert half.recv(4096) in (b"", b"\x15\x03\x01\x00\x02\x02\x32")
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+    gateway.stop()
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_who_leaves_in_the_middle_leaves_nothing(gateway: SecureGateway, politely: bool) -> None:
+    body, headers = binary(rows(100_000))
+    lines = [f"{name}: {value}" for name, value in (headers | bearer("user")).items()]
+    head = "\r\n".join(
+        ["POST /v2/models/row/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *lines, "", ""]
+    )
+    made = gateway.secure()
+    made.sendall(head.encode() + body[:50_000])
+    if politely:
+        with made.unwrap() as plain:
+            assert plain.recv(1) == b""
+    else:
+        made.close()
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.closing(gateway.connection(gateway.metrics)) as asking:
+            asking.request("GET", "/metrics", headers=bearer("admin"))
+            if b"\nshmserve_gateway_http_connections 0\n" in asking.getresponse().read():
+                return
+        assert time.monotonic() < deadline
+
+
+# ---------------------------------------------------------------------------------------- tokens
+
+
+def test_tokens_say_who_may_do_what(gateway: SecureGateway) -> None:
+    body, headers = binary(rows(4))
+    assert gateway.ask("GET", "/v2/health/ready") == (200, b"")
+    with contextlib.closing(gateway.connection()) as made:
+        made.request("POST", "/v2/models/row/infer", body, headers)
+        answer = made.getresponse()
+        assert answer.status == 401
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert "needs a token" in json.loads(answer.read())["error"]
+        made.request("POST", "/v2/models/row/infer", body, headers | bearer("nobody"))
+        answer = made.getresponse()
+        assert (answer.status, "unknown token" in json.loads(answer.read())["error"]) == (401, True)
+        made.request("POST", "/v2/models/row/infer", body, headers | bearer("user"))
+        assert made.getresponse().read()
+    large, headers = binary(rows(500_000))
+    assert gateway.ask("POST", "/v2/models/row/infer", large, **headers)[0] == 401
+    assert gateway.ask("GET", "/v2/models/row/stats", **bearer("user"))[0] == 403
+    assert gateway.ask("GET", "/v2/models/row/stats", **bearer("admin"))[0] == 200
+
+
+def test_metrics_want_a_token_too(gateway: SecureGateway) -> None:
+    for headers, status in (({}, 401), (bearer("user"), 403), (bearer("admin"), 200)):
+        with contextlib.closing(gateway.connection(gateway.metrics)) as made:
+            made.request("GET", "/metrics", headers=headers)
+            assert made.getresponse().status == status
+
+
+def test_a_restricted_api_wants_its_header(gateway: SecureGateway) -> None:
+    path = "/v2/models/row/config"
+    status, answer = gateway.ask("GET", path, **bearer("admin"))
+    assert (status, json.loads(answer)["error"]) == (403, "This API is restricted, expecting header 'admin-key'")
+    assert gateway.ask("GET", path, **bearer("admin"), admin_key="wrong")[0] == 403
+    assert gateway.ask("GET", path, **bearer("admin"), admin_key="open sesame")[0] == 200
+    assert gateway.ask("GET", path, admin_key="open sesame")[0] == 401
+
+
+def test_headers_go_on_to_the_model(gateway: SecureGateway) -> None:
+    request: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]}
+    request["parameters"] = {"a": 1, "x-user": "me"}
+    sent = bearer("user") | {"X-User": "J\xf6rg", "admin-key": "open sesame", "y": "z"}
+    told = {"a": 1, "X-User": "J\xf6rg"}
+    status, answer = gateway.ask("POST", "/v2/models/told/infer", request, **sent)
+    assert (status, json.loads(json.loads(answer)["outputs"][0]["data"][0])) == (200, told)
+    status, answer = gateway.ask("POST", "/v2/models/told/generate", {"x": 1, "a": 1}, **sent)
+    assert (status, json.loads(json.loads(answer)["y"])) == (200, told)
+
+
+def test_grpc_asks_at_the_same_table(gateway: SecureGateway) -> None:
+    user, admin = ({"authorization": f"Bearer {token}"} for token in ("user", "admin"))
+    key = {"triton-grpc-protocol-admin-key": "open sesame"}
+    config, stats = rpc_message("ModelConfigRequest", name="row"), rpc_message("ModelStatisticsRequest", name="row")
+    infer = rpc_message("ModelInferRequest", model_name="told", raw_input_contents=[bytes(4)])
+    infer.inputs.add(name="x", datatype="FP32", shape=[1])
+    infer.parameters["a"].int64_param = 1
+    calls = [
+        ("ServerLive", rpc_message("ServerLiveRequest"), {}),
+        ("ModelStatistics", stats, {}),
+        ("ModelStatistics", stats, {"authorization": "Bearer nobody"}),
+        ("ModelStatistics", stats, user),
+        ("ModelStatistics", stats, admin),
+        ("ModelConfig", config, admin),
+        ("ModelConfig", config, admin | key),
+        ("ModelInfer", infer, admin | key | {"x-user": "me", "y": "z"}),
+    ]
+    found = gateway.rpc(*calls)
+    refused = ["UNAUTHENTICATED", "UNAUTHENTICATED", "PERMISSION_DENIED"]
+    assert [code for code, _, _ in found] == ["OK", *refused, "OK", "PERMISSION_DENIED", "OK", "OK"]
+    assert found[5][1] == "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'"
+    answer = type(rpc_message("ModelInferResponse")).FromString(found[7][2])
+    assert json.loads(answer.raw_output_contents[0][4:]) == {"a": 1, "x-user": "me"}
+
+
+# ---------------------------------------------------------------------------------------- files that change
+
+
+def serial(gateway: SecureGateway) -> str:
+    with gateway.secure() as made:
+        found: Any = made.getpeercert()
+        return str(found["serialNumber"])
+
+
+def test_files_are_read_again_and_connections_stay(gateway: SecureGateway, place: Place) -> None:
+    body, headers = binary(rows(4))
+    before = serial(gateway)
+    with contextlib.closing(gateway.connection()) as made:
+
+        def status(token: str) -> int:
+            made.request("POST", "/v2/models/row/infer", body, headers | bearer(token))
+            answer = made.getresponse()
+            answer.read()
+            return answer.status
+
+        assert status("user") == 200
+        whole = place.certificate.read_bytes()
+        place.certificate.write_bytes(whole[: len(whole) // 2])
+        place.write_tokens("another", "admin")
+        log = gateway.process.stderr
+        assert log is not None
+        gateway.process.send_signal(signal.SIGHUP)
+        while b"the previous certificates and tokens stay in use" not in (line := log.readline()):
+            assert line
+        assert str(place.certificate).encode() in line
+        assert (serial(gateway), status("user")) == (before, 200)
+        place.issue()
+        gateway.process.send_signal(signal.SIGHUP)
+        while b"certificates and tokens reloaded" not in (line := log.readline()):
+            assert line
+        assert serial(gateway) != before
+        assert (status("user"), status("another")) == (401, 200)
+    place.write_tokens("user", "admin")
+    gateway.process.send_signal(signal.SIGHUP)
+    while b"certificates and tokens reloaded" not in (line := log.readline()):
+        assert line
+
+
+# ---------------------------------------------------------------------------------------- certificates of callers
+
+
+def test_callers_need_a_certificate_where_one_is_wanted(server: Server, place: Place) -> None:
+    root = place.folder / "root"
+    place.authority.cert_pem.write_to_path(str(root))
+    gateway = SecureGateway(place, server, "--tls-client-ca", str(root))
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        gateway.ask("GET", "/v2/health/live")
+    trustme.CA().issue_cert("stranger").configure_cert(gateway.context)
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        gateway.ask("GET", "/v2/health/live")
+    gateway.context = place.client()
+    place.authority.issue_cert("friend").configure_cert(gateway.context)
+    assert gateway.ask("GET", "/v2/health/live") == (200, b"")
+    live: tuple[str, Any, dict[str, str]] = ("ServerLive", rpc_message("ServerLiveRequest"), {})
+    assert gateway.rpc(live)[0][0] == "UNAVAILABLE"
+    assert gateway.rpc(live, own=place.authority.issue_cert("friend"))[0][0] == "OK"
+    assert "Traceback" not in gateway.stop().decode()

@@ -1,0 +1,137 @@
+"""ZeroMQ over tcp as it is run: keys from the command, a server that starts its gateway, clients in Python and on the
+command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.clients.cli import main
+from shmserve.clients.transport.keys import read_pair
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.testing import Server
+from tests.conformance.client_ways import NUMBERS, data
+from tests.process.gateway.test_http import model
+from tests.support.client_faces import FACES
+
+pytestmark = pytest.mark.process
+
+
+class Door:
+    """Of a server, with keys for `alice`, who may operate, and `bob`, who infers."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"tcp://{server.endpoints['zmq']}"
+        self.metrics = f"http://{server.endpoints['metrics']}/metrics"
+
+    def keys(self, name: str) -> dict[str, Any]:
+        return {"server_key": self.folder / "server.pub", "key_file": self.folder / f"{name}.key"}
+
+    def where(self, name: str) -> list[str]:
+        """The same for a command."""
+        keys = self.keys(name)
+        return ["--url", self.url, "--server-key", str(keys["server_key"]), "--key-file", str(keys["key_file"])]
+
+
+def shmserve_command(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main.main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def listener(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    repository, folder = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("keys")
+    model(repository, "all", list(ITEM_BYTES), "[ -1 ]", 0)
+    for name, roles in (("server", "infer"), ("alice", "infer,observe,operate"), ("bob", "infer")):
+        assert shmserve_command("keygen", name, "--out", str(folder), "--roles", roles)[0] == 0
+    (folder / "keys").write_text((folder / "alice.pub").read_text() + (folder / "bob.pub").read_text())
+    options = ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(folder / "server.key")]
+    server = Server(repository, *options, "--zmq-keys", str(folder / "keys"), gateway=True)
+    with server:
+        yield Door(server, folder)
+    assert "ZeroMQ with CURVE on tcp://127.0.0.1:0" in server.log
+    assert "Traceback" not in server.log
+    assert read_pair(folder / "alice.key").secret not in server.log
+
+
+@pytest.mark.parametrize("face", list(FACES))
+@pytest.mark.parametrize("size", [3, 5000])
+def test_tensors_of_all_types(listener: Door, face: str, size: int) -> None:
+    given: dict[str, Any] = {f"i_{name}": data(name, (size,)) for name in NUMBERS}
+    given["i_BF16"] = shmserve.Raw("BF16", given["i_BF16"].view(np.uint16))
+    words = np.array([b"x" * (n % 50) for n in range(size)], object)
+    with FACES[face](listener.url, **listener.keys("bob"), timeout=60) as client:
+        found = client.infer("all", given | {"i_BYTES": words})
+    for name in NUMBERS:
+        assert found[f"o_{name}"].tobytes() == data(name, (size,)).tobytes(), name
+    assert found["o_BYTES"].tolist() == words.tolist()
+
+
+def test_commands(listener: Door) -> None:
+    code, out, _ = shmserve_command("models", "--json", *listener.where("alice"))
+    assert code == 0
+    assert [entry["name"] for entry in json.loads(out)] == ["all"]
+    code, _, err = shmserve_command("models", *listener.where("bob"))
+    assert code == 1
+    assert "'models' needs the role observe or operate" in err
+    code, _, err = shmserve_command("ready", "--url", listener.url)
+    assert code == 2
+    assert "tcp:// needs --server-key (or SHMSERVE_SERVER_KEY)" in err
+    assert shmserve_command("ready", *listener.where("bob"))[0] == 0
+
+
+def test_operations(listener: Door) -> None:
+    with (
+        shmserve.Client(listener.url, **listener.keys("alice"), timeout=60) as alice,
+        pytest.raises(shmserve.ServeError, match="--model-control-mode") as caught,
+    ):
+        alice.load("all")
+    assert not isinstance(caught.value, shmserve.Denied), "she may, and the server's mode forbids it"
+    with (
+        shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob,
+        pytest.raises(shmserve.Denied, match="'load' needs the role operate, but this connection has infer"),
+    ):
+        bob.load("all")
+
+
+def test_metrics(listener: Door) -> None:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob:
+        assert bob.live()
+        with urllib.request.urlopen(listener.metrics, timeout=60) as answer:
+            text = answer.read().decode()
+    assert "\nshmserve_gateway_zmq_connections 1\n" in text
+
+
+def test_keygen(tmp_path: Path) -> None:
+    code, out, _ = shmserve_command("keygen", "alice", "--out", str(tmp_path / "new"))
+    assert code == 0
+    key, public = tmp_path / "new" / "alice.key", tmp_path / "new" / "alice.pub"
+    assert (key.stat().st_mode & 0o777, public.stat().st_mode & 0o022) == (0o600, 0)
+    pair = read_pair(key)
+    assert public.read_text() == f"{pair.public} infer,observe alice\n"
+    assert pair.secret not in out
+    assert str(key) in out
+    before = key.read_bytes()
+    code, _, err = shmserve_command("keygen", "alice", "--out", str(tmp_path / "new"))
+    assert code == 1
+    assert "File exists" in err
+    assert key.read_bytes() == before
+    for words in (["../x"], ["-x"], ["a", "--roles", "root"]):
+        with contextlib.suppress(SystemExit):
+            assert shmserve_command("keygen", "--out", str(tmp_path), *words)[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    code, out, _ = shmserve_command("keygen", "bob", "--out", str(tmp_path), "--json")
+    assert json.loads(out)["public_key"] == read_pair(tmp_path / "bob.key").public

@@ -1,0 +1,144 @@
+"""Classes and warm-up through a whole server, with the example of the page on models as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve import TopK
+from shmserve.testing import Server
+from tests import ROOT
+from tests.support.client_faces import FACES
+
+pytestmark = pytest.mark.process
+
+PAGE = ROOT / "docs" / "models.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WAYS = ["sync lane", "sync ipc", "sync frames", "asyncio lane"]
+IDENTITY = """
+name: "{name}" backend: "identity" max_batch_size: {batch}
+input [ {{ name: "x" data_type: {type} dims: [ -1 ] }} ] output [ {{ name: "y" data_type: {type} dims: [ -1 ] }} ]
+dynamic_batching {{ }}
+"""
+
+
+FLAT = """
+platform: "ensemble"
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling { step {
+  model_name: "many" model_version: -1
+  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }
+} }
+"""
+"""Without a batch dimension, of a model that has one."""
+
+
+def section(title: str) -> list[str]:
+    """The code of a section of the page."""
+    text = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return [match[2] for match in FENCE.finditer(text)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    pets = repository / "pets"
+    (pets / "1").mkdir(parents=True)
+    (pets / "warmup").mkdir()
+    (pets / "warmup" / "x.bin").write_bytes(bytes(16))
+    (configuration,) = section("Warm-up")
+    labels, model, _ = section("Labels and classes")
+    (pets / "config.pbtxt").write_text(configuration)
+    (pets / "labels.txt").write_text(labels)
+    (pets / "1" / "model.py").write_text(model)
+    for name, batch, kind in (("many", 8, "FP32"), ("single", 0, "INT64"), ("words", 8, "STRING")):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(IDENTITY.format(name=name, batch=batch, type=f"TYPE_{kind}"))
+    (repository / "flat" / "1").mkdir(parents=True)
+    (repository / "flat" / "config.pbtxt").write_text(FLAT)
+    with Server(repository, "--exit-on-error", "true") as running:
+        with shmserve.Client(running.zmq_url) as client:  # named segments stay: all that tests need are made now
+            client.infer("many", {"x": np.zeros((8, 20_000), np.float32)}, outputs={"y": TopK(20_000)})
+        yield running
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_client(server: Server, way: str) -> None:
+    face, link = way.split()
+    options = {"memory": "frames"} if link == "frames" else {}
+    with FACES[face](server.url if link == "lane" else server.zmq_url, **options) as client:
+        x = np.random.default_rng(3).random((2, 2000), np.float32)
+        place = np.empty_like(x)
+        expected = [[f"{row[i]:f}:{i}".encode() for i in np.argsort(-row, kind="stable").tolist()] for row in x]
+        for count in (1, 3, 2000, 9999):
+            best = client.infer("many", {"x": x}, outputs={"y": TopK(count)})["y"]
+            assert best.dtype == object
+            assert best.tolist() == [row[:count] for row in expected]
+        wishes = (TopK(2), None, TopK(1), place[:1])
+        futures = [client.submit("many", {"x": x[:1]}, outputs={"y": wish}) for wish in wishes]
+        found = [future.result()["y"].tolist() for future in futures]
+        assert found == [[expected[0][:2]], x[:1].tolist(), [expected[0][:1]], x[:1].tolist()]
+        single = client.infer("single", {"x": np.array([3, -9, 2**60])}, outputs={"y": TopK(2)})["y"]
+        assert single.tolist() == [f"{2**60}:2".encode(), b"3:0"]
+
+
+def test_classes_of_an_ensemble_without_batches(server: Server) -> None:
+    x = np.array([3, -9, 7, 5], np.float32)
+    with server.client() as client:
+        found = client.infer("flat", {"x": x}, outputs={"y": TopK(3)})["y"]
+        assert found.tolist() == [b"7.000000:2", b"5.000000:3", b"3.000000:0"]
+        assert client.infer("flat", {"x": x})["y"].shape == (4,)
+
+
+def test_labels_of_ensembles(tmp_path: Path) -> None:
+    """Those of the outermost ensemble that has some; else those of the step. A cache keeps them apart."""
+    labels = 'label_filename: "labels.txt" }'
+    for name, step, own in (("inner", "many", True), ("none", "inner", False), ("outer", "none", True)):
+        text = FLAT.replace('"many"', f'"{step}"')
+        head, _, rest = text.partition("output {")
+        (tmp_path / name / "1").mkdir(parents=True)
+        config = f"{head}output {{{rest.replace('}', labels, 1) if own else rest}"
+        (tmp_path / name / "config.pbtxt").write_text(config)
+        if own:
+            (tmp_path / name / "labels.txt").write_text(f"{name} 0\n{name} 1\n")
+    (tmp_path / "many" / "1").mkdir(parents=True)
+    config = IDENTITY.format(name="many", batch=8, type="TYPE_FP32").replace("[ -1 ] } ]\nd", f"[ -1 ] {labels} ]\nd")
+    (tmp_path / "many" / "config.pbtxt").write_text(f"{config} response_cache {{ enable: true }}")
+    (tmp_path / "many" / "labels.txt").write_text("many 0\nmany 1\n")
+    x = np.array([3, 4], np.float32)
+    with Server(tmp_path, "--cache-config", "local,size=1000000") as server, server.client() as client:
+        for name, expected in (("many", "many"), ("inner", "inner"), ("none", "inner"), ("outer", "outer")):
+            given = x[None] if name == "many" else x
+            (found,) = client.infer(name, {"x": given}, outputs={"y": TopK(1)})["y"].ravel()
+            assert found == f"4.000000:1:{expected} 1".encode()
+
+
+def test_strings_have_no_classes(server: Server) -> None:
+    with (
+        server.client() as client,
+        pytest.raises(shmserve.InvalidRequest, match="unsupported type 'BYTES': output 'y'"),
+    ):
+        client.infer("words", {"x": np.array([["a"]], object)}, outputs={"y": TopK(2)})
+
+
+def test_the_page(server: Server) -> None:
+    """What the comment in the example says is what is printed."""
+    program = section("Labels and classes")[2]
+    environment = os.environ | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    (said,) = re.findall(r"# (\[\[.*\]\])", program)
+    first, *others = ran.stdout.splitlines()
+    assert first == said
+    assert others == ["dog 0.610296 1", "rabbit 0.224515 3"]
+    assert "warm-up sample 'full batch' of model 'pets' took " in server.log
+    assert "2 run(s) of 8 request(s)" in server.log
+    assert "warm-up sample 'a real one' of model 'pets' took " in server.log

@@ -1,0 +1,292 @@
+"""Python models in a server: they call others and themselves, ask it, count and log; and what is copied on the way."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.shm import views
+from tests import ROOT
+from tests.support.launch import Launched
+from tests.support.workers.python_models import (
+    CALLER,
+    CONTROL,
+    GATHER,
+    LEAF,
+    LOAD_FILES,
+    MANY,
+    READY,
+    RELAY,
+    STACKED,
+    SUMS,
+    WIDE,
+)
+
+pytestmark = pytest.mark.process
+
+LARGE = np.arange(300_000, dtype=np.float32).reshape(1, -1)
+
+CONFIG = """
+backend: "python" max_batch_size: 4
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+{more}
+"""
+PAGE = ROOT / "docs" / "python.md"
+ON_THE_PAGE = """
+backend: "python" max_batch_size: {batch}
+input [ {{ name: "{given}" data_type: {dtype} dims: [ -1 ] }} ]
+output [ {{ name: "{made}" data_type: {made_dtype} dims: [ -1 ] }} ]
+{more}
+"""
+IS_STACKED = 'parameters { key: "stacked" value: { string_value: "true" } }'
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+
+
+def add(repository: Path, name: str, source: str, more: str = "") -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.py").write_text(source)
+    (repository / name / "config.pbtxt").write_text(CONFIG.format(more=more))
+
+
+def on_the_page(repository: Path) -> None:
+    """The models of the page, and the one that they call."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for name, sign, batch, given, dtype, made, made_dtype, more in (
+        ("centred", "x.mean", 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", IS_STACKED),
+        ("asks", 'model_name="scale"', 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", ""),
+        ("words", "words_total", 0, "TEXT", "TYPE_STRING", "COUNT", "TYPE_INT32", ""),
+    ):
+        (source,) = [block for block in blocks if sign in block]
+        add(repository, name, source)
+        text = ON_THE_PAGE.format(batch=batch, given=given, dtype=dtype, made=made, made_dtype=made_dtype, more=more)
+        (repository / name / "config.pbtxt").write_text(text)
+    add(repository, "scale", LEAF.replace('"y"', '"Y"').replace("leaf_requests", "scale_requests"))
+    config = CONFIG.format(more="").replace('"x"', '"X"').replace('"y"', '"Y"')
+    (repository / "scale" / "config.pbtxt").write_text(config)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    repository = tmp_path_factory.mktemp("models")
+    add(repository, "leaf", LEAF, "instance_group [ { count: 2 kind: KIND_CPU } ]")
+    for name, source, more in (
+        ("caller", CALLER, ""), ("second", CALLER, ""), ("gather", GATHER, ""), ("many", MANY, DECOUPLED),
+        ("sums", SUMS, DECOUPLED), ("wide", WIDE, DECOUPLED), ("relay", RELAY, DECOUPLED),
+        ("spare", STACKED, ""), ("control", CONTROL + LOAD_FILES, ""), ("moody", READY, ""),
+        ("stacked", STACKED, IS_STACKED),
+    ):  # fmt: skip
+        add(repository, name, source, more)
+    on_the_page(repository)
+    options = ["--model-control-mode", "explicit"]
+    for name in (
+        "scale",
+        "centred",
+        "asks",
+        "words",
+        "wide",
+        "relay",
+        "leaf",
+        "caller",
+        "second",
+        "gather",
+        "many",
+        "sums",
+        "stacked",
+        "moody",
+    ):
+        options += ["--load-model", name]
+    with Launched(repository, tmp_path_factory.mktemp("run") / "r", *options) as launched:
+        yield launched
+
+
+@pytest.fixture
+def client(server: Launched) -> Iterator[shmserve.Client]:
+    with shmserve.Client(f"unix://{server.lane}") as found:
+        yield found
+
+
+def maker(array: np.ndarray[Any, Any]) -> int:
+    """The number of the process whose memory it is."""
+    hold = views.hold_of(array)
+    assert hold is not None
+    return int(hold.what.segment) >> 32
+
+
+def test_what_is_copied(client: shmserve.Client) -> None:
+    """The model sees the caller's own memory; of what it has computed one copy is made."""
+    copies = []
+    for _ in range(8):
+        found = client.infer("leaf", {"x": LARGE})
+        assert (found["y"] == LARGE * 2).all()
+        assert found.parameters["shared"] is True
+        copies.append(json.loads(found.parameters["copied"]))
+    assert [LARGE.nbytes] in copies
+    assert all(sizes in ([], [LARGE.nbytes]) for sizes in copies)  # nothing has been copied before the first one
+
+
+def test_a_call_copies_nothing(client: shmserve.Client) -> None:
+    """What the caller sent is what the called model sees; what that has made is what the caller gets."""
+    makers = {maker(client.infer("leaf", {"x": LARGE})["y"]) for _ in range(10)}
+    found = client.infer("caller", {"x": LARGE})
+    assert (found["y"] == LARGE * 2).all()
+    assert found.parameters["shared"] is True
+    assert maker(found["y"]) in makers
+    found = client.infer("caller", {"x": LARGE}, parameters={"times": 3, "chain": "second leaf"})
+    assert (found["y"] == LARGE * 8).all()
+    assert maker(found["y"]) in makers
+
+
+def test_a_call_that_fails(client: shmserve.Client) -> None:
+    with pytest.raises(shmserve.Unsupported, match="no"):
+        client.infer("caller", {"x": LARGE}, parameters={"fail": True})
+    with pytest.raises(shmserve.NotFound, match="unknown model: 'nobody'"):
+        client.infer("caller", {"x": LARGE}, parameters={"chain": "nobody"})
+
+
+@pytest.mark.parametrize("chain", ["caller leaf", "second caller leaf"])
+def test_a_circle(client: shmserve.Client, chain: str) -> None:
+    """Its one instance waits for itself: that is said, and not waited for."""
+    with pytest.raises(shmserve.Unavailable, match="caller"):
+        client.infer("caller", {"x": LARGE}, parameters={"chain": chain}, timeout=20)
+    assert (client.infer("caller", {"x": LARGE})["y"] == LARGE * 2).all()
+
+
+def test_coroutines_call(client: shmserve.Client) -> None:
+    futures = [client.submit("gather", {"x": LARGE + number}) for number in range(6)]
+    for number, future in enumerate(futures):
+        assert (future.result(20)["y"] == (LARGE + number) * 4).all()
+
+
+def test_many_answers(client: shmserve.Client) -> None:
+    with client.stream("sums", {"x": np.arange(100, dtype=np.float32)[None]}) as answers:
+        found = [float(answer["y"][0, 0]) for answer in answers]
+    assert found == np.arange(100, dtype=np.float32).cumsum().tolist()
+
+
+def test_answers_are_passed_on_as_they_come(client: shmserve.Client) -> None:
+    """A reader that is slow, one that has enough, and nothing is copied or kept."""
+    (made,) = {maker(answer["y"]) for answer in client.stream("wide", {"x": np.full((1, 1), 3, np.float32)})}
+    with client.stream("relay", {"x": np.full((1, 1), 300, np.float32)}, window=2) as answers:
+        for number, answer in enumerate(answers):
+            assert (answer["y"] == number).all()
+            assert maker(answer["y"]) == made
+    assert number == 299
+    with client.stream("relay", {"x": np.full((1, 1), 1e6, np.float32)}, window=2) as answers:
+        assert (next(answers)["y"] == 0).all()
+    del answer, answers
+    nothing_is_held(client)
+
+
+def nothing_is_held(client: shmserve.Client) -> None:
+    for _ in range(200):
+        if not held_bytes(client):
+            return
+        client.infer("caller", {"x": np.zeros((1, 1), np.float32)})
+    raise AssertionError("handles were not given back")
+
+
+def held_bytes(client: shmserve.Client) -> float:
+    line = next(line for line in client.metrics().splitlines() if line.startswith("shmserve_held_bytes "))
+    return float(line.split()[1])
+
+
+def test_many_at_once(server: Launched, client: shmserve.Client) -> None:
+    """Coroutines and chains of calls, small and large, some of them given up: all is answered and given back."""
+    random = np.random.default_rng(7)
+    inputs = [np.full((1, size), number, np.float32) for number, size in enumerate((1, 700, 1500, 40_000, 300_000))]
+    found = []
+    for _ in range(120):
+        x = inputs[random.integers(len(inputs))]
+        name = ("gather", "caller", "second")[random.integers(3)]
+        found.append((name, x, client.submit(name, {"x": x}, timeout=60)))
+        if random.random() < 0.1:
+            found.pop()[2].cancel()
+    with client.stream("sums", {"x": np.ones((1, 500), np.float32)}) as answers:
+        assert float(next(answers)["y"][0, 0]) == 1  # and no more of them
+    for name, x, future in found:
+        y = future.result()["y"]
+        assert y.shape == x.shape
+        assert (y == x * (4 if name == "gather" else 2)).all()
+    assert server.process.poll() is None
+    del found, future, y, answers
+    nothing_is_held(client)
+    assert " ended: " not in server.log
+
+
+def test_the_models_of_the_page(client: shmserve.Client) -> None:
+    x = np.array([[1, 2, 6]], np.float32)
+    assert client.infer("centred", {"X": x})["Y"].tolist() == [[-2, -1, 3]]
+    assert (client.infer("asks", {"X": LARGE})["Y"] == LARGE * 2).all()
+    found = client.infer("words", {"TEXT": np.array(["to be or not to be"], object)})["COUNT"]
+    assert found.dtype == np.int32
+    assert found.tolist() == [6]
+    lines = client.metrics().splitlines()
+    assert 'words_total{model="words"} 6' in lines
+    assert 'text_bytes_bucket{le="100"} 1' in lines
+
+
+def test_stacked(client: shmserve.Client) -> None:
+    assert (client.infer("stacked", {"x": np.ones((3, 2), np.float32)})["y"] == 4).all()
+
+
+def test_models_are_loaded_by_models(client: shmserve.Client) -> None:
+    client.load("control")
+    for expected in ([0, 1], [1, 0], [0, 1]):
+        assert client.infer("control", {"x": np.zeros((1, 1), np.float32)})["y"].tolist()[0] == expected
+    found = client.infer("control", {"x": np.zeros((1, 1), np.float32)}, parameters={"files": True})
+    assert found["y"].tolist() == [[-1, -1]]
+    client.unload("control")
+
+
+def test_a_model_says_whether_it_is_ready(server: Launched, client: shmserve.Client) -> None:
+    assert client.ready("moody")
+    for number, ready in ((2, False), (1, True), (3, False), (4, False), (1, True)):
+        client.infer("moody", {"x": np.full((1, 1), number, np.float32)})
+        assert client.ready("moody") is ready
+        assert client.ready()
+    assert "is_ready of model instance 'moody_0_0' gave int, not True or False" in server.log
+    assert "ValueError: it broke" in server.log
+
+
+def test_metrics(client: shmserve.Client) -> None:
+    def counts() -> dict[str, float]:
+        lines = client.metrics().splitlines()
+        assert "# TYPE leaf_requests counter" in lines
+        pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("leaf_requests")]
+        return {name: float(value) for name, value in pairs}
+
+    before = counts()
+    for _ in range(7):
+        client.infer("leaf", {"x": LARGE})
+    after = counts()
+    assert after["leaf_requests"] == before["leaf_requests"] + 7
+    instances = [value for name, value in after.items() if name.startswith('leaf_requests{instance="leaf_0_')]
+    assert len(instances) == 2
+    assert sum(instances) == after["leaf_requests"]
+    client.restart("leaf")
+    assert counts() == after
+
+
+@pytest.mark.parametrize(
+    ("method", "level"), [("log_info", "INFO"), ("log_warn", "WARNING"), ("log_error", "ERROR"), ("log_verbose", "")]
+)
+def test_the_log(server: Launched, client: shmserve.Client, method: str, level: str) -> None:
+    before = len(server.log)
+    client.infer("leaf", {"x": LARGE}, parameters={"log": method})
+    while "it prints" not in (said := server.log[before:]):
+        client.infer("leaf", {"x": LARGE})
+    lines = [line for line in said.splitlines() if "a line" in line]
+    if not level:
+        assert not lines
+        return
+    (line,) = lines
+    assert f" {level} [leaf_0_" in line
+    assert line.endswith("a line\\nand more")

@@ -1,0 +1,444 @@
+"""Models that change while they are asked. The oracles: the number that a generation answers with, and /proc."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.support import living
+from tests.support.launch import workers_of
+from tests.support.living import answer, generation, group, identity, index, pids, policy, ready, renew, states, until
+
+pytestmark = pytest.mark.process
+
+LARGE = np.ones((2, 30_000), np.float32)
+"""Its answer comes through shared memory: memfd on the lane, by name over ZeroMQ."""
+HELD = 24
+IN_FLIGHT = 3
+WARMUP = """
+model_warmup [ { name: "zeros" batch_size: 1
+  inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 3 ] zero_data: true } } } ]
+"""
+BALLAST = living.GENERATION.replace(
+    "def initialize(self, args):", "def initialize(self, args):\n        self.{0} = {1}"
+)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    root = tmp_path_factory.mktemp("models")
+    with Server(root, "--model-control-mode", "explicit") as server:
+        yield server, root
+
+
+@pytest.fixture
+def client(running: tuple[Server, Path]) -> Iterator[shmserve.Client]:
+    """At the end no model is served."""
+    with running[0].client() as made:
+        yield made
+        for name in {entry["name"] for entry in made.models() if entry["state"]}:
+            made.unload(name)
+
+
+class Asking(threading.Thread):
+    """A client that always has requests in flight, and holds on to its last results."""
+
+    def __init__(self, url: str, model: str, x: np.ndarray = LARGE) -> None:
+        super().__init__(name=f"asking {url[:4]}")
+        self._url, self._model, self._x = url, model, x
+        self._enough = threading.Event()
+        self._served = threading.Event()
+        self.least = 0.0
+        """What must have come into being before a request is sent may not be answered by anything older."""
+        self.most = 0.0
+        self.seen: list[float] = []
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        held: deque[tuple[float, np.ndarray]] = deque(maxlen=HELD)
+        with shmserve.Client(self._url) as client:
+            flying: deque[tuple[float, shmserve.Future]] = deque()
+            try:
+                while not self._enough.is_set() or flying:
+                    while len(flying) < IN_FLIGHT and not self._enough.is_set():
+                        flying.append((self.least, client.submit(self._model, {"x": self._x})))
+                    least, future = flying.popleft()
+                    y = future.result(living.PATIENCE_S)["y"]
+                    self._look(least, y, held)
+            except Exception as error:
+                self.wrong.append(f"{type(error).__name__}: {error}")
+                self._served.set()
+        self.wrong += [f"what was held changed from {n}" for n, y in held if not np.array_equal(y, self._x * n)]
+
+    def _look(self, least: float, y: np.ndarray, held: deque[tuple[float, np.ndarray]]) -> None:
+        number = y[0, 0].item()
+        if y.shape != self._x.shape or not (y == number).all():
+            self.wrong.append(f"generations are mixed: {np.unique(y)}")
+        if not least <= number <= self.most:
+            self.wrong.append(f"{number} answered, where {least} to {self.most} were served")
+        if not self.seen or self.seen[-1] != number:
+            self.seen.append(number)
+        held.append((number, y))
+        self._served.set()
+
+    def again(self) -> None:
+        """Returns when another answer has come."""
+        self._served.clear()
+        assert self._served.wait(living.PATIENCE_S), self.wrong
+        assert not self.wrong, self.wrong
+
+    def end(self) -> None:
+        self._enough.set()
+        self.join(living.PATIENCE_S)
+        assert not self.wrong, self.wrong[:5]
+
+
+class Load:
+    """Clients over both links, for the time of a block."""
+
+    def __init__(self, server: Server, model: str, number: float, x: np.ndarray = LARGE) -> None:
+        self._all = [Asking(url, model, x) for url in 2 * (server.url, server.zmq_url)]
+        for asking in self._all:
+            asking.least = asking.most = number
+
+    def __enter__(self) -> Load:
+        for asking in self._all:
+            asking.start()
+        self.again()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for asking in self._all:
+            asking._enough.set()
+        for asking in self._all:
+            asking.join(living.PATIENCE_S)
+        if kind is None:
+            for asking in self._all:
+                asking.end()
+
+    def again(self) -> None:
+        for asking in self._all:
+            asking.again()
+
+    def may_be(self, number: float) -> None:
+        for asking in self._all:
+            asking.most = number
+
+    def must_be(self, number: float) -> None:
+        for asking in self._all:
+            asking.least = number
+
+    def seen(self) -> list[list[float]]:
+        return [asking.seen for asking in self._all]
+
+
+def processes(server: Server) -> set[int]:
+    """Of its workers."""
+    return set(workers_of(server.pid))
+
+
+# ------------------------------------------------------------------------------------------------ generations
+
+
+def test_reload_under_load(running: tuple[Server, Path], client: shmserve.Client) -> None:
+    server, root = running
+    folder = generation(root, "m", 1, "dynamic_batching { }\n" + group(2))
+    client.load("m")
+    with Load(server, "m", 1) as load:
+        for number in range(2, 6):
+            renew(folder, number)
+            load.may_be(number)
+            assert client.load("m")["changed"] is True
+            load.must_be(number)
+            assert answer(client, "m") == number
+            load.again()
+        until(client, lambda: processes(server) == set(pids(client, "m").values()), "the old ones have gone")
+        assert len(pids(client, "m")) == 2
+    assert load.seen() == [[1, 2, 3, 4, 5]] * 4
+
+
+def test_many_loads_at_a_time(running: tuple[Server, Path], client: shmserve.Client) -> None:
+    """Whoever asks: in the end the last one counts, and nobody waits for ever."""
+    server, root = running
+    folder = generation(root, "hasty", 1)
+    client.load("hasty")
+    told: list[str] = []
+
+    def ask() -> None:
+        with server.client() as other:
+            try:
+                other.load("hasty", timeout=living.PATIENCE_S)
+                told.append("")
+            except shmserve.Unavailable as error:
+                told.append(str(error))
+
+    with Load(server, "hasty", 1) as load:
+        load.may_be(4)
+        threads = []
+        for number in (2, 3, 4):
+            renew(folder, number)
+            threads.append(threading.Thread(target=ask))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(living.PATIENCE_S)
+        client.load("hasty")
+        load.must_be(4)
+        load.again()
+        assert answer(client, "hasty") == 4
+    assert len(told) == 3
+    assert all(not text or "Newer operation has been applied to the model lifecycle" in text for text in told), told
+    until(client, lambda: len(processes(server)) == 1)
+
+
+def raises(folder: Path) -> None:
+    renew(folder, "three")
+
+
+def does_not_parse(folder: Path) -> None:
+    living.write(folder / "1" / "model.py", "def execute(:\n")
+
+
+def lacks_its_file(folder: Path) -> None:
+    (folder / "1" / "model.py").unlink()
+
+
+def fails_its_warmup(folder: Path) -> None:
+    living.write(folder / "config.pbtxt", living.PYTHON + WARMUP)
+
+
+def ends(folder: Path) -> None:
+    living.write(folder / "1" / "model.py", "import os\nos._exit(3)\n")
+
+
+def is_misspelt(folder: Path) -> None:
+    living.write(folder / "config.pbtxt", living.PYTHON.replace("max_batch", "max_bach"))
+
+
+LOADING = "load failed for model '{name}': version 1 is at UNAVAILABLE state: "
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (raises, rf"{LOADING}.*could not convert string to float: 'three'.*; what was served before goes on"),
+        (does_not_parse, rf"{LOADING}.*invalid syntax \(model\.py, line 1\).*; what was served before goes on"),
+        (lacks_its_file, rf"{LOADING}.*model\.py"),
+        (fails_its_warmup, rf"{LOADING}.*zeros are not for me.*; what was served before goes on"),
+        (ends, rf"{LOADING}.*exit code 3.*; what was served before goes on"),
+        (is_misspelt, r"failed to load '{name}': m/config\.pbtxt:2.*max_bach_size.*max_batch_size"),
+    ],
+)
+def test_a_broken_generation(
+    running: tuple[Server, Path],
+    client: shmserve.Client,
+    tmp_path_factory: pytest.TempPathFactory,
+    break_it: Callable[[Path], None],
+    reason: str,
+) -> None:
+    server, root = running
+    name = break_it.__name__
+    folder = generation(root, name, 1)
+    client.load(name)
+    before = pids(client, name)
+    with Load(server, name, 1) as load:
+        break_it(folder)
+        for _ in range(2):
+            text = reason.replace("{name}", name).replace("m/", name + "/")
+            with pytest.raises(shmserve.ServeError, match=f"(?s){text}") as told:
+                client.load(name)
+            assert str(root) not in str(told.value)
+        load.again()
+        assert pids(client, name) == before
+        assert states(client, name) == {"1": "READY"}
+        assert client.ready(name)
+        living.write(folder / "config.pbtxt", living.PYTHON)
+        living.write(folder / "1" / "model.py", living.GENERATION)
+        renew(folder, 2)
+        load.may_be(2)
+        client.load(name)
+        load.must_be(2)
+        load.again()
+    assert load.seen() == [[1, 2]] * 4
+    until(client, lambda: processes(server) == set(pids(client, name).values()))
+
+
+# ------------------------------------------------------------------------------------------------ in place
+
+
+def test_the_number_of_instances(running: tuple[Server, Path], client: shmserve.Client) -> None:
+    server, root = running
+    folder = generation(root, "counted", 1, group(1))
+    client.load("counted")
+    with Load(server, "counted", 1) as load:
+        before = pids(client, "counted")
+        for count in (3, 1, 2):
+            living.write(folder / "config.pbtxt", living.PYTHON + group(count))
+            client.load("counted")
+            until(client, lambda count=count: len(pids(client, "counted")) == count)  # type: ignore[misc]
+            after = pids(client, "counted")
+            small, large = sorted((before, after), key=len)
+            assert small.items() <= large.items(), "those that are wanted stay"
+            assert client.config("counted")["instance_group"][0]["count"] == count
+            load.again()
+            before = after
+        until(client, lambda: processes(server) == set(before.values()))
+        assert load.seen() == [[1]] * 4
+
+
+def test_the_version_policy(running: tuple[Server, Path], client: shmserve.Client) -> None:
+    server, root = running
+    folder = generation(root, "versions", 1, policy("latest { num_versions: 1 }"))
+    generation(root, "versions", 2, policy("latest { num_versions: 1 }"), version=2)
+    client.load("versions")
+    assert ready(client, "versions") == ["2"]
+    kept = pids(client, "versions")
+    with Load(server, "versions", 2) as load:
+        for text, expected in {
+            "all { }": ["1", "2"],
+            "specific { versions: [ 2 ] }": ["2"],
+            "latest { num_versions: 2 }": ["1", "2"],
+            "latest { num_versions: 1 }": ["2"],
+        }.items():
+            living.write(folder / "config.pbtxt", living.PYTHON + policy(text))
+            client.load("versions")
+            assert ready(client, "versions") == expected
+            assert kept.items() <= pids(client, "versions").items(), "the one that stays is not started again"
+            for version in expected:
+                assert answer(client, "versions", int(version)) == int(version)
+            load.again()
+        with pytest.raises(shmserve.Unavailable, match="'versions' version 1 is not at ready state"):
+            answer(client, "versions", 1)  # unloading, or unloaded
+        assert load.seen() == [[2]] * 4
+
+
+# ------------------------------------------------------------------------------------------------ restarts
+
+
+def test_restarts_lose_nothing(running: tuple[Server, Path], client: shmserve.Client) -> None:
+    server, root = running
+    generation(root, "again", 1, "dynamic_batching { }\n" + group(3))
+    client.load("again")
+    with Load(server, "again", 1) as load:
+        before = pids(client, "again")
+        for name in ("again_0_1", "again_0_0"):
+            client.restart("again", instance=name)
+            after = pids(client, "again")
+            assert {key for key in before if before[key] != after.get(key)} == {f"1 {name}"}
+            load.again()
+            before = after
+        client.restart("again")
+        assert not set(before.values()) & set(pids(client, "again").values())
+        load.again()
+        before = pids(client, "again")
+        client.restart("again", version=1)
+        assert not set(before.values()) & set(pids(client, "again").values())
+        load.again()
+        with pytest.raises(shmserve.NotFound, match=r"no instance 'again_0_7'; it has again_0_[012], "):
+            client.restart("again", instance="again_0_7")
+        with pytest.raises(shmserve.NotFound, match="cannot restart version 7 of model 'again': it is not served"):
+            client.restart("again", version=7)
+        until(client, lambda: processes(server) == set(pids(client, "again").values()))
+
+
+# ------------------------------------------------------------------------------------------------ unloading
+
+
+def resident(pids: set[int]) -> int:
+    """Bytes of memory of these processes that no other has."""
+    total = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        fields = {line.partition(":")[0]: line.split()[1] for line in lines[1:]}
+        total += 1024 * (int(fields["Private_Clean"]) + int(fields["Private_Dirty"]))
+    return total
+
+
+def segments(server: Server) -> tuple[int, int]:
+    """Bytes of anonymous shared memory that the broker knows, and of named memory of its workers."""
+    anonymous = 0
+    folder = f"/proc/{server.pid}/fd"
+    for name in os.listdir(folder):
+        if "memfd:" in os.readlink(f"{folder}/{name}"):
+            anonymous += os.stat(f"{folder}/{name}").st_blocks * 512
+    workers = processes(server)
+    named = [path for path in Path("/dev/shm").glob("shmserve-*") if int(path.name.split("-")[1]) in workers]
+    return anonymous, sum(path.stat().st_blocks * 512 for path in named)
+
+
+@pytest.mark.parametrize("link", ["lane", "zmq"])
+def test_unloading_gives_memory_back(running: tuple[Server, Path], client: shmserve.Client, link: str) -> None:
+    server, root = running
+    ballast, large = 64 << 20, np.ones((8, 1 << 20), np.float32)
+    folder = generation(root, f"large_{link}", 1)
+    living.write(folder / "1" / "model.py", BALLAST.format("ballast", f"b'x' * {ballast}"))
+    with shmserve.Client(server.url if link == "lane" else server.zmq_url) as other:
+        other.live()
+        first = {server.pid}
+        resting, resting_segments = resident(first), segments(server)
+        client.load(folder.name)
+        held = [other.infer(folder.name, {"x": large})["y"] for _ in range(2)]
+        loaded = first | processes(server)
+        assert len(loaded) == 2
+        assert resident(loaded) > resting + ballast
+        assert sum(segments(server)) >= 2 * large.nbytes
+        client.unload(folder.name)
+        assert processes(server) == set()
+        assert resident(first) < resting + (8 << 20)
+        assert all((y == 1).all() for y in held), "what a client holds stays readable"
+        held.clear()
+        other.flush()
+        other.close()
+    until(client, lambda: sum(segments(server)) <= sum(resting_segments) + (1 << 20), "segments are back")
+
+
+def test_unloading_finishes_what_was_asked(running: tuple[Server, Path], client: shmserve.Client) -> None:
+    server, root = running
+    generation(root, "leaving", 1)
+    for url in (server.url, server.zmq_url):
+        client.load("leaving")
+        with shmserve.Client(url) as other:
+            futures = [other.submit("leaving", {"x": LARGE}) for _ in range(20)]
+            futures[0].result(living.PATIENCE_S)
+            other.live()  # behind the others: what comes on another connection must not overtake them
+            client.unload("leaving")
+            answers = [future.result(living.PATIENCE_S)["y"] for future in futures]
+            assert all((y == 1).all() for y in answers)
+            with pytest.raises(shmserve.NotFound):
+                answer(other, "leaving")
+    assert states(client, "leaving") == {"1": "UNAVAILABLE"}
+    assert index(client, "leaving")["leaving/1"]["reason"] == "unloaded"
+
+
+def test_unloading_what_is_still_loading(running: tuple[Server, Path], client: shmserve.Client, tmp_path: Path) -> None:
+    """It never becomes READY, and who asked for it is told."""
+    server, root = running
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    folder = identity(root, "slow")
+    living.write(folder / "config.pbtxt", living.PYTHON)
+    living.write(folder / "1" / "model.py", BALLAST.format("gate", f"open({str(gate)!r}).read()"))
+    told: list[str] = []
+
+    def load() -> None:
+        with server.client() as other, pytest.raises(shmserve.Unavailable) as error:
+            other.load("slow")
+        told.append(str(error.value))
+
+    asker = threading.Thread(target=load)
+    asker.start()
+    end = os.open(gate, os.O_WRONLY)  # returns when the model reads
+    assert states(client, "slow") == {"1": "LOADING"}
+    client.unload("slow")
+    asker.join(living.PATIENCE_S)
+    os.close(end)
+    assert len(told) == 1
+    assert "Newer operation has been applied to the model lifecycle" in told[0]
+    assert processes(server) == set()

@@ -1,0 +1,134 @@
+"""Ensembles of real processes with a step that answers many times: order, handles, and how far the model runs ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.process.pipelines.test_ensembles import BATCHES, arena, ensemble, model, numbers
+from tests.support.client_faces import FACES
+from tests.support.living import pids, until
+from tests.unit.broker.observability.test_metrics import Seen
+
+pytestmark = pytest.mark.process
+
+COUNT = """
+import json
+import os
+import threading
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,)).start()
+
+    def answer(self, request):
+        sender, wishes = request.get_response_sender(), json.loads(request.parameters())
+        x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+        sent = 0
+        while sent < wishes["count"] and not sender.is_cancelled():
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", x + sent)]))
+            sent += 1
+            if sent == wishes.get("dies"):
+                os.abort()
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if "told" in wishes:
+            with open(wishes["told"], "w") as file:
+                file.write(f"{sent}.")
+"""
+ADD = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        found = []
+        for request in requests:
+            left, right = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in "xr")
+            error = pb_utils.TritonError("the beast is not for me") if (left == 666).any() else None
+            found.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", left + right)], error))
+        return found
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    model(root, "count", COUNT, DECOUPLED)
+    model(root, "pass", more=BATCHES)
+    model(root, "add", ADD, f"{BATCHES} input {{ name: 'r' data_type: TYPE_FP32 dims: [-1] }}")
+    ensemble(root, "flow", "x", "z", "count(x:x)->(y:t)", "pass(x:t)->(y:z)")
+    ensemble(root, "sums", "x", "z s", "count(x:x)->(y:t)", "pass(x:x)->(y:s)", "add(x:t,r:s)->(y:z)")
+    ensemble(root, "outer", "x", "z", "flow(x:x)->(z:t)", "pass(x:t)->(y:z)")
+    with Server(root, "--exit-on-error", "true") as running:
+        yield running
+
+
+@pytest.mark.parametrize("way", ["sync lane", "sync frames", "asyncio lane"])
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_the_answers_come_in_order(server: Server, way: str, size: int) -> None:
+    face, link = way.split()
+    made = {"memory": "frames"} if link == "frames" else {}
+    with FACES[face](server.url if link == "lane" else server.zmq_url, **made) as client:
+        x = numbers(size)
+        for name, term in (("flow", 0), ("outer", 0), ("sums", x)):
+            found = [part["z"].copy() for part in client.stream(name, {"x": x}, parameters={"count": 25}, window=4)]
+            assert len(found) == 25
+            assert all((z == x + term + number).all() for number, z in enumerate(found)), name
+        assert list(client.stream("flow", {"x": x}, parameters={"count": 0})) == []
+        assert link == "frames" or arena(client) == 0
+    with server.client() as client:
+        until(client, lambda: Seen(client.metrics())("shmserve_held_bytes") == 0)
+
+
+def test_what_is_made_once_is_in_each_answer(server: Server) -> None:
+    with server.client() as client:
+        x = numbers(50_000)
+        for part in client.stream("sums", {"x": x}, parameters={"count": 3}):
+            assert (part["s"] == x).all()
+
+
+@pytest.mark.parametrize("name", ["flow", "outer"])
+def test_the_model_waits_for_a_caller_who_takes_his_time(server: Server, tmp_path: Path, name: str) -> None:
+    """Three answers are taken of a thousand, and four may be there. The model is ahead by four more for each stage."""
+    told = tmp_path / "told"
+    with server.client() as client:
+        parameters = {"count": 1000, "told": str(told)}
+        with client.stream(name, {"x": numbers(10)}, parameters=parameters, window=4) as parts:
+            for _ in range(3):
+                next(parts)
+        until(client, lambda: told.exists() and told.read_text().endswith("."))
+        assert 3 <= int(told.read_text()[:-1]) <= 3 + 4 + 4 * (1 + (name == "outer")) + 1
+
+
+def test_who_cannot_take_many_answers_is_told(server: Server) -> None:
+    with server.client() as client, pytest.raises(shmserve.Unsupported, match=r"'outer' .* call it with stream\(\)"):
+        client.infer("outer", {"x": numbers(1)}, parameters={"count": 1})
+
+
+def test_an_answer_that_fails_ends_it(server: Server) -> None:
+    x = np.full(3, 660, np.float32)
+    found: list[float] = []
+    with server.client() as client:
+        parts = client.stream("sums", {"x": x}, parameters={"count": 20}, window=2)
+        with pytest.raises(shmserve.ModelFailed, match=r"in ensemble 'sums', .*the beast"):
+            found.extend(part["z"][0] for part in parts)
+    assert found == [1320 + number for number in range(len(found))]
+    assert len(found) <= 6
+
+
+def test_a_model_that_dies_in_the_midst(server: Server) -> None:
+    with server.client() as client:
+        before = pids(client, "count")
+        with pytest.raises(shmserve.ModelFailed, match=r"in ensemble 'flow', .*ended"):
+            list(client.stream("flow", {"x": numbers(5)}, parameters={"count": 20, "dies": 7}))
+        until(client, lambda: client.ready("flow") and pids(client, "count") not in (before, {}))
+        assert len(list(client.stream("flow", {"x": numbers(5)}, parameters={"count": 2}))) == 2

@@ -1,0 +1,339 @@
+"""Streams from end to end: decoupled models behind a real server, both clients over every link."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.support.client_faces import FACES
+
+pytestmark = pytest.mark.process
+
+CONFIG = """
+name: "{name}" backend: "{backend}" max_batch_size: 8 dynamic_batching {{ }}
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+{more}
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+HEAD = """\
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def response(value, size=1):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, size), value, np.float32))])
+
+
+def wishes(request):
+    return json.loads(request.parameters())
+
+
+def say(request, word):
+    with open(wishes(request)["told"], "w") as file:
+        file.write(word)
+
+
+"""
+REPEAT = """\
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,)).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        sent = 0
+        while sent < request.inputs()[0].as_numpy()[0, 0] and not sender.is_cancelled():
+            sender.send(response(sent, wishes(request).get("size", 1)))
+            sent += 1
+        if sender.is_cancelled():
+            say(request, f"cancelled after {sent}")
+        sender.send(flags=FINAL)
+"""
+TOKENS = """\
+import asyncio
+
+
+class TritonPythonModel:
+    async def stream(self, request):
+        try:
+            for index in range(int(request.inputs()[0].as_numpy()[0, 0])):
+                await asyncio.sleep(0)
+                yield response(index, wishes(request).get("size", 1))
+        finally:
+            if request.is_cancelled():
+                say(request, f"cancelled after {index + 1}")
+"""
+FAILS = """\
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            request.get_response_sender().send(response(0))
+        raise ValueError("no more than one")
+"""
+WAYS = ["sync lane", "sync ipc", "sync frames", "asyncio lane", "uvloop ipc"]
+LARGE = 3000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    for name, source in (
+        ("repeat", REPEAT),
+        ("tokens", TOKENS),
+        ("fails", FAILS),
+        ("mortal", REPEAT),
+        ("counted", REPEAT),
+    ):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name, backend="python", more=DECOUPLED))
+        (repository / name / "1" / "model.py").write_text(HEAD + source)
+    (repository / "once" / "1").mkdir(parents=True)
+    (repository / "once" / "config.pbtxt").write_text(CONFIG.format(name="once", backend="identity", more=""))
+    with Server(repository, "--exit-on-error", "true") as running:
+        with shmserve.Client(running.zmq_url) as client:
+            # Named segments stay while their workers live. All that the tests will need are made now.
+            for name in ("repeat", "tokens", "mortal"):
+                streams = [ask(client, name, 20, size=LARGE) for _ in range(8)]
+                kept = [part for stream in streams for part in stream]
+                del kept, streams
+        yield running
+
+
+@pytest.fixture(params=WAYS)
+def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Any]:
+    face, link = request.param.split()
+    url = server.url if link == "lane" else server.zmq_url
+    with FACES[face](url, **({"memory": "frames"} if link == "frames" else {})) as made:
+        yield made
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Any]:
+    """A named pipe, and what a model has written to it by the time that it is asked for."""
+    path = tmp_path / "told"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def read() -> str:
+        assert select.select([reader], [], [], 20)[0], "the model has said nothing"
+        return os.read(reader, 100).decode()
+
+    yield path, read
+    os.close(reader)
+
+
+def ask(client: Any, model: str, count: int, *, window: int = 16, **wishes: Any) -> Any:
+    x = np.array([[count]], np.float32)
+    return client.stream(model, {"x": x}, window=window, parameters=wishes)
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_all_parts_in_their_order(client: Any, model: str) -> None:
+    for count, size in ((0, 1), (1, 1), (50, 1), (20, LARGE)):
+        found = list(ask(client, model, count, size=size))
+        assert [part["y"].shape for part in found] == [(1, size)] * count
+        assert [part["y"][0, 0].item() for part in found] == list(range(count))
+        assert [part["y"][0, -1].item() for part in found] == list(range(count))
+        del found
+
+
+def test_a_model_with_one_answer(client: Any) -> None:
+    stream = client.stream("once", {"x": np.full((1, 1), 7, np.float32)})
+    assert [part["y"].item() for part in stream] == [7]
+
+
+def test_many_streams_share_batches(server: Server) -> None:
+    with shmserve.Client(server.url) as client, ThreadPoolExecutor(8) as pool:
+        counts = list(range(24))
+        found = pool.map(lambda count: [part["y"].item() for part in ask(client, "tokens", count, window=3)], counts)
+        assert [len(values) for values in found] == counts
+
+
+def test_statistics_count_responses_by_their_index(server: Server) -> None:
+    with shmserve.Client(server.url) as client:
+        for count in (2, 1):
+            assert len(list(ask(client, "counted", count))) == count
+        found = client.statistics("counted")["model_stats"][0]["response_stats"]
+        assert client.statistics("once")["model_stats"][0]["response_stats"] == {}
+    assert {
+        index: {name: one["count"] for name, one in each.items() if one["count"]} for index, each in found.items()
+    } == {
+        "0": {"compute_infer": 2, "compute_output": 2, "success": 2},
+        "1": {"compute_infer": 2, "compute_output": 1, "success": 1, "empty_response": 1},
+        "2": {"compute_infer": 1, "empty_response": 1},
+    }
+    for each in found.values():
+        assert each["compute_infer"]["ns"] > 0
+        parts = each["compute_infer"]["ns"] + each["compute_output"]["ns"]
+        assert parts == each["success"]["ns"] + each["empty_response"]["ns"]
+
+
+def test_a_decoupled_model_wants_to_be_streamed(client: Any) -> None:
+    with pytest.raises(shmserve.Unsupported, match=r"call it with stream\(\)"):
+        client.infer("repeat", {"x": np.ones((1, 1), np.float32)})
+
+
+def test_a_model_that_fails_after_its_first_answer(client: Any) -> None:
+    stream = ask(client, "fails", 1)
+    assert next(stream)["y"] == 0
+    with pytest.raises(shmserve.ModelFailed, match="ValueError: no more than one"):
+        next(stream)
+    assert next(stream, None) is None
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_a_slow_reader_slows_the_model_down_and_cancels_it(client: Any, model: str, told: Any) -> None:
+    path, read = told
+    stream = ask(client, model, 1_000_000, window=4, told=str(path))
+    assert [next(stream)["y"].item() for _ in range(10)] == list(range(10))
+    stream.close()
+    word = read()
+    assert word.startswith("cancelled after ")
+    # Ten were handed out, four more may be on their way, the next waits for room, and of a coroutine the one after that
+    # may be in the making when its loop gets to the cancellation.
+    assert int(word.rpartition(" ")[2]) <= 10 + 4 + 2, word
+    assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_a_timeout_reaches_the_model(server: Server, model: str, told: Any) -> None:
+    path, read = told
+    x = np.array([[1_000_000]], np.float32)
+    with shmserve.Client(server.url) as client:
+        stream = client.stream(model, {"x": x}, window=2, timeout=0.3, parameters={"told": str(path)})
+        assert next(stream)["y"] == 0
+        assert read().startswith("cancelled after ")
+        with pytest.raises(shmserve.DeadlineExceeded):
+            list(stream)
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_the_death_of_a_client_reaches_the_model(server: Server, model: str, told: Any) -> None:
+    path, read = told
+    program = (
+        "import sys, numpy, shmserve\n"
+        "client = shmserve.Client(sys.argv[1])\n"
+        "x = numpy.full((1, 1), 1e6, numpy.float32)\n"
+        "stream = client.stream(sys.argv[2], {'x': x}, window=2, parameters={'told': sys.argv[3]})\n"
+        "next(stream)\n"
+        "print('begun', flush=True)\n"
+        "next(iter(sys.stdin))\n"
+    )
+    command = [sys.executable, "-c", program, server.url, model, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.kill()
+    assert read().startswith("cancelled after ")
+
+
+def test_the_death_of_a_worker_ends_its_streams(server: Server) -> None:
+    with shmserve.Client(server.url) as client:
+        (row,) = [row for row in client.models() if row["name"] == "mortal"]
+        (instance,) = row["instances"]
+        streams = [ask(client, "mortal", 1_000_000, window=2, told="/nowhere") for _ in range(3)]
+        for stream in streams:
+            assert next(stream)["y"] == 0
+        os.kill(instance["pid"], signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(shmserve.ModelFailed, match="the worker process of instance 'mortal_0_0' ended"):
+                list(stream)
+        client.wait_ready("mortal", timeout=20)
+        assert [part["y"].item() for part in ask(client, "mortal", 3)] == [0, 1, 2]
+
+
+def run_cli(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from shmserve.clients.cli.main import main; sys.exit(main())", *words]
+    return subprocess.run([*command, "--url", server.url], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_shows_parts_as_they_come(server: Server, tmp_path: Path) -> None:
+    words = ["infer", "tokens", "--input", "x=3", "--stream"]
+    shown = run_cli(server, *words)
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert [line[:2] for line in lines if line[:1] == ["part"]] == [["part", "1"], ["part", "2"], ["part", "3"]]
+    assert [line for line in lines if line[:1] == ["y"]] == [["y", "FP32", "[1,", "1]", value] for value in "012"]
+    assert lines[-1][:4] == ["tokens,", "3", "parts", "in"]
+    shown = run_cli(server, *words, "--json", "--out", str(tmp_path / "out"))
+    documents = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [document["part"] for document in documents] == [1, 2, 3]
+    for index, document in enumerate(documents):
+        assert document["outputs"]["y"]["file"] == str(tmp_path / "out" / str(index + 1) / "y.npy")
+        assert np.load(document["outputs"]["y"]["file"]) == index
+
+
+def test_the_command_without_stream_says_what_is_missing(server: Server) -> None:
+    refused = run_cli(server, "infer", "tokens", "--input", "x=3")
+    assert refused.returncode == 1
+    assert "decoupled transaction policy" in refused.stderr
+    failed = run_cli(server, "infer", "fails", "--input", "x=3", "--stream")
+    assert failed.returncode == 1
+    assert "part 1 after" in failed.stdout
+    assert "ValueError: no more than one" in failed.stderr
+    assert run_cli(server, "infer", "tokens", "--random", "--stream", "--repeat", "2").returncode == 2
+
+
+def some_streams(server: Server, number: int) -> dict[str, int]:
+    """What one of many clients does: reads to the end, leaves early, or has too little time."""
+    chance = random.Random(number)
+    url, memory = [(server.url, None), (server.zmq_url, "posix"), (server.zmq_url, "frames")][number % 3]
+    ended = {"read": 0, "left": 0, "late": 0}
+    with shmserve.Client(url, memory=memory) as client:
+        for _ in range(20):
+            count, size = chance.choice([0, 1, 10, 60]), chance.choice([1, LARGE])
+            leave = chance.choice([None, None, 3])
+            x = np.array([[count]], np.float32)
+            seen = 0
+            try:
+                for part in client.stream(
+                    chance.choice(["repeat", "tokens"]),
+                    {"x": x},
+                    window=chance.choice([1, 2, 16]),
+                    timeout=chance.choice([None, None, 0.01]),
+                    parameters={"size": size, "told": os.devnull},
+                ):
+                    assert part["y"].shape == (1, size)
+                    assert (part["y"] == seen).all()
+                    seen += 1
+                    if seen == leave:
+                        ended["left"] += 1
+                        break
+                else:
+                    assert seen == count
+                    ended["read"] += 1
+            except shmserve.DeadlineExceeded:
+                ended["late"] += 1
+    return ended
+
+
+def test_many_clients_that_do_as_they_like(server: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for ended in pool.map(lambda number: some_streams(server, number), range(6)):
+            assert sum(ended.values()) == 20
+            assert ended["read"]
+    with shmserve.Client(server.url) as client:
+        for model in ("repeat", "tokens"):
+            assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
+        assert "\nshmserve_held_bytes 0\n" in client.metrics()

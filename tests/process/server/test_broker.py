@@ -1,0 +1,333 @@
+"""The broker's process with real workers: start, signals, deaths of either side, and clients that do not read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.raw import Ended, Lane, Zmq
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
+from tests.support.launch import Launched, await_end, identity
+
+pytestmark = pytest.mark.process
+
+
+def infer(number: int, model: str = "echo", timeout_us: int = 0) -> Infer:
+    data = np.full((1, 2), number, np.float32).tobytes()
+    return Infer(number, model, 0, (Tensor("x", "FP32", (1, 2), data),), None, timeout_us)
+
+
+def answer_of(number: int) -> tuple[Tensor, ...]:
+    return (Tensor("y", "FP32", (1, 2), np.full((1, 2), number, np.float32).tobytes()),)
+
+
+def is_live(lane: Lane) -> bool:
+    lane.send(Ask(5, "live"))
+    return bool(lane.receive_kind(Answer).body == b'{"live":true}')
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / "models"
+    identity(root, "echo")
+    return root
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """For tests that leave it as it was."""
+    place = tmp_path_factory.mktemp("running")
+    identity(place / "models", "echo")
+    with Launched(place / "models", place / "run") as server:
+        yield server
+
+
+def test_starts_answers_and_stops(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run") as server:
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        with Lane(server.lane) as lane:
+            lane.hello("memfd")
+            lane.send(infer(1))
+            assert np.frombuffer(lane.receive_kind(Reply).outputs[0].data, np.float32).tolist() == [1, 1]
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_orders_reach_a_worker_in_the_order_of_their_turns(running: Launched) -> None:
+    """The answer to a question is sent in the midst of a turn, which looks whether ZeroMQ has brought something; what
+    has come then must wait until the rest of the turn has been sent."""
+    with Lane(running.lane) as lane, Zmq(running.zmq) as other:
+        lane.hello("memfd")
+        other.hello("frames")
+        for number in range(1, 1500, 2):
+            other.send(infer(number))
+            lane.send(Ask(number, "live"), infer(number + 1))
+            assert lane.receive_kind(Reply).request == number + 1
+            assert other.receive_kind(Reply).request == number
+        assert "ERROR" not in running.log
+
+
+def test_sigint_stops_with_code_0(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run") as server:
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+
+
+def test_a_stop_answers_what_is_in_flight(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="300")
+    with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        slow = [Infer(n, "slow", 0, (Tensor("x", "FP32", (1,), b"\0" * 4),)) for n in (1, 2, 3)]
+        lane.send(*slow, Ask(4, "live"))
+        assert lane.receive_kind(Answer).body == b'{"live":true}'
+        server.signal(signal.SIGTERM)
+        while is_live(lane):
+            pass  # until the signal has arrived
+        lane.send(Infer(9, "slow", 0, slow[0].inputs))
+        answers = [lane.receive_kind(Reply, Fail) for _ in range(4)]
+        refused = [answer for answer in answers if isinstance(answer, Fail)]
+        assert sorted(answer.request for answer in answers if isinstance(answer, Reply)) == [1, 2, 3]
+        assert [(fail.request, fail.code) for fail in refused] == [(9, "UNAVAILABLE")]
+        assert "stopping" in refused[0].text
+        assert server.wait() == 0
+
+
+def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="60000")
+    options = ("--exit-timeout-secs", "0.5")
+    with Launched(tmp_path / "models", tmp_path / "run", *options) as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(Infer(1, "slow", 0, (Tensor("x", "FP32", (1,), b"\0" * 4),)), Ask(2, "live"))
+        lane.receive_kind(Answer)
+        server.signal(signal.SIGTERM)
+        assert lane.receive_kind(Fail, seconds=20).code == "UNAVAILABLE"
+        assert server.wait() == 0
+
+
+def test_a_second_server_in_the_same_place_is_refused(running: Launched, repository: Path) -> None:
+    second = subprocess.run(
+        [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)],
+        env=os.environ | {"SHMSERVE_RUNTIME_DIR": str(running.runtime_dir)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert "another server runs" in second.stderr
+    with Lane(running.lane) as lane:
+        lane.hello("memfd")
+        assert is_live(lane)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model-repository", "/nowhere/at/all"], ["--no-such-flag"]])
+def test_wrong_use_exits_with_2(arguments: list[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "shmserve.broker.main", *arguments], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert "usage" in run.stderr
+
+
+def test_a_killed_broker_takes_its_workers_along_and_the_next_one_starts(repository: Path, tmp_path: Path) -> None:
+    first = Launched(repository, tmp_path / "run")
+    assert first.workers()
+    first.kill()
+    assert (tmp_path / "run" / "lane.sock").exists()
+    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(infer(1))
+        lane.receive_kind(Reply)
+
+
+def test_a_killed_worker_fails_its_requests_and_comes_back(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="20000")
+    identity(tmp_path / "models", "echo")
+    with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(Infer(1, "slow", 0, (Tensor("x", "FP32", (1,), b"\0" * 4),)), infer(2))
+        assert lane.receive_kind(Reply).request == 2
+        before = set(server.workers())
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        fail = lane.receive_kind(Fail)
+        assert (fail.request, fail.code) == (1, "MODEL_FAILED")
+        assert "SIGKILL" in fail.text
+        assert "slow" in fail.text
+        for pid in before:
+            await_end(pid)
+        lane.send(infer(3))  # waits for the new worker
+        assert lane.receive_kind(Reply, seconds=30).request == 3
+        assert not before & set(server.workers())
+
+
+def test_a_client_that_dies_leaves_the_others_alone(running: Launched) -> None:
+    with Lane(running.lane) as honest:
+        honest.hello("memfd")
+        for _ in range(20):
+            with Lane(running.lane) as lane:
+                lane.hello("memfd")
+                lane.send(*[infer(n) for n in range(1, 40)])
+        honest.send(infer(1))
+        assert honest.receive_kind(Reply) == Reply(1, 1, answer_of(1))
+
+
+def test_a_client_that_does_not_read_is_cut_off_with_a_log_line(repository: Path, tmp_path: Path) -> None:
+    limits = ["--limit", "client_errors=0", "--limit", "client_outbox_bytes=512KiB"]
+    with (
+        Launched(repository, tmp_path / "run", *limits) as server,
+        Lane(server.lane) as honest,
+        Lane(server.lane) as deaf,
+    ):
+        honest.hello("memfd")
+        deaf.hello("memfd")
+        with pytest.raises((Ended, OSError)):  # noqa: PT012
+            for _ in range(40_000):
+                deaf.send(*[Unmap(1) for _ in range(1000)])  # each is an error, whose text nobody reads
+        honest.send(infer(1))
+        honest.receive_kind(Reply)
+        goodbye = deaf.receive_kind(Goodbye)  # when it reads after all
+        assert goodbye.code == "UNAVAILABLE"
+        assert "client_outbox_bytes" in goodbye.text
+    assert "does not read" in server.log
+
+
+def test_a_client_that_does_not_read_is_not_heard_until_it_does(repository: Path, tmp_path: Path) -> None:
+    with (
+        Launched(repository, tmp_path / "run") as server,
+        Lane(server.lane) as honest,
+        Lane(server.lane) as deaf,
+    ):
+        honest.hello("memfd")
+        deaf.hello("memfd")
+        deaf.limit_sends(2.0)
+        sent = 0
+        with pytest.raises(BlockingIOError):  # the server takes no more for now  # noqa: PT012
+            while True:
+                deaf.send(*[Ask(sent + n, "metrics") for n in range(1, 101)])
+                sent += 100
+        honest.send(infer(1))
+        honest.receive_kind(Reply)
+        unanswered = set(range(1, sent + 1))
+        while unanswered:
+            answer = deaf.receive_kind(Answer, Fail)
+            if isinstance(answer, Fail):
+                assert "(client_questions)" in answer.text
+            if isinstance(answer, Fail) or not answer.more:
+                unanswered.remove(answer.request)
+        assert is_live(deaf)
+
+
+FLOOD = (Unmap(1),) * 40
+"""Each is a mistake."""
+
+
+def test_a_flood_of_mistakes_on_the_lane_is_heard_slowly(repository: Path, tmp_path: Path) -> None:
+    with (
+        Launched(repository, tmp_path / "run", "--limit", "client_errors=40") as server,
+        Lane(server.lane) as lane,
+        Lane(server.lane) as honest,
+    ):
+        lane.hello("memfd")
+        honest.hello("memfd")
+        lane.limit_sends(0.3)
+        with pytest.raises(BlockingIOError):  # noqa: PT012
+            for _ in range(20_000):
+                lane.send(*FLOOD)  # into a socket that nobody reads
+        honest.send(infer(1))
+        honest.receive_kind(Reply)
+        assert 40 <= len(lane.drain()) <= 600
+        assert is_live(honest)
+
+
+def test_a_flood_of_mistakes_over_zeromq_is_kept_and_then_ended(repository: Path, tmp_path: Path) -> None:
+    options = ["--limit", "client_errors=40"]
+    with (
+        Launched(repository, tmp_path / "run", *options) as server,
+        Zmq(server.zmq) as flood,
+        Zmq(server.zmq) as honest,
+    ):
+        flood.hello("frames")
+        honest.hello("frames")
+        flood.send(*FLOOD * 2)
+        assert flood.receive_kind(Fail).code == "INVALID_ARG"
+        flood.send(infer(1))  # waits until its mistakes are a second old
+        honest.send(infer(2))
+        assert honest.receive_kind(Reply).request == 2
+        assert flood.receive_kind(Reply).request == 1
+        flood.send(*FLOOD * 3)
+        for number in range(1, 400):
+            flood.send(infer(number))
+        goodbye = flood.receive_kind(Goodbye)
+        assert goodbye.code == "UNAVAILABLE"
+        assert "client_errors" in goodbye.text
+        flood.send(infer(1))  # it is told no more, unless it greets again
+        honest.send(infer(3))
+        assert honest.receive_kind(Reply).request == 3
+        flood.hello("frames")
+        flood.send(infer(2))
+        assert flood.receive_kind(Reply, Goodbye) == Reply(2, 1, answer_of(2))
+
+
+def test_what_is_kept_of_a_flood_over_zeromq_has_a_limit_of_bytes_too(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run", "--limit", "client_errors=40") as server, Zmq(server.zmq) as flood:
+        flood.hello("frames")
+        flood.send(*FLOOD * 3)
+        for _ in range(12):
+            flood.send_bytes(codec.encode([infer(1)]), (bytes(3 << 20),))
+        goodbye = flood.receive_kind(Goodbye)
+        assert goodbye.code == "UNAVAILABLE"
+        assert "or 33554432 bytes while it was throttled" in goodbye.text
+
+
+def test_cancel_and_deadline_reach_waiting_requests(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="500")
+    with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        inputs = (Tensor("x", "FP32", (1,), b"\0" * 4),)
+        lane.send(Infer(1, "slow", 0, inputs), Infer(2, "slow", 0, inputs), Infer(3, "slow", 0, inputs, None, 50_000))
+        lane.send(Cancel(2))
+        ends = [lane.receive_kind(Reply, Fail) for _ in range(3)]
+        assert [(end.request, getattr(end, "code", "ok")) for end in ends] == [
+            (2, "CANCELLED"),
+            (3, "DEADLINE_EXCEEDED"),
+            (1, "ok"),
+        ]
+
+
+def test_a_model_that_cannot_load_is_named_and_the_others_serve(repository: Path, tmp_path: Path) -> None:
+    (repository / "broken" / "1").mkdir(parents=True)
+    (repository / "broken" / "config.pbtxt").write_text('name: "broken"\nbackend: "nonsense"\n')
+    with Launched(repository, tmp_path / "run") as server, Zmq(server.zmq) as client:
+        client.hello("frames")
+        client.send(Infer(1, "broken", 0, ()))
+        fail = client.receive_kind(Fail)
+        assert "nonsense" in fail.text
+        client.send(infer(2))
+        client.receive_kind(Reply)
+        client.send(Ask(3, "ready"))
+        assert client.receive_kind(Answer).body == b'{"ready":false,"settled":true}'
+
+
+def test_exit_on_error(repository: Path, tmp_path: Path) -> None:
+    (repository / "broken" / "1").mkdir(parents=True)
+    (repository / "broken" / "config.pbtxt").write_text('name: "broken"\nbackend: "nonsense"\n')
+    with Launched(repository, tmp_path / "run", "--exit-on-error", "true", wait=False) as server:
+        assert server.wait() == 1
+
+
+def test_workers_keep_to_their_cores_and_batches_say_why(repository: Path, tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    options = ("--host-policy", f"cpu,cpu-cores={core}", "--log-verbose", "2")
+    with Launched(repository, tmp_path / "run", *options) as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(infer(1))
+        lane.receive_kind(Reply)
+        assert [os.sched_getaffinity(pid) for pid in server.workers()] == [{core}]
+    assert "1 rows in 1 requests, formed because: idle" in server.log

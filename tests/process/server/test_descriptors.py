@@ -1,0 +1,109 @@
+"""Processes that run out of descriptors: what is lost is announced again over a new connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from bench import models
+from bench.raw import Lane, Segment
+from shmserve.clients.transport.lane import Lane as ClientLane
+from shmserve.errors import ConnectionLost
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Goodbye, Map
+from shmserve.workers.link import BrokerLink as WorkerLink
+from tests.support.launch import Launched
+
+pytestmark = pytest.mark.process
+
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Launched]:
+    root = tmp_path / "models"
+    models.write(root, "identity", models.identity(max_batch=8), {})
+    with Launched(root, tmp_path / "run") as server:
+        yield server
+
+
+@contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    """The process may open no further file meanwhile."""
+    taken = {int(entry.name) for entry in list(Path(f"/proc/{pid}/fd").iterdir()) if entry.is_symlink()}  # not our own
+    free = next(number for number in range(len(taken) + 1) if number not in taken)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def identity(client: shmserve.Client, value: float, size: int = SIZE) -> None:
+    x = np.full((1, size), value, np.float32)
+    assert np.array_equal(client.infer("identity", {"x": x}, timeout=60)["y"], x)
+
+
+def test_a_map_that_the_broker_lost_ends_the_connection(server: Launched) -> None:
+    with Lane(server.lane) as lane:
+        lane.hello("memfd")
+        with no_descriptors(server.process.pid):
+            Segment(lane, SIZE).close()
+            goodbye = lane.receive_kind(Goodbye)
+        assert goodbye.code == "UNAVAILABLE"
+        assert "too many open files" in goodbye.text
+
+
+def test_a_client_announces_its_segments_again(server: Launched) -> None:
+    with shmserve.Client(f"unix://{server.lane}") as client, shmserve.Client(f"unix://{server.lane}") as other:
+        identity(other, 1)
+        client.metadata("identity")  # connected, with no segment yet
+        with no_descriptors(server.process.pid):
+            with pytest.raises(shmserve.Unavailable, match="too many open files"):
+                identity(client, 2)
+            identity(other, 3)  # its segments are known
+        for value in (4, 5):
+            identity(client, value)
+        identity(client, 6, 4 * SIZE)
+
+
+def test_a_connection_that_cannot_be_accepted_is_refused_with_the_reason(server: Launched) -> None:
+    with shmserve.Client(f"unix://{server.lane}") as other:
+        identity(other, 1)
+        with no_descriptors(server.process.pid):
+            with Lane(server.lane) as lane:
+                goodbye = lane.receive_kind(Goodbye)
+            assert (goodbye.code, "too many open files" in goodbye.text) == ("UNAVAILABLE", True)
+            identity(other, 2)
+    with shmserve.Client(f"unix://{server.lane}") as client:
+        identity(client, 3)
+
+
+def _of_client(sock: socket.socket) -> Any:
+    lane = ClientLane.__new__(ClientLane)
+    lane._set_up(sock)
+    return lane
+
+
+@pytest.mark.parametrize("end", [_of_client, WorkerLink], ids=["client", "worker"])
+def test_the_other_ends_of_links_give_up_a_connection_that_lost_descriptors(
+    end: Callable[[socket.socket], Any],
+) -> None:
+    """A client connects again on ConnectionLost; a worker ends, and is started again."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = end(ours)
+    with theirs, contextlib.closing(link), open(os.devnull) as file:
+        socket.send_fds(theirs, [codec.encode([Map(1 << 32, 4096)])], [file.fileno()])
+        with no_descriptors(os.getpid()), pytest.raises(ConnectionLost, match="RLIMIT_NOFILE"):
+            link.receive(*((1.0,) if end is _of_client else ()))

@@ -1,0 +1,105 @@
+"""A model that hangs, with real processes: a restart rescues what waits behind it, and an unload can be forced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import DeadlineExceeded, ModelFailed, Unavailable
+from shmserve.testing import Server
+from tests.support.living import until
+
+pytestmark = pytest.mark.process
+
+ONE = {"x": np.ones((1, 1), np.float32)}
+REQUESTS = 20
+MODEL = """
+import os
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        if os.path.exists("{flag}"):
+            os.remove("{flag}")
+            while True:
+                pass
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+                for r in requests]
+"""
+CONFIG = """
+backend: "python" max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+dynamic_batching { }
+"""
+
+
+class Hung:
+    def __init__(self, server: Server, flag: Path) -> None:
+        self.server = server
+        self.flag = flag
+
+    def hang(self, client: shmserve.Client) -> list[shmserve.Future]:
+        """The first request hangs, and the others wait behind it."""
+        self.flag.touch()
+        first = client.submit("m", ONE)
+        until(client, lambda: not self.flag.exists())
+        futures = [first, *(client.submit("m", ONE) for _ in range(REQUESTS - 1))]
+        until(client, lambda: self.counts(client) == (REQUESTS - 1, 1))
+        return futures
+
+    def counts(self, client: shmserve.Client) -> tuple[int, int]:
+        (entry,) = client.models()
+        return entry["queued"], entry["in_flight"]
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[Hung]:
+    flag = tmp_path / "hang"
+    (tmp_path / "models" / "m" / "1").mkdir(parents=True)
+    (tmp_path / "models" / "m" / "config.pbtxt").write_text(CONFIG)
+    (tmp_path / "models" / "m" / "1" / "model.py").write_text(MODEL.format(flag=flag))
+    options = ("--model-control-mode", "explicit", "--load-model", "m", "--exit-timeout-secs", "1")
+    with Server(tmp_path / "models", *options) as server:
+        yield Hung(server, flag)
+
+
+@pytest.mark.parametrize("instance", [None, "m_0_0"])
+def test_a_restart_rescues_what_has_not_started(hung: Hung, instance: str | None) -> None:
+    with hung.server.client() as client:
+        first, *others = hung.hang(client)
+        client.restart("m", instance=instance)
+        for future in others:
+            assert future.result(60)["y"] == 1
+        with pytest.raises(
+            ModelFailed, match=r"restarted while it ran .* not finished after 1 s \(--exit-timeout-secs\)"
+        ):
+            first.result(60)
+        until(client, lambda: len(client.models()[0]["instances"]) == 1)
+        assert hung.counts(client) == (0, 0)
+
+
+def test_an_unload_says_what_it_waits_for_and_can_be_forced(hung: Hung) -> None:
+    with hung.server.client() as client:
+        futures = hung.hang(client)
+        until(client, lambda: client.models()[0]["instances"][0]["busy_seconds"])
+        (counted,) = client.statistics("m")["model_stats"]
+        assert (counted["queued"], counted["in_flight"], list(counted["busy"])) == (REQUESTS - 1, 1, ["m_0_0"])
+        metrics = client.metrics()
+        assert 'nv_inference_pending_request_count{model="m",version="1"} 19' in metrics
+        assert 'shmserve_model_requests_in_flight{model="m",version="1"} 1' in metrics
+        assert 'shmserve_instance_busy_seconds{model="m",version="1",model_instance="m_0_0"} 0\n' not in metrics
+        waits = r"1 request\(s\) in flight and 19 queued, instance 'm_0_0' is busy .* unload --force m"
+        with pytest.raises(DeadlineExceeded, match=waits):
+            client.unload("m", timeout=0.1)
+        client.unload("m", force=True)
+        for future in futures:
+            with pytest.raises(Unavailable, match="unloaded by force"):
+                future.result(60)
+        client.load("m")
+        assert client.infer("m", ONE)["y"] == 1

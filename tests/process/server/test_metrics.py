@@ -1,0 +1,153 @@
+"""Metrics, statistics, traces and last words of a real server, against /proc and what clients counted themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.clients.cli import main
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.testing import Server
+from tests.process.server.test_supervision import write
+from tests.support.client_faces import FACES
+from tests.unit.broker.observability.test_metrics import Seen
+
+pytestmark = pytest.mark.process
+
+ONE = np.ones((1, 1), np.float32)
+DEADLY = np.full((1, 1), 13, np.float32)
+LAST = "thirteen is more than I can bear"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    write(repository, "m")
+    write(repository, "frail")
+    with Server(repository, "--exit-on-error", "true", "--log-format", "json") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    with server.client(name="test\x1b[2J") as made:
+        yield made
+
+
+def records(server: Server) -> list[dict[str, Any]]:
+    """Every line of the log is an object."""
+    found = [json.loads(line) for line in server.log.splitlines()]
+    assert all({"time", "level", "message"} <= set(record) for record in found)
+    return found
+
+
+def instance_of(client: shmserve.Client, name: str) -> dict[str, Any]:
+    (entry,) = (entry for entry in client.models() if entry["name"] == name)
+    found: dict[str, Any] = entry["instances"][0]
+    return found
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_both_clients(server: Server, face: str) -> None:
+    with FACES[face](server.url) as made:
+        before = Seen(made.metrics())("nv_inference_request_success", model="m", version="1")
+        for _ in range(3):
+            made.infer("m", {"x": ONE})
+        seen = Seen(made.metrics())
+        assert seen("nv_inference_request_success", model="m", version="1") == before + 3
+        assert seen("shmserve_request_duration_seconds_count", model="m", version="1") == before + 3
+        statistics = made.statistics("m")["model_stats"][0]
+    assert statistics["inference_stats"]["success"]["count"] == before + 3
+    assert {"cache_hit", "cache_miss"} <= set(statistics["inference_stats"])
+    assert statistics["response_stats"] == {}  # it is not decoupled
+    assert seen("nv_inference_request_duration_us", model="m", version="1") == (
+        statistics["inference_stats"]["success"]["ns"] // 1000
+    )
+
+
+def test_processes(server: Server, client: shmserve.Client) -> None:
+    client.infer("m", {"x": ONE})
+    instance = instance_of(client, "m")
+    seen = Seen(client.metrics())
+    named = {"model": "m", "version": "1", "model_instance": instance["name"]}
+    statm = Path(f"/proc/{instance['pid']}/statm").read_text().split()
+    resident = int(statm[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert seen("shmserve_instance_memory_bytes", **named) == pytest.approx(resident, rel=0.02)
+    (memory,) = client.statistics("m")["model_stats"][0]["memory_usage"]
+    assert memory == {"type": "CPU", "id": 0, "byte_size": pytest.approx(resident, rel=0.02)}
+    assert seen("shmserve_instance_state", **named, state="ready") == 1
+    assert seen("process_open_fds") == pytest.approx(len(os.listdir(f"/proc/{server.pid}/fd")), abs=3)
+    assert seen("shmserve_ready") == 1
+    assert seen("shmserve_model_loads_total", model="m", result="done") >= 1
+    assert seen("shmserve_clients", plane="lane") >= 1
+
+
+def test_what_a_client_holds(client: shmserve.Client) -> None:
+    large = client.infer("m", {"x": np.ones((16, 1), np.float32)})
+    seen = Seen(client.metrics())
+    assert large["y"].shape == (16, 1)
+    held = seen("shmserve_held_bytes")
+    assert sum(seen.all("shmserve_client_held_bytes").values()) == held
+    names = {dict(labels)["name"] for labels in seen.all("shmserve_client_held_bytes")}
+    assert names <= {"", "test\\x1b[2J"}
+
+
+def test_counters_survive_a_restart_of_the_processes(client: shmserve.Client) -> None:
+    client.infer("m", {"x": ONE})
+    before = Seen(client.metrics())
+    client.restart("m")
+    client.infer("m", {"x": ONE})
+    seen = Seen(client.metrics())
+    name = "nv_inference_count"
+    assert seen(name, model="m", version="1") == before(name, model="m", version="1") + 1
+    loads = {"model": "m", "result": "done"}
+    assert seen("shmserve_model_loads_total", **loads) == before("shmserve_model_loads_total", **loads) + 1
+
+
+def test_last_words(server: Server, client: shmserve.Client) -> None:
+    """Of a process that died: in the log, and for those who may look; not in the answer."""
+    with pytest.raises(ModelFailed) as caught:
+        client.infer("frail", {"x": DEADLY})
+    assert LAST not in str(caught.value)
+    assert client.infer("frail", {"x": ONE})["y"] == 2  # by a new process
+    instance = instance_of(client, "frail")
+    assert LAST in instance["last_words"]
+    (record,) = (record for record in records(server) if record.get("last_words"))
+    assert (record["level"], record["model"], record["version"]) == ("error", "frail", 1)
+    assert record["instance"] == instance["name"]
+    assert record["last_words"].splitlines() == instance["last_words"]
+    assert "signal SIGSEGV" in record["message"]
+    (line,) = (record for record in records(server) if record["message"] == f"[{instance['name']}] {LAST}")
+    assert (line["level"], line["model"], line["instance"]) == ("info", "frail", instance["name"])
+    seen = Seen(client.metrics())
+    named = {"model": "frail", "version": "1"}
+    assert seen("shmserve_instance_restarts_total", **named, model_instance=instance["name"]) == 1
+    assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
+
+
+def test_a_trace(server: Server, client: shmserve.Client) -> None:
+    trace = "why\n\x1b[31m\u2028é"
+    client.infer("m", {"x": ONE})
+    client.infer("m", {"x": ONE}, parameters={"trace_id": trace}, request_id="mine")
+    with pytest.raises(InvalidRequest):
+        client.infer("m", {"x": np.ones((1, 2), np.float32)}, parameters={"trace_id": trace})
+    (found,) = (record for record in records(server) if record.get("trace_id") == trace)
+    assert (found["model"], found["version"], found["code"], found["id"], found["rows"]) == ("m", 1, "OK", "mine", 1)
+    assert found["instance"] == instance_of(client, "m")["name"]
+    parts = sum(found[part] for part in ("queued_us", "input_us", "infer_us", "output_us"))
+    assert 0 < parts <= found["answered_us"] + 4
+
+
+def test_the_command(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--runtime-dir", str(server.runtime_dir)]
+    assert main.main(["stats", "--prometheus", *where]) == 0
+    assert Seen(capsys.readouterr().out)("shmserve_ready") == 1
+    assert main.main(["stats", "m", "--prometheus", *where]) == 2
+    assert "--prometheus covers the whole server" in capsys.readouterr().err

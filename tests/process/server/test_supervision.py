@@ -1,0 +1,292 @@
+"""Workers that crash, hang and never finish loading, with real processes: who is told what, and who is not hurt."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import DeadlineExceeded, ModelFailed, Unavailable
+from shmserve.testing import Server
+from tests.support.living import until
+
+pytestmark = pytest.mark.process
+
+MODEL = """
+import os
+import signal
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            if (x == 13).any():
+                print("thirteen is more than I can bear")
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if (x == 99).any():
+                while True:
+                    time.sleep(3600)
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
+        return answers
+"""
+CONFIG = """
+backend: "python" max_batch_size: 16
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+dynamic_batching {{ max_queue_delay_microseconds: 50000 preferred_batch_size: 16 }}
+instance_group [ {{ count: {count} kind: KIND_CPU }} ]
+{more}
+"""
+PARAMETER = 'parameters {{ key: "{}" value: {{ string_value: "{}" }} }}'
+
+
+def write(repository: Path, name: str, more: str = "", count: int = 1, model: str = MODEL) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(CONFIG.format(count=count, more=more))
+    (repository / name / "1" / "model.py").write_text(model)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    write(repository, "frail")
+    write(repository, "worn")
+    write(repository, "pair", count=2)
+    write(repository, "once", PARAMETER.format("retry_alone", "false"))
+    write(repository, "slow", PARAMETER.format("execution_limit_secs", "0.5"))
+    with Server(repository, "--exit-on-error", "true") as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Iterator[Server]:
+    """Every test leaves all workers running: one that restarts later would count as left behind by a later test."""
+    yield running
+    with running.client() as client:
+        until(client, lambda: all(is_complete(entry) for entry in client.models()), "every instance ready")
+
+
+def is_complete(entry: dict[str, Any]) -> bool:
+    return entry["state"] == "READY" and all(instance["state"] == "ready" for instance in entry["instances"])
+
+
+def ask(client: shmserve.Client, name: str, values: list[int]) -> list[float | str]:
+    """All in one batch. What each was answered: a number, or a code."""
+    futures = [client.submit(name, {"x": np.full((1, 1), value, np.float32)}) for value in values]
+    found: list[float | str] = []
+    for future in futures:
+        try:
+            found.append(float(future.result(60)["y"][0, 0]))
+        except shmserve.ServeError as error:
+            found.append(f"{error.code}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["frail", "pair"])
+@pytest.mark.parametrize("link", ["lane", "zmq"])
+def test_only_the_culprit_fails(server: Server, name: str, link: str) -> None:
+    with shmserve.Client(server.url if link == "lane" else server.zmq_url) as client:
+        values = [1, 2, 3, 13, 5, 6, 7, 8]
+        found = ask(client, name, values)
+        culprit = found[3]
+        assert [answer for answer in found if answer is not culprit] == [2.0 * value for value in values if value != 13]
+        assert isinstance(culprit, str)
+        assert culprit.startswith(f"MODEL_FAILED: model '{name}' version 1: the worker process of instance '{name}_0_")
+        assert "signal SIGSEGV" in culprit
+        assert client.infer(name, {"x": np.ones((1, 1), np.float32)})["y"] == 2
+
+
+def test_crashes_in_a_row_make_restarts_wait(server: Server) -> None:
+    """Though each time it is known which request is to blame. The first answer ends the row."""
+    with server.client() as client:
+        for _ in range(3):
+            with pytest.raises(ModelFailed, match="ran this request alone"):
+                client.infer("worn", {"x": np.full((1, 1), 13, np.float32)})
+        client.wait_ready("worn", timeout=60)
+        assert ask(client, "worn", [4]) == [8.0]
+        with pytest.raises(ModelFailed, match="ran this request alone"):
+            client.infer("worn", {"x": np.full((1, 1), 13, np.float32)})
+        assert ask(client, "worn", [4]) == [8.0]
+    ends = [line.partition("'worn_0_0' ended: ")[2] for line in server.log.splitlines()]
+    assert [end for end in ends if end] == [
+        "signal SIGSEGV",
+        "signal SIGSEGV, 2 times in a row; next attempt in 1 s",
+        "signal SIGSEGV, 3 times in a row; model 'worn' version 1 is UNAVAILABLE; next attempt in 2 s",
+        "signal SIGSEGV",
+    ]
+
+
+def test_a_model_may_not_want_a_second_run(server: Server) -> None:
+    with server.client() as client:
+        found = ask(client, "once", [1, 13, 2])
+        assert [str(answer).partition(":")[0] for answer in found] == ["MODEL_FAILED"] * 3
+        assert ask(client, "once", [4]) == [8.0]
+
+
+def test_a_worker_that_hangs_is_killed(server: Server) -> None:
+    with server.client() as client:
+        found = ask(client, "slow", [1, 99, 2])
+        assert found[0] == 2.0
+        assert found[2] == 4.0
+        assert "it has run one batch for more than 0.5 s" in str(found[1])
+
+
+def test_a_timeout_does_not_wait_for_the_worker(server: Server) -> None:
+    with server.client() as client:
+        with pytest.raises(DeadlineExceeded):
+            client.infer("slow", {"x": np.full((1, 1), 99, np.float32)}, timeout=0.1)
+        assert ask(client, "slow", [4]) == [8.0]
+
+
+def test_a_worker_killed_from_outside(server: Server) -> None:
+    """With nothing to do, and with a request that waits for another worker."""
+    with server.client() as client:
+        (pair,) = (entry for entry in client.models() if entry["name"] == "pair")
+        pids = [instance["pid"] for instance in pair["instances"]]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert ask(client, "pair", [1, 2, 3]) == [2.0, 4.0, 6.0]
+
+
+def test_one_that_never_finishes_loading(tmp_path: Path) -> None:
+    write(tmp_path, "stuck", model="import threading\nthreading.Event().wait()\n")
+    write(tmp_path, "good")
+    with Server(tmp_path, "--load-limit-secs", "2") as server, server.client() as client:
+        reasons = {entry["name"]: entry["reason"] for entry in client.models()}
+        assert reasons == {"stuck": "it did not load within 2 s (--load-limit-secs)", "good": ""}
+        with pytest.raises((Unavailable, shmserve.NotFound), match="it did not load within 2 s"):
+            client.infer("stuck", {"x": np.ones((1, 1), np.float32)})
+        assert ask(client, "good", [4]) == [8.0]
+
+
+FLAGGED = """
+import json
+import os
+import signal
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.flag = json.loads(args["model_config"])["parameters"]["flag"]["string_value"]
+        self.crashes = args["model_instance_name"].endswith("_1")
+        if os.path.exists(self.flag + ".full"):
+            raise RuntimeError("the device is full")
+
+    def execute(self, requests):
+        if self.crashes and os.path.exists(self.flag + ".crash"):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
+        return answers
+"""
+
+
+EVERYWHERE = list(range(48))
+"""Full batches for three instances."""
+
+
+def entry_of(client: shmserve.Client, name: str) -> dict[str, Any]:
+    (entry,) = (entry for entry in client.models() if entry["name"] == name)
+    return entry
+
+
+def test_one_that_always_crashes_is_quarantined(tmp_path: Path) -> None:
+    """No request fails meanwhile, and it is back when it has answered one."""
+    flag = tmp_path / "flag"
+    write(tmp_path / "models", "three", PARAMETER.format("flag", str(flag)), count=3, model=FLAGGED)
+    crash = flag.with_suffix(".crash")
+    crash.touch()
+    with Server(tmp_path / "models") as server, server.client() as client:
+        while not any(instance["quarantined"] for instance in entry_of(client, "three")["instances"]):
+            assert ask(client, "three", EVERYWHERE) == [2.0 * value for value in EVERYWHERE]
+        found = entry_of(client, "three")
+        assert found["state"] == "READY"
+        assert found["degraded"]
+        assert "2 of 3 instances: instance 'three_0_1' is quarantined: signal SIGSEGV" in found["reason"]
+        metrics = client.metrics()
+        assert 'shmserve_model_instances{model="three",version="1",state="quarantined"} 1\n' in metrics
+        crash.unlink()
+        while entry_of(client, "three")["degraded"]:
+            assert ask(client, "three", EVERYWHERE) == [2.0 * value for value in EVERYWHERE]
+    assert server.log.count("it is quarantined (READY 2/3)") == 1
+    assert server.log.count("leaves quarantine") == 1
+
+
+def test_one_that_cannot_load_again(tmp_path: Path) -> None:
+    """The other one serves on. When both cannot, the version is UNAVAILABLE; it comes back by itself."""
+    flag = tmp_path / "flag"
+    write(tmp_path / "models", "two", PARAMETER.format("flag", str(flag)), count=2, model=FLAGGED)
+    full = flag.with_suffix(".full")
+    with Server(tmp_path / "models") as server, server.client() as client:
+        full.touch()
+        first, second = (instance["pid"] for instance in entry_of(client, "two")["instances"])
+        os.kill(first, signal.SIGKILL)
+        while "the device is full" not in entry_of(client, "two")["reason"]:
+            assert ask(client, "two", [1]) == [2.0]
+        found = entry_of(client, "two")
+        assert (found["state"], found["degraded"]) == ("READY", True)
+        assert client.ready("two")
+        os.kill(second, signal.SIGKILL)
+        while entry_of(client, "two")["state"] == "READY":
+            pass
+        with pytest.raises(Unavailable, match="the device is full"):
+            client.infer("two", {"x": np.ones((1, 1), np.float32)})
+        full.unlink()
+        client.wait_ready("two", timeout=60)
+        assert ask(client, "two", [1]) == [2.0]
+
+
+GATE = """
+import pathlib
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        folder = pathlib.Path(args["model_repository"])
+        if (folder / "loaded").exists():
+            (folder / "gate").read_text()  # until somebody writes
+        (folder / "loaded").touch()
+
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
+        return answers
+"""
+
+
+def test_readiness_follows_the_worker(tmp_path: Path) -> None:
+    """Not ready from the moment in which the only worker of a model has gone until the next one has loaded."""
+    write(tmp_path, "gated", model=GATE)
+    os.mkfifo(tmp_path / "gated" / "gate")
+    with Server(tmp_path) as server, server.client() as client:
+        assert client.ready("gated")
+        ((instance,),) = (entry["instances"] for entry in client.models())
+        os.kill(instance["pid"], signal.SIGKILL)
+        while client.ready("gated"):  # each question is a way to the server and back
+            pass
+        waiting = client.submit("gated", {"x": np.full((1, 1), 4, np.float32)})
+        client.flush()
+        assert not client.ready("gated")
+        (tmp_path / "gated" / "gate").write_text("")
+        assert waiting.result(60)["y"] == 8
+        assert client.ready("gated")

@@ -1,0 +1,233 @@
+"""Workers that are forked from a prepared process: they are what fresh interpreters would be, and depend on it no more.
+
+The rule of the file: what a worker is, its model says, or the kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.random import bit_generator
+
+import shmserve
+from shmserve.broker.processes.zygote import reap
+from shmserve.errors import ModelFailed, Unavailable
+from shmserve.workers import zygote
+from shmserve.workers.zygote import CannotFork
+from tests.support.launch import Launched, await_end, children_of, identity
+from tests.support.living import until
+
+pytestmark = pytest.mark.process
+
+MODEL = """
+import json
+import os
+import random
+import signal
+import sys
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.random = [random.random(), np.random.random(), os.urandom(4).hex()]
+
+    def execute(self, requests):
+        if pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy()[0] == 13:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        square = np.ones((400, 400), np.float32)
+        square @ square
+        names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SHMSERVE_THREADS")
+        found = {"random": self.random, "session": os.getsid(0), "pid": os.getpid(), "parent": os.getppid(),
+                 "argv": sys.argv, "threads": len(os.listdir("/proc/self/task")),
+                 "variables": {name: os.environ.get(name) for name in names}}
+        text = np.array([json.dumps(found)], object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", text)]) for _ in requests]
+"""
+CONFIG = """
+backend: "python" max_batch_size: 0
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+parameters { key: "retry_alone" value { string_value: "false" } }
+"""
+
+
+class Place:
+    def __init__(self, server: Launched, client: shmserve.Client) -> None:
+        self.server, self.client = server, client
+
+    def look(self, x: float = 0) -> dict[str, Any]:
+        found = self.client.infer("look", {"x": np.array([x], np.float32)}, timeout=60)["y"][0]
+        return dict(json.loads(found))
+
+    @property
+    def prepared(self) -> int:
+        (found,) = set(children_of(self.server.process.pid)) - set(self.server.workers())
+        return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("prepared")
+    for name in ("look", "other"):
+        (folder / "models" / name / "1").mkdir(parents=True)
+        (folder / "models" / name / "1" / "model.py").write_text(MODEL)
+        (folder / "models" / name / "config.pbtxt").write_text(CONFIG)
+    options = ("--model-control-mode", "explicit", "--load-model", "look")
+    with (
+        Launched(folder / "models", folder / "run", *options) as server,
+        shmserve.Client(f"unix://{server.lane}") as client,
+    ):
+        client.wait_ready(timeout=60)
+        yield Place(server, client)
+
+
+def test_it_is_a_process_like_a_fresh_one(place: Place) -> None:
+    found = place.look()
+    assert found["parent"] == place.server.process.pid
+    assert found["session"] == found["pid"]
+    cores = len(os.sched_getaffinity(0))
+    assert found["threads"] <= cores + 1, "those of numpy, and no more"
+    assert (cores == 1) is (found["threads"] == 1)
+    assert found["variables"]["OPENBLAS_NUM_THREADS"] in (None, found["variables"]["SHMSERVE_THREADS"])
+    assert found["argv"] == [""], "as in Triton"
+    command = Path(f"/proc/{found['pid']}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    assert command[1:3] == [b"-m", b"shmserve.workers.main"]
+    assert b"look_0_0" in command
+    assert Path(f"/proc/{place.prepared}/comm").read_text() == f"{zygote.NAME}\n"
+
+
+def test_what_a_worker_has_it_has_alone(place: Place) -> None:
+    """No descriptor of the process that it was made of, nor its random numbers."""
+    sockets = [os.readlink(path) for path in Path(f"/proc/{place.look()['pid']}/fd").iterdir()]
+    assert len([target for target in sockets if target.startswith("socket:")]) == 1
+    before = place.look()["random"]
+    place.client.unload("look")
+    place.client.load("look")
+    assert not set(before) & set(place.look()["random"])
+
+
+def test_its_end_is_seen_as_ever(place: Place) -> None:
+    before = place.look()["pid"]
+    with pytest.raises(ModelFailed, match=r"signal SIGSEGV"):
+        place.look(13)
+    after = place.look()["pid"]
+    assert before != after
+    os.kill(after, signal.SIGKILL)
+    await_end(after)
+    place.client.wait_ready("look", timeout=60)
+    assert place.look()["parent"] == place.server.process.pid
+
+
+def test_workers_outlive_the_process_that_they_were_made_of(place: Place) -> None:
+    worker, first = place.look()["pid"], place.prepared
+    os.kill(first, signal.SIGKILL)
+    await_end(first)
+    assert place.look()["pid"] == worker
+    place.client.load("other")
+    assert place.prepared != first
+    place.client.unload("other")
+
+
+def test_what_it_did_not_come_to_do_is_done_another_way(place: Place) -> None:
+    stopped = place.prepared
+    os.kill(stopped, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(place.client.load, "other")
+        until(
+            place.client,
+            lambda: any(entry["state"] == "LOADING" for entry in place.client.models()),
+            "it begins to load",
+        )
+        os.kill(stopped, signal.SIGKILL)
+        load.result(60)
+    assert "the process that workers are forked from has exited" in place.server.log
+    place.client.unload("other")
+
+
+def test_one_that_hangs_keeps_nobody_from_the_end(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "m")
+    options = ("--model-control-mode", "explicit", "--load-model", "m", "--load-limit-secs", "2")
+    with Launched(tmp_path / "models", tmp_path / "run", *options) as server:
+        with shmserve.Client(f"unix://{server.lane}") as client:
+            (stopped,) = set(children_of(server.process.pid)) - set(server.workers())
+            client.unload("m")
+            os.kill(stopped, signal.SIGSTOP)
+            with pytest.raises(Unavailable, match=r"it did not load within 2 s \(--load-limit-secs\)"):
+                client.load("m")
+            await_end(stopped)
+            client.load("m")
+        assert "the process that workers are forked from does not respond" in server.log
+
+
+def test_it_imports_what_every_worker_needs_and_little_else() -> None:
+    """No engine, nothing that reads configurations from text, and nothing that has threads or random numbers."""
+    text = "import os, sys\nfrom shmserve.workers import zygote\nzygote._import()\nprint(*sys.modules)\n"
+    modules = set(
+        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert modules >= set(zygote.MODULES)
+    heavy = {
+        "google.protobuf",
+        "importlib.metadata",
+        "numpy.random",
+        "onnxruntime",
+        "openvino",
+        "torch",
+        "zmq",
+        "uvloop",
+    }
+    assert not modules & heavy
+    assert not {name for name in modules if name.startswith(("shmserve.broker", "shmserve.clients", "shmserve.core"))}
+
+
+def test_without_it(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "m")
+    with Launched(tmp_path / "models", tmp_path / "run", "--prepared-process", "false") as server:
+        assert children_of(server.process.pid) == server.workers()
+
+
+def test_a_module_without_openblas() -> None:
+    with pytest.raises(CannotFork, match="numpy is not linked with an OpenBLAS"):
+        zygote._setter(bit_generator.__file__)
+
+
+def test_as_many_threads_as_it_would_have_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in zygote._THREADS:
+        monkeypatch.delenv(name, raising=False)
+    assert zygote._threads() == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+    assert zygote._threads() == 3
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    assert zygote._threads() == 2
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "many")
+    assert zygote._threads() == 3
+
+
+def test_only_strangers_are_buried() -> None:
+    ended = []
+    for _ in range(2):
+        pid = os.fork()
+        if not pid:
+            os._exit(7)
+        ended.append(pid)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    known, stranger = ended
+    reap({known})
+    assert os.waitpid(known, 0)[1] == 7 << 8
+    reap(set())
+    with pytest.raises(ChildProcessError):
+        os.waitpid(stranger, 0)

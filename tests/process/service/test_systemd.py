@@ -1,0 +1,422 @@
+"""The service as systemd runs it: a systemd of its own is booted, `make install-systemd` run on it, and everything
+that an operator does and fears is done to it.
+
+The rule of the file: what is awaited is an event (a job's end, a line of the journal, an opened pipe), never time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.support.living import PYTHON, generation, renew, write
+from tests.support.machine import CannotBoot, Machine, python, why_not
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
+EXPOSURE = 3.0
+"""What `systemd-analyze security` may say at most, of 10."""
+MODELS = "/srv/shmserve/models"
+GATES = "/run/gates"
+
+GATE = f"""
+import os
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.wait("load")
+
+    def execute(self, requests):
+        import triton_python_backend_utils as pb_utils
+        self.wait("run")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+                for r in requests]
+
+    def wait(self, name):
+        path = os.path.join("{GATES}", name)
+        if os.path.exists(path):
+            with open(path) as gate:
+                gate.read()
+"""
+ASKER = """
+import sys
+import numpy as np
+import shmserve
+
+def ask(model):
+    while True:
+        client.wait_ready(model, timeout=60)
+        try:
+            return client.infer(model, {"x": np.ones((1, 1), np.float32)})["y"][0, 0]
+        except shmserve.Unavailable as error:  # it went just now
+            print(error, file=sys.stderr)
+
+with shmserve.Client(reconnect_timeout=60) as client:
+    for line in sys.stdin:
+        print(ask(line.strip()), flush=True)
+"""
+CALLER = """
+import sys
+import http.client
+
+connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=60)
+connection.request("GET", sys.argv[1])
+print(connection.getresponse().status)
+"""
+GATEWAY = "shmserve-gateway"
+MEMBER = ("setpriv", "--reuid=nobody", "--regid=shmserve", "--clear-groups")
+STRANGER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
+SHMSERVE = "/usr/local/bin/shmserve"
+
+
+# ------------------------------------------------------------------------------------------------- the unit alone
+
+needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not there")
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """As it is installed, with something to start where the command would be."""
+    for name in ("bin", "share/doc/shmserve"):
+        (tmp_path / "opt" / name).mkdir(parents=True)
+    command = tmp_path / "opt" / "bin" / "shmserve"
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    (tmp_path / "opt" / "share" / "doc" / "shmserve" / "operations.md").touch()
+    (tmp_path / "opt" / "share" / "doc" / "shmserve" / "http.md").touch()
+    for name in ("shmserve.service", "shmserve-gateway.service", "shmserve.slice", "shmserve-mps.service"):
+        text = (ROOT / "systemd" / name).read_text().replace("@PREFIX@", str(tmp_path / "opt"))
+        (tmp_path / name).write_text(text)
+    return tmp_path / "shmserve.service"
+
+
+def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = ["systemd-analyze", "--no-pager", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@needs_analyze
+def test_systemd_finds_nothing_wrong_with_the_units(unit: Path) -> None:
+    mps = unit.with_name("shmserve-mps.service")
+    mps.write_text(mps.read_text().replace("/usr/bin/nvidia-cuda-mps-control", "/bin/true"))
+    for path in (unit, unit.with_name("shmserve-gateway.service"), unit.with_suffix(".slice"), mps):
+        found = analyze("verify", path)
+        assert found.returncode == 0, found.stderr
+        about = [line for line in found.stderr.splitlines() if "shmserve" in line]
+        assert not about
+
+
+@needs_analyze
+@pytest.mark.parametrize("name", ["shmserve", "shmserve-gateway"])
+def test_the_services_are_closed(unit: Path, name: str) -> None:
+    found = analyze("security", "--offline=true", unit.with_name(f"{name}.service"))
+    level = re.search(rf"Overall exposure level for {name}.service: ([\d.]+)", found.stdout)
+    assert level, found.stdout + found.stderr
+    assert float(level[1]) <= EXPOSURE
+
+
+def test_the_server_sees_the_gpus_and_the_gateway_the_network(unit: Path) -> None:
+    gateway = unit.with_name("shmserve-gateway.service").read_text()
+    assert "\nPrivateDevices=yes\n" in gateway
+    assert "\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6\n" in gateway
+    text = unit.read_text()
+    assert "DeviceAllow=char-nvidia rw" in text
+    assert "PrivateDevices=yes" not in text
+
+
+def test_a_stop_by_systemd_leaves_time_for_requests_in_flight() -> None:
+    unit = (ROOT / "systemd" / "shmserve.service").read_text()
+    settings = (ROOT / "systemd" / "shmserve.toml").read_text()
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    drain = re.search(r"^exit-timeout-secs = (\d+)$", settings, re.MULTILINE)
+    assert stop
+    assert drain
+    assert int(stop[1]) > int(drain[1])
+
+
+# ------------------------------------------------------------------------------------------------- on a machine
+
+
+def test_packagers_get_everything_below_one_directory(wheel: Path, tmp_path: Path) -> None:
+    interpreter = python()
+    if interpreter is None:
+        pytest.skip("no Python that a service could run")
+    command = ["make", "-C", str(ROOT), "install-systemd", f"PYTHON={interpreter}", f"DESTDIR={tmp_path}"]
+    command += [f"PACKAGE={wheel}", "PIP_ARGS=--no-index --no-deps"]
+    outer = ("MAKE", "MFLAGS", "PREFIX", "PYTHON", "VIRTUAL_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    settings = tmp_path / "etc/shmserve/shmserve.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("# mine\n")
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert (tmp_path / "opt/shmserve/bin/shmserve").read_text().startswith("#!/opt/shmserve/bin/python")
+    assert os.readlink(tmp_path / "usr/local/bin/shmserve") == "/opt/shmserve/bin/shmserve"
+    unit = (tmp_path / "usr/lib/systemd/system/shmserve.service").read_text()
+    assert "\nExecStart=/opt/shmserve/bin/shmserve serve --no-gateway --config /etc/shmserve/shmserve.toml\n" in unit
+    gateway = (tmp_path / "usr/lib/systemd/system/shmserve-gateway.service").read_text()
+    assert "\nExecStart=/opt/shmserve/bin/shmserve gateway --runtime-dir %t/shmserve $GATEWAY_OPTIONS\n" in gateway
+    assert str(tmp_path) not in unit + gateway
+    files = ("etc/shmserve/shmserve.env", "etc/shmserve/gateway.env")
+    for name in (*files, "usr/lib/sysusers.d/shmserve.conf", "usr/lib/tmpfiles.d/shmserve.conf"):
+        assert (tmp_path / name).is_file()
+    assert settings.read_text() == "# mine\n"
+
+
+def test_an_interpreter_that_the_service_could_not_run_is_refused(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o700)
+    interpreter = shutil.copy(os.path.realpath(sys.executable), closed / "python3-of-mine")
+    command = ["make", "-C", str(ROOT), "install-systemd", f"PYTHON={interpreter}", f"DESTDIR={tmp_path / 'dest'}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode != 0
+    assert "the service cannot run" in found.stderr
+    assert not (tmp_path / "dest").exists()
+
+
+@pytest.fixture
+def machine(wheel: Path, tmp_path: Path) -> Iterator[Machine]:
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no systemd can be booted here: {reason}")
+    with ExitStack() as stack:
+        try:
+            machine = stack.enter_context(Machine(tmp_path, Path(sysconfig.get_path("purelib"))))
+        except CannotBoot as error:
+            pytest.skip(f"no systemd can be booted here: {error}")
+        install(machine, wheel)
+        yield machine
+
+
+def install(machine: Machine, wheel: Path) -> None:
+    """As docs/operations.md says. The packages that it needs are those of this environment."""
+    source = machine.path("/opt/source")
+    source.mkdir()
+    shutil.copy(wheel, source)
+    shutil.copy(ROOT / "Makefile", source)
+    for name in ("systemd", "docs"):
+        shutil.copytree(ROOT / name, source / name)
+    machine.run(
+        *("make", "-C", "/opt/source", "install-systemd", f"PYTHON={python()}"),
+        *(f"PACKAGE=/opt/source/{wheel.name}", "PIP_ARGS=--no-index --no-deps"),
+    )
+    (site,) = machine.path("/opt/shmserve/lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text("/opt/dependencies\n")
+    models = machine.path(MODELS)
+    generation(models, "number", 1)
+    (models / "bad" / "1").mkdir(parents=True)
+    write(models / "bad" / "config.pbtxt", 'backend: "python" max_batch_sise: 8')
+    (models / "gate" / "1").mkdir(parents=True)
+    write(models / "gate" / "1" / "model.py", GATE)
+    write(models / "gate" / "config.pbtxt", PYTHON)
+    machine.run("mkdir", GATES)
+    machine.run("mkfifo", f"{GATES}/load", f"{GATES}/run")
+    override = machine.path("/etc/systemd/system/shmserve.service.d")
+    override.mkdir()
+    (override / "quick.conf").write_text("[Service]\nWatchdogSec=5\nEnvironment=SHMSERVE_INSTANCE_MEMORY_LIMIT=4GiB\n")
+    machine.run("systemctl", "daemon-reload")
+
+
+def shown(machine: Machine, name: str, unit: str = "shmserve") -> str:
+    return machine.run("systemctl", "show", "--value", "--property", name, unit).strip()
+
+
+@contextmanager
+def gate(machine: Machine, name: str) -> Iterator[None]:
+    """Begins when the model waits at this gate, and opens it in the end."""
+    hold = f"exec 3> {GATES}/{name}; echo there; read line || true"
+    with machine.start("bash", "-c", hold) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "there\n", "the model has not come to its gate"
+        yield
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+@contextmanager
+def journal(machine: Machine, text: str, unit: str = "shmserve") -> Iterator[None]:
+    """Ends when a line with this text has been written, which was not there at the beginning."""
+    with machine.start("journalctl", "-u", unit, "-f", "-n", "1", "-o", "cat") as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # from now on it listens
+        yield
+        assert any(text in line for line in process.stdout), f"nothing like '{text}' in the journal"
+
+
+def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
+    machine.run("systemctl", "start", "--no-block", "shmserve")
+    sees_when_it_is_ready(machine)
+    is_shut_in(machine)
+    lets_in_whom_it_should(machine)
+    with machine.start(*MEMBER, "/opt/shmserve/bin/python", "-c", ASKER) as asker:
+
+        def ask(model: str) -> None:
+            assert asker.stdin is not None
+            asker.stdin.write(f"{model}\n")
+
+        def answer() -> str:
+            assert asker.stdout is not None
+            return asker.stdout.readline().strip()
+
+        ask("number")
+        assert answer() == "1.0"
+        can_be_watched(machine)
+
+        machine.run("systemctl", "start", "shmserve-gateway")
+        speaks_with_the_network(machine)
+
+        with journal(machine, "repositories reread"):
+            renew(machine.path(MODELS) / "number", 2)
+            machine.run("systemctl", "reload", "shmserve")
+        ask("number")
+        assert answer() == "2.0"
+
+        with journal(machine, "ready: serving 2 of 3 models"):
+            machine.run("kill", "-KILL", shown(machine, "MainPID"))
+            ask("number")
+            assert answer() == "2.0"
+        assert shown(machine, "NRestarts") == "1"
+
+        with journal(machine, "Watchdog timeout"):
+            machine.run("kill", "-STOP", shown(machine, "MainPID"))
+            ask("number")
+        assert answer() == "2.0"
+        assert shown(machine, "NRestarts") == "2"
+
+        machine.run("systemctl", "start", "shmserve")
+        ask("gate")
+        with gate(machine, "run"), journal(machine, "finishing the requests in flight"):
+            machine.run("systemctl", "stop", "--no-block", "shmserve")
+        assert answer() == "1.0"
+    machine.run("systemctl", "stop", "shmserve")
+    outlives_the_server(machine)
+    left_nothing(machine)
+    print(machine.run("journalctl", "-u", "shmserve", "-u", GATEWAY, "-u", "shmserve.slice", "--no-pager"))
+    machine.run("make", "-C", "/opt/source", "uninstall-systemd")
+    for name in ("/opt/shmserve", SHMSERVE, "/usr/lib/systemd/system/shmserve.service"):
+        assert not os.path.lexists(machine.path(name))
+    assert machine.path("/etc/shmserve/shmserve.toml").exists()
+    assert "could not be found" in machine.run("systemctl", "status", "shmserve", code=4)
+
+
+def sees_when_it_is_ready(machine: Machine) -> None:
+    """Active when the last model has loaded, and not before; the one that failed has a name."""
+    with gate(machine, "load"):
+        assert shown(machine, "ActiveState") == "activating"
+        assert re.fullmatch(r"loading [12] of 3 models: gate(, number)?; failed: bad", shown(machine, "StatusText"))
+    (machine.path(GATES) / "load").unlink()
+    machine.run("systemctl", "start", "shmserve")
+    assert shown(machine, "ActiveState") == "active"
+    said = machine.run("systemctl", "status", "shmserve")
+    print(said)
+    assert 'Status: "serving 2 of 3 models; failed: bad"' in said
+
+
+def is_shut_in(machine: Machine) -> None:
+    """What systemd has promised, as the kernel sees it; for the workers too."""
+    main = shown(machine, "MainPID")
+    pids = machine.run("cat", f"/proc/{main}/task/{main}/children").split()
+    assert len(pids) == 3, "the workers of two models, and the process that they are made of"
+    holds_them_to_their_memory(machine, main, pids)
+    user = machine.run("id", "-u", "shmserve").strip()
+    for pid in (main, *pids):
+        said = machine.run("cat", f"/proc/{pid}/status")
+        found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
+        assert found["Uid"].split() == [user] * 4
+        assert int(found["CapBnd"], 16) == 0
+        assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
+        assert machine.run("nsenter", "-t", pid, "-m", "touch", "/srv/x", code=1)
+    for pid in pids:
+        names = {line.partition("=")[0] for line in machine.run("cat", f"/proc/{pid}/environ").split("\0")}
+        assert not names & {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
+
+
+def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> None:
+    """Where the kernel can: each worker in a group of its own, in that of the service."""
+    groups = {pid: machine.run("cat", f"/proc/{pid}/cgroup").strip().rpartition("::")[2] for pid in (main, *pids)}
+    place = f"{shown(machine, 'ControlGroup')}/"
+    controllers = machine.run("cat", f"/sys/fs/cgroup{place}cgroup.controllers").split()
+    assert all(group.startswith(place.rstrip("/")) for group in groups.values())
+    look = f"from shmserve.broker.processes import cgroups; cgroups._check(cgroups.Path('/sys/fs/cgroup{place}'))"
+    user = ("setpriv", "--reuid=shmserve", "--regid=shmserve", "--clear-groups")
+    said = machine.run(*user, "/opt/shmserve/bin/python", "-c", look, code=None)
+    assert ("does not have the memory controller" in said) is ("memory" not in controllers)
+    assert "is not delegated to it" not in said
+    if "memory" not in controllers:
+        assert len(set(groups.values())) == 1
+        return
+    found = sorted(group.removeprefix(place) for group in groups.values())
+    assert found[-2:] == ["server", "server"]
+    assert all(name.startswith("instance-") for name in found[:-2])
+    limits = [machine.run("cat", f"/sys/fs/cgroup{place}{name}/memory.max") for name in found[:-2]]
+    assert limits == [f"{4 << 30}\n"] * 2
+
+
+def lets_in_whom_it_should(machine: Machine) -> None:
+    """R15: a stranger cannot even connect; members of the group may ask, and not operate; root may."""
+    said = machine.run(*STRANGER, SHMSERVE, "ready", "--runtime-dir", "/run/shmserve", code=1)
+    print(said)
+    assert "permission denied on its socket" in said
+    assert "number" in machine.run(*MEMBER, SHMSERVE, "models")
+    refused = machine.run(*MEMBER, SHMSERVE, "restart", "number", code=1)
+    print(refused)
+    assert "operate" in refused
+    machine.run(SHMSERVE, "restart", "number")
+
+
+def can_be_watched(machine: Machine) -> None:
+    """By the commands of the page."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    block = page.partition("\n## Watch\n")[2].partition("```sh\n")[2].partition("```")[0]
+    said = {line: machine.run(*line.split()) for line in block.splitlines()}
+    assert "Active: active (running)" in said["systemctl status shmserve"]
+    assert any("bad" in text and "max_batch_sise" in text for text in said.values())
+    assert 'nv_inference_request_success{model="number"' in said["shmserve stats --prometheus"]
+
+
+def asked(machine: Machine, path: str) -> str:
+    """The status that the gateway answers with."""
+    return machine.run("/opt/shmserve/bin/python", "-c", CALLER, path).strip()
+
+
+def speaks_with_the_network(machine: Machine) -> None:
+    """Active when it listens, as a user of its own who may not operate; killed, it is back."""
+    assert shown(machine, "StatusText", GATEWAY).startswith("listening: http on port 8000")
+    assert asked(machine, "/v2/models/number/ready") == "200"
+    first = shown(machine, "MainPID", GATEWAY)
+    said = machine.run("cat", f"/proc/{first}/status")
+    found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
+    assert found["Uid"].split() == [machine.run("id", "-u", GATEWAY).strip()] * 4
+    assert machine.run("getent", "group", "shmserve").split(":")[2] in found["Groups"].split()
+    assert (int(found["CapBnd"], 16), found["NoNewPrivs"], found["Seccomp"]) == (0, "1", "2")
+    assert machine.run("nsenter", "-t", first, "-m", "touch", "/srv/x", code=1)
+    with journal(machine, "HTTP on 127.0.0.1, port 8000", GATEWAY):
+        machine.run("kill", "-KILL", first)
+    assert asked(machine, "/v2/models/number/ready") == "200"
+    assert shown(machine, "NRestarts", GATEWAY) == "1"
+
+
+def outlives_the_server(machine: Machine) -> None:
+    """Without the server callers are told so; with the next one they are served again."""
+    assert shown(machine, "ActiveState", GATEWAY) == "active"
+    assert asked(machine, "/v2/models/number") == "503"
+    machine.run("systemctl", "start", "shmserve")
+    assert asked(machine, "/v2/models/number") == "200"
+    machine.run("systemctl", "stop", "shmserve", GATEWAY)
+    assert shown(machine, "Result", GATEWAY) == "success"
+
+
+def left_nothing(machine: Machine) -> None:
+    assert (shown(machine, "ActiveState"), shown(machine, "Result")) == ("inactive", "success")
+    assert not machine.path("/run/shmserve").exists()
+    assert not list(machine.path("/dev/shm").iterdir())

@@ -1,0 +1,165 @@
+"""The server for users' own tests: it is ready when the block begins, and gone when it ends, or says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve import testing
+from shmserve.repo import samples
+from shmserve.testing import Server
+from tests import ROOT
+from tests.support.launch import identity
+
+pytestmark = pytest.mark.process
+
+X = np.arange(3, dtype=np.float32)[None]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    identity(tmp_path / "models", "echo")
+    return tmp_path / "models"
+
+
+def test_it_serves_in_a_directory_of_its_own_and_leaves_nothing(models: Path) -> None:
+    with Server(models) as server:
+        where, pid = server.runtime_dir, server.pid
+        with server.client(timeout=30) as client:
+            assert client.url == server.url
+            assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
+        with shmserve.Client(server.zmq_url) as client:
+            assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
+        assert "READY" in server.log
+    assert not where.exists()
+    assert "stopped" in server.log
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="not running"):
+        _ = server.pid
+    with pytest.raises(RuntimeError, match="not running"):
+        _ = server.url
+
+
+def test_it_serves_asyncio(models: Path) -> None:
+    async def ask(server: Server) -> bool:
+        async with server.async_client() as client:
+            return np.array_equal((await client.infer("echo", {"x": X}))["y"], X)
+
+    with Server(models) as server:
+        assert asyncio.run(ask(server))
+
+
+def test_its_options_and_its_directory(models: Path, tmp_path: Path) -> None:
+    with Server(models, "--log-verbose", "1", runtime_dir=tmp_path / "here") as server:
+        assert server.runtime_dir == tmp_path / "here"
+        assert (tmp_path / "here" / "lane.sock").is_socket()
+    assert not (tmp_path / "here" / "lane.sock").exists()
+
+
+def test_clients_outlive_a_restart_and_a_crash(models: Path) -> None:
+    with Server(models) as server, server.client() as client:
+        pids = {server.pid}
+        assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
+        server.restart()
+        assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
+        pids.add(server.pid)
+        server.kill()
+        with pytest.raises(RuntimeError, match="not running"):
+            server.kill()
+        server.restart()
+        assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
+        pids.add(server.pid)
+        assert len(pids) == 3
+        assert server.log.count("ready: serving 1 of 1 models") == 3
+
+
+def test_a_killed_server_is_no_error_at_the_end(models: Path) -> None:
+    with Server(models) as server:
+        server.kill()
+
+
+def test_it_may_be_started_and_stopped_by_hand(models: Path) -> None:
+    server = Server(models)
+    server.stop()
+    server.start()
+    with pytest.raises(RuntimeError, match="running already"):
+        server.start()
+    server.stop()
+    server.stop()
+    server.start()
+    server.stop()
+
+
+def test_a_server_that_cannot_start_says_why(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ended with code 2 before it was ready:.*--nonsense"):
+        Server(models, "--nonsense").start()
+    with pytest.raises(RuntimeError, match=r"(?s)ended with code 2 before it was ready:.*is not a directory"):
+        Server(tmp_path / "nowhere").start()
+    (models / "broken" / "1").mkdir(parents=True)
+    (models / "broken" / "config.pbtxt").write_text('name: "broken" backend: "no_such_backend"')
+    with pytest.raises(RuntimeError, match=r"(?s)ended with code 1 before it was ready:.*no_such_backend"):
+        Server(models, "--exit-on-error", "true").start()
+
+
+def test_a_server_that_takes_too_long_is_killed(models: Path) -> None:
+    server = Server(models, start_timeout=0.001)
+    with pytest.raises(RuntimeError, match=r"was not ready within 0\.001 s:"):
+        server.start()
+    server.stop()
+
+
+def test_a_server_that_crashed_is_an_error(models: Path) -> None:
+    def crash() -> None:
+        with Server(models) as server:
+            os.kill(server.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+
+    with pytest.raises(RuntimeError, match=r"(?s)ended by itself with code -9:.*ready: serving 1 of 1 models"):
+        crash()
+
+
+def test_a_server_that_does_not_stop_is_killed(models: Path) -> None:
+    server = Server(models, stop_timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"did not stop within 0\.2 s of SIGTERM and was killed"), server:
+        os.kill(server.pid, signal.SIGSTOP)
+
+
+def test_what_a_server_leaves_is_an_error(models: Path, tmp_path: Path) -> None:
+    name = Path("/dev/shm")
+    server = Server(models, runtime_dir=tmp_path / "run")
+    server.start()
+    name /= f"shmserve-{server.pid}-1-left"
+    name.touch()
+    try:
+        with pytest.raises(RuntimeError, match=rf"has left {name.name} behind"):
+            server.stop()
+    finally:
+        name.unlink()
+
+
+def test_an_error_of_the_block_is_not_lost(models: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Server(models):
+        raise ZeroDivisionError
+
+
+def test_its_page_example_works(models: Path) -> None:
+    """The fixture of the module's docstring, as it stands there."""
+    example = "\n".join(
+        line[4:] for line in (testing.__doc__ or "").splitlines() if line.startswith("    ") or not line
+    )
+    folder = models.parent
+    samples.build(models, lambda text: None)
+    (folder / "test_example.py").write_text(example)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert "1 passed" in ran.stdout, ran.stdout

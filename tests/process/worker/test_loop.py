@@ -1,0 +1,244 @@
+"""Batches at a real worker: what joins, what waits, what is withdrawn, and in which order it is told.
+
+A model waits at a gate, a named pipe that the test opens, so that what happens during a batch happens during it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    CHUNK_BYTES,
+    PACKET_BYTES,
+    Done,
+    Execute,
+    Options,
+    Ping,
+    Pong,
+    Row,
+    Rows,
+    Started,
+    Stop,
+    Tensor,
+    Withdraw,
+    Withdrawn,
+    Work,
+)
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_models import python_model
+
+pytestmark = pytest.mark.process
+
+GATED = """\
+import json
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            gate = json.loads(request.parameters()).get("gate")
+            if gate:
+                open(gate).read()
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy())])
+                for request in requests]
+"""
+
+
+class Gated:
+    """A worker whose batches wait at a gate where they are told to."""
+
+    def __init__(self, worker: WorkerProcess, gate: Path) -> None:
+        self.worker = worker
+        self.gate = gate
+
+    def request(self, number: int, *, gated: bool = False) -> Work:
+        x = Tensor("x", "FP32", (1, 1), np.float32(number).tobytes())
+        return work(number, x, options=Options(parameters={"gate": str(self.gate)}) if gated else None)
+
+    def wait(self) -> int:
+        """Returns when the worker has come to the gate: a descriptor, which opens the gate when it is closed."""
+        return os.open(self.gate, os.O_WRONLY)
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[Gated]:
+    python_model(tmp_path, GATED)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    x, y = {"x": ("FP32", (1,))}, {"y": ("FP32", (1,))}
+    with WorkerProcess(config("python", x, y, max_batch=64), tmp_path) as worker:
+        worker.loaded()
+        yield Gated(worker, gate)
+
+
+def requests(done: Done) -> list[int]:
+    for row in done.rows:
+        assert row.error is None
+        assert row.outputs[0].data == np.float32(row.request).tobytes()
+    return [row.request for row in done.rows]
+
+
+def test_a_batch_that_waits_grows_and_shrinks_until_it_starts(gated: Gated) -> None:
+    worker = gated.worker
+    first = worker.execute(gated.request(1, gated=True))
+    gate = gated.wait()
+    second = worker.execute(gated.request(2), gated.request(3), open=True)
+    third = worker.execute(gated.request(4), join=second, open=True)
+    worker.send(Withdraw((3, 1, 99)), Ping(5))
+    os.close(gate)
+    # Told before the next batch runs, in one packet, in this order.
+    assert worker.expect(Withdrawn).requests == (3,)
+    assert worker.expect(Pong).number == 5
+    done = worker.expect(Done)
+    assert (done.batch, done.next, done.through) == (first, second, third)
+    assert requests(done) == [1]
+    done = worker.expect(Done)
+    assert (done.batch, done.next, done.through) == (second, 0, 0)
+    assert requests(done) == [2, 4]
+
+
+def test_the_end_of_one_batch_and_the_start_of_the_next_are_one_packet(gated: Gated) -> None:
+    worker = gated.worker
+    worker.execute(gated.request(1, gated=True))
+    gate = gated.wait()
+    second = worker.execute(gated.request(2, gated=True), open=True)
+    worker.send(Withdraw((7,)))
+    os.close(gate)
+    packet = worker.codec.decode(worker.sock.recv(1 << 18))
+    assert [type(message) for message in packet] == [Withdrawn, Done]
+    assert packet[1].next == second
+    os.close(gated.wait())
+    done = worker.expect(Done)
+    assert requests(done) == [2]
+
+
+def test_a_join_that_comes_too_late(gated: Gated) -> None:
+    worker = gated.worker
+    first = worker.execute(gated.request(1, gated=True))
+    gate = gated.wait()
+    late = worker.execute(gated.request(2), join=first, open=True)
+    later = worker.execute(gated.request(3), join=first, open=True)
+    os.close(gate)
+    done = worker.expect(Done)
+    assert (done.batch, done.next, done.through) == (first, late, later)
+    done = worker.expect(Done)
+    assert (done.batch, requests(done)) == (late, [2, 3])
+
+
+def test_an_open_batch_that_starts_at_once_says_so(gated: Gated) -> None:
+    worker = gated.worker
+    number = worker.execute(gated.request(1, gated=True), open=True)
+    gate = gated.wait()
+    # It has said so before it ran.
+    started = worker.expect(Started)
+    assert (started.batch, started.through) == (number, number)
+    os.close(gate)
+    assert requests(worker.expect(Done)) == [1]
+    number = worker.execute(gated.request(2))
+    done = worker.expect(Done)
+    assert (done.batch, done.next) == (number, 0)
+
+
+def test_more_is_waited_for(gated: Gated) -> None:
+    worker = gated.worker
+    first = worker.execute(gated.request(1), more=True)
+    worker.send(Ping(1))
+    assert worker.expect(Pong).number == 1
+    worker.execute(gated.request(2), join=first, more=True)
+    worker.send(Ping(2))
+    assert worker.expect(Pong).number == 2
+    worker.execute(gated.request(3), join=first)
+    done = worker.expect(Done)
+    assert (done.batch, requests(done)) == (first, [1, 2, 3])
+
+
+def test_everything_in_one_packet(gated: Gated) -> None:
+    worker = gated.worker
+    executes = [Execute(number, 0, (gated.request(number),), False, number == 3) for number in range(1, 6)]
+    worker.send(*executes, Withdraw((3,)), Stop())
+    assert worker.expect(Withdrawn).requests == (3,)
+    found = [worker.expect(Done) for _ in range(4)]
+    assert [requests(done) for done in found] == [[1], [2], [4], [5]]
+    assert [done.next for done in found] == [2, 4, 5, 0]
+    assert worker.ended() == 0
+
+
+def test_withdrawn_to_nothing(gated: Gated) -> None:
+    worker = gated.worker
+    worker.execute(gated.request(1, gated=True))
+    gate = gated.wait()
+    second = worker.execute(gated.request(2), open=True)
+    worker.send(Withdraw((2,)))
+    os.close(gate)
+    assert worker.expect(Withdrawn).requests == (2,)
+    assert worker.expect(Done).next == 0
+    third = worker.execute(gated.request(3), join=second, open=True)
+    started = worker.expect(Started)
+    assert (started.batch, started.through) == (second, third)
+    assert requests(worker.expect(Done)) == [3]
+
+
+def test_stop_lets_everything_finish(gated: Gated) -> None:
+    worker = gated.worker
+    worker.execute(gated.request(1, gated=True))
+    gate = gated.wait()
+    worker.execute(gated.request(2))
+    worker.execute(gated.request(3), more=True)
+    worker.send(Stop())
+    os.close(gate)
+    assert [requests(worker.expect(Done)) for _ in range(3)] == [[1], [2], [3]]
+    assert worker.ended() == 0
+
+
+def test_results_too_many_for_one_message(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).random((64, 1024), np.float32)
+    wide = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}
+    with WorkerProcess(config("identity", *wide, max_batch=64), tmp_path) as worker:
+        worker.loaded()
+        works = [work(number + 1, worker.tensor("x", row[None])) for number, row in enumerate(x)]
+        assert len(codec.encode([Execute(1, 0, tuple(works))])) > PACKET_BYTES
+        for start in range(0, 64, 16):
+            worker.execute(*works[start : start + 16], join=1 if start else 0, more=start < 48)
+        sizes: list[int] = []
+        found: list[Row] = []
+        while True:
+            message, _ = worker.next()
+            assert isinstance(message, (Rows, Done))
+            sizes.append(len(codec.encode([message])))
+            found += message.rows
+            if isinstance(message, Done):
+                break
+        assert len(sizes) >= 3
+        assert max(sizes) < CHUNK_BYTES + 4096
+        assert [row.request for row in found] == list(range(1, 65))
+        for row, expected in zip(found, x, strict=True):
+            assert row.outputs[0].data == expected.tobytes()
+
+
+def test_many_small_outputs_of_one_request_fit_into_a_packet(tmp_path: Path) -> None:
+    """Each may be in the message, all of them together may not: the rest goes to shared memory."""
+    count = 100
+    x = {f"x{number}": ("FP32", (-1,)) for number in range(count)}
+    y = {f"y{number}": ("FP32", (-1,)) for number in range(count)}
+    values = np.arange(1000, dtype=np.float32)[None]
+    with WorkerProcess(config("identity", x, y, max_batch=4), tmp_path) as worker:
+        worker.loaded()
+        tensors = [worker.tensor(f"x{number}", values, shared=True) for number in range(count)]
+        for together in (1, 2):
+            rows = worker.run(*[work(number, *tensors) for number in range(together)])
+            for row in rows:
+                assert row.error is None
+                inline = sum(len(tensor.data) for tensor in row.outputs if isinstance(tensor.data, bytes))
+                assert 0 < inline <= 64 * 1024
+                assert len(row.outputs) == count
+                for tensor in row.outputs:
+                    assert (worker.array(tensor, np.float32) == values).all()
+        worker.mapped.close()

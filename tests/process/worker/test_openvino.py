@@ -1,0 +1,233 @@
+"""Models of OpenVINO: what they say of themselves, batches of a fixed size, parameters, and where outputs go."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.protocol.messages import Return, Tensor, Wanted
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.base import Context
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_models import Graph, openvino_input, openvino_result, openvino_save, version_folder
+
+if importlib.util.find_spec("openvino") is None:
+    pytest.skip("openvino is not installed", allow_module_level=True)
+from shmserve.workers.backends import openvino
+
+X, Y = {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}
+
+
+def double(folder: Path, dims: tuple[int, ...], dtype: str = "FP32") -> None:
+    from openvino import opset13
+
+    x = openvino_input("x", dtype, dims)
+    openvino_save(folder, [x], [openvino_result("y", opset13.add(x, x))])
+
+
+def tensor(values: Any) -> Tensor:
+    array = np.asarray(values, np.float32)
+    return Tensor("x", "FP32", array.shape, array.tobytes())
+
+
+@pytest.mark.process
+def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tells nobody that it was loaded: what would do that leaves a directory."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    double(tmp_path, (-1, 3, -1))
+    with WorkerProcess(config("openvino", {}, {}), tmp_path) as worker:
+        found = worker.loaded()
+        (x_found,), (y_found,) = found.input, found.output
+        assert (x_found.name, x_found.data_type, tuple(x_found.dims)) == ("x", "TYPE_FP32", (3, -1))
+        assert (y_found.name, y_found.data_type, tuple(y_found.dims)) == ("y", "TYPE_FP32", (3, -1))
+        assert found.max_batch_size == 4
+        assert found.dynamic_batching is not None
+        x = np.arange(6).reshape(1, 3, 2)
+        for row in worker.run(work(1, tensor(x)), work(2, tensor(x))):
+            assert row.error is None, row.error
+            assert worker.array(row.outputs[0], np.float32).tolist() == (2 * x).tolist()
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+@pytest.mark.process
+def test_outputs_of_a_known_shape(tmp_path: Path) -> None:
+    """Whatever is wanted, and wherever, the engine writes there only, and only then."""
+    from openvino import opset13
+
+    x = openvino_input("x", "FP32", (1, 2000))  # its batch is made dynamic
+    results = [openvino_result(name, opset13.multiply(x, np.float32(scale))) for name, scale in (("y", 2), ("z", 3))]
+    openvino_save(tmp_path, [x], results)
+    dims = ("FP32", (2000,))
+    given = config("openvino", {"x": dims}, {"y": dims, "z": dims}, max_batch=8)
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        place = worker.place(8000)
+        held: list[tuple[Tensor, np.ndarray[Any, Any]]] = []
+        wishes: list[list[Wanted] | None] = [
+            None,
+            [Wanted("z", place)],
+            [Wanted("y")],
+            [],
+            None,
+            [Wanted("y", place), Wanted("z")],
+            [Wanted("z")],
+        ]
+        for number, wanted in enumerate(wishes, 1):
+            array = np.full((1, 2000), number, np.float32)
+            numbers = (10 * number, 10 * number + 1)[: 1 + number % 2]
+            rows = worker.run(*[work(each, worker.tensor("x", array), outputs=wanted) for each in numbers])
+            for row in rows:
+                assert row.error is None, row.error
+                held += [(output, array * {"y": 2, "z": 3}[output.name]) for output in row.outputs]
+            placed = [output for row in rows for output in row.outputs if output.data == (place,)]
+            held = [pair for pair in held if pair[0] in placed or pair[0].data != (place,)]
+            for output, expected in held:
+                assert (worker.array(output, np.float32) == expected).all()
+        for output, _ in held:
+            if output.data != (place,):
+                worker.send(Return(output.data))  # type: ignore[arg-type]
+
+
+@pytest.mark.process
+def test_a_batch_of_one_size_only(tmp_path: Path) -> None:
+    double(tmp_path, (4, 3))
+    parameters = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES", "ENABLE_BATCH_PADDING": "YES", "NUM_STREAMS": "AUTO"}
+    with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
+        worker.loaded()
+        for count in (1, 4, 3):
+            rows = worker.run(*[work(number, tensor([[number, 2, 3]])) for number in range(1, count + 1)])
+            for number, row in enumerate(rows, 1):
+                assert row.error is None, row.error
+                assert worker.array(row.outputs[0], np.float32).tolist() == [[2 * number, 4, 6]]
+    del parameters["ENABLE_BATCH_PADDING"]
+    with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, tensor([[1, 2, 3]])))
+        assert row.error is not None
+        assert "batches of 4 rows, and this one has 1: set parameter ENABLE_BATCH_PADDING" in row.error.text
+        (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 4)))
+        assert row.error is None
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("choice", ["", "NO"])
+def test_a_batch_that_an_operator_fixes(tmp_path: Path, choice: str) -> None:
+    """As in models of Triton's own tests: the inputs could have any number of rows, and the output not."""
+    from openvino import opset13
+
+    x = openvino_input("x", "FP32", (4, 3))
+    shaped = opset13.reshape(opset13.multiply(x, np.float32(2)), np.array([4, 3]), special_zero=False)
+    openvino_save(tmp_path, [x], [openvino_result("y", shaped)])
+    parameters = {"ENABLE_BATCH_PADDING": choice} if choice else {}
+    with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, tensor([[1, 2, 3]] * 4)))
+        assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 4
+        (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 2)))
+        if choice:
+            assert row.error is not None
+            assert "batches of 4 rows, and this one has 2: set parameter ENABLE_BATCH_PADDING" in row.error.text
+        else:
+            assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 2
+
+
+@pytest.mark.process
+def test_an_onnx_file_with_other_dims(tmp_path: Path) -> None:
+    graph = Graph().input("x", "FP32", [1, 5]).output("y", "FP32", [-1, -1]).node("Neg", ["x"], ["y"])
+    graph.save(tmp_path)
+    parameters = {"RESHAPE_IO_LAYERS": "YES", "PERFORMANCE_HINT": "latency", "HINT_BF16": "YES"}
+    given = config("openvino", X, Y, max_batch=2, parameters=parameters)
+    with WorkerProcess(replace(given, default_model_filename="model.onnx"), tmp_path) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, tensor([[1, 2, 3]] * 2)))
+        assert row.error is None, row.error
+        assert worker.array(row.outputs[0], np.float32).tolist() == [[-1, -2, -3]] * 2
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def fixed(folder: Path, batch: int, max_batch: int, **parameters: str) -> ModelConfig:
+    double(folder, (batch, 3))
+    return config("openvino", X, Y, max_batch=max_batch, parameters=parameters)
+
+
+def strings(folder: Path) -> ModelConfig:
+    from openvino import Type, opset13
+
+    x = opset13.parameter([-1], Type.string)
+    x.output(0).set_names({"x"})
+    openvino_save(folder, [x], [openvino_result("y", opset13.shape_of(x))])
+    return config("openvino", {"x": ("STRING", (-1,))}, {"y": ("INT64", (1,))})
+
+
+def other(folder: Path, inputs: Any = X, outputs: Any = Y, max_batch: int = 4) -> ModelConfig:
+    double(folder, (-1, 3))
+    return config("openvino", inputs, outputs, max_batch=max_batch)
+
+
+def on_a_gpu(folder: Path) -> ModelConfig:
+    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
+    return replace(other(folder), instance_group=(group,))
+
+
+def nothing(folder: Path) -> ModelConfig:
+    version_folder(folder)
+    return config("openvino", X, Y)
+
+
+def broken(folder: Path) -> ModelConfig:
+    (version_folder(folder) / "model.xml").write_text("<net/>")
+    return config("openvino", X, Y)
+
+
+SKIP = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES"}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (nothing, NotFound, "version 1 of model 'm' has no file 'model.xml'"),
+        (broken, RuntimeError, "read"),
+        (strings, Unsupported, "tensor 'x' of the model is of type string, not supported"),
+        (lambda folder: other(folder, {"z": ("FP32", (3,))}), InvalidRequest, "input 'z', allowed inputs are: x"),
+        (lambda folder: other(folder, {}), InvalidRequest, "expects 0 inputs, model provides 1: it also has x"),
+        (lambda folder: other(folder, X, {"z": ("FP32", (3,))}), InvalidRequest, "output 'z', allowed outputs are: y"),
+        (lambda folder: other(folder, X, {"y": ("FP16", (3,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
+        (lambda folder: other(folder, X, {"y": ("FP32", (4,))}), InvalidRequest, r"\[-1, 4\] in the .*\[-1, 3\]"),
+        (lambda folder: other(folder, max_batch=0), InvalidRequest, r"shape \[3\] in the configuration and \[-1, 3\]"),
+        (lambda folder: fixed(folder, 2, 4, **SKIP), InvalidRequest, "max_batch_size is 4, and the first .* is 2"),
+        (lambda folder: fixed(folder, 4, 2, **SKIP), InvalidRequest, "or, with parameter ENABLE_BATCH_PADDING"),
+        (lambda folder: fixed(folder, 1, 4, TARGET_DEVICE="NPU"), Unsupported, "device NPU, .* it finds: CPU"),
+        (lambda folder: fixed(folder, 1, 4, NUM_STREAMS="many"), InvalidRequest, "NUM_STREAMS of model 'm'"),
+        (lambda folder: fixed(folder, 1, 4, PERFORMANCE_HINT="FAST"), InvalidRequest, "must be one of LATENCY, "),
+        (lambda folder: fixed(folder, 1, 4, INFERENCE_NUM_THREADS="-1"), InvalidRequest, "INFERENCE_NUM_THREADS"),
+        (on_a_gpu, Unsupported, "device GPU.1, which OpenVINO does not find"),
+    ],
+)
+def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+    given = make(tmp_path)
+    model = openvino.OpenVino(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    try:
+        with pytest.raises(kind, match=text):
+            model.load(given)
+    finally:
+        model.close()
+
+
+def test_a_wrong_setting(tmp_path: Path) -> None:
+    double(tmp_path, (-1, 3))
+    settings = {"openvino,default-max-batch-size": "some"}
+    model = openvino.OpenVino(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", settings, 1))
+    try:
+        with pytest.raises(InvalidRequest, match="default-max-batch-size must be a whole number"):
+            model.complete(config("openvino", {}, {}))
+    finally:
+        model.close()

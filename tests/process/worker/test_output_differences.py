@@ -1,0 +1,321 @@
+"""Outputs of Python models that differ from the configuration, or are missing, at a worker and through a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve import TopK
+from shmserve.protocol.messages import Handle, Options, Row, Tensor, Wanted
+from shmserve.session.decode import output_of
+from shmserve.session.memory import SessionMemory
+from shmserve.testing import Server
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_models import python_model
+
+pytestmark = pytest.mark.process
+
+MODEL = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request, json.loads(request.parameters()).get("wish")) for request in requests]
+
+    def answer(self, request, wish):
+        x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+        made = {
+            None: x,
+            "FP64": x.astype(np.float64),
+            "large": np.repeat(x.astype(np.float64), 3000, axis=1),
+            "INT64": x.astype(np.int64),
+            "BYTES": x.astype(object),
+            "complex": x.astype(complex),
+            "swapped": x.astype(">f4"),
+            "rank": x.reshape(-1),
+            "scalar": x.sum(),
+            "rows": np.concatenate([x, x]),
+            "deep": x.reshape((1,) * 30 + x.shape) if x.ndim < 3 else x,
+            "deeper": x.reshape((1,) * 40 + x.shape),
+        }
+        outputs = [] if wish == "nothing" else [pb_utils.Tensor("y", np.asarray(made[wish]))]
+        return pb_utils.InferenceResponse([*outputs, pb_utils.Tensor("z", x)])
+"""
+X, YZ = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,)), "z": ("FP32", (-1,))}
+
+
+def worker_of(folder: Path, **parameters: str) -> WorkerProcess:
+    python_model(folder, MODEL)
+    return WorkerProcess(config("python", X, YZ, max_batch=8, parameters=parameters), folder)
+
+
+def ask(worker: WorkerProcess, wish: str, outputs: list[Wanted] | None = None) -> Row:
+    """One request of a batch of three, whose others want nothing special and must get it."""
+    x = worker.tensor("x", np.array([[1, 2]], np.float32))
+    options = Options(parameters={"wish": wish})
+    before, row, after = worker.run(work(1, x), work(2, x, options=options, outputs=outputs), work(3, x))
+    for other in (before, after):
+        assert other.error is None
+        assert [tensor.dtype for tensor in other.outputs] == ["FP32", "FP32"]
+    return row
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with worker_of(tmp_path_factory.mktemp("differs")) as running:
+        running.loaded()
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("wish", "dtype", "expected"),
+    [
+        ("FP64", "FP64", np.array([[1, 2]], np.float64)),
+        ("INT64", "INT64", np.array([[1, 2]], np.int64)),
+        ("BYTES", "BYTES", np.array([[b"1.0", b"2.0"]], object)),
+        ("swapped", "FP32", np.array([[1, 2]], np.float32)),
+        ("rank", "FP32", np.array([1, 2], np.float32)),
+        ("scalar", "FP32", np.array(3, np.float32)),
+        ("rows", "FP32", np.array([[1, 2], [1, 2]], np.float32)),
+        ("deep", "FP32", np.array([1, 2], np.float32).reshape((1,) * 31 + (2,))),
+    ],
+)
+def test_the_array_is_passed_on_as_it_is(worker: WorkerProcess, wish: str, dtype: str, expected: Any) -> None:
+    row = ask(worker, wish)
+    assert row.error is None, row.error
+    y, z = row.outputs
+    assert (y.dtype, y.shape) == (dtype, expected.shape)
+    assert worker.array(y, expected.dtype).tolist() == expected.tolist()
+    assert worker.array(z, np.float32).tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("wish", "outputs", "text"),
+    [
+        ("complex", None, "has the wrong data type: expected FP32, found complex128"),
+        ("deeper", None, "has the wrong shape: expected [1, -1]"),
+        ("nothing", [Wanted("y")], "did not produce output 'y': expected 1 output(s), found 0"),
+        ("BYTES", [Wanted("y", None, 1)], "class result not available for output due to unsupported type 'BYTES'"),
+    ],
+)
+def test_what_cannot_be_passed_on(worker: WorkerProcess, wish: str, outputs: list[Wanted] | None, text: str) -> None:
+    row = ask(worker, wish, outputs)
+    assert row.error is not None
+    assert text in row.error.text
+
+
+def test_outputs_may_be_missing(worker: WorkerProcess) -> None:
+    for outputs in (None, [Wanted("z")]):
+        row = ask(worker, "nothing", outputs)
+        assert row.error is None
+        assert [tensor.name for tensor in row.outputs] == ["z"]
+
+
+@pytest.mark.parametrize(("wish", "found"), [("FP64", b"2.000000:1"), ("INT64", b"2:1"), ("rank", b"2.000000:0")])
+def test_classes(worker: WorkerProcess, wish: str, found: bytes) -> None:
+    row = ask(worker, wish, [Wanted("y", None, 1)])
+    assert row.error is None, row.error
+    assert found in worker.array(row.outputs[0], object).ravel().tolist()
+
+
+def test_one_warning_for_each_output(tmp_path: Path) -> None:
+    with worker_of(tmp_path) as running:
+        running.loaded()
+        for wish in ("FP64", "FP64", "rank"):
+            ask(running, wish)
+        text = "output 'y' of model 'm' is FP64 [1, 2] and is passed on as it is; the configuration says FP32 [1, -1]"
+        assert text in running.said()
+        assert running.said().count("passed on as it is") == 1
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        ("FP64", "output 'y' of model 'm' has the wrong data type: expected FP32, found FP64"),
+        ("rank", "output 'y' of model 'm' has the wrong shape: expected [1, -1], found [2]"),
+        ("rows", "has the wrong shape: expected [1, -1], found [2, 2]"),
+        ("nothing", "did not produce output 'y': expected 2 output(s), found 1"),
+    ],
+)
+def test_strict_outputs(tmp_path: Path, wish: str, text: str) -> None:
+    with worker_of(tmp_path, strict_outputs="true") as running:
+        running.loaded()
+        row = ask(running, wish)
+        assert row.error is not None
+        assert row.error.code == "MODEL_FAILED"
+        assert text in row.error.text
+
+
+# ------------------------------------------------------------------------------------------------ a whole server
+
+CONFIG = """
+backend: "{backend}" max_batch_size: 8
+input [ {{ name: "x" data_type: {kind} dims: [ -1 ] }} ]
+output [ {{ name: "y" data_type: {kind} dims: [ -1 ] }}, {{ name: "z" data_type: {kind} dims: [ -1 ] }} ]
+"""
+PLAIN = """
+backend: "identity" max_batch_size: 8
+input [ {{ name: "x" data_type: {kind} dims: [ -1 ] }} ] output [ {{ name: "y" data_type: {kind} dims: [ -1 ] }} ]
+"""
+CHAIN = """
+platform: "ensemble" max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ] output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+ensemble_scheduling {{ step [
+  {{ model_name: "differs" input_map {{ key: "x" value: "x" }} output_map {{ key: "{first}" value: "{name}" }} }}{rest}
+] }}
+"""
+SECOND = """,
+  { model_name: "plain" input_map { key: "x" value: "m" } output_map { key: "y" value: "y" } }"""
+SPARE = """
+platform: "ensemble" max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ] output [ { name: "out" data_type: TYPE_FP32 dims: [ -1 ] } ]
+ensemble_scheduling { step [
+  { model_name: "differs" input_map { key: "x" value: "x" } output_map { key: "y" value: "m" }
+    output_map { key: "z" value: "n" } },
+  { model_name: "some" input_map { key: "a" value: "m" } input_map { key: "b" value: "n" }
+    output_map { key: "d" value: "out" } }
+] }
+"""
+SOME = """
+backend: "identity" max_batch_size: 8
+input [ { name: "a" data_type: TYPE_FP32 dims: [ -1 ] optional: true },
+        { name: "b" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "c" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "d" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
+STATEFUL = """
+backend: "python" max_batch_size: 8
+sequence_batching {
+  control_input [ { name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] } ]
+  state [ { input_name: "sum" output_name: "sum_out" data_type: TYPE_FP32 dims: [ 1 ] } ]
+}
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+"""
+SUMS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        x, state = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("x", "sum"))
+        assert state.dtype == np.float32
+        made = x.astype(np.float64) + state
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", made), pb_utils.Tensor("sum_out", made)])
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    python = CONFIG.format(backend="python", kind="TYPE_FP32")
+    models = {
+        "differs": (python + "dynamic_batching { }", MODEL),
+        "cached": (python + "response_cache { enable: true }", MODEL),
+        "plain": (PLAIN.format(kind="TYPE_FP32"), ""),
+        "last": (CHAIN.format(first="y", name="y", rest=""), ""),
+        "chain": (CHAIN.format(first="y", name="m", rest=SECOND), ""),
+        "sums": (STATEFUL, SUMS),
+        "some": (SOME, ""),
+        "spare": (SPARE, ""),
+    }
+    for name, (text, source) in models.items():
+        (root / name / "1").mkdir(parents=True)
+        (root / name / "config.pbtxt").write_text(text)
+        if source:
+            (root / name / "1" / "model.py").write_text(source)
+    with Server(root, "--exit-on-error", "true", "--cache-config", "local,size=1048576") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    with server.client() as made:
+        yield made
+
+
+ONE = np.array([[1, 2]], np.float32)
+
+
+def wish(text: str) -> dict[str, Any]:
+    return {"parameters": {"wish": text}}
+
+
+def test_clients_get_what_the_model_made(client: shmserve.Client) -> None:
+    futures = [client.submit("differs", {"x": ONE}, **wish("FP64")) for _ in range(20)]
+    for future in futures:
+        assert future.result()["y"].dtype == np.float64
+    large = client.infer("differs", {"x": ONE}, **wish("large"))["y"]
+    assert large.dtype == np.float64
+    assert large.shape == (1, 6000)
+    assert set(client.infer("differs", {"x": ONE}, **wish("nothing"))) == {"z"}
+    assert len(client.infer("differs", {"x": ONE}, outputs={"y": TopK(1)}, **wish("FP64"))["y"]) == 1
+    with pytest.raises(shmserve.ModelFailed, match="did not produce output 'y'"):
+        client.infer("differs", {"x": ONE}, outputs=["y"], **wish("nothing"))
+
+
+def test_a_place_of_the_models_data_type(client: shmserve.Client) -> None:
+    place = client.empty((1, 2), "float64")
+    assert client.infer("differs", {"x": ONE}, outputs={"y": place}, **wish("FP64"))["y"].tolist() == [[1, 2]]
+    assert place.tolist() == [[1, 2]]
+
+
+class OwnMemory:
+    def is_own(self, handle: Handle) -> bool:
+        return True
+
+
+def test_a_place_of_another_data_type() -> None:
+    """It was written there by the worker, which knows only the size of the place."""
+    memory = cast(SessionMemory, OwnMemory())
+    tensor = Tensor("y", "FP64", (1, 2), (Handle(1, 0, 16),))
+    good = np.zeros((1, 2))
+    assert output_of(tensor, (), good, memory) is good
+    with pytest.raises(
+        shmserve.InvalidRequest, match=r"output 'y' is FP64 \[1, 2\], but the array given for it is float32"
+    ):
+        output_of(tensor, (), np.zeros((1, 4), np.float32), memory)
+
+
+def test_ensembles_check_where_a_step_needs_it(client: shmserve.Client) -> None:
+    assert client.infer("last", {"x": ONE}, **wish("FP64"))["y"].dtype == np.float64
+    assert client.infer("chain", {"x": ONE})["y"].tolist() == [[1, 2]]
+    expected = "in ensemble 'chain', step 1: inference input 'x' data-type is 'FP64', but model 'plain' expects 'FP32'"
+    with pytest.raises(shmserve.InvalidRequest, match=expected):
+        client.infer("chain", {"x": ONE}, **wish("FP64"))
+    with pytest.raises(shmserve.InvalidRequest, match="in ensemble 'chain', step 1: unexpected shape for input 'x'"):
+        client.infer("chain", {"x": ONE}, **wish("deep"))
+    for ensemble in ("last", "chain"):
+        with pytest.raises(shmserve.ModelFailed, match=f"in ensemble '{ensemble}', .* did not produce output 'y'"):
+            client.infer(ensemble, {"x": ONE}, **wish("nothing"))
+
+
+def test_a_step_may_leave_out_what_only_optional_inputs_read(client: shmserve.Client) -> None:
+    for parameters in ({}, wish("nothing")):
+        assert client.infer("spare", {"x": ONE}, **parameters)["out"].tolist() == [[1, 2]]
+
+
+def test_the_response_cache_keeps_the_data_type(client: shmserve.Client) -> None:
+    for _ in range(2):
+        assert client.infer("cached", {"x": ONE}, **wish("FP64"))["y"].dtype == np.float64
+        assert set(client.infer("cached", {"x": ONE}, **wish("nothing"))) == {"z"}
+    (entry,) = client.statistics("cached")["model_stats"]
+    assert entry["inference_stats"]["cache_hit"]["count"] == 2
+
+
+def test_states_have_the_data_type_of_the_configuration(client: shmserve.Client) -> None:
+    x = np.ones((1, 1), np.float32)
+    for number in range(1, 4):
+        found = client.infer("sums", {"x": x}, sequence=7, sequence_start=number == 1, sequence_end=number == 3)["y"]
+        assert found.dtype == np.float64
+        assert found.tolist() == [[number]]

@@ -1,0 +1,356 @@
+"""A worker process from start to end: what it starts with, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    Execute,
+    Handle,
+    Load,
+    Loaded,
+    Map,
+    Options,
+    Ping,
+    Pong,
+    Return,
+    Stop,
+    Tensor,
+    Unmap,
+    WorkerReport,
+)
+from shmserve.repo.config.schema import ModelConfig, encode_config
+from shmserve.shm.extents import memfd
+from shmserve.workers.output_arenas import KNOB
+from shmserve.workers.process.exit_codes import Exit
+from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, config, gone, work
+from tests.support.workers.worker_models import python_model
+
+pytestmark = pytest.mark.process
+
+X = Tensor("x", "FP32", (1, 2), b"\0\0\0\0\0\0\x80\x3f")
+XY = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}
+
+REPORTER = """\
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+print("loading", flush=True)
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        print("on stdout", flush=True)
+        facts = {
+            "cpus": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "descriptors": ",".join(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                                    if os.path.exists(f"/proc/self/fd/{fd}")),
+            "privileges": open("/proc/self/status").read().partition("NoNewPrivs:")[2].split()[0],
+            "name": open("/proc/self/comm").read().strip(),
+        }
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 2), np.float32))], parameters=facts)
+            for _ in requests
+        ]
+
+    def finalize(self):
+        pb_utils.Logger.log_info("finalized")
+"""
+
+
+def reporter(folder: Path) -> ModelConfig:
+    python_model(folder, REPORTER)
+    return config("python", *XY, max_batch=4)
+
+
+def identity(**parameters: str) -> ModelConfig:
+    return config("identity", *XY, max_batch=4, parameters=parameters)
+
+
+def facts(worker: WorkerProcess) -> dict[str, object]:
+    (row,) = worker.run(work(1, X))
+    assert row.parameters is not None
+    return dict(row.parameters)
+
+
+def test_what_a_worker_runs_with(tmp_path: Path) -> None:
+    cpu = str(min(os.sched_getaffinity(0)))
+    with WorkerProcess(reporter(tmp_path), tmp_path, cpus=cpu, instance="m_0_0") as worker:
+        worker.loaded()
+        found = facts(worker)
+        assert found["cpus"] == cpu
+        assert found["privileges"] == "1"
+        assert found["name"] == "m_0_0"
+        # stdin, stdout and stderr, and the link; /proc/self/fd itself has gone by the time it is looked at.
+        links = [name for name in str(found["descriptors"]).split(",") if name.startswith("socket:")]
+        assert len(links) == 1
+        assert worker.stop() == Exit.STOPPED
+        said = worker.said()
+        assert "loading" in said
+        assert "on stdout" in said
+        assert "info: finalized" in said
+
+
+def test_signals_are_left_to_the_broker(tmp_path: Path) -> None:
+    with WorkerProcess(identity(), tmp_path) as worker:
+        worker.loaded()
+        worker.process.send_signal(signal.SIGTERM)
+        worker.process.send_signal(signal.SIGINT)
+        (row,) = worker.run(work(1, X))
+        assert row.outputs[0].data == X.data
+
+
+def test_the_end_of_the_link_ends_the_worker(tmp_path: Path) -> None:
+    with WorkerProcess(reporter(tmp_path), tmp_path) as worker:
+        worker.loaded()
+        worker.sock.shutdown(socket.SHUT_RDWR)
+        assert worker.process.wait(60) == Exit.LINK_LOST
+        assert "finalized" in worker.said()
+
+
+def test_the_end_of_the_link_before_load(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
+        theirs.close()
+        ours.close()
+        assert process.wait(60) == Exit.LINK_LOST
+
+
+STARTER = """\
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-m", "shmserve.workers.main", "--link", sys.argv[1]],
+                          pass_fds=[int(sys.argv[1])])
+print(worker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_worker_dies_with_whoever_started_it() -> None:
+    """Even where its link is still open, and while it runs a batch that does not end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(60)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with ours, theirs, parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        pidfd = os.pidfd_open(pid)
+        descriptor = os.memfd_create("config")
+        os.pwrite(descriptor, encode_config(identity(triggers="1")), 0)
+        socket.send_fds(ours, [codec.encode([Load(WORKER, "m", 1, "m_0_0", "", {})])], [descriptor])
+        os.close(descriptor)
+        data, descriptors, _, _ = socket.recv_fds(ours, 1 << 18, 4)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert isinstance(codec.Codec(WorkerReport).decode(data)[0], Loaded)
+        ours.send(codec.encode([Execute(1, 0, (work(1, X, options=Options(parameters={"hang": True})),))]))
+        parent.kill()
+        assert gone(pidfd)
+        os.close(pidfd)
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        return  # somebody else inherited it
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        [Ping(1)],
+        [Execute(2, 0, (work(1, X),)), Execute(1, 0, (work(2, X),))],
+        [Execute(1, 0, ())],
+        [Load(WORKER, "m", 1, "m_0_0", "", {})],
+        [Map((CLIENT << 32) + 1, 4096)],
+        "garbage",
+        "a report",
+    ],
+    ids=["", "falling numbers", "no requests", "load again", "no descriptor", "garbage", "report"],
+)
+def test_bad_orders(tmp_path: Path, orders: object) -> None:
+    with WorkerProcess(identity(), tmp_path) as worker:
+        worker.loaded()
+        if orders == "garbage":
+            worker.sock.send(b"\xc1\xc1")
+        elif orders == "a report":
+            worker.send(Pong(1))
+        else:
+            assert isinstance(orders, list)
+            worker.send(*orders)
+        if orders == [Ping(1)]:  # a good one, to show that the others end it
+            assert worker.expect(Pong).number == 1
+            return
+        assert worker.ended() == Exit.BAD_ORDER
+        assert "broke the protocol" in worker.said()
+
+
+def test_the_first_order_must_be_load() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno())]
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
+        theirs.close()
+        ours.send(codec.encode([Stop()]))
+        assert process.wait(60) == Exit.BAD_ORDER
+        assert process.stderr is not None
+        assert b"the first order must be Load" in process.stderr.read()
+
+
+@pytest.mark.parametrize("arguments", ["--link 3 --cpus 99999", "--link 0", "--link 3 --cpus x"])
+def test_a_wrong_command_line(arguments: str) -> None:
+    command = [sys.executable, "-m", "shmserve.workers.main", *arguments.split()]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert done.returncode == Exit.USAGE
+    assert b"cannot start" in done.stderr
+
+
+def test_a_model_that_fails_at_its_end(tmp_path: Path) -> None:
+    python_model(tmp_path, REPORTER.replace('pb_utils.Logger.log_info("finalized")', 'raise ValueError("at the end")'))
+    with WorkerProcess(config("python", *XY, max_batch=4), tmp_path) as worker:
+        worker.loaded()
+        assert worker.stop() == Exit.FINALIZE_FAILED
+        assert "at the end" in worker.said()
+
+
+def test_a_crash_ends_the_link(tmp_path: Path) -> None:
+    for trigger, code in (("crash", -signal.SIGSEGV), ("exit", 33)):
+        with WorkerProcess(identity(triggers="1"), tmp_path) as worker:
+            worker.loaded()
+            worker.execute(work(1, X, options=Options(parameters={trigger: 33})))
+            assert worker.ended() == code
+
+
+def test_a_thread_that_a_model_leaves_running_does_not_keep_the_worker(tmp_path: Path) -> None:
+    source = REPORTER.replace(
+        'print("loading", flush=True)',
+        "import threading\nthreading.Thread(target=threading.Event().wait).start()",
+    )
+    python_model(tmp_path, source)
+    with WorkerProcess(config("python", *XY, max_batch=4), tmp_path) as worker:
+        worker.loaded()
+        assert worker.stop() == Exit.STOPPED
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+@contextmanager
+def memory(size: int) -> Iterator[int]:
+    extent = memfd.create(size)
+    try:
+        yield extent.fd
+    finally:
+        extent.close()
+
+
+def test_maps_come_and_go_and_nothing_is_left(tmp_path: Path) -> None:
+    with WorkerProcess(identity(), tmp_path) as worker:
+        worker.loaded()
+        worker.run(work(1, X))
+        proc = Path(f"/proc/{worker.process.pid}")
+        before = len(list((proc / "fd").iterdir())), (proc / "maps").read_text().count("memfd:")
+        for number in range(2, 40):
+            segment = (CLIENT << 32) + number
+            with memory(8192) as descriptor:
+                worker.send(Map(segment, 8192), descriptors=[descriptor])
+            tensor = Tensor("x", "FP32", (1, 2000), (Handle(segment, 64, 8000),))
+            (row,) = worker.run(work(number, tensor))
+            assert row.error is None
+            worker.send(Return(row.outputs[0].data), Unmap(segment))  # type: ignore[arg-type]
+            (row,) = worker.run(work(number, tensor))
+            assert row.error is not None
+            assert row.error.code == "HANDLE_LOST"
+        after = len(list((proc / "fd").iterdir())), (proc / "maps").read_text().count("memfd:")
+        # One segment of outputs (one descriptor, mapped for writing and for reading) is what there may be more.
+        assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
+        worker.mapped.close()
+
+
+def test_memory_that_cannot_be_trusted_is_not_mapped(tmp_path: Path) -> None:
+    with WorkerProcess(identity(), tmp_path) as worker:
+        worker.loaded()
+        segment = (CLIENT << 32) + 1
+        descriptor = os.memfd_create("unsealed")
+        os.ftruncate(descriptor, 8192)
+        worker.send(Map(segment, 8192), descriptors=[descriptor])
+        os.close(descriptor)
+        (row,) = worker.run(work(1, Tensor("x", "FP32", (1, 2000), (Handle(segment, 0, 8000),))))
+        assert row.error is not None
+        assert row.error.code == "HANDLE_LOST"
+        assert "sealed" in worker.said()
+
+
+def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
+    settings = {KNOB: str(2 << 20)}
+    with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
+        worker.loaded()
+        tensor = worker.tensor("x", np.ones((1, 200_000), np.float32))
+        held = []
+        for number in range(2):
+            (row,) = worker.run(work(number + 1, tensor))
+            assert row.error is None, row.error
+            held.append(row.outputs[0])
+        (row,) = worker.run(work(3, tensor))
+        assert row.error is not None
+        assert row.error.code == "UNAVAILABLE"
+        assert KNOB in row.error.text
+        assert worker.array(held[0], np.float32).sum() == 200_000
+        worker.send(Return(held[0].data))  # type: ignore[arg-type]
+        (row,) = worker.run(work(4, tensor))
+        assert row.error is None
+        assert row.outputs[0].data == held[0].data  # the block freed last is used first
+        # What comes back wrongly is told to the operator, and stops nothing.
+        wrong = Handle(held[1].data[0].segment, 77, 8)  # type: ignore[union-attr, index]
+        worker.send(Return((wrong, Handle(5, 0, 8), *held[1].data)))  # type: ignore[misc]
+        (row,) = worker.run(work(5, tensor))
+        assert row.error is None
+        assert worker.said().count("cannot be freed") == 2
+        worker.mapped.close()
+
+
+def test_an_audience_gets_room_that_another_does_not_need(tmp_path: Path) -> None:
+    settings = {KNOB: str(3 << 20)}
+    with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
+        worker.loaded()
+        tensor = worker.tensor("x", np.ones((1, 500_000), np.float32))
+        for number, audience in enumerate(("uid:1", "posix:uid:2", "uid:3", "uid:1"), 1):
+            (row,) = worker.run(work(number, tensor, audience=audience))
+            assert row.error is None, row.error
+            assert worker.array(row.outputs[0], np.float32).sum() == 500_000
+            worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
+        assert [message.audience for message in worker.maps] == ["uid:1", "posix:uid:2", "uid:3", "uid:1"]
+        assert len({message.segment for message in worker.maps}) == 4
+        worker.mapped.close()
+
+
+def test_the_output_of_one_batch_is_the_input_of_the_next(tmp_path: Path) -> None:
+    """Steps of an ensemble on the same worker: it reads its own memory."""
+    with WorkerProcess(identity(), tmp_path) as worker:
+        worker.loaded()
+        x = np.arange(3000, dtype=np.float32).reshape(1, 3000)
+        (first,) = worker.run(work(1, worker.tensor("x", x)))
+        made = first.outputs[0]
+        (second,) = worker.run(work(2, Tensor("x", "FP32", made.shape, made.data)))
+        assert second.outputs[0].data != made.data
+        assert (worker.array(second.outputs[0], np.float32) == x).all()
+        worker.mapped.close()

@@ -1,0 +1,464 @@
+"""Python models in a worker: what they are given, what they may give back, and what they get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.protocol.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
+from shmserve.repo.config.schema import as_triton_json
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_models import PYTHON_ADD, python_model
+
+pytestmark = pytest.mark.process
+
+X, Y = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}
+
+
+def tensor(*values: float) -> Tensor:
+    return Tensor("x", "FP32", (1, len(values)), np.array(values, np.float32).tobytes())
+
+
+SCRIPTED = """\
+import json
+import os
+import sys
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import c_python_backend_utils
+
+from helper import DOUBLE
+
+assert c_python_backend_utils.Tensor is pb_utils.Tensor
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.args = args
+        self.model_config = json.loads(args["model_config"])
+        output = pb_utils.get_output_config_by_name(self.model_config, "y")
+        self.dtype = pb_utils.triton_string_to_numpy(output["data_type"])
+        assert not pb_utils.using_decoupled_model_transaction_policy(self.model_config)
+
+    def execute(self, requests):
+        wish = json.loads(requests[0].parameters()).get("batch")
+        if wish is not None:
+            return {"none": None, "short": [], "tuple": tuple(map(self.one, requests)), "number": 5}[wish]
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        wish = json.loads(request.parameters()).get("wish", "double")
+        return getattr(self, wish)(request)
+
+    def answer(self, array, **how):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", array)], **how)
+
+    def double(self, request):
+        return self.answer(pb_utils.get_input_tensor_by_name(request, "x").as_numpy() * DOUBLE)
+
+    def told(self, request):
+        x = request.inputs()[0]
+        facts = {
+            "args": json.dumps(self.args),
+            "id": request.request_id(),
+            "correlation": json.dumps(request.correlation_id()),
+            "flags": request.flags(),
+            "timeout": request.timeout(),
+            "outputs": ",".join(request.requested_output_names()),
+            "tensor": json.dumps([x.name(), x.shape(), x.triton_dtype(), x.is_cpu(), str(x.as_numpy().dtype)]),
+            "writeable": x.as_numpy().flags.writeable,
+            "cancelled": request.is_cancelled(),
+            "argv": json.dumps(sys.argv),
+            "absent": pb_utils.get_input_tensor_by_name(request, "absent") is None,
+        }
+        return self.answer(np.zeros((1, 1), self.dtype), parameters=facts)
+
+    def error(self, request):
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError("said no", pb_utils.TritonError.NOT_FOUND))
+
+    def plain_error(self, request):
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError("said no"))
+
+    def where(self, request):
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"see {__file__}:12"))
+
+    def none(self, request):
+        return None
+
+    def wrong_dtype(self, request):
+        return self.answer(np.zeros((1, 2), np.float64))
+
+    def wrong_rank(self, request):
+        return self.answer(np.zeros(2, np.float32))
+
+    def wrong_rows(self, request):
+        return self.answer(np.zeros((3, 2), np.float32))
+
+    def nothing(self, request):
+        return pb_utils.InferenceResponse([])
+
+    def other(self, request):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("z", np.zeros((1, 2), np.float32))])
+
+    def twice(self, request):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 2), np.float32)) for _ in "ab"])
+
+    def strided(self, request):
+        return self.answer(np.arange(12, dtype=np.float32).reshape(2, 6)[:1, ::3])
+
+    def large(self, request):
+        return self.answer(np.arange(30000, dtype=np.float32)[None])
+
+    def parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters={"list": [1]})
+
+    def null_parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters={"good": 1, "null": None})
+
+    def named_parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters={1: "a"})
+
+    def list_parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters=[])
+
+    def caught_parameters(self, request):
+        try:
+            return self.parameters(request)
+        except pb_utils.TritonModelException as error:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.NOT_FOUND))
+
+    def long_parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters={"text": "x" * 20000})
+
+    def write(self, request):
+        request.inputs()[0].as_numpy()[:] = 5
+
+    def sender(self, request):
+        request.get_response_sender()
+
+    def metrics(self, request):
+        pb_utils.MetricFamily("nv_mine", "description", pb_utils.MetricFamily.COUNTER)
+
+    def log(self, request):
+        pb_utils.Logger.log("first\\nsecond", pb_utils.Logger.WARNING)
+        pb_utils.Logger.log_error("third")
+        return self.double(request)
+
+    def finalize(self):
+        print("finalize was called")
+"""
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    folder = tmp_path_factory.mktemp("scripted")
+    python_model(folder, SCRIPTED)
+    (folder / "1" / "helper.py").write_text("DOUBLE = 2\n")
+    with WorkerProcess(config("python", X, Y, max_batch=8), folder, instance="scripted_0_1") as worker:
+        worker.loaded()
+        # Large enough for all of these tests, so that none is blamed for a segment that stays.
+        worker.run(work(1, tensor(1.0), options=Options(parameters={"wish": "large"})))
+        worker.place(1)
+        yield worker
+        assert worker.stop() == 0
+        assert "finalize was called" in worker.said()
+
+
+def ask(worker: WorkerProcess, wish: str, **how: Any) -> Row:
+    """One request with a wish, between two that want nothing special and must get it."""
+    options = Options(parameters={"wish": wish}, **how)
+    rows = worker.run(work(1, tensor(1, 2)), work(2, tensor(3, 4), options=options), work(3, tensor(5)))
+    if rows[0].error is None:
+        assert worker.array(rows[0].outputs[0], np.float32).tolist() == [[2, 4]]
+        assert worker.array(rows[2].outputs[0], np.float32).tolist() == [[10]]
+    return rows[1]
+
+
+def test_what_a_model_is_told(scripted: WorkerProcess) -> None:
+    options = Options(
+        id="abc",
+        sequence=7,
+        sequence_start=True,
+        sequence_end=True,
+        queue_timeout_us=5,
+        parameters={"wish": "told", "other": 1.5},
+    )
+    (row,) = scripted.run(work(1, tensor(1, 2), options=options, outputs=[Wanted("y")]))
+    assert row.parameters is not None
+    facts = dict(row.parameters)
+    args = json.loads(str(facts.pop("args")))
+    given = json.loads(args.pop("model_config"))
+    assert given == as_triton_json(config("python", X, Y, max_batch=8))
+    folder = args.pop("model_repository")
+    assert Path(folder, "1", "model.py").is_file()
+    assert args == {
+        "model_instance_kind": "CPU",
+        "model_instance_name": "scripted_0_1",
+        "model_instance_device_id": "0",
+        "model_version": "1",
+        "model_name": "m",
+    }
+    assert facts == {
+        "id": "abc",
+        "correlation": "7",
+        "flags": 3,
+        "timeout": 5,
+        "outputs": "y",
+        "tensor": '["x", [1, 2], 11, true, "float32"]',
+        "writeable": False,
+        "cancelled": False,
+        "argv": '[""]',
+        "absent": True,
+    }
+
+
+def test_a_request_without_options(scripted: WorkerProcess) -> None:
+    (row,) = scripted.run(work(1, tensor(1, 2)))
+    assert scripted.array(row.outputs[0], np.float32).tolist() == [[2, 4]]
+    assert row.parameters is None
+
+
+@pytest.mark.parametrize(
+    ("wish", "code", "text"),
+    [
+        ("error", "NOT_FOUND", "said no"),
+        ("plain_error", "MODEL_FAILED", "said no"),
+        (
+            "none",
+            "MODEL_FAILED",
+            "'InferenceResponse' object in the execute function return list, found type '<class 'NoneT",
+        ),
+        ("other", "MODEL_FAILED", "unexpected output 'z': the outputs of model 'm' are y"),
+        ("twice", "MODEL_FAILED", "output 'y' was given twice"),
+        ("parameters", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
+        ("null_parameters", "INVALID_ARG", "values to have type bool/int/str, found type <class 'NoneType'>"),
+        ("named_parameters", "INVALID_ARG", "Expect parameters keys to have type str, found type <class 'int'>"),
+        ("list_parameters", "INVALID_ARG", "Expect dict, got <class 'list'>"),
+        ("caught_parameters", "NOT_FOUND", "Expect parameters values to have type"),
+        ("long_parameters", "INVALID_ARG", "have 20004 characters, more than 16384"),
+        ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
+    ],
+)
+def test_what_fails_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
+    row = ask(scripted, wish)
+    assert row.outputs == ()
+    assert row.error is not None
+    assert row.error.code == code
+    assert text in row.error.text
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        ("write", "read-only"),
+        ("metrics", "TritonModelException: metric family 'nv_mine': names that begin with"),
+        ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
+    ],
+)
+def test_what_fails_a_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
+    row = ask(scripted, wish)
+    assert row.error is not None
+    assert row.error.code == "MODEL_FAILED"
+    lead = "Failed to process the request(s) for model instance 'scripted_0_1', message: "
+    assert row.error.text.startswith(lead)
+    assert text in row.error.text
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        ("none", "Expected an 'InferenceResponse' object in the execute function return list"),
+        ("number", "Expected a list in the execute return, found type '<class 'int'>'."),
+        (
+            "short",
+            "InferenceResponse objects returned (0) from execute must match the number of requests (2)",
+        ),
+    ],
+)
+def test_what_execute_returns(scripted: WorkerProcess, wish: str, text: str) -> None:
+    options = Options(parameters={"batch": wish})
+    for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
+        assert row.error is not None
+        assert text in row.error.text
+    options = Options(parameters={"batch": "tuple"})
+    for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
+        assert row.error is None
+
+
+def test_places_of_files_are_not_told(scripted: WorkerProcess) -> None:
+    row = ask(scripted, "where")
+    assert row.error is not None
+    assert row.error.text == "see <model>/1/model.py:12"
+
+
+def test_arrays_that_are_not_contiguous(scripted: WorkerProcess) -> None:
+    row = ask(scripted, "strided")
+    assert scripted.array(row.outputs[0], np.float32).tolist() == [[0, 3]]
+
+
+def test_a_large_output_in_the_callers_memory(scripted: WorkerProcess) -> None:
+    options = Options(parameters={"wish": "large"})
+    wanted = Wanted("y", scripted.place(120_000))
+    (row,) = scripted.run(work(1, tensor(1), options=options, outputs=[wanted]))
+    assert row.outputs[0].data == (wanted.place,)
+    assert (scripted.array(row.outputs[0], np.float32) == np.arange(30000)).all()
+
+
+def test_what_a_model_logs(scripted: WorkerProcess) -> None:
+    assert ask(scripted, "log").error is None
+    said = scripted.said()
+    assert "warning: first\\nsecond\n" in said
+    assert "error: third\n" in said
+
+
+def test_optional_inputs(tmp_path: Path) -> None:
+    python_model(tmp_path, PYTHON_ADD)
+    inputs = {"a": ("FP32", (1,)), "b": ("FP32", (1,))}
+    given = config("python", inputs, {"sum": ("FP32", (1,))}, max_batch=8, optional=["b"])
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        a = Tensor("a", "FP32", (1, 1), np.float32(1).tobytes())
+        b = Tensor("b", "FP32", (1, 1), np.float32(2).tobytes())
+        rows = worker.run(work(1, a, b), work(2, a), work(3, b, a), work(4, b))
+        assert [worker.array(row.outputs[0], np.float32).item() for row in rows[:3]] == [3, 101, 3]
+        assert rows[3].error is not None
+        assert rows[3].error.code == "INVALID_ARG"
+
+
+COMPLETING = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config):
+        assert auto_complete_model_config.as_dict()["name"] == "m"
+        auto_complete_model_config.set_max_batch_size(6)
+        auto_complete_model_config.set_dynamic_batching()
+        auto_complete_model_config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [-1]})
+        auto_complete_model_config.add_output({"name": "y", "data_type": "TYPE_FP32", "dims": [1]})
+        return auto_complete_model_config
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy()[:, :1])]) for r in requests]
+"""
+
+
+def test_a_model_that_completes_its_configuration(tmp_path: Path) -> None:
+    python_model(tmp_path, COMPLETING)
+    with WorkerProcess(config("python", {}, {}), tmp_path) as worker:
+        found = worker.loaded()
+        assert found.max_batch_size == 6
+        assert found.dynamic_batching is not None
+        assert [(entry.name, entry.data_type, entry.dims) for entry in found.input] == [("x", "TYPE_FP32", (-1,))]
+        assert [(entry.name, entry.data_type, entry.dims) for entry in found.output] == [("y", "TYPE_FP32", (1,))]
+        (row,) = worker.run(work(1, tensor(4, 5)))
+        assert worker.array(row.outputs[0], np.float32).tolist() == [[4]]
+
+
+def test_completing_can_be_turned_off(tmp_path: Path) -> None:
+    python_model(tmp_path, COMPLETING)
+    settings = {"disable-auto-complete-config": "true"}
+    with WorkerProcess(config("python", X, Y), tmp_path, settings=settings) as worker:
+        assert worker.loaded().max_batch_size == 0
+
+
+ASYNC = """\
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def one(self, request):
+        await asyncio.sleep(0)
+        x = request.inputs()[0].as_numpy()
+        if (x < 0).any():
+            raise ValueError("below zero")
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x + 1)])
+
+    async def execute(self, requests):
+        return await asyncio.gather(*map(self.one, requests))
+"""
+
+
+STRINGS = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            word = request.inputs()[0].as_numpy()[0, 0].decode()
+            made = {
+                "number": np.array([[5]], object),
+                "text": np.array([["caf\u00e9"]], object),
+                "fixed": np.array([[b"abc"]]),
+                "long": np.array([["x" * 5000]], object),
+                "bytes": np.array([[b"\\xff"]], object),
+            }[word]
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", made)]))
+        return responses
+"""
+
+
+def test_strings(tmp_path: Path) -> None:
+    python_model(tmp_path, STRINGS)
+    given = config("python", {"x": ("STRING", (1,))}, {"y": ("STRING", (1,))}, max_batch=8)
+    words = [b"number", b"text", b"fixed", b"long", b"bytes"]
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        works = [work(number, worker.tensor("x", np.array([[word]], object))) for number, word in enumerate(words)]
+        found = [worker.array(row.outputs[0], object).item() for row in worker.run(*works)]
+        assert found == [b"5", "caf\u00e9".encode(), b"abc", b"x" * 5000, b"\xff"]
+        worker.mapped.close()
+
+
+def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
+    python_model(tmp_path, ASYNC)
+    with WorkerProcess(config("python", X, Y, max_batch=2), tmp_path) as worker:
+        worker.loaded()
+        for number in (1, 2):
+            first, second = worker.run(work(number, tensor(1)), work(number + 10, tensor(5)))
+            assert (first.outputs[0].data, second.outputs[0].data) == (b"\0\0\0@", b"\0\0\xc0@")
+        (failed,) = worker.run(work(3, tensor(-1)))
+        assert failed.error is not None
+        assert failed.error.text.endswith("message: ValueError: below zero")
+
+
+def test_questions_during_is_ready_are_answered_by_it(tmp_path: Path) -> None:
+    gate, calls = tmp_path / "gate", tmp_path / "calls"
+    os.mkfifo(gate)
+    os.mkfifo(calls)
+    source = f"""\
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+
+    def is_ready(self):
+        open({str(calls)!r}, "w").close()
+        open({str(gate)!r}).close()
+        return True
+"""
+    python_model(tmp_path, source)
+    given = config("python", {"x": ("FP32", (1,))}, {"y": ("FP32", (1,))})
+    with WorkerProcess(given, tmp_path) as worker:
+        assert worker.expect(Probed) == Probed(0, True), "it can be asked"
+        worker.loaded()
+        for number in (1, 2, 3):
+            worker.send(Probe(number))
+        calls.read_bytes()  # it runs
+        worker.send(Ping(1))
+        worker.expect(Pong)  # and all three have been read
+        gate.write_bytes(b"")
+        assert [worker.expect(Probed) for _ in range(3)] == [Probed(number, True) for number in (1, 2, 3)]

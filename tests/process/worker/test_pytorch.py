@@ -1,0 +1,374 @@
+"""Models of PyTorch: which tensor is which argument, what a program may write to, and what its parameters do.
+
+Bare PyTorch is too much like what is tested to say what is right: numpy says it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.protocol.messages import Return, Tensor, Wanted
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.base import Context
+from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
+from tests.support.workers.in_process import loaded
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_models import torch_class, torch_forward, torch_script, version_folder
+
+torch = pytest.importorskip("torch")
+from shmserve.workers.backends.pytorch import backend as pytorch  # noqa: E402
+from shmserve.workers.backends.pytorch import programs  # noqa: E402
+
+CPU = torch.device("cpu")
+DICT = ("d: Dict[str, Tensor]", "return {'sum': d['a'] + d['b'], 'a': d['a']}")
+
+
+def opened(path: Path) -> Any:
+    return programs.open_program(path, CPU)
+
+
+def specs(*names: str, dtype: str = "FP32") -> Sequence[Spec]:
+    return inputs_of(config("pytorch", dict.fromkeys(names, (dtype, (-1,))), {}))
+
+
+def made(*names: str, dtype: str = "FP32") -> Sequence[Spec]:
+    return outputs_of(config("pytorch", {}, dict.fromkeys(names, (dtype, (-1,)))))
+
+
+def export(folder: Path, source: str, *arguments: Any, dynamic: Any = None, **more: Any) -> Path:
+    path = version_folder(folder) / "model.pt2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(torch_class(folder, source)().eval(), arguments, more, dynamic_shapes=dynamic)
+        torch.export.save(program, str(path))
+    return path
+
+
+# ---------------------------------------------------------------------------------------------- which is which
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names", "expected"),
+    [
+        ("x, y", ("x", "y"), [0, 1]),
+        ("x, y", ("y", "x"), [1, 0]),
+        ("x, y", ("INPUT__1", "INPUT__0"), [1, 0]),
+        ("x, y", ("left", "right"), [0, 1]),
+        ("x, y", ("x", "other"), [0, 1]),
+        ("x, y: Optional[Tensor] = None", ("x",), [0, None]),
+        ("x, y: Optional[Tensor] = None", ("INPUT__0",), [0, None]),
+    ],
+)
+def test_inputs_of_a_script(tmp_path: Path, arguments: str, names: tuple[str, ...], expected: list[int]) -> None:
+    program = opened(torch_forward(tmp_path, arguments, "return x"))
+    assert programs.arrange("m", program, specs(*names)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("other", "x"), "input 'other' is no argument of its own; the model takes 2: x, y"),
+        (("x",), "the configuration has no input for argument 'y'"),
+        (("x", "y", "z"), "input 'z' is no argument"),
+        (("a__0", "b__2"), "input 'b__2' is no argument"),
+        (("a__0", "b__0"), "input 'b__0' is no argument"),
+    ],
+)
+def test_inputs_that_a_script_does_not_have(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
+    program = opened(torch_forward(tmp_path, "x, y", "return x"))
+    with pytest.raises(InvalidRequest, match=text):
+        programs.arrange("m", program, specs(*names))
+
+
+def test_strings_and_optional_inputs_are_what_the_script_takes(tmp_path: Path) -> None:
+    program = opened(torch_forward(tmp_path, "x: List[str]", "return x"))
+    assert programs.arrange("m", program, specs("x", dtype="STRING")) == [0]
+    with pytest.raises(InvalidRequest, match=r"'x' is FP32 in the configuration.*is a List\[str\]"):
+        programs.arrange("m", program, specs("x"))
+    given = config("pytorch", {"x": ("STRING", (-1,))}, {}, optional=["x"])
+    with pytest.raises(InvalidRequest, match="input 'x' is optional in the configuration, but the model cannot"):
+        programs.arrange("m", program, inputs_of(given))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+A, B = torch.zeros(1), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("value", "names", "expected"),
+    [
+        (A, ("any",), [A]),
+        ((A, B), ("one", "two"), [A, B]),
+        ([A, B], ("OUTPUT__1", "OUTPUT__0"), [B, A]),
+        ((A, B), ("OUTPUT__1",), [B]),
+        ({"p": A, "q": B}, ("q", "p"), [B, A]),
+        ({"p": A, "q": B}, ("first", "second"), [A, B]),
+        (Pair(A, B), ("second",), [B]),
+    ],
+    ids=["one", "tuple", "places", "one of them", "dict", "dict in order", "named tuple"],
+)
+def test_outputs(value: Any, names: tuple[str, ...], expected: list[Any]) -> None:
+    found = programs.picker("m", programs.Program(), made(*names))(value)
+    assert [item.tolist() for item in found] == [item.tolist() for item in expected]
+
+
+def test_outputs_that_are_strings() -> None:
+    pick = programs.picker("m", programs.Program(), made("s", dtype="STRING"))
+    assert pick(["a", "b"]) == [["a", "b"]]
+    assert pick((["a", "b"],)) == [["a", "b"]]
+
+
+def test_outputs_too_few() -> None:
+    for names, wrong in ((("y", "z"), "z"), (("OUTPUT__1",), "OUTPUT__1")):
+        text = f"The output {wrong} in the model configuration refers to an output index which doesn't exist. "
+        with pytest.raises(Internal, match=f"^{text}This model has 1 outputs$"):
+            programs.picker("m", programs.Program(), made(*names))((A,))
+
+
+TREE = """\
+class Model(torch.nn.Module):
+    def forward(self, x, flag, more, *, k):
+        return {"a": x + k, "b": (x * 2, more["q"] * 1)}
+"""
+
+
+def test_names_of_a_program(tmp_path: Path) -> None:
+    x, q, k = (torch.zeros(2, 3) for _ in range(3))  # what is the same for the export stays the same
+    program = opened(export(tmp_path, TREE, x, True, {"q": q}, k=k))
+    names = ("KWARGS[k]", "ARGS[0]", "ARGS[2][q]")
+    assert programs.arrange("m", program, specs(*names)) == [1, None, 2, 0]
+    assert programs.arrange("m", program, specs("x", "k", "INPUT__2")) == [0, None, 2, 1]
+    pick = programs.picker("m", program, made("RESULT[b][1]", "a", "OUTPUT__1"))
+    ones = torch.ones(2, 3)
+    found = pick(program.call([ones, None, ones * 5, ones * 7]))
+    assert [int(item[0, 0]) for item in found] == [5, 8, 2]
+    with pytest.raises(InvalidRequest, match=r"output 'c' is no result of the model, which has 3: a, "):
+        programs.picker("m", program, made("a", "c", "OUTPUT__1", "RESULT[b][1]"))
+
+
+# ---------------------------------------------------------------------------------------------- what is written to
+
+
+@pytest.mark.parametrize(
+    ("lines", "changed"),
+    [
+        (("return x * 2",), False),
+        (("y = torch.relu(x)", "y.add_(1)", "return y"), False),
+        (("x.add_(1)", "return x"), True),
+        (("v = x[1:]", "v.mul_(2)", "return x"), True),
+        (("y = torch.dropout(x, 0.5, False)", "y.add_(1)", "return y"), True),
+    ],
+    ids=["no", "another", "itself", "a view", "dropout"],
+)
+def test_what_may_be_written_to(tmp_path: Path, lines: tuple[str, ...], changed: bool) -> None:
+    assert [argument.changed for argument in opened(torch_forward(tmp_path, "x", *lines)).arguments] == [changed]
+    body = "".join(f"        {line}\n" for line in lines)
+    source = f"class Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
+    path = export(tmp_path, source, torch.ones(3))
+    assert [argument.changed for argument in opened(path).arguments] == [changed]
+
+
+def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
+    source = """\
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = torch.zeros(1)
+
+    def forward(self, x):
+        before = self.last
+        self.last = x
+        return before
+"""
+    assert opened(torch_script(tmp_path, source)).arguments[0].changed
+
+
+def backend(folder: Path, given: ModelConfig) -> Any:
+    return pytorch.Torch(Context("m", 1, "m_0_0", folder, folder / "1", {}, 1))
+
+
+def test_inputs_are_not_copied_and_outputs_are_views(tmp_path: Path) -> None:
+    torch_forward(tmp_path, "x, y", "return x, y")
+    given = config(
+        "pytorch", {"x": ("FP32", (-1,)), "y": ("BF16", (-1,))}, {"a": ("FP32", (-1,)), "b": ("BF16", (-1,))}
+    )
+    model = backend(tmp_path, given)
+    try:
+        model.load(given)
+        x, y = (np.ones(4, spec.numpy) for spec in model._inputs)
+        x.flags.writeable = y.flags.writeable = False
+        tensors = [model._tensor(index, model._inputs[index], array) for index, array in enumerate((x, y))]
+        assert tensors[0].data_ptr() == x.ctypes.data
+        assert tensors[1].data_ptr() == y.ctypes.data
+        model._copied = {0}
+        assert model._tensor(0, model._inputs[0], x).data_ptr() != x.ctypes.data
+        assert torch.get_num_threads() == 1
+        for spec, tensor in zip(model._outputs, tensors, strict=True):
+            array = model._array(spec, tensor, 0)
+            assert array.dtype == spec.numpy
+            assert array.ctypes.data == tensor.data_ptr()
+        text = "^configuration expects datatype TYPE_FP32 for output 'a', model provides TYPE_INT64$"
+        with pytest.raises(Internal, match=text):
+            model._array(model._outputs[0], torch.zeros(4, dtype=torch.int64), 0)
+    finally:
+        model.close()
+    assert not torch.is_inference_mode_enabled()
+
+
+# ---------------------------------------------------------------------------------------------- in a worker
+
+
+@pytest.mark.process
+def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
+    """Its clients have their bytes as before."""
+    torch_forward(tmp_path, "x", "x.add_(1)", "return x")
+    outputs = {"y": ("FP32", (2000,))}
+    parameters = {"INTRA_OP_THREAD_COUNT": "3", "INFERENCE_MODE": "false", "DISABLE_OPTIMIZED_EXECUTION": "true"}
+    given = config("pytorch", {"x": ("FP32", (2000,))}, outputs, max_batch=4, parameters=parameters)
+    x = np.arange(2000, dtype=np.float32).reshape(1, 2000)
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        shared = worker.tensor("x", x, shared=True)
+        place = worker.place(x.nbytes)
+        wanted = [Wanted("y", place)]
+        for number in (1, 2):
+            (row,) = worker.run(work(number, shared, outputs=wanted))
+            assert row.error is None, row.error
+            assert (worker.array(row.outputs[0], np.float32) == x + 1).all()
+            assert (worker.array(shared, np.float32) == x).all()
+        assert "not writable" not in worker.said()
+
+
+def test_a_program_says_its_inputs_and_outputs(tmp_path: Path) -> None:
+    batch = torch.export.Dim("batch", max=64)
+    x, k = torch.zeros(2, 3), torch.zeros(2, 3)
+    source = TREE.replace("x, flag, more, *, k", "x, k").replace(' more["q"] * 1', "")
+    export(tmp_path, source, x, k, dynamic=({0: batch}, {0: batch}))
+    given = replace(config("pytorch", {}, {}), default_model_filename="model.pt2")
+    with loaded(given, tmp_path) as model:
+        found = model.config
+        assert [(entry.name, entry.data_type, tuple(entry.dims)) for entry in found.input] == [
+            ("x", "TYPE_FP32", (3,)),
+            ("k", "TYPE_FP32", (3,)),
+        ]
+        assert [(entry.name, tuple(entry.dims)) for entry in found.output] == [("a", (3,)), ("OUTPUT__1", (3,))]
+        assert found.max_batch_size == 4
+        assert found.dynamic_batching is not None
+        values = np.arange(3, dtype=np.float32).reshape(1, 3)
+        tensors = [Tensor(name, "FP32", (1, 3), (values * scale).tobytes()) for name, scale in (("x", 1), ("k", 10))]
+        for row in model.runner.run([work(1, *tensors), work(2, *tensors)])[0]:
+            assert row.error is None, row.error
+            assert row.outputs[0].data == (values * 11).tobytes()
+            assert row.outputs[1].data == (values * 2).tobytes()
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+X, Y = {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}
+
+
+def scripted(folder: Path, **parameters: str) -> ModelConfig:
+    torch_forward(folder, "x", "return x")
+    return config("pytorch", X, Y, parameters=parameters)
+
+
+def exported(folder: Path, dims: tuple[int, ...], max_batch: int) -> ModelConfig:
+    source = "class Model(torch.nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+    export(folder, source, torch.zeros(2, 3))
+    given = config("pytorch", {"INPUT__0": ("FP32", dims)}, {"OUTPUT__0": ("FP32", dims)}, max_batch=max_batch)
+    return replace(given, default_model_filename="model.pt2")
+
+
+def on_a_gpu(folder: Path) -> ModelConfig:
+    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
+    return replace(scripted(folder), instance_group=(group,))
+
+
+def no_file(folder: Path) -> ModelConfig:
+    version_folder(folder)
+    return config("pytorch", X, Y)
+
+
+def no_program(folder: Path) -> ModelConfig:
+    torch.save({"weight": A}, str(version_folder(folder) / "model.pt"))
+    return config("pytorch", X, Y)
+
+
+def no_archive(folder: Path) -> ModelConfig:
+    (version_folder(folder) / "model.pt").write_bytes(b"weights")
+    return config("pytorch", X, Y)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (no_file, NotFound, "version 1 of model 'm' has no file 'model.pt'"),
+        (no_archive, InvalidRequest, "'model.pt' is no file of PyTorch"),
+        (no_program, InvalidRequest, "'model.pt' holds no program: save it with torch.jit.save"),
+        (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "from 0 on, not 'many'"),
+        (lambda folder: scripted(folder, INFERENCE_MODE="maybe"), InvalidRequest, "INFERENCE_MODE.*true or false"),
+        (lambda folder: scripted(folder, ENABLE_NVFUSER="2"), InvalidRequest, "ENABLE_NVFUSER of model 'm'"),
+        (lambda folder: exported(folder, (3,), 4), InvalidRequest, "'INPUT__0' is 2 in the model; a batch needs"),
+        (lambda folder: exported(folder, (2, 4), 0), InvalidRequest, r"shape \[2, 4\] .* \[2, 3\] in the model"),
+        (on_a_gpu, Unsupported, "to run on GPU 1, and the PyTorch that is installed sees none"),
+    ],
+)
+def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+    if make is on_a_gpu and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    given = make(tmp_path)
+    model = backend(tmp_path, given)
+    try:
+        with pytest.raises(kind, match=text):
+            model.load(given)
+    finally:
+        model.close()
+
+
+def test_a_script_does_not_say_its_inputs(tmp_path: Path) -> None:
+    torch_forward(tmp_path, "x", "return x")
+    given = config("pytorch", {}, {})
+    with pytest.raises(InvalidRequest, match="a TorchScript file does not say what shapes it takes"):
+        backend(tmp_path, given).complete(given)
+
+
+@pytest.mark.gpu
+@pytest.mark.process
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("program", [False, True], ids=["script", "program"])
+def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
+    """The same answers as on the CPU, and it has run there."""
+    lines = ("y = x * 2", "return y, torch.full((x.shape[0], 1), float(x.is_cuda))")
+    body = "".join(f"        {line}\n" for line in lines)
+    source = f"class Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
+    if program:
+        dynamic = ({0: torch.export.Dim("batch", max=64)},)
+        export(tmp_path, source.replace("float(x.is_cuda)", "1.0"), torch.zeros(2, 2000), dynamic=dynamic)
+    else:
+        torch_script(tmp_path, source)
+    given = config(
+        "pytorch", {"x": ("FP32", (2000,))}, {"OUTPUT__0": ("FP32", (2000,)), "OUTPUT__1": ("FP32", (1,))}, max_batch=4,
+        parameters={"ENABLE_CACHE_CLEANING": "true"},
+    )  # fmt: skip
+    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
+    given = replace(given, instance_group=(group,), default_model_filename="model.pt2" if program else "model.pt")
+    x = np.arange(4000, dtype=np.float32).reshape(2, 2000)
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        for row in worker.run(work(1, worker.tensor("x", x)), work(2, worker.tensor("x", x))):
+            assert row.error is None, row.error
+            assert (worker.array(row.outputs[0], np.float32) == x * 2).all()
+            assert worker.array(row.outputs[1], np.float32).tolist() == [[1.0], [1.0]]
+            worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]

@@ -1,0 +1,355 @@
+"""Warm-up and labels in a real worker: what runs before a model is ready, what stays of it, what makes loads fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import Options, Tensor, Wanted
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup, ModelWarmup, ModelWarmupInput
+from shmserve.shm.strings import encode_bytes
+from shmserve.workers.backends.base import Context
+from shmserve.workers.backends.onnx.backend import Onnx
+from shmserve.workers.batch.specs import inputs_of
+from shmserve.workers.loading import THREADS, _threads
+from shmserve.workers.process.device import device_of
+from shmserve.workers.process.exit_codes import Exit
+from shmserve.workers.warmup import requests_of, title
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_models import KINDS, Graph, Kind, config_name, python_model
+
+pytestmark = pytest.mark.process
+
+RECORDER = """\
+import json
+import os
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    \"\"\"Says what it was called with when it is asked; outputs are large.\"\"\"
+
+    def initialize(self, args):
+        self.calls = []
+        self.args = args
+
+    def execute(self, requests):
+        if json.loads(requests[0].parameters()).get("tell"):
+            return [pb_utils.InferenceResponse([], None, {"calls": json.dumps(self.calls), **self.args})]
+        self.calls.append([self.described(request) for request in requests])
+        y = pb_utils.Tensor("y", np.zeros((1, 5000), np.float32))
+        return [pb_utils.InferenceResponse([y]) for _ in requests]
+
+    def described(self, request):
+        found = {}
+        for tensor in request.inputs():
+            array = tensor.as_numpy()
+            values = [repr(value) for value in array.ravel()[:4].tolist()]
+            found[tensor.name()] = [list(array.shape), str(array.dtype), values, bool(array.any())]
+        return found
+
+    def finalize(self):
+        print("finalized")
+"""
+
+
+def sample(name: str, batch_size: int, count: int = 0, **inputs: ModelWarmupInput) -> ModelWarmup:
+    return ModelWarmup(name=name, batch_size=batch_size, inputs=inputs, count=count)
+
+
+def data(dtype: str, *dims: int, **what: Any) -> ModelWarmupInput:
+    return ModelWarmupInput(data_type=f"TYPE_{config_name(dtype)}", dims=dims, **what)  # type: ignore[arg-type]
+
+
+def recorder(folder: Path, *samples: ModelWarmup, dtype: str = "FP32", max_batch: int = 4) -> ModelConfig:
+    python_model(folder, RECORDER)
+    x = {"x": (config_name(dtype), (-1,))}
+    given = config("python", x, {"y": ("FP32", (-1,))}, max_batch=max_batch)
+    return replace(given, model_warmup=samples)
+
+
+def file(folder: Path, name: str, content: bytes) -> None:
+    (folder / "warmup").mkdir(exist_ok=True)
+    (folder / "warmup" / name).write_bytes(content)
+
+
+def calls(worker: WorkerProcess) -> tuple[Any, dict[str, Any]]:
+    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+    asked = work(1, tensor, options=Options(parameters={"tell": True}), outputs=[])
+    (row,) = worker.run(asked)
+    assert row.error is None, row.error
+    assert row.parameters is not None
+    return json.loads(str(row.parameters["calls"])), row.parameters
+
+
+def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
+    large = np.random.default_rng(2).random(3000, np.float32)
+    file(tmp_path, "x.bin", large.tobytes())
+    given = recorder(
+        tmp_path,
+        sample("zero", 1, x=data("FP32", 3, zero_data=True)),
+        sample("skipped", 0, x=data("FP32", 3, zero_data=True)),
+        sample("random", 4, 2, x=data("FP32", 2000, random_data=True)),
+        sample("file", 2, 1, x=data("FP32", 3000, input_data_file="x.bin")),
+    )
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        assert not worker.maps  # nothing was announced, so nothing can stay
+        found, _ = calls(worker)
+        shapes = [[request["x"][0] for request in call] for call in found]
+        assert shapes == [[[1, 3]], [[1, 2000]] * 4, [[1, 2000]] * 4, [[1, 3000]] * 2]
+        assert not found[0][0]["x"][3]
+        assert found[1][0] == found[1][3] == found[2][0]
+        assert all(0 <= float(value) < 1 for value in found[1][0]["x"][2])
+        assert found[3][1]["x"][2] == [repr(value) for value in large[:4].tolist()]
+        said = worker.said()
+        assert "info: warm-up sample 'skipped' of model 'm' has batch_size 0 and is skipped" in said
+        assert "info: warm-up sample 'random' of model 'm' took " in said
+        assert " ms: 2 run(s) of 4 request(s)" in said
+
+
+def test_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer with a large output is the first time that a segment is announced, and it is the only block.
+    Nothing that was compiled is in the repository, whatever the model imports, and when."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "helper.py").write_text("SIZE = 5000")
+    given = recorder(tmp_path, sample("s", 4, 20, x=data("FP32", 3, zero_data=True)))
+    python_model(
+        tmp_path, RECORDER.replace("        self.calls.append(", "        import helper\n\n        self.calls.append(")
+    )
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, Tensor("x", "FP32", (1, 1), bytes(4))))
+        assert isinstance(row.outputs[0].data, tuple)
+        (handle,) = row.outputs[0].data
+        assert handle.offset == 0
+        assert [message.segment for message in worker.maps] == [handle.segment]
+        worker.mapped.close()
+        assert not list(tmp_path.glob("**/__pycache__"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"),
+    [pytest.param(kind, dtypes, id=f"{kind.name}-{len(dtypes)}") for kind in KINDS for dtypes in kind.dtypes],
+)
+def test_all_types_at_once(tmp_path: Path, kind: Kind, dtypes: tuple[str, ...]) -> None:
+    """Small and large, in every backend."""
+    given = kind.echo(tmp_path, dtypes, (-1,), 8)
+    samples = [
+        ModelWarmup(
+            name=f"{key}-{size}",
+            batch_size=3,
+            inputs={f"x{dtype}": data(dtype, size, **{key: True}) for dtype in dtypes},
+        )
+        for key in ("zero_data", "random_data")
+        for size in (1, 4000)
+    ]
+    with WorkerProcess(replace(given, model_warmup=tuple(samples)), tmp_path) as worker:
+        worker.loaded()
+        assert not worker.maps
+        assert worker.said().count(" ms: 1 run(s) of 3 request(s)") == 4
+
+
+def test_strings(tmp_path: Path) -> None:
+    words = np.array([b"a", b"", "é".encode()], object)
+    file(tmp_path, "words", encode_bytes(words))
+    given = recorder(
+        tmp_path,
+        sample("zero", 1, x=data("BYTES", 2, zero_data=True)),
+        sample("random", 1, x=data("BYTES", 2, random_data=True)),
+        sample("file", 1, x=data("BYTES", 3, input_data_file="words")),
+        dtype="BYTES",
+    )
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        text = Tensor("x", "BYTES", (1, 1), bytes(4))
+        (row,) = worker.run(work(1, text, options=Options(parameters={"tell": True}), outputs=[]))
+        assert row.parameters is not None
+        found = json.loads(str(row.parameters["calls"]))
+        expected = [[b""] * 2, [b""] * 2, words.tolist()]
+        assert [call[0]["x"][2] for call in found] == [list(map(repr, some)) for some in expected]
+
+
+def test_onnx_is_warm_and_right(tmp_path: Path) -> None:
+    """A model whose batch dimension and sizes come from its file; what it answers is what the bare engine does."""
+    weights = np.random.default_rng(5).standard_normal((64, 2000)).astype(np.float32)
+    graph = Graph().input("x", "FP32", [-1, 64]).output("y", "FP32", [-1, 2000]).weight("w", weights)
+    path = graph.node("MatMul", ["x", "w"], ["y"]).save(tmp_path)
+    given = ModelConfig(
+        name="m",
+        backend="onnxruntime",
+        model_warmup=(sample("s", 4, 3, x=data("FP32", 64, random_data=True)),),
+    )
+    x = np.random.default_rng(6).standard_normal((2, 64)).astype(np.float32)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    (expected,) = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    with WorkerProcess(given, tmp_path) as worker:
+        assert worker.loaded().max_batch_size == 4
+        assert not worker.maps
+        assert " ms: 3 run(s) of 4 request(s)" in worker.said()
+        (row,) = worker.run(work(1, worker.tensor("x", x)))
+        np.testing.assert_allclose(worker.array(row.outputs[0], np.float32), expected, rtol=1e-4, atol=1e-5)
+        # And its classes, of rows that are computed in shared memory otherwise.
+        both = worker.run(
+            work(2, worker.tensor("x", x), outputs=[Wanted("y", None, 2)]), work(3, worker.tensor("x", x))
+        )
+        assert worker.array(both[0].outputs[0], object).tolist() == [
+            [f"{row[i]:f}:{i}".encode() for i in np.argsort(-row)[:2].tolist()]
+            for row in worker.array(both[1].outputs[0], np.float32)
+        ]
+        worker.mapped.close()
+
+
+# ------------------------------------------------------------------------------------------ what fails
+
+
+def fails(given: ModelConfig, folder: Path, code: str, *texts: str) -> str:
+    with WorkerProcess(given, folder) as worker:
+        failed = worker.failed()
+        assert worker.ended() == Exit.LOAD_FAILED
+        assert failed.code == code, failed.text
+        for text in texts:
+            assert text in failed.text
+        assert str(folder) not in failed.text
+        assert not worker.maps
+        return worker.said()
+
+
+def test_a_model_that_fails_its_sample(tmp_path: Path) -> None:
+    source = RECORDER.replace("self.calls.append(", "assert len(self.calls) < 2, 'tired'\n        self.calls.append(")
+    given = recorder(tmp_path, sample("s", 1, 3, x=data("FP32", 3, zero_data=True)))
+    python_model(tmp_path, source)
+    said = fails(
+        given,
+        tmp_path,
+        "MODEL_FAILED",
+        "warm-up sample 's' of model 'm' failed in run 3 of 3",
+        "model instance 'm_0_0'",
+        "AssertionError: tired",
+    )
+    assert "Traceback" in said
+    assert "finalized" in said
+
+
+BAD: dict[str, tuple[ModelWarmup, str]] = {
+    "dims unlike the model's": (sample("s", 1, x=data("FP32", 3, 4, zero_data=True)), "'x' has dims [3, 4]; the model"),
+    "dims unknown": (sample("s", 1, x=data("FP32", -1, zero_data=True)), "[-1]: those of data must be known"),
+    "type": (sample("s", 1, x=data("INT8", 3, zero_data=True)), "data_type TYPE_INT8; the model's is FP32"),
+    "no type": (sample("s", 1, x=ModelWarmupInput(dims=(3,), zero_data=True)), "data_type TYPE_INVALID"),
+    "no data": (sample("s", 1, x=data("FP32", 3)), "give zero_data, random_data or input_data_file"),
+    "other input": (sample("s", 1, x=data("FP32", 3, zero_data=True), z=data("FP32", 3)), "'z' is none of"),
+    "no input": (sample("", 1), "warm-up sample number 0 of model 'm' lacks input(s) x"),
+    "batch": (sample("s", 5, x=data("FP32", 3, zero_data=True)), "batch_size 5; max_batch_size is 4"),
+    "too much": (sample("s", 1, x=data("FP32", 1 << 60, zero_data=True)), "more than memory can hold"),
+    "file short": (
+        sample("s", 1, x=data("FP32", 3, input_data_file="eight")),
+        "have 12 bytes for FP32 [1, 3]; it has 8",
+    ),
+    "file long": (sample("s", 1, x=data("FP32", 1, input_data_file="eight")), "have 4 bytes for FP32 [1, 1]; it has 8"),
+    "no file": (
+        sample("s", 1, x=data("FP32", 3, input_data_file="none")),
+        "'x': file 'none' cannot be read: no such",
+    ),
+    "file outside": (sample("s", 1, x=data("FP32", 2, input_data_file="../1/model.py")), "without .. or a leading /"),
+    "absolute file": (sample("s", 1, x=data("FP32", 2, input_data_file="/etc/passwd")), "in the model's warmup dir"),
+    "link": (
+        sample("s", 1, x=data("FP32", 2, input_data_file="link")),
+        "is a link to a path outside the model's directory",
+    ),
+    "directory": (sample("s", 1, x=data("FP32", 2, input_data_file="sub")), "not a regular file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_samples(tmp_path: Path, case: str) -> None:
+    """Without a process, as none of them comes as far as the model."""
+    bad, text = BAD[case]
+    folder = tmp_path / "m"
+    folder.mkdir()
+    file(folder, "eight", bytes(8))
+    (tmp_path / "outside").write_bytes(bytes(8))
+    (folder / "warmup" / "link").symlink_to(tmp_path / "outside")
+    (folder / "warmup" / "sub").mkdir()
+    given = recorder(folder, bad)
+    with pytest.raises(InvalidRequest) as found:
+        requests_of(title(bad, 0), bad, given, folder, inputs_of(given))
+    assert text in str(found.value)
+    assert "warm-up sample" in str(found.value)
+    assert "model 'm'" in str(found.value)
+    assert str(tmp_path) not in str(found.value)
+
+
+def test_a_batch_for_a_model_without_batches(tmp_path: Path) -> None:
+    given = recorder(tmp_path, sample("s", 2, x=data("FP32", 3, zero_data=True)), max_batch=0)
+    fails(given, tmp_path, "INVALID_ARG", "warm-up sample 's'", "batch_size 2; max_batch_size is 0, so it can be 1")
+
+
+@pytest.mark.parametrize("content", [b"\1\0\0\0a", b"\1\0\0\0a\2\0\0\0b", b"\1\0\0\0a\1\0\0\0b\1\0\0\0c"])
+def test_files_that_are_not_the_strings(tmp_path: Path, content: bytes) -> None:
+    file(tmp_path, "words", content)
+    given = recorder(tmp_path, sample("s", 1, x=data("BYTES", 2, input_data_file="words")), dtype="BYTES")
+    fails(given, tmp_path, "INVALID_ARG", "warm-up sample 's' of model 'm': input 'x': file 'words'")
+
+
+def test_labels_that_cannot_be_read(tmp_path: Path) -> None:
+    given = recorder(tmp_path)
+    given = replace(given, output=(replace(given.output[0], label_filename="labels.txt"),))
+    fails(given, tmp_path, "INVALID_ARG", "label file 'labels.txt'", "no such file")
+
+
+# ------------------------------------------------------------------------------------------ what models are told
+
+
+@pytest.mark.parametrize(
+    ("instance", "kind", "device"),
+    [("a_0", "CPU", "0"), ("a_1", "GPU", "2"), ("a_3", "GPU", "5"), ("b_0", "MODEL", "0"), ("a_9", "CPU", "0")],
+)
+def test_kind_and_device(instance: str, kind: str, device: str) -> None:
+    groups = (
+        ModelInstanceGroup(name="a", kind="KIND_CPU", count=1),
+        ModelInstanceGroup(name="b", kind="KIND_MODEL", count=1),
+        ModelInstanceGroup(name="a", kind="KIND_GPU", gpus=(2, 5), count=2),
+    )
+    assert device_of(ModelConfig(instance_group=groups), instance) == (kind, int(device))
+
+
+def test_classes_of_a_python_model(tmp_path: Path) -> None:
+    source = RECORDER.replace("np.zeros((1, 5000), np.float32)", "np.array([[1, 3, 2]], np.float32)")
+    (tmp_path / "names.txt").write_text("one\nthree\n")
+    given = recorder(tmp_path)
+    given = replace(given, output=(replace(given.output[0], label_filename="names.txt"),))
+    python_model(tmp_path, source)
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        x = Tensor("x", "FP32", (1, 1), bytes(4))
+        all_of_them, first = [Wanted("y", None, 7)], [Wanted("y", None, 1)]
+        rows = worker.run(work(1, x, outputs=all_of_them), work(2, x), work(3, x, outputs=first))
+        found = [worker.array(row.outputs[0], np.float32).tolist() for row in rows]
+        assert found == [
+            [[b"3.000000:1:three", b"2.000000:2", b"1.000000:0:one"]],
+            [[1, 3, 2]],
+            [[b"3.000000:1:three"]],
+        ]
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", 0), ("many", 0)])
+def test_threads(tmp_path: Path, said: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process was told counts, what the configuration says counts more; else it is the cores."""
+    monkeypatch.setenv(THREADS, said)
+    context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {}, _threads())
+    given = config("onnxruntime", {}, {})
+    assert Onnx(context).planned(given).attributes["intra_op_num_threads"] == (threads or len(os.sched_getaffinity(0)))
+    given = config("onnxruntime", {}, {}, parameters={"intra_op_thread_count": "5"})
+    assert Onnx(context).planned(given).attributes["intra_op_num_threads"] == 5

@@ -1,0 +1,31 @@
+"""The chaos soak: half a minute of it here, ten with `make chaos`.
+
+The rule: a failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.stress.chaos.chaos import run_chaos
+
+pytestmark = pytest.mark.process
+
+SECONDS = float(os.environ.get("SHMSERVE_CHAOS_SECONDS", "25"))
+SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
+
+
+def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
+    found = run_chaos(tmp_path, SECONDS, SEED)
+    print(found.text())
+    assert not found.faults, found.report()
+    # It was not idle, and everything happened that can.
+    assert found.counts["right"] > found.happened.total(), found.text()
+    for kind in ("worker", "client", "gateway", "broker"):
+        assert found.happened[f"killed {kind}"], found.text()
+    for kind in ("worker", "client"):
+        assert found.happened[f"stopped {kind}"], found.text()
+    assert found.counts["operations"], found.text()

@@ -1,0 +1,74 @@
+"""Coverage-guided fuzzing of one target, as a process: `python -m tests.stress.fuzz.run TARGET RUNS SEED DIR`.
+
+A finding ends it with another code than 0: an error that the target does not allow, an input that takes longer than
+SECONDS, memory that grows, a descriptor that stays open. The input is left in FOLDER. The rule of the file: the same
+seed is the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+SECONDS = 30
+"""Of wall time, on a machine that may do much else."""
+LONGEST = 2048
+LIMIT_MB = 4096
+"""What the process that started this one has had counts as this one's, too."""
+GROWTH_BYTES = 96 << 20
+"""What the process may grow by in the second half of a run: the fuzzer keeps every input that was new to it."""
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+class Watched:
+    """The target, and what may not grow beside it."""
+
+    def __init__(self, target: Any, runs: int) -> None:
+        self._target = target
+        self._half, self._last = runs // 2, runs - 1
+        self._count = self._resident = self._open = 0
+
+    def __call__(self, data: bytes) -> None:
+        self._target(data)
+        self._count += 1
+        if self._count == self._half:
+            gc.collect()
+            self._resident, self._open = _resident(), len(os.listdir("/proc/self/fd"))
+        elif self._count == self._last:
+            gc.collect()
+            grown, opened = _resident() - self._resident, len(os.listdir("/proc/self/fd")) - self._open
+            assert grown < GROWTH_BYTES, f"memory has grown by {grown >> 20} MiB in the second half of the run"
+            assert opened <= 0, f"{opened} descriptors more are open than at half of the run"
+
+
+def main(name: str, runs: int, seed: int, folder: Path) -> None:
+    atheris = importlib.import_module("atheris")
+    with atheris.instrument_imports(include=["shmserve"]):
+        targets = importlib.import_module("tests.stress.fuzz.targets")
+    beginnings = folder / "beginnings"
+    beginnings.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(targets.BEGINNINGS[name]()):
+        (beginnings / f"{number:04}").write_bytes(data)
+    options = [
+        f"-runs={runs}",
+        f"-seed={seed}",
+        f"-max_len={LONGEST}",
+        f"-timeout={SECONDS}",
+        f"-rss_limit_mb={LIMIT_MB}",
+        f"-artifact_prefix={folder}/",
+        "-print_final_stats=1",
+        "-verbosity=0" if runs < 1000 else "-verbosity=1",
+    ]
+    atheris.Setup([sys.argv[0], *options, str(beginnings)], Watched(targets.TARGETS[name], runs))
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

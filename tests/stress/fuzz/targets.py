@@ -1,0 +1,219 @@
+"""What is fuzzed: functions of bytes, and the inputs that each begins with.
+
+The rule of the file: a target returns, whatever the bytes are; the only errors it lets pass are those that its caller
+is told of (ServeError, ConfigError among them). Everything else that comes out is a finding.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from bench.mischief import Mischief
+from shmserve.errors import ProtocolError, ServeError
+from shmserve.gateway.auth.access import EndpointAccess
+from shmserve.gateway.http import bodies, heads
+from shmserve.gateway.kserve import generate
+from shmserve.gateway.kserve import plans as kserve
+from shmserve.gateway.limits.turns import finished
+from shmserve.gateway.upstream import documents
+from shmserve.protocol import codec as wire
+from shmserve.protocol import messages
+from shmserve.protocol.roles import ROLES
+from shmserve.repo import load, samples
+from shmserve.repo.config import override
+from shmserve.repo.config.problems import ConfigError
+from tests.stress.fuzz import lane
+
+Target = Callable[[bytes], None]
+
+_UNIONS: tuple[Any, ...] = (
+    messages.ClientMessage,
+    messages.BrokerMessage,
+    messages.WorkerOrder,
+    messages.WorkerReport,
+)
+_CODECS = [(wire.Codec(union), (*get_args(union), wire.Refused)) for union in _UNIONS]
+LONGEST_BODY = 100_000
+_EVERYBODY = EndpointAccess(ROLES)
+_MODEL = {
+    "max_batch_size": 8,
+    "input": [
+        {"name": "x", "data_type": "TYPE_FP32", "dims": ["-1"]},
+        {"name": "s", "data_type": "TYPE_STRING", "dims": ["1"]},
+    ],
+}
+BACKENDS = ("identity", "python", "onnxruntime")
+
+
+def decode(data: bytes) -> None:
+    """The first byte says for which direction the rest is."""
+    codec, kinds = _CODECS[data[0] % len(_CODECS) if data else 0]
+    try:
+        found = codec.decode(data[1:])
+    except ProtocolError:
+        return
+    for message in found:
+        assert isinstance(message, kinds)
+    again = [message for message in found if not isinstance(message, wire.Refused)]
+    assert [repr(message) for message in codec.decode(wire.encode(again))] == [repr(message) for message in again]
+
+
+def config(data: bytes) -> None:
+    try:
+        found = load.load(data, name="m", backends=BACKENDS, files=("model.onnx",)).config
+    except ConfigError:
+        return
+    assert found.name == "m"
+
+
+def config_override(data: bytes) -> None:
+    try:
+        given = override.parse_override(data)
+    except ConfigError:
+        return
+    load.examine(given.message, override.OVERRIDE, load.Setting("m", BACKENDS))
+
+
+def http(data: bytes) -> None:
+    """A request without a gateway: its lines, its body in chunks, compressed, and what is made of it."""
+    block, _, body = data.partition(b"\r\n\r\n")
+    try:
+        head = heads.parse(block + b"\r\n\r\n", access=_EVERYBODY)
+    except heads.BadHead:
+        return
+    with suppress(ServeError):
+        if head.chunked:
+            chunks = bodies.Chunks(LONGEST_BODY)
+            chunks.feed(body)
+            body = bytes(chunks.body)
+        if head.encoding:
+            body = bytes(finished(bodies.inflating(head.encoding, body, LONGEST_BODY, "", lambda size: None)))
+        match head.route.action:
+            case "infer":
+                kserve.plan_of(body[: head.json_length])
+                finished(kserve.plan_in_slices(body[: head.json_length], LONGEST_BODY))
+            case "generate" | "generate_stream":
+                generate.generate_plan(body, _MODEL)
+            case _:
+                documents.arguments_of(head.route, body)
+
+
+TARGETS: dict[str, Target] = {
+    "decode": decode,
+    "config": config,
+    "override": config_override,
+    "lane": lane.run,
+    "http": http,
+}
+
+
+# ------------------------------------------------------------------------------------------------- beginnings
+
+
+def _packets() -> Iterator[bytes]:
+    mischief = Mischief(1, "m", "x")
+    for number in range(200):
+        packet = mischief.packet()
+        if len(packet) < 1000:
+            yield bytes([number % len(_CODECS)]) + packet
+    ones = [
+        messages.Welcome(1, 5, "server", {"packet_bytes": 1}),
+        messages.Reply(1, 1, (messages.Tensor("y", "FP32", (1, 1), b"1234"),), {"a": 1.5}),
+        messages.FailHeld(1, "INTERNAL", "text"),
+    ]
+    yield b"\x01" + wire.encode(ones)
+    work = messages.Work(1, 1, (messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),)),), None, "uid:1")
+    yield b"\x02" + wire.encode([messages.Load(5, "m", 1, "m_0", "1", {"a": "b"}), messages.Execute(1, 0, (work,))])
+    row = messages.Row(1, (), messages.Failure("INTERNAL", "text"))
+    yield b"\x03" + wire.encode([messages.Done(1, (row,), (1, 2, 3, 4)), messages.Started(1, 1)])
+
+
+_FULL = """\
+name: "m" backend: "python" max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, 3 ] reshape { shape: [ 3, -1 ] } } ]
+output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] label_filename: "labels.txt" } ]
+instance_group [ { count: 2 kind: KIND_CPU host_policy: "cpu" } ]
+dynamic_batching {
+  preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 100 priority_levels: 2 default_priority_level: 1
+  default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 5 max_queue_size: 10 }
+  priority_queue_policy { key: 1 value { max_queue_size: 3 } }
+}
+version_policy: { specific { versions: [ 1, 2 ] } }
+parameters { key: "a" value { string_value: "b" } } # a comment
+model_warmup {
+  name: "w" batch_size: 1 inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 2, 3 ] zero_data: true } }
+}
+"""
+_ENSEMBLE = """\
+platform: "ensemble" input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "y" data_type: TYPE_FP32 dims: 1 }
+ensemble_scheduling { step [ { model_name: "a" model_version: -1 input_map { key: "i" value: "x" }
+output_map { key: "o" value: "y" } } ] }
+"""
+
+
+def _configs() -> Iterator[bytes]:
+    yield from (_FULL.encode(), _ENSEMBLE.encode())
+    for path in sorted(Path(samples.__file__).parent.glob("examples/*/config.pbtxt")):
+        yield path.read_bytes()
+
+
+def _overrides() -> Iterator[bytes]:
+    whole: dict[str, Any] = {
+        "name": "m",
+        "backend": "python",
+        "maxBatchSize": "8",
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": ["-1", 3]}],
+        "output": [{"name": "y", "dataType": "type_string", "dims": [1]}],
+        "instance_group": [{"count": 2, "kind": "KIND_CPU"}],
+        "dynamicBatching": {"preferredBatchSize": [4], "priorityQueuePolicy": {"1": {"maxQueueSize": 3}}},
+        "parameters": {"a": {"string_value": "b"}},
+        "version_policy": {"latest": {"num_versions": 1}},
+        "optimization": {"priority": "PRIORITY_MAX", "input_pinned_memory": {"enable": True}},
+    }
+    yield json.dumps(whole).encode()
+    for key, value in whole.items():
+        yield json.dumps({key: value}).encode()
+
+
+def _courses() -> Iterator[bytes]:
+    roll = random.Random(4)
+    for size in (4, 16, 64, 256):
+        for _ in range(20):
+            yield roll.randbytes(size)
+
+
+def _requests() -> Iterator[bytes]:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2.5]}
+    output = {"name": "y", "parameters": {"classification": 2, "shared_memory_region": "r"}}
+    infer = json.dumps({"inputs": [tensor], "outputs": [output], "id": "1", "parameters": {"sequence_id": 1}})
+    load = json.dumps({"parameters": {"config": "{}", "file:1/model.onnx": "eA=="}})
+    told = {
+        "v2/models/m/infer": infer,
+        "v2/models/m/versions/1/generate_stream": json.dumps({"x": [1, 2], "s": "a", "parameters": {"priority": 1}}),
+        "v2/repository/models/m/load": load,
+        "v2/repository/index": '{"ready": true}',
+        "v2/systemsharedmemory/region/r/register": '{"key": "k", "offset": 0, "byte_size": 4}',
+        "v2/models/m/trace/setting": '{"trace_rate": "1", "trace_level": ["TIMESTAMPS"]}',
+    }
+    for path, text in told.items():
+        body = text.encode()
+        first = f"POST /{path} HTTP/1.1\r\nHost: x\r\n".encode()
+        yield first + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        yield first + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        packed = gzip.compress(body)
+        yield first + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%b" % (len(packed), packed)
+
+
+BEGINNINGS: dict[str, Callable[[], Iterator[bytes]]] = {
+    "decode": _packets,
+    "config": _configs,
+    "override": _overrides,
+    "lane": _courses,
+    "http": _requests,
+}

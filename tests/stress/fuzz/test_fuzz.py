@@ -1,0 +1,70 @@
+"""Coverage-guided fuzzing, seeded: 20,000 inputs here, SHMSERVE_FUZZ of them (a million) with `make stress`.
+
+An input of `lane` is a whole course of up to 200 events, so there are few of them. The rule: a failure shows the input
+in hex; mended, it becomes a test of its own beside those of the module that it was found in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed"),
+]
+
+INPUTS = int(os.environ.get("SHMSERVE_FUZZ", "20000"))
+SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
+SHARES = {"decode": 0.60, "override": 0.24, "config": 0.15, "lane": 0.01}
+if INPUTS > 20000:  # else its own tests have to do
+    SHARES |= {"decode": 0.50, "http": 0.10}
+LIMIT_S = 120 + INPUTS / 200
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
+    """One process for each target, all at once."""
+    started = {}
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    for name, share in SHARES.items():
+        folder = tmp_path_factory.mktemp(name)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.stress.fuzz.run",
+            name,
+            str(int(INPUTS * share)),
+            str(SEED),
+            str(folder),
+        ]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environment
+            )
+        started[name] = (process, folder)
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("name", list(SHARES))
+def test_nothing_but_named_errors_comes_out(
+    name: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]
+) -> None:
+    process, folder = running[name]
+    code = process.wait(LIMIT_S)
+    told = (folder / "log").read_text(errors="replace").splitlines()
+    findings = [path.read_bytes().hex() for path in folder.iterdir() if path.name.startswith(("crash-", "timeout-"))]
+    assert code == 0, "\n".join([f"{name}, seed {SEED}: input {findings}", *told[-60:]])
+    done = next(int(line.split()[1]) for line in told if line.startswith("stat::number_of_executed_units:"))
+    assert done >= int(INPUTS * SHARES[name]) - 1

@@ -1,0 +1,285 @@
+"""A process of another user, let in to infer, does what harm it can; honest clients beside it notice nothing.
+
+The rule: after each attack the server has the same workers and no more descriptors, segments or memory than before.
+What such a user can see and open at all is in tests/security, what any client may say wrongly in tests/process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import models
+from bench.child import Child
+from bench.hostile import Picture, compare
+from bench.hostile_client import SECRETS
+from bench.raw import Lane, Segment, Zmq
+from bench.setting import Served
+from bench.soak import SLOW
+from shmserve import Client
+from shmserve.protocol.messages import Fail, Handle, Infer, Map, Reply, Tensor
+from shmserve.shm.extents import posix
+from shmserve.testing import Server
+
+pytestmark = [
+    pytest.mark.xdist_group("second uid"),
+    pytest.mark.process,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
+]
+
+NOBODY = 65534
+HELD = 8 << 20
+REQUESTS = 100
+CONNECTIONS = 20
+LIMITS = (f"client_held_bytes={HELD}", f"client_requests={REQUESTS}", f"uid_connections={CONNECTIONS}",
+          f"client_outbox_bytes={1 << 20}")  # fmt: skip
+FP32 = {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}
+STRINGS = np.array([[f"{number}".encode() * (number % 7) for number in range(500)]], object)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Everybody may enter its directory, and the one user may connect."""
+    folder = Path(tempfile.mkdtemp(prefix="shmserve-test-"))
+    folder.chmod(0o755)
+    root = folder / "models"
+    models.write(root, "identity", models.identity(max_batch=8), {})
+    models.write(root, "strings", models.identity("STRING", max_batch=8), {})
+    models.write(root, "slow", models.Model("python", *FP32, max_batch=4, dynamic=True), {"model.py": SLOW})
+    options = [f"--access=uid:{NOBODY}=infer", *(f"--limit={limit}" for limit in LIMITS)]
+    with Server(root, *options, runtime_dir=folder / "run") as server:
+        server.runtime_dir.chmod(0o755)
+        (server.runtime_dir / "lane.sock").chmod(0o666)
+        for url in (server.url, server.zmq_url):  # what is needed once is there before anything is compared
+            with Client(url) as client:
+                honest(client)
+        with attack(server) as child:
+            child.ask(do="flip", requests=40)
+            child.ask(do="hold", most=50)
+        yield server
+    shutil.rmtree(folder)
+
+
+def attack(server: Server) -> Child:
+    return Child("tests.stress.hostile.attacker:attacker", path=str(server.runtime_dir / "lane.sock"), uid=NOBODY)
+
+
+@pytest.fixture
+def attacker(server: Server) -> Iterator[Child]:
+    """Its end is part of each test: then nothing of it may be left."""
+    before = Picture.of(server.pid)
+    with attack(server) as child:
+        child.ready()
+        yield child
+    _, worse = compare(Served(server.runtime_dir), before)
+    assert not worse, worse
+
+
+def honest(client: Client, rounds: int = 5) -> None:
+    """Requests of all kinds, many at a time, and each answer is right."""
+    for number in range(rounds):
+        sent: list[tuple[str, Any]] = [
+            ("strings", STRINGS),
+            *(("identity", np.full((1, size), number, np.float32)) for size in (5, 1000, 16_384, 16_384)),
+            ("slow", np.full((2, 7), number, np.float32)),
+        ]
+        calls = [client.submit(model, {"x": x}) for model, x in sent]
+        for (_, x), call in zip(sent, calls, strict=True):
+            y = call.result(30)["y"]
+            assert y.dtype == x.dtype
+            assert np.array_equal(y, x)
+
+
+def only(told: dict[str, int], *allowed: str) -> dict[str, int]:
+    """By the pattern of each, how often it was told. Everything told must be allowed, and tell no secrets."""
+    found = dict.fromkeys(allowed, 0)
+    for text, count in told.items():
+        assert not SECRETS.search(text), text
+        matching = [pattern for pattern in allowed if re.match(pattern, text)]
+        assert matching, f"{count} x {text}"
+        found[matching[0]] += count
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def test_r3_bytes_that_change_while_they_are_read(server: Server, attacker: Child) -> None:
+    """Numbers, and the lengths of strings. Its own answers may be anything, or the error that says what is wrong."""
+    attacker.tell(do="flip", requests=800)
+    with server.client() as client:
+        honest(client, 20)
+    answer = attacker.answer()
+    found = only(answer["told"], "Reply", "INVALID_ARG: .*'x'")
+    assert found["Reply"] >= 400
+    assert found["INVALID_ARG: .*'x'"]
+    assert answer["rounds"] > 100, "it changed all the time"
+
+
+def test_r16_what_the_server_reads_cannot_be_cut(server: Server, attacker: Child) -> None:
+    found = attacker.ask(do="cut_inputs")
+    # A hole is zeros to who reads it, and no more harm than that.
+    assert found["errors"] == {"shrink": errno.EPERM, "grow": errno.EPERM, "hole": 0}
+    assert found["told"] == {"Reply": 4}
+    with server.client() as client:
+        honest(client)
+
+
+# ------------------------------------------------------------------------------------------------- handles
+
+
+def test_r13_a_handle_that_was_given_back_is_nothing(server: Server, attacker: Child) -> None:
+    with server.client() as client:
+        found = attacker.ask(do="replay")
+        honest(client)
+    assert found["first"] == []
+    assert "once, as it was given" in found["again"][0]
+    assert found["used"][0].startswith("INVALID_ARG")
+    assert "neither" in found["used"][0]
+
+
+def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> None:
+    """A short answer in memory that a longer one was in: the rest of what is mapped is this user's own, or nobody's."""
+    mark = bytes([0xA5]) * 64
+    path = str(server.runtime_dir / "lane.sock")
+    with server.client() as client:
+        secret = np.frombuffer(mark * 4096, np.float32).reshape(1, -1)
+        for _ in range(20):
+            client.infer("identity", {"x": secret})
+    found = Child("tests.stress.hostile.attacker:attacker", path=path, uid=NOBODY)
+    with found as child:
+        assert child.ask(do="look_for", mark=0xA5)["marks"] == 0
+
+
+# ------------------------------------------------------------------------------------------------- limits
+
+
+def test_r20_one_that_holds_and_stops(server: Server, attacker: Child) -> None:
+    """Its own limit is what it meets; then it is stopped, with answers held and a socket that nobody reads."""
+    held = attacker.ask(do="hold", most=50)
+    assert held["held"] <= HELD // (1 << 20) + 1
+    assert held["told"].startswith("UNAVAILABLE")
+    assert "client_held_bytes" in held["told"]
+    stuffed = attacker.ask(do="stuff")
+    assert stuffed["sent"] > 0
+    os.kill(attacker.pid, signal.SIGSTOP)
+    try:
+        with server.client() as client:
+            honest(client, 20)
+            for url in (server.url, server.zmq_url):
+                with Client(url) as other:
+                    honest(other)
+    finally:
+        os.kill(attacker.pid, signal.SIGCONT)
+
+
+def test_r20_a_flood(server: Server, attacker: Child) -> None:
+    attacker.tell(do="flood", model="slow", requests=5000)
+    with server.client() as client:
+        honest(client, 20)
+    found = only(attacker.answer()["told"], "Reply", "UNAVAILABLE: .*client_requests")
+    assert found["Reply"] >= REQUESTS
+    assert found["UNAVAILABLE: .*client_requests"] > 0
+
+
+def test_r21_questions_at_once(server: Server, attacker: Child) -> None:
+    """Thousands on each connection; half of the connections end without reading an answer."""
+    attacker.tell(do="ask_at_once", connections=CONNECTIONS - 1, questions=20_000, what="metadata")
+    with server.client() as client:
+        honest(client, 20)
+        assert attacker.answer()["sent"] == CONNECTIONS - 1
+        honest(client, 20)
+        assert client.metadata("identity")["name"] == "identity"
+
+
+def test_r6_connections_that_say_nothing(server: Server, attacker: Child) -> None:
+    found = attacker.ask(do="connect", count=100)["told"]
+    with server.client() as client:
+        honest(client)
+    limit = "UNAVAILABLE: .*uid_connections"
+    counts = only(found, "Welcome", "nothing", "the end", limit)
+    assert counts["Welcome"] + counts["nothing"] <= CONNECTIONS
+    assert counts[limit] > 0
+
+
+def test_r12_descriptors_where_they_do_not_belong(server: Server, attacker: Child) -> None:
+    before = Picture.of(server.pid)
+    for _ in range(3):
+        found = attacker.ask(do="misplace")["told"]
+        only(found, "INVALID_ARG", "PROTOCOL", "Pong", "Reply", "the end", "Fail")
+    with server.client() as client:
+        honest(client)
+    with Lane(str(server.runtime_dir / "lane.sock")) as lane:
+        lane.hello("memfd")
+        own = Segment(lane, 4096)  # and descriptors still arrive where they should
+        lane.send(Infer(1, "identity", 0, (Tensor("x", "FP32", (1, 1024), own.put(0, bytes(4096))),)))
+        assert isinstance(lane.receive_kind(Reply, Fail), Reply)
+        own.close()
+    now, _ = compare(Served(server.runtime_dir), before)
+    more = now.descriptors - before.descriptors
+    assert sum(more.values()) <= 1, more  # the segment that the attacker still has
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named(server: Server) -> None:
+    """Names are for the server's own user. Whoever shares a batch with such a one is answered all the same."""
+    count = 64 * 1024
+    extent = posix.create(4 * count)
+    try:
+        with Zmq(server.zmq_url.removeprefix("ipc://")) as link, server.client() as client:
+            link.hello("posix")
+            segment = link.owner << 32 | 1
+            cut = Infer(1, "identity", 0, (Tensor("x", "FP32", (1, count), (Handle(segment, 0, 4 * count),)),))
+            link.send(Map(segment, 4 * count, extent.name), cut)
+            assert isinstance(link.receive_kind(Reply, Fail), Reply)
+            os.truncate(f"/dev/shm{extent.name}", 0)
+            told = []
+            for number in range(5):
+                xs = [np.full((1, count), number, np.float32) for _ in range(6)]
+                calls = [client.submit("identity", {"x": x}) for x in xs]
+                client.flush()
+                link.send(Infer(2 + number, "identity", 0, cut.inputs))
+                answer = link.receive_kind(Reply, Fail, seconds=30)
+                assert isinstance(answer, Fail)
+                assert not SECRETS.search(answer.text), answer.text
+                told.append(f"{answer.code}: {answer.text}")
+                for x, call in zip(xs, calls, strict=True):
+                    assert np.array_equal(call.result(30)["y"], x)
+            # If it shared its batch, or with the next worker, it meets one that does not even map it.
+            assert re.match("MODEL_FAILED.*SIGBUS|HANDLE_LOST", told[0]), told
+            assert all(text.startswith("HANDLE_LOST") for text in told[1:]), told
+            (identity,) = (entry for entry in client.models() if entry["name"] == "identity")
+            assert identity["instances"][0]["restarts"] == 1
+            honest(client)
+    finally:
+        extent.close()
+
+
+def test_r16_a_name_that_was_taken_away(server: Server) -> None:
+    """Before a worker has opened it: the request says so. After: nothing."""
+    extent = posix.create(4096)
+    with Zmq(server.zmq_url.removeprefix("ipc://")) as link, server.client() as client:
+        link.hello("posix")
+        segment = link.owner << 32 | 1
+        x = (Tensor("x", "FP32", (1, 1024), (Handle(segment, 0, 4096),)),)
+        link.send(Map(segment, 4096, extent.name), Infer(1, "identity", 0, x))
+        assert isinstance(link.receive_kind(Reply, Fail), Reply)
+        extent.close()
+        link.send(Infer(2, "identity", 0, x), Infer(3, "slow", 0, x))
+        answers = {answer.request: answer for answer in (link.receive_kind(Reply, Fail) for _ in range(2))}
+        assert isinstance(answers[2], Reply)
+        assert isinstance(answers[3], Fail)
+        assert answers[3].code == "HANDLE_LOST"
+        honest(client)

@@ -1,0 +1,323 @@
+"""kill -9 at random points: of clients, of workers, of the broker. Whatever was held is held no more.
+
+The rule: what is left is seen from outside. Workers may have so little memory for outputs, and the broker for frames,
+that one answer takes nearly all of it; if anything at all were still held for the dead, it would not fit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import models, processes
+from bench.child import Child
+from bench.hostile import Picture, compare
+from bench.raw import Lane, Zmq
+from bench.setting import Served
+from bench.soak import SLOW
+from shmserve import Client, ModelFailed
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Fail, Infer, Ping, Pong, Reply, Tensor
+from shmserve.testing import Server
+
+pytestmark = pytest.mark.process
+
+KILLS = int(os.environ.get("SHMSERVE_KILLS", "100"))
+SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
+OUTPUT_BYTES = 8 << 20
+FRAMES_BYTES = 1 << 20
+SHM = Path("/dev/shm")
+END_S = 30.0
+NAMES = ("identity", "slow")
+GATE = """\
+import os
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    # Runs when a byte is there to be taken from the pipe.
+    def initialize(self, args):
+        self.gate = os.open(os.path.join(args["model_repository"], "gate"), os.O_RDWR)
+
+    def execute(self, requests):
+        os.read(self.gate, 1)
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+            for r in requests
+        ]
+"""
+
+DIES = """\
+import os
+import signal
+
+import triton_python_backend_utils as pb_utils
+
+from shmserve.shm.extents import posix
+
+
+class TritonPythonModel:
+    # A zero kills it after it has created a named segment and before the broker is told of it.
+    def create_and_die(self, *args):
+        self.extent = self.create(*args)  # the reference keeps it open: closing would remove the name
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def execute(self, requests):
+        if not pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy().all():
+            self.create, posix.create = posix.create, self.create_and_die
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+            for r in requests
+        ]
+"""
+
+
+def write_repository(root: Path) -> None:
+    models.write(root, "identity", models.identity(max_batch=8), {})
+    slow = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}, max_batch=4, dynamic=True)
+    models.write(root, "slow", slow, {"model.py": SLOW})
+    models.write(root, "gate", models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}), {"model.py": GATE})
+    os.mkfifo(root / "gate" / "gate")
+    models.write(root, "dies", models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}), {"model.py": DIES})
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    write_repository(root)
+    return root
+
+
+@contextmanager
+def serving(repository: Path) -> Iterator[Server]:
+    with Server(
+        repository, "--worker-output-bytes", str(OUTPUT_BYTES), "--broker-arena-bytes", str(FRAMES_BYTES)
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    with serving(repository) as server:
+        yield server
+
+
+def fill(server: Server) -> None:
+    """Answers that need all the memory there is. What is left behind is one segment of each worker."""
+    whole = np.ones((1, (OUTPUT_BYTES - 4096) // 4), np.float32)
+    for url in (server.zmq_url, server.url):  # named segments, then nameless ones
+        with Client(url) as client:
+            for name in NAMES:
+                assert np.array_equal(client.infer(name, {"x": whole})["y"], whole)
+    frame = bytes(FRAMES_BYTES - 4096)
+    with Zmq(server.zmq_url.removeprefix("ipc://")) as link:
+        link.hello("frames")
+        infer = Infer(1, "identity", 0, (Tensor("x", "FP32", (1, len(frame) // 4), 0),))
+        link.send_bytes(codec.encode([infer]), (frame,))
+        reply = link.receive_kind(Reply, Fail)
+        assert isinstance(reply, Reply), reply
+        assert reply.outputs[0].data == frame
+
+
+def kill(pid: int) -> None:
+    """And waits for the end."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        assert select.select([descriptor], [], [], END_S)[0], f"process {pid} has not ended"
+    finally:
+        os.close(descriptor)
+
+
+def let_pass(seconds: float) -> None:
+    """A random while: when somebody is killed, not when something is expected."""
+    select.select([], [], [], seconds)
+
+
+def infer_right(client: Client, name: str, value: float) -> None:
+    x = np.full((1, 20_000), value, np.float32)
+    assert np.array_equal(client.infer(name, {"x": x})["y"], x)
+
+
+# ------------------------------------------------------------------------------------------------- clients
+
+
+def test_r13_killed_clients_hold_nothing(server: Server) -> None:
+    roll = random.Random(SEED)
+    fill(server)
+    lane, zmq = (url.partition("://")[2] for url in (server.url, server.zmq_url))
+    before = Picture.of(server.pid)
+    with Child("tests.stress.kill9:nest", lane=lane, zmq=zmq) as nest, Client(server.url) as honest:
+        alive: list[int] = []
+        for number in range(KILLS * 4 // 5):
+            alive.append(nest.ask(kind=("lane", "posix", "frames")[number % 3], seed=roll.getrandbits(30))["pid"])
+            processes.seen(alive[-1])
+            let_pass(roll.random() * 0.04)
+            if len(alive) == 3:
+                kill(alive.pop(roll.randrange(3)))
+            infer_right(honest, NAMES[number % 2], number)
+        for pid in alive:
+            kill(pid)
+    fill(server)
+    _, worse = compare(Served(server.runtime_dir), before)
+    assert not worse, worse
+
+
+def test_what_waits_for_the_dead_is_not_run(server: Server, repository: Path) -> None:
+    """One request is in the model, fifty wait behind it; then their client is killed."""
+    path = server.url.partition("://")[2]
+    with (
+        Child("tests.stress.test_kill9:waiting_client", path=path) as child,
+        Lane(path) as lane,
+        Client(server.url) as client,
+    ):
+        lane.hello("memfd")
+        before = executions(client)
+        child.ask(count=51)
+        kill(child.pid)
+        lane.send(Ping(1), Infer(1, "gate", 0, (Tensor("x", "FP32", (1,), b"1234"),)))
+        assert lane.receive() == Pong(1)  # the broker has heard of the death, which was before
+        with (repository / "gate" / "gate").open("wb", buffering=0) as gate:
+            gate.write(b"22")
+            reply = lane.receive_kind(Reply, Fail)
+            assert isinstance(reply, Reply), reply
+            assert reply.outputs[0].data == b"1234"
+        assert executions(client) - before <= 2
+
+
+def executions(client: Client) -> int:
+    (stats,) = client.statistics("gate")["model_stats"]
+    return int(stats["execution_count"])
+
+
+def waiting_client(path: str) -> Any:
+    """For the test above: so many requests, and all have arrived when it answers."""
+    lane = Lane(path)
+    lane.hello("memfd")
+
+    def handle(count: int) -> dict[str, Any]:
+        for number in range(1, count + 1):
+            lane.send(Infer(number, "gate", 0, (Tensor("x", "FP32", (1,), b"abcd"),)))
+        lane.send(Ping(7))
+        lane.receive_kind(Pong)
+        return {}
+
+    return handle
+
+
+# ------------------------------------------------------------------------------------------------- workers
+
+
+def ready_pids(client: Client) -> dict[str, int]:
+    """Model -> its worker's process, of those that can be killed now."""
+    return {
+        entry["name"]: instance["pid"]
+        for entry in client.models()
+        for instance in entry["instances"]
+        if instance["state"] == "ready" and instance["pid"]
+    }
+
+
+@pytest.mark.parametrize("link", ["lane", "zmq"])
+def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
+    roll = random.Random(SEED)
+    fill(server)
+    before = Picture.of(server.pid)
+    killed: list[int] = []
+    failed: list[str] = []
+    held: list[Any] = []
+    with Client(server.url if link == "lane" else server.zmq_url) as client:
+        for number in range(KILLS // 10):
+            name = NAMES[number % 2]
+            infer_right(client, name, number)  # its worker is there
+            pid = ready_pids(client)[name]
+            processes.seen(pid)
+            arrays = [np.full((1, int(60_000 ** roll.random())), roll.random(), np.float32) for _ in range(40)]
+            calls = [client.submit(name, {"x": x}) for x in arrays]
+            client.flush()
+            let_pass(roll.random() * 0.02)
+            kill(pid)
+            killed.append(pid)
+            for x, call in zip(arrays, calls, strict=True):
+                try:
+                    y = call.result(END_S)["y"]
+                except ModelFailed as error:
+                    failed.append(str(error))
+                else:
+                    held.append((x, y))
+            # Views of the memory of a dead worker stay as they were.
+            assert all(np.array_equal(x, y) for x, y in held)
+            del held[:-20], arrays, calls
+        held.clear()
+        infer_right(client, "identity", 1)
+        infer_right(client, "slow", 1)
+    # Only those that were alone in their batch, in which their worker was killed.
+    assert len(failed) <= 2 * len(killed)
+    assert all("SIGKILL" in text for text in failed)
+    assert not [path.name for pid in killed for path in SHM.glob(f"shmserve-{pid}-*")]
+    fill(server)
+    now, worse = compare(Served(server.runtime_dir), before, 1.0)
+    assert len(now.workers) == len(before.workers)
+    assert [text for text in worse if "worker processes" not in text] == []
+
+
+def test_a_worker_killed_while_it_creates_a_segment_leaves_no_name(server: Server) -> None:
+    """The broker has not been told of the segment, so no client's handle can keep or release it."""
+    with Client(server.zmq_url) as client, Client(server.url) as lane:
+        client.wait_ready("dies", timeout=END_S)
+        pid = ready_pids(client)["dies"]
+        with pytest.raises(ModelFailed, match="SIGKILL"):
+            client.infer("dies", {"x": np.zeros(20_000, np.float32)})
+        assert not named([pid])
+        lane.infer("dies", {"x": np.ones(4, np.float32)})  # its next worker is there
+
+
+# ------------------------------------------------------------------------------------------------- the broker
+
+
+def named(pids: list[int]) -> set[str]:
+    return {path.name for pid in pids for path in SHM.glob(f"shmserve-{pid}-*")}
+
+
+def test_r13_a_killed_broker_is_swept_up_after_and_nothing_else_is(repository: Path) -> None:
+    """Beside it: another server with named segments of its own, and a name that is not ours."""
+    x = np.arange(20_000, dtype=np.float32).reshape(1, -1)
+    stranger = SHM / f"stranger-{os.getpid()}"
+    stranger.write_bytes(b"mine")
+    try:
+        with (
+            serving(repository) as server,
+            serving(repository) as other,
+            Client(server.zmq_url, reconnect_timeout=END_S) as client,
+            Client(other.zmq_url) as beside,
+        ):
+            y = client.infer("identity", {"x": x})["y"]
+            z = beside.infer("identity", {"x": x})["y"]
+            theirs = named([other.pid, *processes.descendants(other.pid)])
+            dead = [server.pid, *processes.descendants(server.pid)]
+            assert theirs
+            assert named(dead), "else the sweep has nothing to do"
+            for pid in dead[1:]:  # else they might be quick enough to clear up
+                os.kill(pid, signal.SIGSTOP)
+            server.kill()  # and its workers have ended; a server of another test that starts now sweeps as well
+            server.start()
+            assert not named(dead)
+            assert named([other.pid, *processes.descendants(other.pid)]) == theirs
+            assert stranger.read_bytes() == b"mine"
+            assert np.array_equal(client.infer("identity", {"x": x})["y"], x)
+            assert np.array_equal(beside.infer("identity", {"x": x})["y"], x)
+            assert np.array_equal(y, x)
+            assert np.array_equal(z, x)
+            del y, z
+    finally:
+        stranger.unlink()

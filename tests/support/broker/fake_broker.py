@@ -1,0 +1,487 @@
+"""A broker for tests of clients: it speaks the protocol, and does with each request what the test says.
+
+It runs in a thread of the test's process. What it does by itself: Hello, Ask, and the models below. `hold` keeps the
+request for the test to answer. The rule of the file: it believes nothing, and notes everything it was told.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from shmserve.clients.transport.keys import make_pair, write_pair
+from shmserve.errors import NotFound, ServeError
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    INLINE_BYTES,
+    OWNER_SHIFT,
+    PACKET_BYTES,
+    PROTOCOL,
+    Answer,
+    Ask,
+    Bye,
+    Cancel,
+    ClientMessage,
+    Fail,
+    FailHeld,
+    Handle,
+    Hello,
+    Infer,
+    Map,
+    More,
+    Ping,
+    Pong,
+    Reply,
+    Return,
+    Tensor,
+    Unmap,
+    Welcome,
+)
+from shmserve.shm.arena import Arena
+from shmserve.shm.extents import memfd, posix
+from shmserve.shm.mapped import Mapped
+from tests.support.broker.fake_parts import Parts, parts
+
+_BYTE = np.dtype("uint8")
+_INT = array.array("i").itemsize
+NOTHING = object()
+"""For a question that is never answered."""
+
+
+class Peer:
+    """One client's connection."""
+
+    def __init__(self, broker: FakeBroker, owner: int, sock: socket.socket | None, identity: bytes) -> None:
+        self.broker = broker
+        self.owner = owner
+        self.sock = sock
+        self.identity = identity
+        self.outputs = ""
+        self.name = ""
+        self.mapped = Mapped()
+        self.announced: set[int] = set()
+        self.held: list[Handle] = []
+        self.streams: dict[int, Parts] = {}
+        """By request: those that are answered in parts."""
+        self.closed = False
+        make = posix.create if sock is None else lambda size: memfd.create(size, seal_future_write=True)
+        self.arena = Arena(owner + 1000, make, limit_bytes=1 << 30)
+
+    def send(self, *messages: Any, descriptors: tuple[int, ...] = (), frames: tuple[bytes, ...] = ()) -> None:
+        data = codec.encode(list(messages))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        if self.sock is None:
+            self.broker.router.send_multipart([self.identity, data, *frames])
+            return
+        with contextlib.suppress(BrokenPipeError):  # it has gone; reading will tell
+            self.sock.sendmsg([data], rights)
+
+    def bytes_of(self, tensor: Tensor, frames: list[bytes]) -> bytes:
+        if isinstance(tensor.data, bytes):
+            return tensor.data
+        if isinstance(tensor.data, int):
+            return frames[tensor.data]
+        return b"".join(self.mapped.memory(handle) if handle.segment in self.mapped else self.own(handle)
+                        for handle in tensor.data)  # fmt: skip
+
+    def own(self, handle: Handle) -> bytes:
+        """An output of ours that the client passes on: it must hold it."""
+        assert any(
+            held.segment == handle.segment
+            and held.offset <= handle.offset
+            and handle.offset + handle.size <= held.offset + held.size
+            for held in self.held
+        ), f"{handle} is not held"
+        segment = next(found for found in self.arena.segments if found.id == handle.segment)
+        return bytes(segment.memory[handle.offset : handle.offset + handle.size])
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes, frames: list[bytes]) -> Tensor:
+        """An output as the client wants it: inline, in a frame, or in shared memory, announced first."""
+        if len(data) <= INLINE_BYTES:
+            return Tensor(name, dtype, shape, data)
+        if self.outputs == "frames":
+            frames.append(data)
+            return Tensor(name, dtype, shape, len(frames) - 1)
+        return Tensor(name, dtype, shape, (self.give(data),))
+
+    def give(self, data: bytes) -> Handle:
+        block = self.arena.allocate(len(data))
+        block.memory()[:] = data
+        if block.segment not in self.announced:
+            self.announced.add(block.segment)
+            self.send(block.home.map(), descriptors=() if block.home.name else (block.home.fd,))
+        handle = block.handle()
+        self.held.append(handle)
+        return handle
+
+    def close(self) -> None:
+        self.closed = True
+        self.arena.close()
+        self.mapped.close()
+        if self.sock is not None:
+            self.sock.close()
+
+
+Behaviour = Callable[["FakeBroker", Peer, Infer, "list[bytes]"], None]
+
+
+def echo(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    """Outputs are the inputs, under the same names; those that were asked for somewhere are written there."""
+    places = {wanted.name: wanted.place for wanted in infer.outputs or ()}
+    out_frames: list[bytes] = []
+    outputs = []
+    for tensor in infer.inputs:
+        if infer.outputs is not None and tensor.name not in places:
+            continue
+        data = peer.bytes_of(tensor, frames)
+        place = places.get(tensor.name)
+        if place is not None and len(data) > INLINE_BYTES:
+            place = Handle(place.segment, place.offset, len(data))
+            peer.mapped.writable(place, _BYTE, (len(data),))[:] = np.frombuffer(data, _BYTE)
+            outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, (place,)))
+        else:
+            outputs.append(peer.tensor(tensor.name, tensor.dtype, tensor.shape, data, out_frames))
+    parameters = dict(infer.options.parameters) if infer.options is not None else None
+    peer.send(Reply(infer.request, infer.version or 1, tuple(outputs), parameters), frames=tuple(out_frames))
+
+
+def rows(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    """Like echo, but each output comes in two parts along axis 0."""
+    outputs = []
+    for tensor in infer.inputs:
+        data = peer.bytes_of(tensor, frames)
+        cut = len(data) // tensor.shape[0] * (tensor.shape[0] // 2)
+        outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, (peer.give(data[:cut]), peer.give(data[cut:]))))
+    peer.send(Reply(infer.request, 1, tuple(outputs)))
+
+
+def refuse(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    peer.send(Fail(infer.request, "NOT_FOUND", f"Request for unknown model: '{infer.model}' is not found"))
+
+
+def hold(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    broker.parked.put((peer, infer, frames))
+
+
+def held(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    """Fails, while a worker still reads the inputs."""
+    peer.send(FailHeld(infer.request, "QUEUE_TIMEOUT", "it waited for too long"))
+    broker.parked.put((peer, infer, frames))
+
+
+def die(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    """The connection ends; at the second try the request is answered."""
+    if broker.deaths:
+        echo(broker, peer, infer, frames)
+        return
+    broker.deaths += 1
+    broker.drop(peer)
+
+
+def garble(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
+    """An answer whose bytes do not fit its shape."""
+    peer.send(Reply(infer.request, 1, (Tensor("x", "FP32", (1000,), b"abc"),)))
+
+
+MODELS: dict[str, Behaviour] = {
+    "echo": echo, "rows": rows, "hold": hold, "held": held, "die": die, "garble": garble,
+    "parts": parts,
+}  # fmt: skip
+
+
+class FakeBroker:
+    """`path` is a directory for lane.sock, broker.sock. `start` may be called again after `stop`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.parked: queue.SimpleQueue[tuple[Peer, Infer, list[bytes]]] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Every message that came, except Infer."""
+        self.requests: list[Infer] = []
+        self.packets: list[list[Any]] = []
+        self.deaths = 0
+        self.ready = True
+        self.answers: dict[str, Any] = {}
+        """What is asked -> the answer, or a function of the model, the version and the body, which may raise one."""
+        self.bodies: dict[tuple[Any, int], list[Ask]] = {}
+        """Those that have not come to their end."""
+        self.pongs = True
+        self.pings: list[tuple[Peer, int]] = []
+        """Those that were not answered, as there were to be no pongs."""
+        self.peers: dict[Any, Peer] = {}
+        self.owners = 0
+        self.running = self.started = False
+        self.failure: BaseException | None = None
+        self.pair = make_pair()
+        self.client_key, _ = write_pair(path, "client", make_pair(), "infer")
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What a client over tcp needs."""
+        return {"server_key": self.pair.public, "key_file": str(self.client_key)}
+
+    @property
+    def lane(self) -> str:
+        return f"unix://{self.path}/lane.sock"
+
+    @property
+    def ipc(self) -> str:
+        return f"ipc://{self.path}/broker.sock"
+
+    # ------------------------------------------------------------------------------------ for the test
+
+    def start(self) -> None:
+        for name in ("lane.sock", "broker.sock"):
+            (self.path / name).unlink(missing_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(self.path / "lane.sock"))
+        self.listener.listen()
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.LINGER, 0)
+        self.router.bind(self.ipc)
+        self.router.setsockopt(zmq.CURVE_SERVER, 1)  # for what is bound from here on
+        self.router.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret.encode())
+        self.tcp = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.running = self.started = True
+        self.thread = threading.Thread(target=self._run, name="fake-broker")
+        self.thread.start()
+
+    def stop(self) -> None:
+        if not self.started:
+            return
+        self.started = False
+        if self.running:
+            self.do(self._end)
+        self.thread.join()
+        for peer in list(self.peers.values()):
+            self.drop(peer)
+        self.listener.close()
+        self.router.close(0)
+        self.context.term()
+        os.close(self.bell)
+        if self.failure is not None:
+            raise self.failure
+
+    def _end(self) -> None:
+        self.running = False
+
+    def do(self, job: Callable[[], object]) -> None:
+        """Does it in the broker's thread; returns when it is done, with what it raised."""
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        self.jobs.put(run)
+        os.eventfd_write(self.bell, 1)
+        failure = done.get(timeout=20)
+        if failure is not None:
+            raise failure
+
+    def wait_for(self, kind: type) -> Any:
+        """The next message of this kind that was told."""
+        while True:
+            message = self.told.get(timeout=20)
+            if isinstance(message, kind):
+                return message
+
+    def answer(self) -> Infer:
+        """Answers the longest held request."""
+        peer, infer, frames = self.parked.get(timeout=20)
+        self.do(lambda: echo(self, peer, infer, frames))
+        return infer
+
+    @property
+    def held_handles(self) -> list[Handle]:
+        return [handle for peer in self.peers.values() for handle in peer.held]
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # kept for `stop`; a client that waits for us must not wait for ever
+            self.failure = error
+            self.running = False
+            for peer in list(self.peers.values()):
+                self.drop(peer)
+            self.listener.close()
+            self.router.close(0)
+
+    def _loop(self) -> None:
+        poll = select.poll()
+        self.poll = poll
+        poll.register(self.listener, select.POLLIN)
+        zmq_fd = int(self.router.getsockopt(zmq.FD))
+        poll.register(zmq_fd, select.POLLIN)
+        poll.register(self.bell, select.POLLIN)
+        while self.running:
+            if int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._take_zmq()
+                continue
+            for descriptor, _ in poll.poll():
+                if descriptor == self.bell:
+                    os.eventfd_read(self.bell)
+                    while not self.jobs.empty():
+                        self.jobs.get()()
+                elif descriptor == self.listener.fileno():
+                    sock, _ = self.listener.accept()
+                    self.owners += 1
+                    self.peers[sock.fileno()] = Peer(self, self.owners, sock, b"")
+                    poll.register(sock, select.POLLIN)
+                elif descriptor != zmq_fd and descriptor in self.peers:
+                    self._take_lane(self.peers[descriptor])
+
+    def drop(self, peer: Peer) -> None:
+        """Ends the connection without a word."""
+        key = peer.identity if peer.sock is None else peer.sock.fileno()
+        if self.peers.pop(key, None) is not None:
+            if peer.sock is not None and self.running:
+                self.poll.unregister(peer.sock)
+            peer.close()
+
+    def _take_lane(self, peer: Peer) -> None:
+        sock = peer.sock
+        assert sock is not None
+        try:
+            data, ancillary, flags, _ = sock.recvmsg(
+                PACKET_BYTES + 1, socket.CMSG_SPACE(253 * _INT), socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:
+            data, ancillary, flags = b"", [], 0
+        assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+        numbers = array.array("i")
+        for _, _, rights in ancillary:
+            numbers.frombytes(rights)
+        if not data:
+            self.drop(peer)
+            return
+        self._take(peer, data, list(numbers), [])
+
+    def _take_zmq(self) -> None:
+        identity, data, *frames = self.router.recv_multipart()
+        peer = self.peers.get(identity)
+        if peer is None:
+            self.owners += 1
+            peer = self.peers[identity] = Peer(self, self.owners, None, identity)
+        self._take(peer, data, [], frames)
+
+    def _take(self, peer: Peer, data: bytes, descriptors: list[int], frames: list[bytes]) -> None:
+        messages = _decode(data)
+        self.packets.append(messages)
+        for message in messages:
+            if isinstance(message, Infer):
+                assert peer.outputs, "the first message must be Hello"
+                self.requests.append(message)
+                MODELS.get(message.model, refuse)(self, peer, message, frames)
+                continue
+            self._heed(peer, message, descriptors)
+            self.told.put(message)
+            if peer.closed:
+                break
+        assert not descriptors, "descriptors without a Map"
+
+    def _heed(self, peer: Peer, message: Any, descriptors: list[int]) -> None:
+        if isinstance(message, Hello):
+            assert message.protocol == PROTOCOL
+            assert not peer.outputs
+            peer.outputs, peer.name = message.outputs, message.name
+            peer.send(Welcome(PROTOCOL, peer.owner, "fake 1"))
+        elif isinstance(message, Map):
+            assert message.segment >> OWNER_SHIFT == peer.owner
+            if message.name is None:
+                peer.mapped.add(message.segment, message.size, fd=descriptors.pop(0))
+            else:
+                with contextlib.suppress(NotFound):  # the client has closed meanwhile, and taken the name away
+                    peer.mapped.add(message.segment, message.size, name=message.name)
+        elif isinstance(message, Unmap):
+            if message.segment in peer.mapped:
+                peer.mapped.remove(message.segment)
+        elif isinstance(message, Return):
+            for handle in message.handles:
+                peer.held.remove(handle)
+                peer.arena.free(handle.segment, handle.offset, handle.size)
+        elif isinstance(message, Ask):
+            self._gather(peer, message)
+        elif isinstance(message, Bye):
+            self.drop(peer)
+        elif isinstance(message, Ping):
+            self.pings.append((peer, message.number))
+            if self.pongs:
+                self.pong()
+        elif isinstance(message, More):
+            if message.request in peer.streams:
+                peer.streams[message.request].room += message.count
+                peer.streams[message.request].go_on()
+        else:
+            assert isinstance(message, (Cancel, Pong)), message
+            if isinstance(message, Cancel):
+                self.bodies.pop((peer.owner, message.request), None)
+                if peer.streams.pop(message.request, None) is not None:
+                    peer.send(Fail(message.request, "CANCELLED", "it was cancelled"))
+
+    def pong(self) -> None:
+        """From now on, and for what has come."""
+        self.pongs = True
+        while self.pings:
+            peer, number = self.pings.pop(0)
+            peer.send(Pong(number))
+
+    def _gather(self, peer: Peer, ask: Ask) -> None:
+        """The pieces of a body come in order; only the first says what it is about."""
+        asks = self.bodies.setdefault((peer.owner, ask.request), [])
+        assert bool(ask.what) is not bool(asks), ask
+        asks.append(ask)
+        if not ask.more:
+            del self.bodies[peer.owner, ask.request]
+            self._answer(peer, Ask(ask.request, asks[0].what, asks[0].model, asks[0].version, b""), asks)
+
+    def _answer(self, peer: Peer, ask: Ask, asks: list[Ask]) -> None:
+        known = {
+            "live": {"live": True},
+            "ready": {"ready": self.ready},
+            "loaded": {"loaded": True},
+            "models": [{"name": "echo", "version": "1", "state": "READY", "reason": ""}],
+        }
+        said = self.answers.get(ask.what, known.get(ask.what))
+        if callable(said):
+            try:
+                said = said(ask.model, ask.version, b"".join([piece.body for piece in asks]))
+            except ServeError as error:
+                peer.send(Fail(ask.request, error.code, str(error)))
+                return
+        if said is NOTHING:
+            return
+        if said is None:
+            peer.send(Fail(ask.request, "NOT_FOUND", f"Request for unknown model: '{ask.model}' is not found"))
+            return
+        body = json.dumps(said).encode()
+        chunks = [body[start : start + 40_000] for start in range(0, len(body), 40_000)]
+        for number, chunk in enumerate(chunks):
+            peer.send(Answer(ask.request, chunk, number + 1 < len(chunks)))
+
+
+def _decode(data: bytes) -> list[Any]:
+    messages = codec.Codec(ClientMessage).decode(data)
+    assert not any(isinstance(message, codec.Refused) for message in messages), messages
+    return messages

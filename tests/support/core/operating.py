@@ -1,0 +1,53 @@
+"""Commands of scenario files that operate on models: deploy, unload, restart, refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from shmserve.core import events
+from tests.support.core.policies import policy_of, step_of
+from tests.support.core.world import World
+
+Event = tuple[int, Any]
+
+
+class Operating(World):
+    model = ""
+
+    def do_deploy(self, name: str, *versions: str, op: str = "0") -> list[Event]:
+        """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
+        load what is served, too. `unloaded`: the workers do not load by themselves."""
+        flags = [word for word in versions if ":" not in word]
+        targets = tuple(self._target(name, word) for word in versions if ":" in word)
+        self.loads_itself[name] = "unloaded" not in flags
+        return [(0, events.Deploy(name, targets, int(op), "fresh" in flags))]
+
+    def _target(self, name: str, word: str) -> events.Target:
+        number, _, what = word.partition(":")
+        source, _, instances = what.partition("x")
+        known = next(policy for (model, _), policy in self.policies.items() if model == name)
+        policy = self.policies[name, int(number)] = replace(known, version=int(number))
+        return self.target(policy, int(source), int(instances or 1))
+
+    def do_ensemble(self, name: str, *words: str, **options: str) -> None:
+        """ensemble e inputs=x:[-1] outputs=z m(x:x)->(y:t) n(x:t)->(y:z)/map:t/if:flag"""
+        steps = tuple(step_of(word) for word in words if "->" in word)
+        flags = ("single", *(word for word in words if "->" not in word))
+        self.model = name
+        policy = policy_of(name, flags, {"max_batch": "0"} | options)
+        self.deploy(replace(policy, steps=steps, ahead=int(options.get("ahead", 0))), 0)
+
+    def do_misfit(self, name: str, problem: str = "") -> None:
+        """From now on the steps of this ensemble do not fit together; without a reason, they do."""
+        self.misfits[name] = problem
+
+    def do_unload(self, name: str, *flags: str, op: str = "0") -> list[Event]:
+        return [(0, events.Unload(name, int(op), "force" in flags))]
+
+    def do_restart(self, name: str, instance: str = "", version: str = "0", op: str = "0") -> list[Event]:
+        return [(0, events.Restart(name, int(version), instance, int(op)))]
+
+    def do_refuse(self, name: str, version: str, reason: str) -> list[Event]:
+        return [(0, events.Refuse(name, int(version), reason))]

@@ -1,0 +1,41 @@
+"""Commands of scenario files for requests that are answered many times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.protocol.messages import More
+from tests.support.core.fakes import FakeClient
+from tests.support.core.world import World
+
+Event = tuple[int, Any]
+
+
+class Streaming(World):
+    named: dict[str, FakeClient]
+
+    def _label(self, number: int) -> str:
+        raise NotImplementedError
+
+    def do_part(
+        self, name: str, label: str, *flags: str, count: str = "1", error: str = "", **says: str
+    ) -> list[Event]:
+        """part m_0 a1 count=3: the worker gives so many answers; `last`, and `empty`: only the end; y=none and so on
+        as for `done`."""
+        worker = self.worker(name)
+        if worker.peer not in self.slow_to:
+            worker.read()
+        code, _, text = error.partition(":")
+        worker.says = says
+        request = next(number for number in worker.streams if self._label(number) == label)
+        for index in range(int(count)):
+            final = "last" in flags and index == int(count) - 1
+            worker.part(request, final, "empty" in flags, (code, text) if error else None)
+        return [] if worker.peer in self.slow_from else self.heard(worker)
+
+    def do_more(self, client: str, number: str, count: str) -> list[Event]:
+        """The client can take so many more."""
+        who = self.named[client]
+        if int(number) in who.windows:
+            who.windows[int(number)] += int(count)
+        return [(who.peer, More(int(number), int(count)))]

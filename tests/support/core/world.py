@@ -1,0 +1,239 @@
+"""A core, a clock that stands still until it is told, fake workers and clients, and the links between them.
+
+`check()` runs after every turn. What goes to or comes from a worker can be held back, so that messages cross.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.core import events
+from shmserve.core.core import Core
+from shmserve.core.effects import (
+    Close,
+    Compose,
+    Drained,
+    Forget,
+    Free,
+    Kill,
+    Log,
+    Pause,
+    Query,
+    Send,
+    Settled,
+    Spawn,
+    Traced,
+)
+from shmserve.core.limits import Limits
+from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.core.state import WORKERS_FROM
+from shmserve.protocol.messages import Hello, Map
+from shmserve.protocol.roles import EVERYTHING
+from tests.support.core.fakes import FakeClient, FakeWorker
+
+START = 1_000_000 * 10**9
+OUTPUTS = {"lane": "memfd", "zmq": "posix"}
+
+
+class World:
+    def __init__(self, limits: Limits | None = None, checks: bool = True) -> None:
+        self.core = Core("test", limits)
+        self.checks = checks
+        self.now = START
+        self.clients: dict[int, FakeClient] = {}
+        self.workers: dict[int, FakeWorker] = {}
+        self.policies: dict[tuple[str, int], ModelPolicy] = {}
+        self.targets: dict[str, dict[int, events.Target]] = {}
+        self.large: dict[str, frozenset[str]] = {}
+        self.loads_itself: dict[str, bool] = {}
+        self.slow_to: set[int] = set()
+        self.slow_from: set[int] = set()
+        self.freed: list[Any] = []
+        self.paused: dict[int, int] = {}
+        """Clients that are not to be heard, until when. This shell hears them all the same."""
+        self.forgotten: list[int] = []
+        self.misfits: dict[str, str] = {}
+        """Ensembles whose steps do not fit together, and why."""
+        self.drained = False
+        self._last_client = 0
+        self._pending: list[tuple[int, Any]] = []
+
+    # ------------------------------------------------------------------------------------ for subclasses to tell
+
+    def tell(self, effect: Any) -> None:
+        """An effect is about to be carried out."""
+
+    def tell_start(self, worker: FakeWorker) -> None:
+        """An open batch has started at the worker."""
+
+    # ------------------------------------------------------------------------------------ turns and time
+
+    def turn(self, happened: list[tuple[int, Any]]) -> None:
+        """These events, in one turn, and whatever follows from them without time passing."""
+        self._handle(happened)
+        self.settle()
+
+    def _handle(self, happened: list[tuple[int, Any]]) -> None:
+        self._carry_out(self.core.handle(happened, self.now))
+        for _, event in happened:
+            if isinstance(event, events.Exited):
+                del self.workers[event.peer]
+            elif isinstance(event, events.Closed):
+                del self.clients[event.peer]
+
+    def settle(self) -> None:
+        while True:
+            for worker in list(self.workers.values()):
+                if worker.peer not in self.slow_to and worker.inbox and not worker.dead:
+                    worker.read()
+                    self.let_start(worker)
+            happened, self._pending = self._pending, []
+            for worker in list(self.workers.values()):
+                if worker.peer not in self.slow_from and not worker.dead:
+                    happened += self.heard(worker)
+                    if worker.stopping and worker.running is None and not worker.inbox and not worker.dead:
+                        worker.end_streams()
+                        happened += self.heard(worker)
+                        worker.dead = True
+                        happened.append((0, events.Exited(worker.peer, "exit code 0")))
+            if not happened:
+                return
+            self._handle(happened)
+
+    def heard(self, worker: FakeWorker, count: int | None = None) -> list[tuple[int, Any]]:
+        """What the worker has said, taken from its outbox as events."""
+        said = worker.outbox[:count]
+        del worker.outbox[: len(said)]
+        return [(worker.peer, message) for message in said]
+
+    def let_start(self, worker: FakeWorker) -> None:
+        if worker.running is None:
+            batch = worker.start()
+            if batch is not None and batch.open:
+                self.tell_start(worker)
+
+    def advance(self, until: int) -> None:
+        """Time passes; the core's timer fires whenever it is due."""
+        again = 0
+        while (due := self.core.deadline()) is not None and due <= until:
+            again = again + 1 if due <= self.now else 0
+            assert again < 20, "the timer is due again at once: the loop would spin"
+            self.now = max(self.now, due)
+            self._carry_out(self.core.tick(self.now))
+            self.settle()
+        self.now = max(self.now, until)
+
+    def _carry_out(self, effects: list[Any]) -> None:
+        if self.checks:
+            self.core.check()
+        for effect in effects:
+            self.tell(effect)
+            if isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, Spawn):
+                self._spawn(effect)
+            elif isinstance(effect, Kill):
+                self.die(self.workers[effect.peer], f"killed: {effect.reason}")
+            elif isinstance(effect, Close):
+                self.clients[effect.peer].ended = True
+                self._pending.append((0, events.Closed(effect.peer)))
+            elif isinstance(effect, Compose):
+                self._pending.append((0, self._composed(effect)))
+            elif isinstance(effect, Free):
+                self.freed += effect.handles
+            elif isinstance(effect, Forget):
+                self.forgotten.append(effect.segment)
+            elif isinstance(effect, Pause):
+                self.paused[effect.peer] = effect.until
+            elif isinstance(effect, Drained):
+                assert not self.drained
+                self.drained = True
+            else:
+                assert isinstance(effect, (Log, Query, Settled, Traced))
+
+    def _composed(self, effect: Compose) -> events.Composed:
+        names = [version.model for version in self.core.state.ensembles if version.compose_number == effect.number]
+        problem = self.misfits.get(names[0], "") if names else ""
+        return events.Composed(effect.source, effect.number, problem)
+
+    def _send(self, effect: Send) -> None:
+        if effect.peer >= WORKERS_FROM:
+            worker = self.workers.get(effect.peer)
+            assert worker is not None, f"{effect.message} was sent to a worker that has been reported dead"
+            if not worker.dead:
+                worker.inbox.append(effect.message)
+            return
+        client = self.clients.get(effect.peer)
+        assert client is not None, f"{effect.message} was sent to a client that has been reported gone"
+        client.receive(effect.message)
+
+    # ------------------------------------------------------------------------------------ workers
+
+    def deploy(self, policy: ModelPolicy, instances: int = 1, large: str = "", load: bool = True) -> None:
+        name = policy.name
+        self.policies[name, policy.version] = policy
+        self.large[name] = frozenset(large.split())
+        self.loads_itself[name] = load
+        served = self.targets.setdefault(name, {})
+        served[policy.version] = self.target(policy, 0, instances)
+        self.turn([(0, events.Deploy(name, tuple(served.values())))])
+
+    def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
+        if policy.steps is not None:
+            return events.Target(policy.version, source, (), policy)
+        specs = tuple(InstanceSpec(f"{policy.name}_{index}") for index in range(instances))
+        return events.Target(policy.version, source, specs)
+
+    def _spawn(self, effect: Spawn) -> None:
+        policy = self.policies[effect.model, effect.version]
+        worker = FakeWorker(effect.peer, self.name_of(effect), policy, self.large[effect.model])
+        self.workers[effect.peer] = worker
+        if self.loads_itself[effect.model]:
+            worker.outbox.append(events.Compiled(policy))
+
+    def name_of(self, effect: Spawn) -> str:
+        """The instance's; with a ~ if another process of that name is still there, as in a reload."""
+        name = effect.instance.name
+        while any(worker.name == name and not worker.dead for worker in self.workers.values()):
+            name += "~"
+        return name
+
+    def worker(self, name: str) -> FakeWorker:
+        """The newest process of that name."""
+        return [worker for worker in self.workers.values() if worker.name == name][-1]
+
+    def die(self, worker: FakeWorker, reason: str, loading_error: str = "") -> None:
+        """The process has ended; what it had said before is still read."""
+        if not worker.dead:
+            worker.dead = True
+            self._pending += self.heard(worker)
+            self._pending.append((0, events.Exited(worker.peer, reason, loading_error)))
+
+    def crash(self, worker: FakeWorker, reason: str = "signal SIGSEGV", loading_error: str = "") -> None:
+        """Dies, and the broker notices."""
+        self.die(worker, reason, loading_error)
+        self.settle()
+
+    # ------------------------------------------------------------------------------------ clients
+
+    def connect(
+        self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = EVERYTHING
+    ) -> FakeClient:
+        self._last_client += 1
+        peer = self._last_client
+        client = FakeClient(peer, name, plane, outputs or OUTPUTS[plane])
+        self.clients[peer] = client
+        hello = Hello(1, 4000 + peer, name, client.outputs)
+        self.turn([(0, events.Opened(peer, audience, plane, roles)), (peer, hello)])
+        return client
+
+    def gone(self, client: FakeClient) -> None:
+        """Its link has ended. Sends to it after this are wrong."""
+        client.ended = True
+        self.turn([(0, events.Closed(client.peer))])
+
+    def own_segment(self, client: FakeClient, size: int) -> Map:
+        """A Map message for a new segment of the client."""
+        number = (client.peer << 32) + 1 + len(client.own)
+        client.own[number] = size
+        return Map(number, size, None if client.plane == "lane" else f"/segment-{number}")

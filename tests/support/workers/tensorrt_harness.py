@@ -1,0 +1,70 @@
+"""The TensorRT backend on the stand-ins, and what its tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.repo.config import schema
+from shmserve.repo.config.schema import ModelConfig
+from tests.support.workers.gpu_harness import Array, Instance, standins
+
+Cuda = schema.ModelOptimizationPolicyCuda
+Spec = schema.ModelOptimizationPolicyCudaGraphSpec
+
+
+class Gpu:
+    """The stand-ins, and the backend on them."""
+
+    def __init__(self, runtime: Any, trt: Any) -> None:
+        self.runtime = runtime
+        self.trt = trt
+
+    @property
+    def state(self) -> Any:
+        return self.runtime.state
+
+    def load(self, folder: Path, config: ModelConfig | None = None, **more: Any) -> Instance:
+        from shmserve.workers.backends.tensorrt.backend import TensorRT
+
+        return Instance(TensorRT, folder, config or ModelConfig(name="m", backend="tensorrt"), **more)
+
+    def copies(self) -> list[tuple[int, int]]:
+        """The bytes and the kind of each copy since `clear`."""
+        return [(call[3], call[4]) for call in self.state.named("memcpyAsync")]
+
+    def clear(self) -> None:
+        self.state.calls.clear()
+        self.trt.calls.clear()
+
+
+@contextmanager
+def on_gpu() -> Iterator[Gpu]:
+    """At the end nothing that was made is left."""
+    with standins() as (runtime, trt):
+        yield Gpu(runtime, trt)
+        assert runtime.state.left() == {}
+
+
+def rows(*shares: int, width: int = 4, seed: int = 0) -> list[Array]:
+    random = np.random.default_rng(seed)
+    return [random.standard_normal((share, width)).astype(np.float32) for share in shares]
+
+
+def config(**more: Any) -> ModelConfig:
+    return ModelConfig(name="m", backend="tensorrt", **more)
+
+
+def tuned(cuda: Any = None, **more: Any) -> ModelConfig:
+    return config(optimization=schema.ModelOptimizationPolicy(cuda=cuda, **more))
+
+
+def check(instance: Instance, *shares: int, width: int = 4, **how: Any) -> None:
+    given = rows(*shares, width=width)
+    found = instance.run(*[instance.work(x=array, **how) for array in given])
+    for row, array in zip(found, given, strict=True):
+        np.testing.assert_array_equal(instance.array(row), array + 1)

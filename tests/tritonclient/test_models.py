@@ -1,0 +1,33 @@
+"""The models for the examples of `tritonclient`: they can be served, and their files are Python. What they answer is
+looked at by `tests/tritonclient`.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from shmserve.repo.load import Setting, examine
+from tests.tritonclient import models as client_models
+
+
+@pytest.mark.parametrize("name", client_models.MODELS)
+def test_it_can_be_served(name: str, tmp_path: Path) -> None:
+    assert client_models.build(tmp_path, [name]) == [name]
+    text = (tmp_path / name / "config.pbtxt").read_text()
+    backend = "python" if (tmp_path / name / "1" / "model.py").exists() else "identity"
+    assert f'backend: "{backend}"' in text
+    assert not examine(text, "config.pbtxt", Setting(name, (backend,), (), ())).problems
+    for source in tmp_path.rglob("*.py"):
+        ast.parse(source.read_text())
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client_models.main([str(tmp_path), "simple", "simple_identity"]) == 0
+    assert client_models.main([str(tmp_path), "simple"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["simple", "simple_identity"]
+    assert capsys.readouterr().out == "  simple\n  simple_identity\n  simple\n"
+    assert client_models.main([str(tmp_path), "simples"]) == 2
+    assert "usage" in capsys.readouterr().err

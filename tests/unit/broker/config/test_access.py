@@ -1,0 +1,223 @@
+"""Who has which roles, from rules and from what the kernel says; and the door that asks it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import resource
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker.listeners import lane
+from shmserve.broker.listeners.access import AccessRules, Principal, Rule, rule
+from shmserve.broker.listeners.lane import LaneListener, give, open_to_group, peer, room_for
+from shmserve.errors import Denied
+from shmserve.protocol import codec
+from shmserve.protocol.messages import BrokerMessage, Goodbye
+from shmserve.protocol.roles import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
+from tests.support.broker.fake_loop import Loop
+
+ME = pwd.getpwuid(os.geteuid())
+MINE = grp.getgrgid(os.getegid())
+OTHER = ME.pw_uid + 1000
+
+
+def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), group: Any = None) -> int:
+    return AccessRules([rule(text) for text in rules], group).roles_of(Principal(uid, frozenset(groups)))
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+def test_without_rules_only_the_owner_and_root() -> None:
+    for access in (AccessRules(), AccessRules([rule("*=infer")]), AccessRules([rule(f"uid:{ME.pw_uid}=infer")])):
+        assert access.roles_of(Principal(os.geteuid())) == EVERYTHING
+        assert access.roles_of(Principal(0, frozenset((5,)))) == EVERYTHING
+    assert others() == NOBODY
+
+
+def test_rules_add_up() -> None:
+    assert others(f"uid:{OTHER}=infer") == INFER
+    assert others(f"uid:{OTHER}=infer", f"uid:{OTHER}=observe", "*=observe") == INFER | OBSERVE
+    assert others("gid:7=infer", "gid:8=operate", groups=(6, 7, 8)) == INFER | OPERATE
+    assert others("gid:7=infer", f"uid:{OTHER + 1}=operate") == NOBODY
+    assert others("*=infer,observe") == INFER | OBSERVE
+    assert others(group=7, groups=(7,)) == INFER | OBSERVE
+    assert others(f"uid:{OTHER}=operate", group=7, groups=(7,)) == EVERYTHING
+
+
+def test_keys_are_a_matter_of_the_gateway() -> None:
+    with pytest.raises(ValueError, match="--zmq-keys of the gateway"):
+        rule("key:rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7=infer")
+
+
+def test_names_are_looked_up() -> None:
+    assert rule(f"user:{ME.pw_name}=operate") == Rule("uid", ME.pw_uid, OPERATE)
+    assert rule(f"group:{MINE.gr_name}=infer,observe") == Rule("gid", MINE.gr_gid, INFER | OBSERVE)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_rule_or_refused(text: str) -> None:
+    try:
+        found = rule(text)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017 (either is right)
+    else:
+        assert found.kind in ("uid", "gid", "*")
+        assert 0 < found.roles <= EVERYTHING
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["uid", "gid"]), st.integers(1, 4), st.integers(1, 7))),
+    st.integers(1, 4),
+    st.frozensets(st.integers(1, 4)),
+)
+def test_roles_are_the_union_of_what_matches(
+    rules: list[tuple[str, int, int]], uid: int, groups: frozenset[int]
+) -> None:
+    if uid == os.geteuid():
+        return
+    expected = 0
+    for kind, who, roles in rules:
+        if (kind == "uid" and who == uid) or (kind == "gid" and who in groups):
+            expected |= roles
+    assert AccessRules([Rule(*one) for one in rules]).roles_of(Principal(uid, groups)) == expected
+
+
+# ---------------------------------------------------------------------------------------------- the door
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener]]:
+    loop, opened = Loop(), []
+    made = LaneListener(tmp_path / "lane.sock", loop, AccessRules(), lambda *one: opened.append(one))
+    yield loop, str(tmp_path / "lane.sock"), opened, made
+    for sock, _, _ in opened:
+        sock.close()
+    made.close()
+    assert not loop.readers
+
+
+def connected(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(path)
+    return sock
+
+
+def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener]) -> None:
+    loop, path, opened, _ = door
+    with connected(path):
+        (accept,) = loop.readers.values()
+        accept()
+        accept()  # nobody else
+    ((sock, uid, roles),) = opened
+    assert (uid, roles) == (os.geteuid(), EVERYTHING)
+    assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+
+
+def test_out_of_descriptors_connections_are_refused_for_a_while(
+    door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The waiting connection is told why, and the loop does not spin meanwhile."""
+    loop, path, opened, _ = door
+    (accept,) = loop.readers.values()
+    with connected(path) as refused:
+        with no_descriptor_left():
+            accept()
+        assert not opened
+        assert not loop.readers
+        assert os.strerror(errno.EMFILE) in caplog.text
+        (goodbye,) = codec.Codec(BrokerMessage).decode(refused.recv(1 << 16))
+        assert isinstance(goodbye, Goodbye)
+        assert "too many open files" in goodbye.text
+        assert refused.recv(1) == b""
+    loop.fire()
+    (accept,) = loop.readers.values()
+    with connected(path):
+        accept()
+    assert len(opened) == 1
+
+
+def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel's answer does not fit: only the first group counts, so that nobody gets more than is sure."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+
+        class Many:
+            def getsockopt(self, level: int, option: int, size: int) -> bytes:
+                if option == lane.SO_PEERGROUPS:
+                    raise OSError(errno.ERANGE, os.strerror(errno.ERANGE))
+                return ours.getsockopt(level, option, size)
+
+        many: Any = Many()
+        assert peer(many) == Principal(os.geteuid(), frozenset((os.getegid(),)))
+    assert "too many groups" in caplog.text
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        door = LaneListener(tmp_path / "lane.sock", Loop(), AccessRules([], os.getegid()), lambda *_: None)
+    finally:
+        os.umask(before)
+    open_to_group(tmp_path, os.getegid())
+    assert stat.S_IMODE((tmp_path / "lane.sock").stat().st_mode) == 0o660
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750
+    door.close()
+
+
+def test_a_group_that_the_server_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, "chown", refuse)
+    (tmp_path / "x").touch()
+    with pytest.raises(Denied, match=r"--socket-group.*not a member"):
+        give(tmp_path / "x", 5, 0o600)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
+
+
+def test_groups_come_as_numbers_of_32_bits() -> None:
+    assert array.array("I").itemsize == 4
+
+
+def test_room_for_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+        room_for(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(300, hard), hard)
+        room_for(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(300, hard)
+        room_for(10**12)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

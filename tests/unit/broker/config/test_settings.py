@@ -1,0 +1,436 @@
+"""The server's command line, environment and file, and the page about them."""
+
+from __future__ import annotations
+
+import grp
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker.config import flags, settings
+from shmserve.broker.config.flag import Flag
+from shmserve.broker.config.flags import FLAGS
+from shmserve.broker.listeners.access import Rule
+from shmserve.broker.processes.cpus import host_policy
+from shmserve.core.batching.rate_limiter import ANY, SHARED
+from shmserve.core.limits import Limits
+from shmserve.protocol.roles import INFER, OBSERVE
+from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "settings.md"
+CORE = min(os.sched_getaffinity(0))
+GROUP = grp.getgrgid(os.getegid())
+BOTH = [flag for flag in FLAGS if not flag.private and not flag.instead and flag.name != "config"]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("SHMSERVE_"):
+            monkeypatch.delenv(name)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        settings.parse(arguments)
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert "shmserve serve --help" in text
+    return text
+
+
+def written(path: Path, text: str) -> list[str]:
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+# ---------------------------------------------------------------------------------------------- precedence
+
+
+def test_defaults(tmp_path: Path) -> None:
+    found = settings.parse(["--model-repository", str(tmp_path)])
+    assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.instead} | {"warnings", "notes", "failed"}
+    assert found.model_repository == [tmp_path]
+    assert (found.model_control_mode, found.load_model, found.repository_poll_secs) == ("none", [], 15)
+    assert (found.model_load_thread_count, found.model_load_retry_count, found.settle_secs) == (4, 0, 1)
+    assert (found.exit_timeout_secs, found.exit_on_error, found.strict_readiness) == (30, False, True)
+    assert (found.log_verbose, found.log_info, found.log_warning, found.log_error) == (0, True, True, True)
+    assert (found.log_format, found.log_file, found.config, found.id) == ("default", None, None, "shmserve")
+    assert (found.worker_output_bytes, found.override_bytes) == (LIMIT_BYTES, 1 << 30)
+    assert (found.ready_fd, found.hints, found.warnings) == (-1, False, [])
+    assert found.runtime_dir is not None
+
+
+def test_strength(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    file = written(
+        tmp_path / "s.toml", 'model-repository = "other"\nexit-timeout-secs = 3\nlog-verbose = 1\nid = "f"\n'
+    )
+    found = settings.parse(file)
+    assert found.model_repository == [other]
+    assert (found.exit_timeout_secs, found.log_verbose, found.id) == (3, 1, "f")
+    monkeypatch.setenv("SHMSERVE_CONFIG", file[1])
+    monkeypatch.setenv("SHMSERVE_MODEL_REPOSITORY", f"{tmp_path}:{tmp_path}")
+    monkeypatch.setenv("SHMSERVE_EXIT_TIMEOUT_SECS", "5")
+    monkeypatch.setenv("SHMSERVE_STRICT_READINESS", "")
+    found = settings.parse([])
+    assert found.model_repository == [tmp_path, tmp_path]
+    assert (found.exit_timeout_secs, found.log_verbose, found.strict_readiness) == (5, 1, True)
+    found = settings.parse(["--exit-timeout-secs", "7", "--model-store", str(other), "--log-verbose=0"])
+    assert found.model_repository == [other]
+    assert (found.exit_timeout_secs, found.log_verbose, found.id) == (7, 0, "f")
+
+
+def test_given_twice_and_alone(tmp_path: Path) -> None:
+    found = settings.parse(
+        ["--model-repository", str(tmp_path), "--model-store", str(tmp_path), "--exit-on-error"]
+        + ["--log-verbose", "1", "--log-verbose=2", "--log-info=false", "--strict-readiness", "FALSE", "--hints"]
+    )
+    assert found.model_repository == [tmp_path, tmp_path]
+    assert (found.exit_on_error, found.log_verbose, found.log_info) == (True, 2, False)
+    assert (found.strict_readiness, found.hints) == (False, True)
+
+
+SAMPLES: dict[str, tuple[str, Any, str]] = {
+    "boolean": ("true", True, "true"),
+    "whole": ("3", 3, "3"),
+    "bytes": ("2MiB", 2 << 20, '"2 MiB"'),
+    "seconds": ("2.5", 2.5, "2.5"),
+    "setting": ("python,a=b=c", ("python,a", "b=c"), '"python,a=b=c"'),
+    "text": ("x", "x", '"x"'),
+    "access": ("uid:1000=infer,observe", Rule("uid", 1000, INFER | OBSERVE), '"uid:1000=infer,observe"'),
+    "group": (GROUP.gr_name, GROUP.gr_gid, f'"{GROUP.gr_name}"'),
+    "limit": ("client-outbox-bytes=1 MiB", ("client_outbox_bytes", 1 << 20), '"client_outbox_bytes = 1MiB"'),
+    "cache": ("local,size=1MiB", 1 << 20, '"local,size=1 MiB"'),
+    "trace": ("triton,file=t.json", ("trace_file", "t.json"), '"triton,file=t.json"'),
+    "resource": ("R1:10:2", ("R1", 2, 10), '"R1:10:2"'),
+    "pool": ("0:4096", (0, 4096), '"0:4096"'),
+    "fraction": ("0:0.5", (0, 0.5), '"0:0.5"'),
+    "metrics": ("summary_quantiles=0.5:0.05,0.9", ("summary_quantiles", (0.5, 0.9)), '"summary_quantiles=0.5,0.9:1"'),
+    "decimal": ("6.0", 6.0, '"6.0"'),
+}
+
+
+@pytest.mark.parametrize("flag", BOTH, ids=lambda flag: flag.name)
+def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, value, toml = SAMPLES.get(flag.kind, ("", None, ""))
+    if flag.kind == "path":
+        text, value, toml = str(tmp_path), tmp_path, '"."'
+    elif flag.kind == "choice":
+        text, value, toml = flag.choices[-1], flag.choices[-1], f'"{flag.choices[-1]}"'
+    elif flag.kind == "policy":
+        text, toml = f"cpu,cpu-cores={CORE}", f'"cpu,cpu-cores={CORE}"'
+        value = host_policy(text)
+    if flag.name == "model-namespacing" or flag.refused:
+        text, value, toml = "false", False, "false"
+    base = ["--model-repository", str(tmp_path)] if flag.name != "model-repository" else []
+    base += ["--model-control-mode", "explicit"] if flag.name == "load-model" else []
+    base += ["--socket-group", GROUP.gr_name] if flag.name == "access" else []
+    wanted = [value] if flag.repeatable else value
+
+    line = settings.parse([*base, f"--{flag.name}", text])
+    file = settings.parse([*base, *written(tmp_path / "s.toml", f"{flag.name} = {toml}\n")])
+    monkeypatch.setenv(flag.variable, text)
+    variable = settings.parse(base)
+    for found in (line, file, variable):
+        assert getattr(found, flag.dest) == wanted
+        assert not found.warnings
+
+
+@pytest.mark.parametrize("flag", [flag for flag in BOTH if flag.kind == "choice"], ids=lambda flag: flag.name)
+def test_choices_are_read_in_any_case(flag: Flag) -> None:
+    for choice in flag.choices:
+        found = settings.parse(["--model-repository", ".", f"--{flag.name}", choice.upper()])
+        assert getattr(found, flag.dest) == choice
+
+
+# ---------------------------------------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--strict-readiness", "perhaps"], "'perhaps' is neither true nor false"),
+        (["--exit-timeout-secs", "-1"], "not a number of seconds"),
+        (["--exit-timeout-secs", "nan"], "not a number of seconds"),
+        (["--log-verbose", "much"], "not a whole number"),
+        (["--log-verbose", "1KiB"], "not a whole number"),
+        (["--worker-output-bytes", "1 TiB"], "KiB, MiB or GiB"),
+        (["--worker-output-bytes", "1000"], "the minimum is 1048576"),
+        (["--model-load-thread-count", "0"], "the minimum is 1"),
+        (["--model-control-mode", "pol"], "not one of none, poll, explicit; did you mean poll?"),
+        (["--log-format", "iso8602"], "did you mean ISO8601?"),
+        (["--backend-config", "onnxruntime"], "neither BACKEND,KEY=VALUE nor KEY=VALUE"),
+        (["--backend-config", "a,b,c=1"], "neither BACKEND,KEY=VALUE nor KEY=VALUE"),
+        (["--host-policy", "cpu"], "NAME,numa-node=N"),
+        (["--host-policy", "cpu,numa-node=x"], "is not a NUMA node number"),
+        (["--host-policy", "cpu,cpu-cores=a-b"], "not a core or a range"),
+        (["--host-policy", "cpu,cpu-cores=3-1"], "ends before it begins"),
+        (["--host-policy", "cpu,cpu-cores=,"], "contains no core"),
+        (["--host-policy", "cpu,cpu-cores=100000"], "unusable cores: 100000; usable cores"),
+        (["--host-policy", "cpu,numa-node=1000"], "NUMA node 1000 has no usable cores"),
+        (["--model-namespacing"], "--model-namespacing true is not supported"),
+        (["--access", "alice"], "'alice' is not WHO=ROLE,ROLE with WHO one of uid:N"),
+        (["--access", "uid:x=infer"], "'uid:x' has no valid user or group ID"),
+        (["--access", "uid:4294967295=infer"], "'uid:4294967295' has no valid user or group ID"),
+        (["--access", "user:nobody-is-called-this=infer"], "no user 'nobody-is-called-this'"),
+        (["--access", "group:nobody-is-called-this=infer"], "no group 'nobody-is-called-this'"),
+        (["--access", "key:short=infer"], "--zmq-keys of the gateway"),
+        (["--access", "uid:5=infer,rule"], "'rule' is not a role; roles are infer, observe, operate"),
+        (["--access", "*="], "'' is not a role"),
+        (["--socket-group", "nobody-is-called-this"], "no group 'nobody-is-called-this'"),
+        (["--limit", "client_requests"], "is not NAME=VALUE"),
+        (["--limit", "client_reqests=1"], "unknown limit 'client_reqests'; did you mean client_requests?"),
+        (["--limit", "client_requests=0"], "0 is too small; the minimum is 1"),
+        (["--limit", "requests=1KiB"], "not a whole number"),
+        (["--load-model", "m"], "Use of '--load-model' requires setting '--model-control-mode=explicit' as well"),
+        (["--model-control-mode=explicit", "--load-model=*", "--load-model=m"], "'*' must be the ONLY startup model"),
+        (["--model-config-name", "../x"], "without .pbtxt"),
+        (["--id", ""], "found nothing"),
+        (["--runtime-dir="], "found nothing"),
+        (["--model-repositry", "x"], "--model-repositry is unknown; did you mean --model-repository?"),
+        (["--model_store=x"], "did you mean --model-store?"),
+        (["--metrics-config", "sumary_latencies=true"], "did you mean summary_latencies?"),
+        (["--metrics-config", "summary_latencies=1"], "'1' is neither true nor false"),
+        (["--metrics-config", "summary_quantiles=0.5,2:0.1"], "'2:0.1' is not QUANTILE:ERROR"),
+        (["--model-load-gpu-limit", "0:2"], "expected DEVICE:FRACTION"),
+        (["--allow-sagemaker=true"], "--allow-sagemaker true is not supported: no SageMaker endpoint"),
+        (["--quite-something-else"], "--quite-something-else is unknown\n"),
+        (["models"], "'models' is not a flag; for a model repository use --model-repository models"),
+    ],
+)
+def test_wrong_use(arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["--model-repository", str(tmp_path), *arguments], capsys)
+    assert text in said
+    assert said.count("\n") == 3, "what is wrong, once"
+
+
+def test_all_that_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(
+        tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nrepoagent-directory = 1\nhints = true\nconfig = "x"\n'
+    )
+    said = refused(
+        [*file, "--model-repository", str(tmp_path / "none"), "--nothing=1"],
+        capsys,
+    )
+    name = file[1]
+    for text in (
+        "--nothing is unknown",
+        f"{name}: log-verbos is unknown; did you mean log-verbose?",
+        f"{name}: log-file: found the number 3, expected text",
+        f"{name}: repoagent-directory: found the number 1, expected text",
+        f"{name}: hints is unknown",
+        f"{name}: config cannot be set in the file itself",
+        f"--model-repository {tmp_path}/none is not a directory",
+    ):
+        assert f"\n  {text}" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('strict-readiness = "yes"', 'strict-readiness: found the text "yes", expected true or false'),
+        ("log-verbose = true", "log-verbose: found true, expected a whole number"),
+        ("exit-timeout-secs = [1]", "exit-timeout-secs: found an array, expected a number"),
+        ("load-model = [1]", "load-model: found the number 1, expected text or an array of it"),
+        ("override-bytes = 1.5", "override-bytes: found the number 1.5, expected a whole number"),
+        ("id = 1979-05-27", "id: found a date or time, expected text"),
+        ("[log-file]", "log-file: found a table, expected text"),
+        ("a =", "is not TOML"),
+    ],
+)
+def test_a_wrong_file(line: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["--model-repository", str(tmp_path), *written(tmp_path / "s.toml", line)], capsys)
+    assert text in said
+    assert str(tmp_path / "s.toml") in said
+
+
+def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in refused(["--model-repository", str(tmp_path), "--config", str(tmp_path / "no")], capsys)
+
+
+def test_a_wrong_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SHMSERVE_LOG_INFO", "perhaps")
+    said = refused(["--model-repository", str(tmp_path)], capsys)
+    assert "SHMSERVE_LOG_INFO: 'perhaps' is neither true nor false" in said
+
+
+def test_variables_that_nobody_reads_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXIT_TIMEOUT", "URL", "MODEL_KEY", "MODEL_REPOSITRY", "PORT_1_TCP"):
+        monkeypatch.setenv(f"SHMSERVE_{name}", "1")
+    assert settings.parse(["--model-repository", str(tmp_path)]).warnings == [
+        "SHMSERVE_EXIT_TIMEOUT is unknown; did you mean SHMSERVE_EXIT_TIMEOUT_SECS?",
+        "SHMSERVE_MODEL_REPOSITRY is for models; did you mean SHMSERVE_MODEL_REPOSITORY?",
+        "SHMSERVE_PORT_1_TCP is unknown",
+    ]
+
+
+def test_help_is_grouped_and_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings.parse(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    places = [text.index(f"\n{group}:\n") for group in flags.GROUPS]
+    assert places == sorted(places)
+    assert text.index("\nexamples:\n") > places[-1]
+    for flag in FLAGS:
+        assert (f"--{flag.name}" in text) is not flag.private
+
+
+@given(st.text(max_size=20), st.sampled_from(FLAGS))
+def test_any_text_is_read_or_refused(text: str, flag: Flag) -> None:
+    try:
+        flags.from_text(flag, text)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017 (either is right)
+
+
+# ---------------------------------------------------------------------------------------------- what is made of them
+
+
+def test_deprecated_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    found = settings.parse([*base, "--strict-model-config=true"])
+    assert found.disable_auto_complete_config is True
+    assert found.warnings == ["--strict-model-config is deprecated; use --disable-auto-complete-config"]
+    monkeypatch.setenv("SHMSERVE_STRICT_MODEL_CONFIG", "true")
+    found = settings.parse(base)
+    assert found.disable_auto_complete_config is True
+    assert "(in the environment)" in found.warnings[0]
+    assert settings.parse([*base, "--disable-auto-complete-config=false"]).disable_auto_complete_config is False
+
+
+def test_settings_for_workers(tmp_path: Path) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    pool = {"pinned-memory-pool-byte-size": str(256 << 20)}
+    assert settings.backend_settings(settings.parse(base)) == {KNOB: str(LIMIT_BYTES)} | pool
+    found = settings.parse(
+        [
+            *base,
+            "--backend-config=default-max-batch-size=8",
+            "--backend-config",
+            "python,a=1",
+            "--backend-config=python,a=2",
+        ]
+        + ["--disable-auto-complete-config", "--worker-output-bytes", "1MiB"]
+    )
+    assert settings.backend_settings(found) == {
+        ",default-max-batch-size": "8",
+        "python,a": "2",
+        "disable-auto-complete-config": "true",
+        KNOB: "1048576",
+        **pool,
+    }
+
+
+def test_memory_for_tensors_that_stay_on_a_gpu(tmp_path: Path) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    found = settings.parse([*base, "--cuda-memory-pool-byte-size=0:67108864", "--cuda-memory-pool-byte-size", "2GiB"])
+    told = settings.backend_settings(found)["cuda-memory-pool-byte-size"]
+    assert [near_limit(told, gpu) for gpu in (0, 1)] == [64 << 20, 2 << 30]
+    assert near_limit("", 0) == NEAR_BYTES
+    assert near_limit("1:5,1:6,-1:0", 1) == 6
+    assert near_limit("1:5,-1:0", 0) == 0
+    for wrong in ("x:5", "0:", "0:-1", ":x", "1.5"):
+        with pytest.raises(SystemExit):
+            settings.parse([*base, f"--cuda-memory-pool-byte-size={wrong}"])
+
+
+def test_host_policies(tmp_path: Path) -> None:
+    arguments = ["--model-repository", str(tmp_path), "--host-policy", f"cpu,cpu-cores={CORE}"]
+    found = settings.parse([*arguments, "--host-policy", f"mine,cpu-cores={CORE}-{CORE}"])
+    assert settings.host_policies(found) == {"cpu": (CORE,), "mine": (CORE,)}
+
+
+def test_rules_for_those_who_cannot_connect(tmp_path: Path) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    other = f"uid:{os.geteuid() + 1}=infer"
+    assert "without --socket-group" in settings.parse([*base, "--access", other]).warnings[0]
+    for fine in ([f"--access=uid:{os.geteuid()}=infer"], ["--access", other, "--socket-group", GROUP.gr_name]):
+        assert not settings.parse([*base, *fine]).warnings
+
+
+def test_limits(tmp_path: Path) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    assert settings.limits(settings.parse(base)) == Limits()
+    given = ["--limit", "requests=7", "--limit=client_errors=0", "--limit", "requests=9", "--execution-limit-secs=2"]
+    given.append("--crash-limit=5")
+    assert settings.limits(settings.parse([*base, *given])) == Limits(
+        requests=9, client_errors=0, execution_ns=2_000_000_000, crashes=5
+    )
+
+
+def test_the_page_has_the_flags() -> None:
+    page = PAGE.read_text()
+    for flag in FLAGS:
+        assert (f"`--{flag.name}" in page) is not flag.private
+
+
+def test_the_file_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for name in ("models", "more-models"):
+        (tmp_path / name).mkdir()
+    file = written(tmp_path / "shmserve.toml", block)
+    found = settings.parse([*file, "--exit-timeout-secs", "30"])
+    assert found.exit_timeout_secs == 30
+    assert found.model_repository == [tmp_path / "models", tmp_path / "more-models"]
+    assert (found.worker_output_bytes, found.load_model) == (1 << 30, ["mlp", "add_sub"])
+    assert "requires setting '--model-control-mode=explicit'" in refused([*file, "--model-control-mode=poll"], capsys)
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(tmp_path)]
+    found = subprocess.run([*command, "--model-namespacing=true"], capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert "--model-namespacing true is not supported" in found.stderr
+    found = subprocess.run([*command, "--log-file", f"{tmp_path}/no/log"], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "cannot write to --log-file" in found.stderr
+    assert "No such file" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong", "text"),
+    [
+        ("--cache-config", "redis,host=x", "unknown cache 'redis'; expected local,size=BYTES"),
+        ("--cache-config", "local", "unknown cache setting ''; expected size=BYTES"),
+        ("--cache-config", "local,size=0", "0 is too small; the minimum is 1"),
+        ("--rate-limit-resource", "R1", "found 'R1', expected NAME:COUNT, NAME:COUNT:DEVICE or NAME:COUNT:global"),
+        ("--rate-limit-resource", ":3", "found ':3', expected"),
+        ("--rate-limit-resource", "R1:x", "found 'R1:x', expected"),
+        ("--rate-limit-resource", "R1:3:all", "found 'R1:3:all', expected"),
+    ],
+)
+def test_caches_and_resources_that_are_none(
+    flag: str, wrong: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        settings.parse(["--model-repository", str(tmp_path), flag, wrong])
+    assert text in capsys.readouterr().err
+
+
+def test_limits_of_the_core(tmp_path: Path) -> None:
+    given = [
+        "--rate-limit",
+        "execution_count",
+        "--rate-limit-resource",
+        "R1:10",
+        "--rate-limit-resource",
+        "R2:3:global",
+    ]
+    found = settings.limits(
+        settings.parse(["--model-repository", str(tmp_path), *given, "--cache-config", "local,size=4KiB"])
+    )
+    assert (found.cache_bytes, found.rate_limit) == (4096, True)
+    assert found.resources == (("R1", ANY, 10), ("R2", SHARED, 3))
+    found = settings.limits(settings.parse(["--model-repository", str(tmp_path), "--response-cache-byte-size", "2KiB"]))
+    assert (found.cache_bytes, found.rate_limit) == (2048, False)

@@ -1,0 +1,127 @@
+"""ZeroMQ clients: who is pinged, whose connection is given up, and what is kept for one that does not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from shmserve.broker.listeners.fair_turns import ClientTurns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
+from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
+from shmserve.core.requests.client import ClientState
+from shmserve.protocol import codec
+from shmserve.protocol.messages import PROTOCOL, Hello
+from tests.support.broker.fake_loop import Loop
+
+PEER = 7
+LIMIT = 1 << 20
+PATIENCE_MS = 60_000
+
+
+class World:
+    """A door with one connected client, which has sent Hello. `clients` is what the core knows, `told` of the ends of
+    clients and of those that fall behind."""
+
+    def __init__(self, folder: Path, client_outbox_bytes: int = LIMIT, outbox_bytes: int = LIMIT) -> None:
+        self.told: list[Any] = []
+        self.clients: dict[int, ClientState] = {}
+        self.delivered: list[Any] = []
+        unused: Any = SimpleNamespace()
+        self.door = ZmqRouter(
+            folder / "sock",
+            Loop(),
+            unused,
+            unused,
+            lambda outbox: PEER,
+            lambda peer, messages, descriptors: self.delivered.extend(messages),
+            lambda peer, reason: self.told.append(reason),
+            "uid:1",
+            client_outbox_bytes,
+            ClientTurns(lambda: None),
+            OutputBacklog(outbox_bytes, lambda peer, behind: self.told.append(behind)),
+        )
+        self.context = zmq.Context()
+        self.dealer = self.context.socket(zmq.DEALER)
+        self.dealer.setsockopt(zmq.LINGER, 0)
+        self.dealer.connect(f"ipc://{folder / 'sock'}")
+        self.dealer.send(codec.encode([Hello(PROTOCOL, 0, "test", "posix")]))
+        assert self.door._socket.poll(PATIENCE_MS)
+        self.door.look()
+        assert [type(message) for message in self.delivered] == [Hello]
+
+    def silent(self) -> tuple[list[int], list[int]]:
+        asked, lost = self.door.silent(self.clients)
+        return peers(asked), peers(lost)
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.context.term()
+        self.door.close()
+
+
+def peers(outboxes: list[ZmqOutbox]) -> list[int]:
+    return [outbox.peer for outbox in outboxes]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
+    """A client takes a server for another program if its first message is not Welcome."""
+    assert world.silent() == ([], [])
+    world.clients[PEER] = ClientState(PEER, "uid:1", "zmq")
+    assert world.silent() == ([], [])
+    world.clients[PEER].outputs = "posix"  # its Hello has been processed
+    assert world.silent() == ([PEER], [])
+    assert world.silent() == ([], [PEER])
+
+
+@pytest.mark.parametrize("limit", ["client_outbox_bytes", "outbox_bytes"])
+def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str) -> None:
+    """Of `outbox_bytes` one user may have a quarter. What libzmq and the socket take does not count."""
+    size = 4 * LIMIT
+    limits = {"client_outbox_bytes": 4 * size, "outbox_bytes": 16 * size, limit: size}
+    world = World(tmp_path, **limits)
+    try:
+        (outbox,) = world.door._outboxes.values()
+        sent = 0
+        while not any(type(one) is str for one in world.told):
+            world.door.send(outbox, [bytes(LIMIT // 4)])
+            sent += 1
+            assert sent < 10_000
+        most = size if limit == "client_outbox_bytes" else size // USERS
+        *behind, reason = world.told
+        assert behind == [True] * (most > BEHIND_BYTES)
+        assert reason.startswith("it does not read its responses: ")
+        assert reason.endswith(f"over the limit of {most} ({limit})")
+        assert not world.door._outboxes
+    finally:
+        world.close()
+
+
+def test_a_client_that_reads_again_has_caught_up(tmp_path: Path) -> None:
+    world = World(tmp_path, 64 * LIMIT, 256 * LIMIT)
+    try:
+        (outbox,) = world.door._outboxes.values()
+        sent = 0
+        while not world.told:
+            world.door.send(outbox, [bytes(LIMIT // 4)])
+            sent += 1
+        assert world.told == [True]
+        for _ in range(sent):
+            assert world.dealer.poll(PATIENCE_MS)
+            world.dealer.recv()
+            world.door.silent(world.clients)
+        assert world.told == [True, False]
+        assert outbox.unsent_bytes == 0
+    finally:
+        world.close()

@@ -1,0 +1,424 @@
+"""Which source a version is made of. The oracle is what has changed on disk, and whether it may matter to a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from shmserve.broker.models import catalog as module
+from shmserve.broker.models.catalog import PINS, Catalog, Reading, read_descriptor
+from shmserve.broker.models.overrides import LoadOverride
+from shmserve.core.effects import Spawn
+from shmserve.core.events import Deploy, Event, Refuse
+from shmserve.errors import InvalidRequest, NotFound
+from shmserve.repo.compile import CoreSet
+from shmserve.repo.config.override import parse_override
+from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
+from shmserve.repo.storage.generation import Generations
+from shmserve.repo.storage.snapshot import take
+from shmserve.repo.storage.store import Found, scan_model
+from tests.support.repo.models import GOOD, model
+
+ALL = GOOD + "version_policy { all { } }\n"
+OVERRIDE = b"""{"backend": "identity", "max_batch_size": 3,
+"input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [3]}],
+"output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [3]}]}"""
+GROUP = "instance_group [ {{ count: {} kind: KIND_CPU }} ]\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = model(tmp_path / "models", "m", ALL, {"1/weights": "a", "labels.txt": "cat\n"})
+    (folder / "2").mkdir()
+    (folder / "2" / "weights").write_text("b")
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def catalog(root: Path) -> Catalog:
+    return Catalog([root], {"default-max-batch-size": "4"}, CoreSet((0, 1, 2, 3)), generations=kept(root.parent))
+
+
+def kept(folder: Path) -> Generations:
+    (folder / "kept").mkdir()
+    return Generations(folder / "kept")
+
+
+def deploy(catalog: Catalog, given: LoadOverride | None = None, operation: int = 0) -> Deploy:
+    events = catalog.adopt(catalog.read("m", given), operation)
+    (_, event), *refused = events
+    assert isinstance(event, Deploy)
+    assert all(isinstance(event, Refuse) for _, event in refused)
+    return event
+
+
+def sources(catalog: Catalog, given: LoadOverride | None = None) -> dict[int, int]:
+    return {target.number: target.source for target in deploy(catalog, given).targets}
+
+
+def loaded(catalog: Catalog, source: int) -> bytes:
+    """What a worker would be given."""
+    _, descriptor = catalog.load_order(spawn(catalog, source))
+    return read_descriptor(descriptor)
+
+
+def spawn(catalog: Catalog, source: int) -> Spawn:
+    return Spawn(1 << 20, "m", 1, source, deploy(catalog).targets[0].instances[0])
+
+
+# ---------------------------------------------------------------------------------------------- one source or two
+
+
+def test_nothing_has_changed(catalog: Catalog) -> None:
+    first = sources(catalog)
+    assert first.keys() == {1, 2}
+    assert len(set(first.values())) == 2
+    assert sources(catalog) == first
+    assert [reading.found.name for reading in catalog.read_all()] == ["m"]
+
+
+def add(path: Path) -> Callable[[Path], object]:
+    return lambda folder: (folder / path).write_text("something else")
+
+
+def config(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.pbtxt").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        (add(Path("1/weights")), {1}),
+        (add(Path("2/more")), {2}),
+        (add(Path("labels.txt")), {1, 2}),
+        (add(Path("shared")), {1, 2}),
+        (add(Path("configs")), set()),
+        (add(Path(".swp")), set()),
+        (config(ALL.replace("8", "16")), {1, 2}),
+        (config(ALL + 'parameters { key: "k" value: { string_value: "v" } }'), {1, 2}),
+        (config("# a comment\n" + ALL.replace(" ", "  ")), set()),
+        (config(ALL + GROUP.format(3)), set()),
+        (config(ALL.replace("all { }", "specific { versions: [ 1, 2 ] }")), set()),
+        (lambda folder: os.utime(folder / "1", ns=(1, 1)), set()),
+        (lambda folder: (folder / "3").mkdir(), set()),
+    ],
+    ids=[
+        *("file", "file added", "labels", "shared", "other configurations", "hidden", "batch size", "parameter"),
+        *("comment", "instances", "version policy", "time of a directory", "version"),
+    ],
+)
+def test_another_source_only_for_what_matters(
+    catalog: Catalog, root: Path, change: Callable[[Path], object], changed: set[int]
+) -> None:
+    first = sources(catalog)
+    change(root / "m")
+    second = sources(catalog)
+    assert {number for number in first if second[number] != first[number]} == changed
+    assert sources(catalog) == second
+
+
+def test_another_configuration_for_a_while(catalog: Catalog) -> None:
+    first = sources(catalog)
+    given = LoadOverride(parse_override(OVERRIDE), None)
+    overridden = sources(catalog, given)
+    assert set(overridden) == {2}, "the version policy is not the file's either"
+    assert overridden[2] not in first.values()
+    assert sources(catalog, given) == overridden
+    assert decode_config(loaded(catalog, overridden[2])).max_batch_size == 3
+    assert sources(catalog)[2] != overridden[2]
+
+
+def test_what_goes_on_because_its_successor_failed_is_not_loaded_again(catalog: Catalog) -> None:
+    first = sources(catalog)
+    broken = sources(catalog, LoadOverride(parse_override(OVERRIDE), None))
+    catalog.prune(first.values())
+    assert sources(catalog) == first
+    catalog.prune(first.values())
+    again = sources(catalog, LoadOverride(parse_override(OVERRIDE), None))
+    assert again[2] not in {*broken.values(), *first.values()}, "nothing was made of the broken one any more"
+
+
+def test_what_was_unloaded_is_read_anew(catalog: Catalog) -> None:
+    first = sources(catalog)
+    catalog.forget("m")
+    second = sources(catalog)
+    assert not {*first.values()} & {*second.values()}, "though the old ones may still finish what they have"
+    catalog.prune(second.values())
+    with pytest.raises(KeyError):
+        catalog.load_order(spawn(catalog, first[1]))
+
+
+def test_a_model_of_the_same_name_elsewhere(catalog: Catalog, root: Path, tmp_path: Path) -> None:
+    both = Catalog([root, tmp_path / "other"], {}, CoreSet((0,)))
+    (tmp_path / "other").mkdir()
+    first = sources(both)
+    (root / "m").rename(tmp_path / "other" / "m")
+    assert sources(both)[1] != first[1], "the files are the same, but not where a worker would look"
+
+
+# ---------------------------------------------------------------------------------------------- instances, in place
+
+
+def test_instances_change_in_place(catalog: Catalog, root: Path) -> None:
+    before = deploy(catalog)
+    (root / "m" / "config.pbtxt").write_text(ALL + GROUP.format(3))
+    after = deploy(catalog, operation=7)
+    assert after.operation == 7
+    assert [target.source for target in after.targets] == [target.source for target in before.targets]
+    assert [len(target.instances) for target in (*before.targets, *after.targets)] == [1, 1, 3, 3]
+    assert decode_config(loaded(catalog, after.targets[0].source)).instance_group[0].count == 3
+
+
+def test_instances_that_come_with_a_call_change_in_place(catalog: Catalog) -> None:
+    before = deploy(catalog)
+    config = decode_config(loaded(catalog, before.targets[0].source))
+    more = replace(config, instance_group=(replace(config.instance_group[0], count=3),))
+    after = deploy(catalog, LoadOverride(parse_override(json.dumps(as_triton_json(more)).encode()), None))
+    assert [target.source for target in after.targets] == [target.source for target in before.targets]
+    assert [len(target.instances) for target in after.targets] == [3, 3]
+    assert all(catalog.is_override(target.source) for target in after.targets)
+    assert [len(target.instances) for target in deploy(catalog).targets] == [1, 1]
+    assert not any(catalog.is_override(target.source) for target in after.targets)
+
+
+def test_a_completed_configuration_follows(catalog: Catalog, root: Path) -> None:
+    first = sources(catalog)
+    with pytest.raises(NotFound):
+        catalog.config(first[1])
+    completed = replace(decode_config(loaded(catalog, first[1])), max_batch_size=5)
+    policy, said = catalog.complete(first[1], encode_config(completed))
+    assert policy.max_batch == 5
+    assert isinstance(said, list)
+    assert catalog.complete(first[1], encode_config(completed)) == (policy, []), "the second instance says nothing new"
+    (root / "m" / "config.pbtxt").write_text(ALL.replace("all { }", "latest { num_versions: 2 }") + GROUP.format(2))
+    assert sources(catalog) == first
+    shown = catalog.config(first[1])
+    assert (shown.max_batch_size, shown.instance_group[0].count) == (5, 2)
+    assert shown.version_policy is not None
+    assert shown.version_policy.latest is not None
+    origins, text = catalog.origins(first[1])
+    assert origins["max_batch_size"] == "model"
+    assert "count: 2" in text
+
+
+def test_a_worker_may_not_change_everything(catalog: Catalog) -> None:
+    first = sources(catalog)
+    given = decode_config(loaded(catalog, first[1]))
+    with pytest.raises(InvalidRequest, match="changed its own name to 'other'"):
+        catalog.complete(first[1], encode_config(replace(given, name="other")))
+    with pytest.raises(InvalidRequest, match="max_batch_size"):
+        catalog.complete(first[1], encode_config(replace(given, max_batch_size=-1)))
+    with pytest.raises(NotFound):
+        catalog.config(first[1])
+
+
+# ---------------------------------------------------------------------------------------------- orders for workers
+
+
+def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
+    catalog = Catalog([root], {"key": "value"}, CoreSet((0,)), generations=kept(tmp_path))
+    number = sources(catalog)[1]
+    (root / "m" / "1" / "weights").write_text("newer")
+    (root / "m" / "labels.txt").unlink()
+    load, descriptor = catalog.load_order(spawn(catalog, number))
+    assert isinstance(decode_config(read_descriptor(descriptor)), ModelConfig)
+    assert (load.model, load.version, load.settings) == ("m", 1, {"key": "value"})
+    folder = Path(load.model_dir)
+    assert folder.name == "m"
+    assert not folder.is_relative_to(root)
+    assert ((folder / "1" / "weights").read_text(), (folder / "labels.txt").read_text()) == ("a", "cat\n")
+
+
+def test_a_worker_is_told_how_linked_files_looked(root: Path, tmp_path: Path) -> None:
+    (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
+    catalog = Catalog([root], {}, CoreSet((0,)), generations=kept(tmp_path))
+    load, descriptor = catalog.load_order(spawn(catalog, sources(catalog)[1]))
+    read_descriptor(descriptor)
+    looks = json.loads(Path(load.settings[PINS]).read_text())
+    assert looks == {"1/weights": list(take(root / "m").files["1/weights"])}
+
+
+def test_a_generation_is_removed_with_what_is_made_of_it(catalog: Catalog, root: Path) -> None:
+    first = sources(catalog)
+    made = set((root.parent / "kept").iterdir())
+    assert len(made) == 2
+    assert sources(catalog) == first
+    assert set((root.parent / "kept").iterdir()) == made, "nothing has changed, and nothing is copied"
+    (root / "m" / "1" / "weights").write_text("newer")
+    second = sources(catalog)
+    catalog.prune([*first.values(), *second.values()])
+    assert len(list((root.parent / "kept").iterdir())) == 3
+    catalog.prune(second.values())
+    assert len(list((root.parent / "kept").iterdir())) == 2
+    catalog.forget("m")
+    catalog.prune([])
+    assert list((root.parent / "kept").iterdir()) == []
+
+
+def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> None:
+    catalog = Catalog([root], {}, CoreSet((0,)), generations=kept(tmp_path))
+    folder = model(tmp_path / "given", "m", "")
+    number = sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1]
+    load, descriptor = catalog.load_order(spawn(catalog, number))
+    read_descriptor(descriptor)
+    assert load.model_dir == str(folder)
+    assert PINS not in load.settings
+
+
+# ---------------------------------------------------------------------------------------------- what is forgotten
+
+
+def test_directories_of_overrides_go_when_nothing_is_made_of_them(catalog: Catalog, tmp_path: Path) -> None:
+    folders = [model(tmp_path / f"given{number}", "m", "") for number in range(3)]
+    made = [sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1] for folder in folders]
+    assert len(set(made)) == 3
+    catalog.prune([made[0]])
+    assert [folder.exists() for folder in folders] == [True, False, True], "the last is about to be served"
+    catalog.forget("m")
+    catalog.prune([made[0]])
+    assert [folder.exists() for folder in folders] == [True, False, False]
+    catalog.prune([])
+    assert list(tmp_path.glob("given*")) == []
+
+
+def test_a_directory_that_two_versions_share(catalog: Catalog, tmp_path: Path) -> None:
+    folder = model(tmp_path / "given", "m", "")
+    (folder / "2").mkdir()
+    both = OVERRIDE.replace(b'"identity"', b'"identity", "version_policy": {"all": {}}')
+    made = sources(catalog, LoadOverride(parse_override(both), folder))
+    catalog.forget("m")
+    catalog.prune([made[2]])
+    assert folder.exists()
+    catalog.prune([])
+    assert not folder.exists()
+
+
+def test_what_came_with_a_call_goes_when_it_cannot_be_read(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model(tmp_path / "given", "m", "")
+
+    def fail(*_: object, **__: object) -> None:
+        raise InvalidRequest("no luck")
+
+    monkeypatch.setattr(module, "scan_model", fail)
+    with pytest.raises(InvalidRequest, match="no luck"):
+        catalog.read("m", LoadOverride(parse_override(OVERRIDE), folder))
+    assert not folder.parent.exists()
+    with pytest.raises(InvalidRequest, match="no luck"):
+        catalog.read("m")
+
+
+# ---------------------------------------------------------------------------------------------- going back
+
+
+def test_what_was_served_before(catalog: Catalog, root: Path) -> None:
+    with pytest.raises(NotFound, match="'m': it has no previous generation"):
+        catalog.previous("m", 1, [])
+    first = deploy(catalog)
+    (root / "m" / "labels.txt").write_text("dog\n")
+    second = deploy(catalog)
+    served = [target.source for target in first.targets]
+    catalog.replaced("m", served)
+    newer = [target.source for target in second.targets]
+    catalog.prune(newer)
+    assert catalog.previous("m", 7, newer) == replace(first, operation=7)
+    load, descriptor = catalog.load_order(spawn(catalog, served[0]))
+    read_descriptor(descriptor)
+    assert (Path(load.model_dir) / "labels.txt").read_text() == "cat\n"
+
+
+def test_what_was_gone_back_from(catalog: Catalog, root: Path) -> None:
+    first = deploy(catalog)
+    (root / "m" / "labels.txt").write_text("dog\n")
+    newer = [target.source for target in deploy(catalog).targets]
+    catalog.replaced("m", [target.source for target in first.targets])
+    assert not catalog.is_rejected(catalog.read("m"))
+    catalog.previous("m", 7, newer)
+    assert catalog.is_rejected(catalog.read("m"))
+    (root / "m" / "labels.txt").write_text("bird\n")
+    assert not catalog.is_rejected(catalog.read("m"))
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(events: list[Event]) -> list[tuple[str, int, str]]:
+    return [(event.model, event.version, event.reason) for _, event in events if isinstance(event, Refuse)]
+
+
+def test_a_broken_model_is_refused(catalog: Catalog, root: Path) -> None:
+    (root / "m" / "config.pbtxt").write_text(ALL.replace("max_batch", "max_bach"))
+    events = catalog.adopt(catalog.read("m"))
+    ((name, version, reason),) = refused(events)
+    assert (name, version, len(events)) == ("m", 0, 1)
+    assert "m/config.pbtxt:2" in reason
+    assert str(root) not in reason
+
+
+def test_a_version_without_its_file_is_refused_alone(catalog: Catalog, root: Path) -> None:
+    (root / "m" / "config.pbtxt").write_text(ALL.replace("identity", "python"))
+    (root / "m" / "2" / "model.py").write_text("")
+    events = catalog.adopt(catalog.read("m"))
+    assert isinstance(events[0][1], Deploy)
+    assert [target.number for target in events[0][1].targets] == [2]
+    ((name, version, reason),) = refused(events)
+    assert (name, version) == ("m", 1)
+    assert "model.py" in reason
+
+
+def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> None:
+    model(tmp_path / "other", "m", GOOD)
+    model(tmp_path / "other", "n", GOOD)
+    both = Catalog([root, tmp_path / "other"], {}, CoreSet((0,)))
+    with pytest.raises(InvalidRequest, match="model appears in two or more repositories: 'm' is in 2 of them"):
+        both.read("m")
+    found = {reading.found.name: reading for reading in both.read_all()}
+    assert len(refused(both.adopt(found["m"]))) == 1
+    assert refused(both.adopt(found["n"])) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", "../m", "..", ".", "m/", "/m", "m/1", ".hidden", "a\0b", "m\n", "é", "x" * 200]
+)
+def test_names_that_are_no_models(catalog: Catalog, name: str) -> None:
+    with pytest.raises((InvalidRequest, NotFound)):
+        catalog.read(name)
+
+
+def test_a_misspelt_name(catalog: Catalog, root: Path) -> None:
+    model(root, "resnet", GOOD)
+    text = "failed to load 'resnt', failed to poll from model repository.*did you mean 'resnet'"
+    with pytest.raises(NotFound, match=text):
+        catalog.read("resnt")
+
+
+def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again, until configuration and files belong together; what never rests is taken as it is."""
+    changes = 1
+    scans = 0
+
+    def meddled(folder: Path, **more: Any) -> Found:
+        nonlocal changes, scans
+        scans += 1
+        found = scan_model(folder, **more)
+        if changes:
+            changes -= 1
+            (folder / "config.pbtxt").write_text(ALL.replace("8", str(100 + changes)))
+        return found
+
+    monkeypatch.setattr(module, "scan_model", meddled)
+    reading: Reading = catalog.read("m")
+    assert reading.found.config is not None
+    assert (reading.found.config.max_batch_size, scans) == (100, 2)
+    assert reading.snapshot == take(root / "m")
+    changes, scans = 10, 0
+    reading = catalog.read("m")
+    assert scans == 3
+    assert reading.found.config is not None

@@ -1,0 +1,106 @@
+"""Operations between the clients and the core: what is read in a thread, deployed, and forgotten again."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.broker.models.catalog import Catalog
+from shmserve.broker.models.operations import ClientOperations
+from shmserve.core import effects, events
+from shmserve.core.batching.rate_limiter import ANY
+from shmserve.core.core import Core
+from shmserve.protocol.messages import Ask, Fail
+from shmserve.repo.compile import CoreSet
+from tests.support.repo.models import GOOD, model
+
+
+class Loop:
+    """Runs what the thread has done, when the test says so."""
+
+    def __init__(self) -> None:
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._done.put(lambda: call(*arguments))
+
+    def run_one(self) -> None:
+        self._done.get(timeout=60)()
+
+
+class Shell:
+    def __init__(self, root: Path, config: str = GOOD) -> None:
+        model(root / "models", "m", config, {"1/weights": "a"})
+        self.loop = Loop()
+        self.core = Core()
+        self.catalog = Catalog([root / "models"], {}, CoreSet((0,)), resources=(("r", ANY, 3),))
+        self.inbox: list[tuple[int, Any]] = []
+        self.said: list[Any] = []
+        self.operations = ClientOperations(
+            self.loop,
+            self.core,
+            self.catalog,
+            lambda event: self.inbox.append((0, event)),
+            lambda peer, message: self.said.append(message),
+            root / "overrides",
+            "explicit",
+        )
+
+    def ask(self, what: str, body: bytes = b"") -> None:
+        """Up to the event that is put for the core's next turn."""
+        self.operations.handle(1, Ask(1, what, "m", body=body))
+        self.loop.run_one()
+
+    def turn(self) -> list[Any]:
+        inbox, self.inbox = self.inbox, []
+        return self.core.handle(inbox, 1)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    found = Shell(tmp_path)
+    yield found
+    found.operations.close()
+
+
+def test_a_load_that_needs_too_much_of_a_resource_fails(tmp_path: Path) -> None:
+    group = "instance_group [ { kind: KIND_CPU rate_limiter { resources [ { name: 'r' count: 4 } ] } } ]"
+    shell = Shell(tmp_path, f"{GOOD}\n{group}")
+    try:
+        shell.ask("load")
+        why = "instance 'm_0_0' needs 4 of resource 'r', and there are 3 (--rate-limit-resource)"
+        assert shell.said == [Fail(1, "INVALID_ARG", f"failed to load 'm': {why}")]
+        assert [type(event) for _, event in shell.inbox] == [events.Refuse]
+    finally:
+        shell.operations.close()
+
+
+def test_an_internal_error_is_reported_to_the_caller(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def adopt(*given: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(shell.catalog, "adopt", adopt)
+    shell.ask("load")
+    assert shell.said == [Fail(1, "INTERNAL", "failed to load 'm': internal error; the server's log has the details")]
+    assert "load of model 'm' failed" in caplog.text
+
+
+def test_what_a_spawn_needs_is_kept_until_the_core_has_seen_it(shell: Shell) -> None:
+    """A load, an unload, and the end of an earlier operation, all before the next turn."""
+    shell.ask("load")
+    shell.ask("unload")
+    shell.operations.settled(effects.Settled(99))
+    (spawn,) = (effect for effect in shell.turn() if isinstance(effect, effects.Spawn))
+    _, descriptor = shell.catalog.load_order(spawn)
+    os.close(descriptor)
+    shell.core.handle([(0, events.Exited(spawn.peer, "killed"))], 2)
+    shell.operations.tidy()
+    with pytest.raises(KeyError):
+        shell.catalog.load_order(spawn)

@@ -1,0 +1,368 @@
+"""Bodies of load calls, good and bad. The oracle is the tree: nothing outside one new directory comes into being."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shmserve.broker.models import overrides as module
+from shmserve.broker.models.overrides import (
+    FILES,
+    HEADER_BYTES,
+    IN_MEMORY,
+    LEVELS,
+    LoadOverride,
+    RestartBody,
+    UnloadBody,
+    Upload,
+    decode_body,
+)
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.session.uploads import of_load
+from tests.support.hypothesis_profiles import examples
+
+CONFIG = {"backend": "identity"}
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """With something around it that must stay as it is."""
+    (tmp_path / "beside").write_text("mine")
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """All that is below: files with what is in them, directories with None."""
+    return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
+
+
+def unpack(place: Path, body: bytes, model: str = "m", limit: int = LIMIT, piece: int = 1000) -> LoadOverride | None:
+    upload = Upload(place, limit)
+    try:
+        for start in range(0, len(body), piece):
+            upload.add(body[start : start + piece])
+        return upload.unpack(place, model)
+    finally:
+        upload.close()
+        assert upload._file.closed
+
+
+def body_of(files: Iterable[Any] | None = None, data: bytes = b"", config: Any = CONFIG, **more: Any) -> bytes:
+    header = dict(more)
+    if config is not None:
+        header["config"] = config
+    if files is not None:
+        header["files"] = list(files)
+    return json.dumps(header).encode() + b"\n" + data
+
+
+def refused(place: Path, body: bytes, *texts: str, **more: Any) -> None:
+    """By an error for the caller, and nothing has come into being."""
+    before = tree(place.parent)
+    with pytest.raises(InvalidRequest) as caught:
+        unpack(place, body, **more)
+    for text in texts:
+        assert text in str(caught.value)
+    assert str(place) not in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert tree(place.parent) == before
+
+
+# ------------------------------------------------------------------------------------------------- what is right
+
+
+def test_nothing(place: Path) -> None:
+    assert unpack(place, b"") is None
+    assert unpack(place, b"{}\n") is None
+    assert tree(place) == {}
+
+
+def test_a_configuration(place: Path) -> None:
+    found = unpack(place, body_of())
+    assert found is not None
+    assert found.folder is None
+    assert found.config.message.backend == "identity"  # type: ignore[attr-defined]
+    assert unpack(place, body_of([])) == found
+    assert unpack(place, body_of().rstrip(b"\n")) == found
+    assert tree(place) == {}
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_files(place: Path, piece: int) -> None:
+    files = {"1/model.onnx": b"weights\n", "1/empty": b"", "1/sub/deep/x": b"\0\n{}", "10/Ünï code": b"y" * 3000}
+    given = of_load(CONFIG, files)
+    sent = bytearray()
+    while given.left:
+        sent += given.take()
+    found = unpack(place, bytes(sent), piece=piece)
+    assert found is not None
+    folder = found.folder
+    assert folder is not None
+    assert folder.name == "m", "the name of a model is that of its directory"
+    assert folder.parent.parent == place
+    assert {name: data for name, data in tree(folder).items() if data is not None} == files
+    assert {path.stat().st_mode & 0o7777 for path in folder.rglob("*") if path.is_file()} == {0o600}
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    again = unpack(place, bytes(sent))
+    assert again is not None
+    assert again.folder is not None
+    assert again.folder.parent != folder.parent
+
+
+def test_a_large_body_is_not_kept_in_memory(place: Path) -> None:
+    size = IN_MEMORY + 12345
+    files = body_of([["1/a", size], ["1/b", 3]])
+    upload = Upload(place, 2 * size)
+    upload.add(files)
+    count = len(os.listdir("/proc/self/fd"))
+    for start in range(0, size, 65536):
+        upload.add(bytes(min(65536, size - start)))
+    assert len(os.listdir("/proc/self/fd")) == count + 1, "on disk"
+    assert tree(place) == {}, "under no name that anybody could forget"
+    upload.add(b"end")
+    found = upload.unpack(place, "m")
+    upload.close()
+    assert len(os.listdir("/proc/self/fd")) == count
+    assert found is not None
+    assert found.folder is not None
+    assert (found.folder / "1" / "a").stat().st_size == size
+    assert (found.folder / "1" / "b").read_bytes() == b"end"
+
+
+def test_an_upload_that_is_given_up(place: Path) -> None:
+    upload = Upload(place, 4 * IN_MEMORY)
+    upload.add(bytes(2 * IN_MEMORY))
+    upload.close()
+    upload.close()
+    assert tree(place) == {}
+
+
+# ------------------------------------------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../evil", "1/../../evil", "1/..", "..", "1/../1/x", "/etc/evil", "//evil", "1//x", "1/", "/", "", "./1/x"),
+        *(
+            "1/.",
+            "1/.hidden",
+            ".git/config",
+            "model.onnx",
+            "1\\x",
+            "..\\evil",
+            "1/a\\..\\b",
+            "1/a\0b",
+            "1/a\nb",
+            "1/\x7f",
+        ),
+        *("1/\u202eevil", "1/" + "x" * 256, "1/" + "é" * 128, "x" * 256 + "/x", "/".join("a" * (LEVELS + 1))),
+    ],
+)
+def test_names_that_lead_elsewhere(place: Path, name: str) -> None:
+    refused(place, body_of([["1/good", 1], [name, 1]], b"ab"), "expected VERSION/NAME below the model's directory")
+
+
+@pytest.mark.parametrize("model", ["", "..", ".", "../evil", "a/b", "/etc", ".hidden", "a\0", "a\n", "x" * 129, "é"])
+def test_names_of_models_that_lead_elsewhere(place: Path, model: str) -> None:
+    refused(place, body_of([["1/x", 1]], b"a"), "model name must not contain path traversal", model=model)
+
+
+def test_a_model_with_a_backslash(place: Path) -> None:
+    text = "Invalid stub name: contains invalid characters; found 'a\\b', expected 1 to 128 printable"
+    refused(place, body_of([["1/x", 1]], b"a"), text, model="a\\b")
+
+
+@pytest.mark.parametrize(
+    "names", [("1/a", "1/a"), ("1/a", "1/a/b"), ("1/a/b", "1/a"), ("1/a/b/c", "1/a"), ("1/a", "2/b", "1/a/b/c")]
+)
+def test_files_in_the_place_of_each_other(place: Path, names: tuple[str, ...]) -> None:
+    files = [[name, 1] for name in names]
+    refused(place, body_of(files, b"x" * len(files)), f"file '{names[-1]}'", "conflicts with another one")
+
+
+def test_a_name_may_begin_at_the_directory_of_the_model(place: Path) -> None:
+    found = unpack(place, body_of([["/1/model.py", 1], ["1/b", 1]], b"xy"))
+    assert found is not None
+    assert found.folder is not None
+    assert (found.folder / "1" / "model.py").read_bytes() == b"x"
+    refused(place, body_of([["1/a", 1], ["/1/a", 1]], b"xy"), "conflicts with another one")
+
+
+def test_names_that_only_look_alike(place: Path) -> None:
+    names = ["1/a", "1/ab", "1/a.b", "1/b/a", "11/a", "1/a b"]
+    found = unpack(place, body_of([[name, 1] for name in names], b"x" * len(names)))
+    assert found is not None
+    assert found.folder is not None
+    assert {name for name, data in tree(found.folder).items() if data is not None} == set(names)
+
+
+@pytest.mark.parametrize("data", [b"", b"12345", b"1234567", bytes(10_000)])
+def test_other_sizes_than_announced(place: Path, data: bytes) -> None:
+    refused(place, body_of([["1/a", 2], ["1/b", 4]], data), "expected 6 bytes", f"received {len(data)}")
+
+
+def test_files_without_a_configuration(place: Path) -> None:
+    refused(place, body_of([["1/a", 1]], b"x", None), "has files but no config; give both")
+    refused(place, body_of([["1/a", 1]], b"x", {"backnd": "python"}), "backnd", "backend")
+    refused(place, body_of(None, b"", {"backnd": "python"}), "backnd")
+    refused(place, body_of(None, b"", []), "config override")
+    refused(place, b'{"config": null}\n', "config override")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"\n", b"\xff\n", b"[]\n", b"null\n", b'"x"\n', b"{\n", b'{"config": {}, "config: {}}\n', b"[" * 100_000),
+        *(
+            b'{"config": ' + b"[" * 100_000,
+            b'{"config": {}, "fils": []}\n',
+            b'{"a\xff": 1}',
+            b'{"files": [["1/\xff", 1]]}',
+        ),
+        *(b'{"files": [["1/a", -1]]}\n', b'{"files": [["1/a", 1.5]]}\n', b'{"files": [["1/a", "1"]]}\n'),
+        *(b'{"files": [["1/a", 99999999999999999999]]}\n', b'{"files": [["1/a", 1e400]]}\n', b'{"files": [["1/a"]]}\n'),
+        *(b'{"files": [["1/\\ud800", 1]]}\n', b'{"files": {"1/a": 1}}\n', b'{"files": [[1, 1]]}\n'),
+        body_of([[f"1/{number}", 0] for number in range(FILES + 1)]),
+        body_of([["1/" + "a/" * 600, 0]]),
+    ],
+)
+def test_a_first_line_that_cannot_be_read(place: Path, line: bytes) -> None:
+    refused(place, line, "the first line of the load call's body cannot be read", limit=1 << 22)
+
+
+def test_a_first_line_that_is_too_long(place: Path) -> None:
+    body = body_of(None, b"", {"backend": "x" * HEADER_BYTES})
+    refused(place, body, f"is longer than {HEADER_BYTES} bytes", limit=1 << 30, piece=1 << 16)
+
+
+def test_too_many_bytes(place: Path) -> None:
+    upload = Upload(place, LIMIT)
+    for _ in range((LIMIT + HEADER_BYTES) // 65536):
+        upload.add(bytes(65536))
+    with pytest.raises(InvalidRequest, match=f"exceed the limit of {LIMIT} bytes \\(--override-bytes\\)"):
+        upload.add(b"x")
+    upload.close()
+    assert tree(place) == {}
+
+
+def test_many_files(place: Path) -> None:
+    """As many as there may be, deep down: neither slow nor large."""
+    deep = "/".join("a" * (LEVELS - 2))
+    found = unpack(place, body_of([[f"1/{deep}/{number}", 1] for number in range(FILES)], b"x" * FILES), limit=1 << 30)
+    assert found is not None
+    assert found.folder is not None
+    assert len(list((found.folder / "1" / deep).iterdir())) == FILES
+
+
+# ------------------------------------------------------------------------------------------------- a disk that fails
+
+
+def test_a_full_disk_while_it_comes(place: Path) -> None:
+    upload = Upload(place, LIMIT)
+    upload.close()
+    with open("/dev/full", "wb", buffering=0) as full:
+        upload._file = full
+        with pytest.raises(Unavailable, match="No space left on device"):
+            upload.add(b"x")
+
+
+def test_a_full_disk_at_the_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the files are there already."""
+    write = module._write
+    written: list[Path] = []
+
+    def full(source: Any, path: Path, size: int) -> None:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        written.append(path)
+        write(source, path, size)
+
+    monkeypatch.setattr(module, "_write", full)
+    with pytest.raises(Unavailable, match="No space left on device") as caught:
+        unpack(place, body_of([["1/a", 1], ["1/b", 1]], b"xy"))
+    assert str(place) not in str(caught.value)
+    assert len(written) == 1
+    assert tree(place) == {}
+
+
+def test_a_directory_that_has_gone(place: Path) -> None:
+    place.rmdir()
+    with pytest.raises(Unavailable, match="No such file or directory"):
+        unpack(place, body_of([["1/a", 1]], b"x"))
+
+
+def test_a_link_that_lies_in_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file is to be, whoever may write there has put a link: it is not followed."""
+    (place / "model-x" / "m" / "1").mkdir(parents=True)
+    (place / "model-x" / "m" / "1" / "a").symlink_to(place.parent / "beside")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(place / "model-x"))
+    with pytest.raises(Unavailable, match="File exists"):
+        unpack(place, body_of([["1/a", 1]], b"x"))
+    assert tree(place.parent) == {"beside": b"mine", "place": None}
+
+
+# ------------------------------------------------------------------------------------------------- anything at all
+
+PARTS = st.sampled_from(
+    ["1", "2", "a", "b", "..", ".", "", ".h", "é", "a\\b", "\0", "x" * 200, "\u202e", "\ud800", "~", "C:"]
+)
+NAMES = st.one_of(st.lists(PARTS, min_size=1, max_size=5).map("/".join), st.text(max_size=12))
+MODELS = st.one_of(st.just("m"), st.text(max_size=5), NAMES)
+SIZES = st.one_of(st.integers(0, 5), st.integers(-(2**70), 2**70))
+
+
+def harmless_or_refused(body: bytes, model: str) -> None:
+    with tempfile.TemporaryDirectory() as outer:
+        root = Path(outer)
+        place = root / "a" / "place"
+        place.mkdir(parents=True)
+        found = None
+        with suppress(ServeError):
+            found = unpack(place, body, model)
+        if found is None or found.folder is None:
+            assert tree(root) == {"a": None, "a/place": None}
+        else:
+            assert found.folder.parent.parent == place
+            assert found.folder.resolve() == found.folder
+            assert [path.name for path in place.iterdir()] == [found.folder.parent.name]
+            assert list(root.iterdir()) == [root / "a"]
+            assert list((root / "a").iterdir()) == [place]
+
+
+@settings(max_examples=examples(80))
+@given(st.lists(st.tuples(NAMES, SIZES), max_size=5), st.integers(-1, 1), MODELS)
+def test_any_names(files: list[tuple[str, int]], more: int, model: str) -> None:
+    size = sum(size for _, size in files if 0 < size < 100)
+    harmless_or_refused(body_of(files, bytes(max(0, size + more))), model)
+
+
+@settings(max_examples=examples(80))
+@given(st.binary(max_size=40), st.integers(0, 60), st.integers(0, 10))
+@example(b"[" * 2000, 11, 0)
+def test_any_bytes(junk: bytes, at: int, cut: int) -> None:
+    good = body_of([["1/a", 3], ["2/b", 2]], b"abcde")
+    harmless_or_refused(good[:at] + junk + good[at + cut :], "m")
+    harmless_or_refused(junk, "m")
+
+
+@settings(max_examples=examples(80))
+@given(st.one_of(st.binary(max_size=60), st.sampled_from([b"[" * 9999, b'{"wait":' * 9999, b'{"x\xff":1}'])))
+def test_any_bytes_for_other_operations(junk: bytes) -> None:
+    for kind in (UnloadBody, RestartBody):
+        with suppress(InvalidRequest):
+            assert isinstance(decode_body(junk, kind), kind)
+    assert decode_body(b"", RestartBody) == RestartBody()
+    assert decode_body(b'{"unload_dependents": true}', UnloadBody) == UnloadBody(unload_dependents=True)

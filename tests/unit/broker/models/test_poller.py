@@ -1,0 +1,298 @@
+"""Looking for changes, with clocks that the test turns. The oracle is what the test has done to the repositories."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.overrides import LoadOverride
+from shmserve.broker.models.poller import Changes, Poll
+from shmserve.repo.compile import CoreSet
+from shmserve.repo.storage import snapshot
+from tests.support.repo.models import GOOD, model
+
+SETTLE = 100.0
+NEVER = float("inf")
+
+
+class Meddled(Catalog):
+    """Something happens on disk just before and just after a model is read."""
+
+    before: Callable[[], object] = staticmethod(lambda: None)
+    after: Callable[[], object] = staticmethod(lambda: None)
+
+    def read_folder(self, folder: Path, given: LoadOverride | None = None) -> Reading:
+        before, self.before = self.before, lambda: None
+        after, self.after = self.after, lambda: None
+        before()
+        reading = super().read_folder(folder, given)
+        after()
+        return reading
+
+
+class World:
+    """One or more repositories, their poll, and its clocks. `written`: what is on disk was written now."""
+
+    def __init__(self, *roots: Path) -> None:
+        for root in roots:
+            root.mkdir()
+        self.root = roots[0]
+        self.catalog = Meddled(roots, {}, CoreSet((0,)))
+        self._wall = self._clock = 0.0
+        self.poll = Poll(self.catalog, SETTLE, lambda: self._wall, lambda: self._clock)
+
+    def written(self, ahead: float = 0.0) -> None:
+        self._wall = time.time() + ahead
+
+    def later(self, seconds: float) -> None:
+        self._wall += seconds
+        self._clock += seconds
+
+    def model(self, name: str, config: str = GOOD, root: Path | None = None) -> Path:
+        made = model(root or self.root, name, config)
+        self.written()
+        return made
+
+    def write(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        self.written()
+
+    def settled(self) -> Changes:
+        self.later(SETTLE + 10)
+        return self.poll.look()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "models")
+
+
+def names(changes: Changes) -> list[str]:
+    return [reading.found.name for reading in changes.readings]
+
+
+def quiet(changes: Changes) -> bool:
+    """Nothing has happened, and nothing is about to."""
+    return changes[:2] == ([], []) and changes.troubles == [] and changes.again_s == NEVER
+
+
+def test_an_empty_repository(world: World) -> None:
+    assert quiet(world.poll.look())
+    assert list(world.poll.look().names) == []
+
+
+def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
+    world.model("m")
+    for _ in range(3):
+        found = world.poll.look()
+        assert names(found) == []
+        assert found.gone == []
+        assert found.again_s == SETTLE, "it makes sense to look before the next round"
+        assert list(found.names) == ["m"]
+        world.later(SETTLE / 4)
+    found = world.settled()
+    assert names(found) == ["m"]
+    assert found.readings[0].found.problems == ()
+    assert found.readings[0].snapshot == snapshot.take(world.root / "m")
+    assert found.again_s == NEVER
+    assert quiet(world.settled())
+
+
+def test_what_is_old_when_it_is_first_seen_is_read_at_once(world: World) -> None:
+    world.model("m")
+    world.later(SETTLE + 10)
+    assert names(world.poll.look()) == ["m"]
+
+
+def test_a_copy_that_goes_on_waits(world: World) -> None:
+    folder = world.model("m")
+    weights = folder / "1" / "weights"
+    for part in range(1, 6):
+        world.write(weights, "x" * part)
+        assert names(world.poll.look()) == []
+        world.later(SETTLE * 0.9)
+        assert names(world.poll.look()) == []
+    found = world.settled()
+    assert names(found) == ["m"]
+    assert weights.stat().st_size == 5
+    assert found.readings[0].snapshot is not None
+    assert found.readings[0].snapshot.files["1/weights"][0] == 5
+
+
+@pytest.mark.parametrize("file", ["config.pbtxt", "1/weights", "labels.txt", "2"])
+def test_a_change_is_read_once(world: World, file: str) -> None:
+    folder = world.model("m")
+    world.model("other")
+    assert names(world.settled()) == ["m", "other"]
+    if file == "2":
+        (folder / "2").mkdir()
+        world.written()
+    else:
+        world.write(folder / file, GOOD.replace("8", "16"))
+    assert names(world.poll.look()) == []
+    assert names(world.settled()) == ["m"]
+    assert quiet(world.settled())
+
+
+@pytest.mark.parametrize("skew", [-1e6, 1e6])
+def test_clocks_that_differ(world: World, skew: float) -> None:
+    """The disk is another machine's: what it says of times cannot be compared with ours, and is looked at twice."""
+    folder = world.model("m")
+    world.written(skew)
+    first = names(world.poll.look())
+    if skew < 0:
+        assert first == []
+        world.later(SETTLE * 0.9)
+        assert names(world.poll.look()) == []
+        (folder / "1" / "weights").write_text("more")
+        world.later(SETTLE * 0.9)
+        assert names(world.poll.look()) == []
+        world.later(SETTLE * 0.9)
+        assert names(world.poll.look()) == []
+        world.later(SETTLE * 0.2)
+        assert names(world.poll.look()) == ["m"]
+    else:  # they are all old; the worker sees whether they change while it loads them
+        assert first == ["m"]
+    assert quiet(world.settled())
+
+
+def test_a_model_that_changes_while_it_is_read(world: World) -> None:
+    folder = world.model("m")
+    world.catalog.before = lambda: world.write(folder / "1" / "weights", "half")
+    assert names(world.settled()) == [], "what was read is not what had settled"
+    world.catalog.after = lambda: world.write(folder / "1" / "weights", "all of it")
+    first = world.settled()
+    assert names(first) == ["m"], "what has been read was consistent"
+    assert first.readings[0].snapshot is not None
+    assert first.readings[0].snapshot.files["1/weights"][0] == len("half")
+    second = world.settled()
+    assert names(second) == ["m"]
+    assert second.readings[0].snapshot is not None
+    assert second.readings[0].snapshot.files["1/weights"][0] == len("all of it")
+    assert quiet(world.settled())
+
+
+def test_a_model_that_vanishes_while_it_is_read(world: World) -> None:
+    folder = world.model("m")
+    world.catalog.before = lambda: shutil.rmtree(folder)
+    found = world.settled()
+    assert names(found) == []
+    assert quiet(world.settled()), "nobody has heard of it, so nobody has to hear that it has gone"
+
+
+def test_a_model_that_vanishes_between_two_looks(world: World) -> None:
+    folder = world.model("m")
+    world.model("other")
+    world.settled()
+    world.write(folder / "config.pbtxt", GOOD.replace("8", "4"))
+    world.catalog.before = lambda: shutil.rmtree(folder)
+    assert world.settled().gone == []
+    found = world.settled()
+    assert (names(found), found.gone, list(found.names)) == ([], ["m"], ["other"])
+    assert quiet(world.settled())
+    world.model("m")
+    assert names(world.settled()) == ["m"]
+
+
+def test_a_broken_configuration_is_told_once_for_each_change(world: World) -> None:
+    folder = world.model("m", GOOD.replace("max_batch_size", "max_bach_size"))
+    found = world.settled()
+    assert names(found) == ["m"]
+    assert "max_batch_size" in found.readings[0].found.problems[0]
+    for _ in range(3):
+        assert quiet(world.settled())
+    world.write(folder / "config.pbtxt", GOOD.replace("identity", "identty"))
+    (problem,) = world.settled().readings[0].found.problems
+    assert "identity" in problem
+    assert quiet(world.settled())
+    world.write(folder / "config.pbtxt", GOOD)
+    assert world.settled().readings[0].found.problems == ()
+
+
+def test_a_model_that_cannot_be_looked_at_is_told_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.model("m")
+    monkeypatch.setattr(snapshot, "ENTRIES", 1)
+    assert names(world.poll.look()) == []
+    found = world.settled()
+    assert names(found) == ["m"], "who reads it says what is wrong"
+    assert found.readings[0].snapshot is None
+    assert quiet(world.settled())
+    monkeypatch.undo()
+    found = world.settled()
+    assert names(found) == ["m"]
+    assert found.readings[0].snapshot is not None
+
+
+def test_a_model_in_two_repositories(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    world = World(first, second)
+    world.model("m")
+    world.model("only here", root=second)
+    assert names(world.settled()) == ["m", "only here"]
+    world.model("m", root=second)
+    found = world.poll.look()
+    assert names(found) == ["m"]
+    assert found.readings[0].found.problems == (
+        "model appears in two or more repositories: 'm' is in 2 of them; keep one",
+    )
+    assert quiet(world.settled())
+    shutil.rmtree(second / "m")
+    found = world.settled()
+    assert names(found) == ["m"]
+    assert found.readings[0].found.path == first / "m"
+    assert found.readings[0].found.problems == ()
+    assert found.gone == []
+    world.model("m", root=second)
+    assert names(world.poll.look()) == ["m"]
+    shutil.rmtree(first / "m")
+    assert world.settled().readings[0].found.path == second / "m"
+    shutil.rmtree(second / "m")
+    assert world.settled().gone == ["m"]
+
+
+def test_a_repository_that_goes_and_comes_back(tmp_path: Path) -> None:
+    world = World(tmp_path / "first", tmp_path / "second")
+    world.model("m")
+    world.model("n", root=tmp_path / "second")
+    world.settled()
+    for _ in range(2):
+        world.root.rename(tmp_path / "away")
+        found = world.poll.look()
+        (text,) = found.troubles
+        assert "--model-repository" in text
+        assert found == ([], [], ["m", "n"], [text], NEVER), "what is served goes on"
+        assert quiet(world.settled()), "it has been told"
+        (tmp_path / "away").rename(world.root)
+        assert quiet(world.settled())
+    world.write(world.root / "m" / "config.pbtxt", GOOD.replace("8", "2"))
+    assert names(world.settled()) == ["m"]
+
+
+def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
+    world.model("m")
+    world.settled()
+    shutil.rmtree(world.root)
+    world.root.write_text("")
+    found = world.poll.look()
+    assert len(found.troubles) == 1
+    assert found.gone == []
+    world.root.unlink()
+    world.root.mkdir()
+    assert world.settled().gone == ["m"], "empty is not the same as not there"
+
+
+def test_at_the_start_models_are_read_as_they_are(world: World) -> None:
+    folder = world.model("m")
+    assert names(world.poll.look(at_start=True)) == ["m"]
+    assert names(world.settled()) == []
+    world.write(folder / "1" / "more", "half")
+    assert names(world.poll.look()) == []
+    assert names(world.settled()) == ["m"]
+    other = world.model("n")
+    world.catalog.before = lambda: world.write(other / "1" / "more", "half")
+    assert names(world.poll.look(at_start=True)) == [], "it changed while it was read"

@@ -1,0 +1,39 @@
+"""When the server as a whole is ready."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from shmserve.broker.admin.queries import Control
+from shmserve.core import events
+from shmserve.core.policy import ModelPolicy, TensorSpec
+from tests.support.core.world import World
+
+X, Y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
+
+
+def version(number: int) -> ModelPolicy:
+    return ModelPolicy("m", number, 4, (X,), (Y,))
+
+
+def test_a_version_that_loads_for_the_first_time_is_waited_for() -> None:
+    world = World()
+    control = Control(world.core, cast("Any", None), "test", "1", True)
+    world.deploy(version(1), load=False)
+    assert not control.server_ready()
+    worker = world.worker("m_0")
+    worker.outbox.append(events.Compiled(version(1)))
+    world.settle()
+    assert control.server_ready()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_one_that_loads_beside_versions_that_are_served_is_not(strict: bool) -> None:
+    world = World()
+    control = Control(world.core, cast("Any", None), "test", "1", strict)
+    world.deploy(version(1))
+    world.deploy(version(2), load=False)
+    assert [one.state.name for one in world.core.state.models["m"].versions.values()] == ["READY", "LOADING"]
+    assert control.server_ready()

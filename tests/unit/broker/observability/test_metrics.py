@@ -1,0 +1,453 @@
+"""The metrics: read by Prometheus's own parser, against what the core was made to do and what the kernel says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families as parsed
+
+from shmserve.broker.observability import metric_definitions
+from shmserve.broker.observability.logs import printable
+from shmserve.broker.observability.metric_definitions import FAMILIES, RESERVED, Page
+from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
+from shmserve.broker.observability.metrics import SHOWN_CLIENTS, Metrics
+from shmserve.core import events
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.stats import latencies
+from shmserve.protocol.messages import Infer, Return, Tensor
+from shmserve.shm.arena import Arena
+from shmserve.shm.extents import heap
+from shmserve.system import procfs
+from tests import ROOT
+from tests.support.core.fakes import FakeClient
+from tests.support.core.world import World
+from tests.support.hypothesis_profiles import examples
+
+DASHBOARD = ROOT / "docs" / "dashboard.json"
+PAGE = ROOT / "docs" / "metrics.md"
+MS = 1_000_000
+SUFFIXES = ("_bucket", "_sum", "_count")
+Labels = frozenset[tuple[str, str]]
+
+
+class Seen:
+    """What the parser makes of a text. No sample is there twice, and each is of a metric in the table."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.samples: dict[tuple[str, Labels], float] = {}
+        known = {family.name: family for family in FAMILIES}
+        for metric in parsed(text):
+            for sample in metric.samples:
+                name = sample.name if f"\n{sample.name}" in text else sample.name.removesuffix("_total")  # parser's own
+                key = name, frozenset(sample.labels.items())
+                assert key not in self.samples, key
+                self.samples[key] = sample.value
+                family = known[name if name in known else re.sub("_(bucket|sum|count)$", "", name)]
+                assert (metric.type, set(sample.labels) - {"le", "quantile"}) == (family.kind, set(family.labels)), (
+                    sample
+                )
+        headers = Counter(line.rsplit(" ", 1)[0] for line in text.splitlines() if line.startswith("# TYPE "))
+        assert set(headers.values()) <= {1}
+        assert "nan" not in text.lower()
+
+    def __call__(self, name: str, /, **labels: str) -> float:
+        return self.samples[name, frozenset(labels.items())]
+
+    def all(self, name: str, /, **labels: str) -> dict[Labels, float]:
+        wanted = set(labels.items())
+        return {key[1]: value for key, value in self.samples.items() if key[0] == name and wanted <= key[1]}
+
+
+def metrics(world: World, arena: Arena | None = None, shown: MetricSettings = DEFAULTS) -> Seen:
+    arena = arena or Arena(0, heap.create, limit_bytes=1 << 20)
+    pids = iter([os.getpid()] * 100)
+    made = Metrics(world.core.state, arena, 1 << 20, lambda peer: next(pids), lambda: True, shown)
+    seen = Seen(made.text())
+    arena.close()
+    return seen
+
+
+def policy(name: str = "m", most: int = 8) -> ModelPolicy:
+    return ModelPolicy(name, 1, most, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
+
+
+def infer(client: FakeClient, number: int, model: str = "m", rows: int = 1) -> tuple[int, Infer]:
+    client.sends(number)
+    return client.peer, Infer(number, model, 0, (Tensor("x", "FP32", (rows, 1), bytes(4 * rows)),))
+
+
+def finish(world: World, took: int = 0) -> None:
+    (busy,) = (worker for worker in world.workers.values() if worker.running is not None)
+    busy.finish(world.now, took)
+    world.settle()
+
+
+# ------------------------------------------------------------------------------------------ the text
+
+
+@settings(max_examples=examples(30))
+@given(st.text(), st.text())
+def test_labels_may_be_anything(client: str, model: str) -> None:
+    page = Page()
+    page.add("shmserve_client_requests", 1, metric_definitions.labels(("client", "name"), (client, model)))
+    text = page.text()
+    (sample,) = [sample for metric in parsed(text) for sample in metric.samples]
+    assert sample.labels == {"client": printable(client), "name": printable(model)}
+    assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", ['a"} 1\nforged 1', "a\\", "\x1b[2J", "é\u2028模", '",model="b'])
+def test_r11_names_in_metrics(name: str) -> None:
+    world = World()
+    world.deploy(policy(name))
+    client = world.connect(name)
+    world.turn([infer(client, 1, name)])
+    finish(world)
+    seen = metrics(world)
+    assert seen("nv_inference_count", model=printable(name), version="1") == 1
+    assert all(line.isprintable() for line in seen.text.split("\n"))
+
+
+def test_names_of_metrics() -> None:
+    names = [family.name for family in FAMILIES]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(RESERVED)
+    for family in FAMILIES:
+        assert family.kind in ("counter", "gauge", "histogram", "summary")
+        assert re.fullmatch(r"(nv|shmserve|process)_[a-z_]+", family.name)
+        assert family.name.startswith("nv_") or (family.kind == "counter") == family.name.endswith("_total")
+        assert not re.search(r"[\n\\|]", family.help), "these stand in a line of text and a row of a table"
+
+
+# ------------------------------------------------------------------------------------------ what it counts
+
+
+def test_a_server_with_nothing() -> None:
+    seen = metrics(World())
+    assert seen("shmserve_ready") == 1
+    assert seen("shmserve_held_bytes") == 0
+    assert not seen.all("nv_inference_count")
+    assert seen("shmserve_broker_arena_limit_bytes") == 1 << 20
+
+
+def test_requests_and_batches() -> None:
+    world = World()
+    world.deploy(policy())
+    client = world.connect("c")
+    world.turn([infer(client, 1)])
+    world.turn([infer(client, 2, rows=2), infer(client, 3, rows=3)])
+    before = metrics(world)
+    assert before("nv_inference_pending_request_count", model="m", version="1") == 2
+    assert before("shmserve_requests_in_flight") == 3
+    assert not before.all("shmserve_request_duration_seconds_bucket")
+    world.now += 3 * MS
+    finish(world, took=2 * MS)
+    world.now += 5 * MS
+    finish(world, took=5 * MS)
+    seen = metrics(world)
+    model = {"model": "m", "version": "1"}
+    assert seen("nv_inference_request_success", **model) == 3
+    assert seen("nv_inference_count", **model) == 6
+    assert seen("nv_inference_exec_count", **model) == 2
+    assert seen("nv_inference_pending_request_count", **model) == 0
+    assert seen("nv_inference_request_duration_us", **model) == 3000 + 2 * 8000
+    assert seen("nv_inference_queue_duration_us", **model) == 1000 + 2 * 3000
+    assert seen("nv_inference_compute_infer_duration_us", **model) == 2000 + 2 * 5000
+    assert set(seen.all("nv_inference_request_failure", **model).values()) == {0}
+    assert len(seen.all("nv_inference_request_failure", **model)) == 4
+    assert sum(seen.all("shmserve_batches_total", **model).values()) == 2
+    expected: dict[str, list[float]] = {
+        "shmserve_request_duration_seconds": [0.003, 0.008, 0.008],
+        "shmserve_queue_duration_seconds": [0.001, 0.003, 0.003],
+        "shmserve_batch_duration_seconds": [0.002, 0.005],
+        "shmserve_batch_rows": [1, 5],
+    }
+    for name, durations in expected.items():
+        assert seen(f"{name}_count", **model) == len(durations)
+        assert seen(f"{name}_sum", **model) == pytest.approx(sum(durations))
+        buckets = {float(dict(labels)["le"]): value for labels, value in seen.all(f"{name}_bucket", **model).items()}
+        assert len(buckets) == (5 if name == "shmserve_batch_rows" else 24)
+        for edge, count in buckets.items():
+            assert count == sum(duration <= edge for duration in durations), (name, edge)
+
+
+MODEL = {"model": "m", "version": "1"}
+SUMMARIES = tuple(f"nv_inference_{what}_summary_us" for what in (
+    "request", "queue", "compute_input", "compute_infer", "compute_output"
+))  # fmt: skip
+FIRST = "nv_inference_first_response_histogram_ms"
+
+
+def test_what_is_off_by_default() -> None:
+    world = World()
+    world.deploy(policy())
+    client = world.connect("c")
+    world.turn([infer(client, 1)])
+    finish(world)
+    text = metrics(world).text
+    assert not any(name in text for name in (*SUMMARIES, FIRST))
+    assert "nv_cpu_utilization" in text
+    counted = world.core.state.models["m"].versions[1].statistics
+    assert (counted.summaries, counted.first) == (None, None)
+
+
+def test_summaries() -> None:
+    """Of the last minute, against durations that the world has made; sum and count are of all time."""
+    world = World(Limits(summaries=True))
+    world.deploy(policy())
+    client = world.connect("c")
+    shown = MetricSettings(counter_latencies=False, summary_quantiles=(0.5, 1.0), cpu=False)
+    assert "NaN" in metrics_text(world, shown), "nothing was counted"
+    for number in range(1, 101):
+        world.turn([infer(client, number)])
+        world.now += number * MS
+        finish(world, took=number * MS)
+    seen = metrics(world, shown=shown)
+    name = "nv_inference_compute_infer_summary_us"
+    assert seen(name, **MODEL, quantile="0.5") == pytest.approx(50_000, rel=0.017)
+    assert seen(name, **MODEL, quantile="1") == pytest.approx(100_000, rel=0.017)
+    assert seen(f"{name}_count", **MODEL) == 100
+    assert seen(f"{name}_sum", **MODEL) == 5050 * 1000
+    assert seen("nv_inference_request_summary_us", **MODEL, quantile="0.5") == pytest.approx(50_000, rel=0.017)
+    assert not seen.all("nv_inference_request_duration_us"), "counters were turned off"
+    assert "nv_cpu" not in seen.text
+    world.now += 75_000 * MS
+    world.turn([])
+    later = metrics_text(world, shown)
+    assert f'{name}{{model="m",version="1",quantile="0.5"}} NaN' in later
+    assert f'{name}_count{{model="m",version="1"}} 100' in later
+
+
+def test_summaries_of_the_cache() -> None:
+    world = World(Limits(summaries=True, cache_bytes=1 << 20))
+    world.deploy(policy())
+    world.deploy(replace(policy("n"), cached=True))
+    world.core.state.cache.clock = itertools.count(0, 1000 * MS).__next__
+    client = world.connect("c")
+    cached = {"model": "n", "version": "1"}
+    for number, name in enumerate("mnnnnn", 1):
+        world.turn([infer(client, number, name)])
+        if number <= 2:
+            finish(world)
+    seen = metrics(world, shown=MetricSettings(summary_quantiles=(0.5,), cpu=False))
+    for name, kept, took in (("hit", 4, 1_000_000), ("miss", 1, 2_000_000)):
+        summary = f"nv_cache_{name}_summary_per_model"
+        assert seen(f"{summary}_count", **cached) == kept
+        assert seen(f"{summary}_sum", **cached) == seen(f"nv_cache_{name}_duration_per_model", **cached) == kept * took
+        assert seen(summary, **cached, quantile="0.5") == pytest.approx(took, rel=0.017)
+        assert not seen.all(f"{summary}_count", **MODEL)
+    assert not seen.all("nv_inference_request_summary_us_count", **cached)
+
+
+def metrics_text(world: World, shown: MetricSettings) -> str:
+    arena = Arena(0, heap.create, limit_bytes=1 << 20)
+    found = Metrics(world.core.state, arena, 1 << 20, lambda peer: os.getpid(), lambda: True, shown).text()
+    arena.close()
+    return found
+
+
+def test_times_to_the_first_response() -> None:
+    """In the buckets of the model, or Triton's."""
+    world = World(Limits(first_responses=True))
+    world.deploy(policy())
+    world.deploy(replace(policy("n"), first_response_ms=(4.0, 1.0)))
+    client = world.connect("c")
+    for number, (name, wait) in enumerate((("m", 100), ("m", 101), ("m", 9000), ("n", 1), ("n", 5)), 1):
+        world.turn([infer(client, number, name)])
+        world.now += wait * MS
+        finish(world)
+    seen = metrics(world)
+    buckets = {dict(labels)["le"]: value for labels, value in seen.all(f"{FIRST}_bucket", **MODEL).items()}
+    assert buckets == {"100": 1, "500": 2, "2000": 2, "5000": 2, "+Inf": 3}
+    assert (seen(f"{FIRST}_sum", **MODEL), seen(f"{FIRST}_count", **MODEL)) == (9201, 3)
+    buckets = {dict(labels)["le"]: value for labels, value in seen.all(f"{FIRST}_bucket", model="n").items()}
+    assert buckets == {"1": 1, "4": 1, "+Inf": 2}
+
+
+@given(st.integers(0, 2**62))
+def test_buckets_of_latencies(us: int) -> None:
+    """Each value is within 1.6 % of the middle of its bucket, and buckets have the order of values."""
+    at = latencies.bucket(us)
+    assert abs(latencies.middle(at) - us) <= us / 63
+    assert latencies.bucket(us + 1) in (at, at + 1)
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=200), st.floats(0, 1))
+def test_quantiles(durations: list[int], share: float) -> None:
+    window = latencies.Window()
+    for ns in durations:
+        window.add(ns * 1000, 1, 0)
+    exact = sorted(durations)[max(1, math.ceil(share * len(durations))) - 1]
+    assert window.quantiles([share], 0)[0] == pytest.approx(exact, rel=1 / 63)
+
+
+def test_one_sample_while_generations_change() -> None:
+    world = World()
+    world.deploy(policy(), instances=2)
+    client = world.connect("c")
+    world.turn([infer(client, 1), infer(client, 2)])
+    world.loads_itself["m"] = False
+    instances = next(iter(world.targets["m"].values())).instances
+    world.turn([(0, events.Deploy("m", (events.Target(1, 1, instances),)))])
+    loading = metrics(world)
+    assert loading("shmserve_instance_state", model="m", version="1", model_instance="m_0", state="ready") == 1
+    assert loading("shmserve_model_state", model="m", version="1", state="READY") == 1
+    for worker in world.workers.values():
+        if worker.name.endswith("~"):
+            worker.outbox.append(events.Compiled(policy()))
+    world.settle()
+    finish(world)
+    seen = metrics(world)
+    assert seen("nv_inference_request_success", model="m", version="1") == 2
+    assert seen("shmserve_model_loads_total", model="m", result="done") == 2
+    world.crash(world.worker("m_0~"))
+    after = metrics(world)
+    assert after("shmserve_instance_restarts_total", model="m", version="1", model_instance="m_0") == 1
+    states = after.all("shmserve_instance_state", model="m", version="1", model_instance="m_0")
+    assert list(states.values()) == [1]
+
+
+def test_instances_that_are_lost() -> None:
+    world = World(Limits(crashes=2))
+    world.deploy(policy(), 2)
+    client = world.connect("c")
+
+    def shapes() -> list[float]:
+        seen = metrics(world)
+        named = {"model": "m", "version": "1"}
+        return [seen("shmserve_model_instances", **named, state=state) for state in ("ready", "lost", "quarantined")]
+
+    assert shapes() == [2, 0, 0]
+    world.crash(world.worker("m_0"))
+    assert shapes() == [1, 1, 0]
+    client.sends(1)
+    world.turn([(client.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
+    world.worker("m_1").finish(world.now)
+    world.settle()
+    world.advance(world.now)
+    assert shapes() == [2, 0, 0]
+    world.crash(world.worker("m_0"))
+    assert shapes() == [1, 0, 1]
+    world.advance(world.now + 1000 * MS)
+    assert shapes() == [1, 0, 1], "it has a process, and has not answered yet"
+
+
+def test_what_clients_hold() -> None:
+    world = World(Limits(client_requests=50))
+    world.deploy(policy(), large="y")
+    clients = [world.connect(f"c{index}") for index in range(SHOWN_CLIENTS + 5)]
+    for index, client in enumerate(clients):
+        for number in range(index):
+            world.turn([infer(client, number + 1)])
+            finish(world)
+    seen = metrics(world)
+    held = seen.all("shmserve_client_held_bytes")
+    assert len(held) == SHOWN_CLIENTS + 1
+    shown = {dict(labels)["name"] for labels in held} - {""}
+    assert shown == {f"c{index}" for index in range(5, SHOWN_CLIENTS + 5)}
+    assert seen("shmserve_client_held_bytes", client=str(clients[9].peer), name="c9") == 9 * 4
+    assert seen("shmserve_client_held_bytes", client="other", name="") == (1 + 2 + 3 + 4) * 4
+    assert sum(held.values()) == seen("shmserve_held_bytes")
+    assert seen("shmserve_clients", plane="lane") == len(clients)
+    assert seen("shmserve_segments", owner="worker") == 1
+    (arena,) = seen.all("shmserve_instance_arena_bytes").values()
+    assert arena == seen("shmserve_segment_bytes", owner="worker") > 0
+    client = clients[3]
+    world.turn([(client.peer, Return(tuple(client.holds)))])
+    assert metrics(world)("shmserve_client_held_bytes", client="other", name="") == (1 + 2 + 4) * 4
+
+
+def test_the_arena_of_the_broker() -> None:
+    arena = Arena(0, heap.create, limit_bytes=1 << 20)
+    block = arena.allocate(5000)
+    seen = metrics(World(), arena)
+    assert 5000 <= seen("shmserve_broker_arena_used_bytes") < 5000 + 64
+    assert seen("shmserve_broker_arena_committed_bytes") == 1 << 20
+    del block
+
+
+# ------------------------------------------------------------------------------------------ the kernel
+
+
+def test_what_a_process_uses() -> None:
+    own = procfs.usage(os.getpid())
+    times = os.times()
+    assert own.cpu_seconds == pytest.approx(times.user + times.system, abs=0.1)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert own.resident_bytes == pytest.approx(resident, rel=0.05)
+    assert procfs.usage(-1) == procfs.NOTHING
+    assert procfs.descriptors() == len(os.listdir("/proc/self/fd")) - 1
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    assert 0 < own.started <= uptime
+
+
+def test_the_machine() -> None:
+    total, used = procfs.memory()
+    assert total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < used < total
+    assert 0 <= procfs.Cores().share() <= 1
+
+
+def test_how_busy_the_cores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([(100, 1000), (100, 1001), (150, 1100), (450, 1200)])
+    monkeypatch.setattr(procfs, "_times", lambda: next(looks))
+    cores = procfs.Cores()
+    assert [cores.share() for _ in range(3)] == [0.0, 0.5, 1.0], "what is too short is not divided by"
+
+
+# ------------------------------------------------------------------------------------------ page and dashboard
+
+
+def test_the_page_has_the_reserved_names() -> None:
+    text = PAGE.read_text()
+    assert all(f"`{name}`" in text for name in RESERVED)
+
+
+def expressions(node: Any) -> list[str]:
+    if isinstance(node, list):
+        return [found for item in node for found in expressions(item)]
+    if not isinstance(node, dict):
+        return []
+    own = [node[key] for key in ("expr", "definition") if isinstance(node.get(key), str)]
+    if isinstance(node.get("query"), dict):
+        own.append(node["query"]["query"])
+    return own + [found for item in node.values() for found in expressions(item)]
+
+
+def test_the_dashboard_uses_what_there_is() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    known = {family.name: family for family in FAMILIES}
+    known |= {f"{family.name}{end}": family for family in FAMILIES if family.kind == "histogram" for end in SUFFIXES}
+    used = set()
+    for expression in expressions(dashboard):
+        names = re.findall(r"\b(?:nv|shmserve|process)_\w+", expression)
+        assert names, expression
+        for name in names:
+            family = known[name]
+            used.add(family.name)
+            assert family.kind != "histogram" or name != family.name, f"{name} has no samples of its own"
+            if family.kind == "counter" and not expression.startswith("label_values("):
+                assert re.search(rf"(rate|increase)\({name}\b", expression), f"{name} only rises: {expression}"
+        for labels in re.findall(r"\bby \(([^)]*)\)", expression) + re.findall(r"\{([^}]*)\}", expression):
+            for label in re.findall(r"(\w+)(?=\s*(?:[=!,]|$))(?![^\"]*\"(?:,|$))", labels):
+                allowed = {label for name in names for label in known[name].labels} | {"le", "job", "instance"}
+                assert label in allowed, expression
+    assert len(used) >= 25, "most of what there is has a place"
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    assert all(panel["title"] and panel["description"] for panel in panels)
+    places = Counter((panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels)
+    assert set(places.values()) == {1}

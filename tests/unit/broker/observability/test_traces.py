@@ -1,0 +1,339 @@
+"""Settings of the log and of traces, as they are changed while a server runs; and the file of traces."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from shmserve.broker.observability.log_settings import LogSettings
+from shmserve.broker.observability.traces import TraceFile, TraceSettings, config, merged
+from shmserve.core.effects import Log, Traced
+from shmserve.core.requests.trace import PER_SECOND, Sample
+from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.protocol.messages import Handle
+from tests.support.broker.fake_loop import Loop
+
+pytestmark = pytest.mark.usefixtures("own_log")
+
+OFF = {
+    "trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1", "log_frequency": "0", "trace_file": "",
+    "trace_mode": "triton",
+}  # fmt: skip
+LOG = {
+    "log_file": "", "log_info": True, "log_warning": True, "log_error": True, "log_verbose_level": 0,
+    "log_format": "default",
+}  # fmt: skip
+ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), st.lists, max_leaves=3)
+
+
+# ---------------------------------------------------------------------------------------- the log
+
+
+class Changing:
+    def __init__(self, **given: Any) -> None:
+        known = {"log_info": True, "log_warning": True, "log_error": True, "log_verbose": 0, "log_format": "default"}
+        known |= {"log_file": None, "triton_compatible": False}
+        self.tracing: list[bool] = []
+        self.settings = LogSettings(argparse.Namespace(**known | given), self.tracing.append)
+
+    def to(self, **changes: Any) -> dict[str, Any]:
+        return self.settings.change(json.dumps(changes).encode())
+
+
+def test_the_log_changes_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    changing = Changing()
+    assert changing.settings.document() == changing.to() == LOG
+    assert changing.to(log_verbose_level=2, log_format="json") == LOG | {"log_verbose_level": 2, "log_format": "json"}
+    assert changing.tracing == [True]
+    logging.getLogger("shmserve.test").debug("fine")
+    said = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["level"], line["message"]) for line in said][1:] == [("debug", "fine")]
+    assert said[0]["message"] == "log settings changed: log_format json, log_verbose 2"
+    assert changing.to(log_info=False, log_warning=None, log_verbose_level=0)["log_info"] is False
+    assert changing.tracing == [True, False]
+    logging.getLogger("shmserve.test").info("not wanted")
+    assert not capfd.readouterr().err
+
+
+def test_of_the_file_only_its_name_is_told_and_it_stays(tmp_path: Path) -> None:
+    changing = Changing(log_file=tmp_path / "server.log")
+    assert changing.to(log_verbose_level=1)["log_file"] == "server.log"
+    assert "log settings changed" in (tmp_path / "server.log").read_text()
+    with pytest.raises(Unsupported, match=r"^log file location can not be updated through network protocol"):
+        changing.to(log_file="server.log", log_info=False)
+    assert changing.settings.document()["log_info"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"log_info": 1}, "expect boolean for 'log_info'"),
+        ({"log_error": "true"}, "expect boolean for 'log_error'"),
+        ({"log_verbose_level": True}, "expect int32 for 'log_verbose_level'"),
+        ({"log_verbose_level": -1}, "expect int32 for 'log_verbose_level'"),
+        ({"log_verbose_level": 2**31}, "expect int32 for 'log_verbose_level'"),
+        ({"log_format": 1}, "expect string for 'log_format'"),
+        ({"log_format": "xml"}, "invalid argument for log_format, got: xml; expected one of default, ISO8601, json"),
+        ({"log_level": 1}, "unknown setting 'log_level' of the log; expected one of: log_file, log_info,"),
+    ],
+)
+def test_what_is_wrong_changes_nothing(changes: dict[str, Any], text: str) -> None:
+    changing = Changing()
+    with pytest.raises(InvalidRequest) as refused:
+        changing.to(log_warning=False, **changes)
+    assert str(refused.value).startswith(text)
+    assert changing.settings.document() == LOG
+    assert changing.tracing == []
+
+
+@pytest.mark.parametrize("body", [b"[]", b"1", b'{"log_info"', b"\xff", b"[" * 5000])
+def test_a_body_that_is_no_object(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="settings of the log must be a JSON object"):
+        Changing().settings.change(body)
+    with pytest.raises(InvalidRequest, match="settings of the traces must be a JSON object"):
+        tracing().change("", body)
+
+
+# ---------------------------------------------------------------------------------------- traces
+
+
+def tracing(samples: dict[str, Sample] | None = None, **given: Any) -> TraceSettings:
+    return TraceSettings(given, {} if samples is None else samples, lambda: {"a", "b"})
+
+
+def changed(settings: TraceSettings, model: str = "", **changes: Any) -> dict[str, Any]:
+    return settings.change(model, json.dumps(changes).encode())
+
+
+def test_nothing_is_sampled_until_it_is_wanted() -> None:
+    samples: dict[str, Sample] = {}
+    settings = tracing(samples)
+    assert settings.document("") == settings.document("a") == changed(settings) == OFF
+    assert changed(settings, trace_rate="3", trace_count=5) == OFF | {"trace_rate": "3", "trace_count": "5"}
+    assert samples == {}
+    changed(settings, trace_level=["TIMESTAMPS"])
+    assert samples == {"": Sample(3, 5)}
+    changed(settings, trace_level=["OFF"])
+    assert samples == {}
+    assert settings.document("")["trace_count"] == "5"
+
+
+def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_start() -> None:
+    samples: dict[str, Sample] = {}
+    settings = tracing(samples, trace_level=("TIMESTAMPS",), trace_rate=7, trace_file="/some/where/t.json")
+    assert settings.document("a") == OFF | {
+        "trace_level": ["TIMESTAMPS"], "trace_rate": "7", "trace_file": "t.json"
+    }  # fmt: skip
+    changed(settings, "a", trace_count=["9"], log_frequency="2")
+    assert samples == {"": Sample(7), "a": Sample(7, 9)}
+    samples["a"].takes()
+    changed(settings, trace_rate="1")
+    assert samples == {"": Sample(1), "a": Sample(1, 9)}
+    samples[""].takes()
+    samples["a"].takes()
+    assert settings.document("a")["trace_count"] == "8"
+    changed(settings, "b", trace_level="OFF")
+    assert samples["b"].takes() is False
+    assert samples["a"].left == 8  # it goes on
+    changed(settings, "a", trace_count=8)
+    assert samples["a"] == Sample(1, 8)
+    changed(settings, "a", trace_count=None, log_frequency=[])
+    changed(settings, "b", trace_level=None)
+    changed(settings, trace_rate=None)
+    assert samples == {"": Sample(7)}
+    assert settings.document("a") == settings.document("b") == settings.document("")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"trace_file": "x"}, Unsupported, "trace file location can not be updated through network protocol"),
+        ({"trace_file": None}, Unsupported, "trace file location can not be updated through network protocol"),
+        ({"trace_level": ["TENSOR", "TIMESTAMPS"]}, InvalidRequest, "Unable to parse 'trace_level', got: TENSOR;"),
+        ({"trace_level": ["OFF", "TIMESTAMPS"]}, InvalidRequest, "Expect only one trace level 'OFF' is specified"),
+        ({"trace_level": ["MAX"]}, InvalidRequest, "Unable to parse 'trace_level', got: MAX"),
+        ({"trace_level": 1}, InvalidRequest, "Unable to parse 'trace_level'"),
+        ({"trace_rate": "x"}, InvalidRequest, "Unable to parse 'trace_rate', got: x"),
+        ({"trace_rate": 0}, InvalidRequest, "Unable to parse 'trace_rate', value is out of range [ 1, "),
+        ({"trace_count": "-2"}, InvalidRequest, "Unable to parse 'trace_count', value is out of range [ -1, "),
+        ({"log_frequency": True}, InvalidRequest, "Unable to parse 'log_frequency', got: True"),
+        ({"trace_count": ["1", "2"]}, InvalidRequest, "expect only 1 value for 'trace_count'"),
+        ({"trace_mode": "opentelemetry"}, Unsupported, "trace mode 'opentelemetry' is not supported"),
+        (
+            {"rate": 1},
+            InvalidRequest,
+            "unknown setting 'rate' of the traces; expected one of: trace_file, trace_level,",
+        ),
+    ],
+)
+def test_what_is_wrong_with_traces(changes: dict[str, Any], kind: type[ServeError], text: str) -> None:
+    settings = tracing()
+    with pytest.raises(kind) as refused:
+        changed(settings, **{"trace_rate": 1, "log_frequency": 1} | changes)
+    assert str(refused.value).startswith(text)
+    assert settings.document("") == OFF
+
+
+def test_models_that_there_are_not() -> None:
+    settings = tracing()
+    with pytest.raises(InvalidRequest, match=r"^Request for unknown model : c$"):
+        settings.document("c")
+    with pytest.raises(InvalidRequest, match=r"^Request for unknown model : c$"):
+        changed(settings, "c", trace_rate=1)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(OFF) + sorted(LOG)), ANYTHING), st.sampled_from(["", "a"]))
+def test_whatever_comes_is_done_or_refused(changes: dict[str, Any], model: str) -> None:
+    settings = tracing()
+    refused = None
+    try:
+        changed(settings, model, **changes)
+    except ServeError as error:
+        refused = str(error)
+    assert refused is None or (len(refused) < 500 and settings.document(model) == OFF)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("triton,file=/tmp/a,b=c", None),
+        ("triton,file=a.json", ("trace_file", "a.json")),
+        ("triton,log-frequency=5", ("log_frequency", 5)),
+        ("rate=2", ("trace_rate", 2)),
+        ("count=-1", ("trace_count", -1)),
+        ("level=TIMESTAMPS", ("trace_level", ("TIMESTAMPS",))),
+        ("mode=triton", ("trace_mode", "triton")),
+        ("mode=opentelemetry", None),
+        ("opentelemetry,url=x", None),
+        ("level=TENSOR", None),
+        ("rate=x", None),
+        ("triton,file=", None),
+        ("triton,rate=1", None),
+        ("file=a", None),
+        ("rate", None),
+    ],
+)
+def test_the_flag(text: str, found: tuple[str, Any] | None) -> None:
+    if found is None:
+        with pytest.raises(ValueError, match=r"trace|missing"):
+            config(text)
+    else:
+        assert config(text) == found
+
+
+def test_levels_add_up() -> None:
+    values = [config(text) for text in ("level=TIMESTAMPS", "rate=2", "level=TENSORS", "rate=3", "level=OFF")]
+    assert merged(values) == {"trace_level": ("TIMESTAMPS", "TENSORS"), "trace_rate": 3}
+    assert merged([config("level=OFF")]) == {"trace_level": ("OFF",)}
+    samples: dict[str, Sample] = {}
+    settings = tracing(samples, **merged(values))
+    assert settings.document("")["trace_level"] == ["TIMESTAMPS", "TENSORS"]
+    assert samples == {"": Sample(3, -1, timestamps=True, tensors=True)}
+    changed(settings, trace_level=["TENSORS"])
+    assert samples == {"": Sample(3, -1, timestamps=False, tensors=True)}
+
+
+# ---------------------------------------------------------------------------------------- the file
+
+
+def traced(number: int, times: tuple[int, ...] = (3, 4, 5, 6), **more: Any) -> Traced:
+    fields = {"trace_id": "", "model": "a", "version": 1, "request": number, **more}
+    return Traced(fields, 2, times, 7, None, number=number, model="a")
+
+
+def nothing(parts: tuple[Handle, ...]) -> bytes | None:
+    return None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def test_the_file_is_json_at_any_time(tmp_path: Path) -> None:
+    path, loop = tmp_path / "t.json", Loop()
+    path.write_text("what was there before" * 1000)
+    file = TraceFile(loop, path, lambda model: 0, nothing)
+    file.write(traced(1, id="mine"))
+    loop.fire()
+    first = read(path)
+    assert first[0] == {"id": 1, "model_name": "a", "model_version": 1, "request_id": "mine"}
+    assert [(line["id"], line["timestamps"][0]["name"], line["timestamps"][0]["ns"]) for line in first[1:]] == [
+        (1, "REQUEST_START", 2),
+        (1, "QUEUE_START", 2),
+        (1, "COMPUTE_START", 3),
+        (1, "COMPUTE_INPUT_END", 4),
+        (1, "COMPUTE_OUTPUT_START", 5),
+        (1, "COMPUTE_END", 6),
+        (1, "INFER_RESPONSE_COMPLETE", 7),
+        (1, "REQUEST_END", 7),
+    ]
+    file.write(traced(2, ()))
+    file.write(traced(3))
+    assert read(path) == first
+    file.close()
+    assert [line["id"] for line in read(path)] == [1] * 9 + [2] * 5 + [3] * 9
+
+
+def test_so_many_traces_fill_a_file_of_their_own(tmp_path: Path) -> None:
+    frequency = 2
+    loop = Loop()
+    file = TraceFile(loop, tmp_path / "t", lambda model: frequency, nothing)
+    for number in range(1, 6):
+        file.write(traced(number))
+    frequency = 0
+    file.write(traced(6))
+    file.close()
+    found = {path.name: sorted({line["id"] for line in read(path)}) for path in tmp_path.iterdir()}
+    assert found == {"t.0": [1, 2], "t.1": [3, 4], "t.2": [5], "t": [6]}
+
+
+def test_steps_and_calls_stand_in_the_file_of_their_request(tmp_path: Path) -> None:
+    """With its settings, not those of their own models."""
+    asked = []
+
+    def frequency(model: str) -> int:
+        asked.append(model)
+        return 1
+
+    file = TraceFile(Loop(), tmp_path / "t", frequency, nothing)
+    for number in (3, 6):
+        file.write(replace(traced(number, model="b"), number=number, parent=number - 1))
+        file.write(replace(traced(number, model="c"), number=number - 1, parent=number - 2))
+        file.write(replace(traced(number), number=number - 2))
+    file.close()
+    assert set(asked) == {"a"}
+    for name, numbers in (("t.0", (3, 2, 1)), ("t.1", (6, 5, 4))):
+        whose = [line for line in read(tmp_path / name) if "model_name" in line]
+        assert [line["id"] for line in whose] == list(numbers)
+        assert [line.get("parent_id") for line in whose] == [*numbers[1:], None]
+
+
+def test_without_a_file_traces_go_to_the_log_but_not_too_many(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger().addHandler(caplog.handler)
+    file = TraceFile(Loop(), None, lambda model: 0, nothing)
+    with caplog.at_level("INFO"):
+        file.write(replace(traced(1), times=(), log=Log("info", "trace why: OK", {"trace_id": "why"})))
+        for number in range(2 * PER_SECOND):
+            file.write(traced(number))
+    file.close()
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[:2] == ["trace why: OK", "sample 1: model a, version 1, request 1"]
+    assert len(texts) == 1 + PER_SECOND
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger().addHandler(caplog.handler)
+    file = TraceFile(Loop(), tmp_path / "none" / "t", lambda model: 0, nothing)
+    with caplog.at_level("ERROR"):
+        file.write(traced(1))
+        file.close()
+    assert "cannot write 9 lines of traces: No such file or directory" in caplog.text

@@ -1,0 +1,186 @@
+"""The broker's child processes: their output becomes log lines within limits, their exit codes words."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
+from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, Output, ended_with, environment
+from shmserve.workers.process import log
+from tests.support.broker.fake_loop import Loop
+
+
+class Child:
+    """Writes to an Output; `take` gives what has been logged since the last call."""
+
+    def __init__(self, rate: Rate | None = None) -> None:
+        self.loop = Loop()
+        self._logged: list[tuple[str, str]] = []
+        self.output = Output(self.loop, {"verbose": "debug", "error": "error"}, self._log, rate)
+        self._end = os.fdopen(self.output.written, "wb", buffering=0)
+
+    def _log(self, level: str, text: str) -> None:
+        self._logged.append((level, text))
+
+    def write(self, data: bytes) -> list[tuple[str, str]]:
+        self._end.write(data)
+        return self.read()
+
+    def read(self) -> list[tuple[str, str]]:
+        self.output.read()
+        return self.take()
+
+    def take(self) -> list[tuple[str, str]]:
+        found, self._logged = self._logged, []
+        return found
+
+    def end(self) -> None:
+        self._end.close()
+
+    def close(self) -> None:
+        self._end.close()
+        self.output.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    made: list[Child] = []
+
+    def make(**rate: int) -> Child:
+        made.append(Child(Rate(**rate)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+Make = Callable[..., Child]
+
+
+def test_lines_and_their_levels(child: Make) -> None:
+    one = child()
+    assert one.read() == []
+    assert one.write(b"verbose: one: more\nerror:no\nwarning: two\nhal") == [
+        ("debug", "one: more"),
+        ("info", "error:no"),
+        ("info", "warning: two"),
+    ]
+    assert one.write(b"f\nerror: \x1b[2J\xff\r\nthe rest") == [("info", "half"), ("error", r"\x1b[2J\xff\r")]
+    one.end()
+    assert one.read() == [("info", "the rest")]
+    assert one.loop.readers == {}
+    assert one.read() == []
+    assert one.output.tail[-2:] == [r"error: \x1b[2J\xff\r", "the rest"]
+    assert one.output.last_words() == "the rest"
+
+
+def test_a_segfault_is_an_error(child: Make) -> None:
+    text = "Fatal Python error: Segmentation fault"
+    assert child().write(text.encode() + b"\n\n") == [("error", text), ("info", "")]
+
+
+def test_frames_of_ours_are_left_out_of_a_crash(child: Make) -> None:
+    """And only there: a model may print tracebacks as it likes."""
+    ours = Path(log.__file__)
+    printed = f'  File "{ours}", line 5, in say'
+    lines = [
+        "Current thread 0x00007f0000000000 (most recent call first):",
+        '  File "/models/m/1/model.py", line 5 in execute',
+        f'  File "{ours}", line 5 in say',
+        f'  File "{ours.resolve()}", line 5 in say',
+        '  File "<frozen runpy>", line 88 in _run_code',
+        printed,
+    ]
+    one = child()
+    found = one.write("".join(f"{line}\n" for line in lines).encode())
+    assert [text for _, text in found] == [*lines[:2], printed]
+    assert one.output.tail == [*lines[:2], printed]
+
+
+def test_a_line_without_an_end_is_cut(child: Make) -> None:
+    one = child()
+    assert one.write(b"x" * LINE_BYTES) == []
+    assert one.write(b"yz") == [("info", "x" * LINE_BYTES)]
+    assert one.write(b"next\n") == [("info", "next")]
+
+
+def test_repeats_are_counted(child: Make) -> None:
+    one = child()
+    assert one.write(b"a\n" * 1000) == [("info", "a")]
+    assert one.write(b"a\nb\n") == [("warning", "last message repeated 1,000 times"), ("info", "b")]
+    assert one.write(b"b\n") == []
+    one.loop.fire()
+    assert one.take() == [("warning", "last message repeated 1 time")]
+    assert one.write(b"b\n") == [], "still the same line"
+    assert len(one.loop.timers) == 1
+
+
+@pytest.mark.parametrize(
+    ("rate", "limit"),
+    [
+        ({"lines": 3, "bytes": 0}, "3 lines (--log-worker-lines)"),
+        ({"lines": 0, "bytes": 9}, "9 bytes (--log-worker-bytes)"),
+    ],
+)
+def test_limits(child: Make, rate: dict[str, int], limit: str) -> None:
+    one = child(**rate)
+    lines = b"".join(b"%03d\n" % number for number in range(1000))
+    assert one.write(lines[:2000]) == [("info", "000"), ("info", "001"), ("info", "002")]
+    assert one.write(lines[2000:]) == [], "drained all the same"
+    one.loop.fire()
+    ((level, notice),) = one.take()
+    assert level == "warning"
+    assert notice == f"997 lines (3.9 KiB) of output were dropped; the limit is {limit} per second"
+    assert one.output.tail[-1] == "999"
+    assert one.write(b"new\n") == [("info", "new")]
+    assert one.loop.timers == []
+
+
+def test_no_limit(child: Make) -> None:
+    lines = b"".join(b"%03d\n" % number for number in range(1000))
+    assert len(child(lines=0, bytes=0).write(lines)) == 1000
+
+
+def test_what_a_child_writes_last_is_logged_whatever_the_limit(child: Make) -> None:
+    one = child(lines=1)
+    assert len(one.write(b"".join(b"%d\n" % number for number in range(100)))) == 1
+    one.output.finish()
+    (_, notice), *rest = one.take()
+    assert notice.startswith("99 lines")
+    assert rest == [("info", str(number)) for number in range(100 - TAIL_LINES, 100)]
+
+
+def test_what_is_left_of_a_line_when_a_child_ends(child: Make) -> None:
+    """A process that it started keeps the pipe open, so there is no end of file."""
+    one = child()
+    one.write(b"half a line")
+    one.output.finish()
+    assert one.take() == [("info", "half a line")]
+
+
+def test_notices_count_as_lines() -> None:
+    throttle = Throttle(Rate(10, 0))
+    found = [*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]
+    assert len(found) == 10
+    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines (--log-worker-lines) per second")
+
+
+def test_ends() -> None:
+    assert ended_with(3) == "exit code 3"
+    assert ended_with(-signal.SIGSEGV) == "signal SIGSEGV"
+    assert ended_with(-1000) == "signal 1000"
+
+
+def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("SSL_CERT_FILE", "x")
+    monkeypatch.setenv("SOME_SECRET", "x")
+    assert {"TZ", "SSL_CERT_FILE"} <= set(environment("SSL_", "OPENSSL_"))
+    assert "SSL_CERT_FILE" not in environment()
+    assert "SOME_SECRET" not in environment("SSL_")

@@ -1,0 +1,188 @@
+"""Which GPUs there are, which of them are seen, and what the metrics say of them, on a stand-in for the driver."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker.processes import gpus
+from shmserve.broker.processes.gpus import GpuMetrics
+from shmserve.repo.gpus import Gpu, Gpus, discover, not_for, visible
+from tests.support.workers.gpu_harness import standins
+
+EVERY = [Gpu(number, number, f"GPU-{number:02x}ab", f"0000:0{number}:00.0", "H100") for number in range(4)]
+TWO = [{"uuid": "GPU-aa11", "pci": "00000000:3B:00.0"}, {"uuid": "GPU-bb22", "pci": "00000000:AF:00.0"}]
+
+
+@pytest.fixture(autouse=True)
+def _libraries() -> Iterator[None]:
+    with standins():
+        yield
+
+
+def set_up(patch: pytest.MonkeyPatch, *gpus: dict[str, Any]) -> None:
+    patch.setenv("STANDIN_GPUS", json.dumps(gpus))
+
+
+# ---------------------------------------------------------------------------------------------- discovery
+
+
+def test_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(monkeypatch, *TWO)
+    found = discover({})
+    assert found == Gpus(
+        (Gpu(0, 0, "GPU-aa11", "00000000:3B:00.0", "Stand-in"), Gpu(1, 1, "GPU-bb22", "00000000:AF:00.0", "Stand-in"))
+    )
+    assert found.numbers.not_for >= {"identity", "openvino"}
+    assert found.numbers == (0, 1)
+    assert found.uuids() == {0: "GPU-aa11", 1: "GPU-bb22"}
+    assert found.places() == {0: "00000000:3B:00.0", 1: "00000000:AF:00.0"}
+    hidden = discover({"CUDA_VISIBLE_DEVICES": "GPU-bb"})
+    assert [(gpu.number, gpu.ordinal, gpu.uuid) for gpu in hidden.found] == [(0, 1, "GPU-bb22")]
+    assert discover({"CUDA_VISIBLE_DEVICES": ""}).found == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("0,1,2,3", [0, 1, 2, 3]),
+        (" 3 , 1 ", [3, 1]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,2", [1]),
+        ("2,9,0", [2]),
+        ("1,1,2", [1]),
+        ("GPU-02,GPU-00ab", [2, 0]),
+        ("GPU-0", []),  # which of them?
+        ("02ab", []),
+        ("MIG-02ab", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_what_a_program_sees(text: str, wanted: Sequence[int]) -> None:
+    assert [gpu.ordinal for gpu in visible(EVERY, text)] == wanted
+
+
+@given(st.text("0123GPU-ab, x", max_size=20))
+def test_any_text_hides_or_orders(text: str) -> None:
+    found = visible(EVERY, text)
+    assert len({gpu.uuid for gpu in found}) == len(found)
+    assert all(gpu in EVERY for gpu in found)
+
+
+def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"onnxruntime": "1.20.0", "torch": "2.6.0+cpu"}
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert not_for() == {"identity", "openvino", "onnxruntime", "pytorch"}
+    versions |= {"onnxruntime-gpu": "1.20.0", "torch": "2.6.0"}
+    assert not_for() == {"identity", "openvino"}
+
+
+def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where the driver is does anybody need to know."""
+    control = tmp_path / "nvidiactl"
+    assert discover({}, control) == Gpus()
+    control.touch()
+    assert discover({}, control).why == "NVML error: driver not loaded"
+    set_up(monkeypatch, TWO[0] | {"missing": ["uuid"]})
+    assert discover({}, control).why == "NVML error: not supported"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "nvidia-ml-py is not installed: pip install 'shmserve[gpu]'" in discover({}, control).why
+
+
+# ---------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(monkeypatch, TWO[0], TWO[1] | {"missing": ["power", "energy"], "utilization": 100})
+    made = GpuMetrics(discover({}).found)
+    made.start()
+    try:
+        lines = [line for line in made.text().splitlines() if not line.startswith("#")]
+    finally:
+        made.close()
+    assert lines == [
+        'nv_gpu_utilization{gpu_uuid="GPU-aa11"} 0.25',
+        'nv_gpu_utilization{gpu_uuid="GPU-bb22"} 1.0',
+        f'nv_gpu_memory_total_bytes{{gpu_uuid="GPU-aa11"}} {80 << 30}',
+        f'nv_gpu_memory_total_bytes{{gpu_uuid="GPU-bb22"}} {80 << 30}',
+        f'nv_gpu_memory_used_bytes{{gpu_uuid="GPU-aa11"}} {1 << 30}',
+        f'nv_gpu_memory_used_bytes{{gpu_uuid="GPU-bb22"}} {1 << 30}',
+        'nv_gpu_power_usage{gpu_uuid="GPU-aa11"} 120.5',
+        'nv_gpu_power_limit{gpu_uuid="GPU-aa11"} 700.0',
+        'nv_gpu_power_limit{gpu_uuid="GPU-bb22"} 700.0',
+        'nv_energy_consumption{gpu_uuid="GPU-aa11"} 1234.567',
+    ]
+
+
+def test_a_gpu_that_is_only_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number here is not its number there."""
+    set_up(monkeypatch, *TWO)
+    made = GpuMetrics(discover({"CUDA_VISIBLE_DEVICES": "1"}).found)
+    made.start()
+    text = made.text()
+    made.close()
+    assert "GPU-bb22" in text
+    assert "GPU-aa11" not in text
+
+
+def test_what_processes_have_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_up(monkeypatch, *TWO)
+    told = tmp_path / "processes"
+    told.write_text(json.dumps({"GPU-aa11": {"7": 100, "8": None}, "GPU-bb22": {"7": 11}}))
+    monkeypatch.setenv("STANDIN_PROCESSES", str(told))
+    made = GpuMetrics(discover({}).found, False, interval_s=3600)
+    made.start()
+    try:
+        assert made.text() == "", "nobody wants the metrics"
+        assert made.used_by(7) == 0, "nobody had asked"
+        made._look()
+        assert [made.used_by(pid) for pid in (7, 8, 9)] == [111, 0, 0]
+    finally:
+        made.close()
+
+
+def test_without_gpus_there_is_no_thread() -> None:
+    made = GpuMetrics(())
+    made.start()
+    assert made.text() == ""
+    made.close()
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end does not wait for it."""
+    set_up(monkeypatch, *TWO)
+    made = GpuMetrics(discover({}).found, interval_s=0.001)
+    made.start()
+    asked, answers = threading.Event(), threading.Event()
+
+    def look() -> list[Any]:
+        asked.set()
+        answers.wait()
+        return []
+
+    monkeypatch.setattr(made, "_look", look)
+    monkeypatch.setattr(gpus, "PATIENCE_S", 0.01)
+    assert asked.wait(30)
+    made.close()
+    thread = made._thread
+    assert thread is not None
+    assert thread.is_alive()
+    answers.set()
+    thread.join()
+    made.close()

@@ -1,0 +1,230 @@
+"""Limits of memory: who is looked at when, and what control groups are told.
+
+The rule of the file: control groups are directories of files here, as kernels show them; no kernel keeps to them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.broker.processes import cgroups
+from shmserve.broker.processes.cgroups import CannotHave, ControlGroups
+from shmserve.broker.processes.memory_limits import GPU_KNOBS, LOOK_S, NEAR_S, Memory
+from shmserve.broker.processes.resources import Terms, terms_of
+from shmserve.repo.config.schema import ModelConfig, ModelParameter
+from shmserve.system import procfs
+from tests.support.broker.fake_loop import Loop
+
+MIB = 1 << 20
+
+
+class Place:
+    """A loop, what is used by each pid, and who was killed."""
+
+    def __init__(self, make: Callable[[], ControlGroups] | None = None) -> None:
+        self.loop = Loop()
+        self.used: dict[int, int] = {}
+        self.killed: list[tuple[int, str]] = []
+        self.memory = Memory(self.loop, lambda *what: self.killed.append(what), lambda pid: self.used[pid], make)
+
+
+def test_who_has_too_much_is_ended_and_nobody_else() -> None:
+    place = Place()
+    place.memory.started(1, 101, 100 * MIB)
+    place.memory.started(2, 102, 300 * MIB)
+    place.memory.started(3, 103, 0)
+    place.used = {101: 10 * MIB, 102: 200 * MIB}
+    assert place.loop.fire() == LOOK_S
+    place.used[101] = 101 * MIB
+    assert place.loop.fire() == LOOK_S
+    text = "it uses 101 MiB of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"
+    assert place.killed == [(1, text)]
+    del place.used[101]
+    place.loop.fire()
+    assert len(place.killed) == 1
+
+
+def test_memory_on_a_gpu_is_called_that() -> None:
+    loop, killed = Loop(), list[tuple[int, str]]()
+    memory = Memory(loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="GPU memory", knobs=GPU_KNOBS)
+    memory.started(1, 101, 2 * MIB)
+    memory.started(2, 102, 0)
+    loop.fire()
+    text = "it uses 3 MiB of GPU memory, limit 2 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)"
+    assert killed == [(1, text)]
+
+
+def test_who_is_near_to_its_limit_is_looked_at_more_often() -> None:
+    place = Place()
+    place.memory.started(1, 101, 100 * MIB)
+    place.used = {101: 80 * MIB}
+    assert place.loop.fire() == LOOK_S
+    assert place.loop.fire() == NEAR_S
+    place.used = {101: 60 * MIB}
+    assert place.loop.fire() == NEAR_S
+    assert place.loop.fire() == LOOK_S
+
+
+def test_without_limits_nobody_looks() -> None:
+    place = Place()
+    place.memory.started(1, 101, 0)
+    assert not place.loop.timers
+    place.memory.started(2, 102, MIB)
+    assert place.memory.ended(2) == ""
+    place.loop.fire()
+    assert not place.loop.timers
+    place.memory.started(3, 103, MIB)
+    (timer,) = place.loop.timers
+    place.memory.close()
+    assert timer.cancelled
+
+
+def test_what_a_process_has_for_itself() -> None:
+    """Against what smaps adds up; and nothing for one that has gone."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = re.search(r"^Anonymous:\s+(\d+) kB$", text, re.MULTILINE)
+    assert found is not None
+    anonymous = int(found[1]) << 10
+    assert abs(procfs.own_bytes(os.getpid()) - anonymous) < max(8 * MIB, anonymous // 4)
+    assert procfs.own_bytes(2**22 + 1) == 0
+
+
+# ------------------------------------------------------------------------------------------- control groups
+
+
+@pytest.fixture
+def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Our group, as systemd has delegated it. Directories with files in them can be removed, as in a kernel's."""
+    monkeypatch.setattr(os, "getxattr", lambda path, name: b"1")
+    monkeypatch.setattr(Path, "rmdir", lambda path: shutil.rmtree(path))
+    folder = tmp_path / "shmserve.service"
+    folder.mkdir()
+    (folder / "cgroup.controllers").write_text("cpu memory pids\n")
+    (folder / "cgroup.procs").write_text(f"{os.getpid()}\n")
+    return folder
+
+
+def events(folder: Path, **counts: int) -> None:
+    (folder / "memory.events").write_text("".join(f"{key} {value}\n" for key, value in counts.items()))
+
+
+def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> None:
+    place = Place(lambda: ControlGroups(top))
+    assert (top / "server" / "cgroup.procs").read_text() == str(os.getpid())
+    assert (top / "cgroup.subtree_control").read_text() == "+memory"
+    group = place.memory.group(7, 64 * MIB)
+    assert group is not None
+    place.memory.started(7, 107, 64 * MIB)
+    assert not place.loop.timers, "what the kernel keeps to is not watched"
+    folder = top / "instance-7"
+    assert group.processes == folder / "cgroup.procs"
+    assert (folder / "memory.max").read_text() == str(64 * MIB)
+    events(folder, low=0, high=0, max=12, oom=1, oom_kill=1)
+    text = "it exceeded its memory limit of 64 MiB (--instance-memory-limit, memory_limit_mb)"
+    assert place.memory.ended(7) == text
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("counts", [{}, {"oom": 0, "oom_kill": 0}, {"oom": 0, "oom_kill": 1}])
+def test_an_end_for_another_reason(top: Path, counts: dict[str, int]) -> None:
+    """Also that of a service that has too much as a whole."""
+    place = Place(lambda: ControlGroups(top))
+    assert place.memory.group(7, MIB) is not None
+    events(top / "instance-7", **counts)
+    assert place.memory.ended(7) == ""
+
+
+def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(lambda: ControlGroups(top))
+    place.memory.group(7, MIB)
+    (top / "instance-7" / "cgroup.kill").write_text("")
+
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    place.memory.ended(7)
+    assert (top / "instance-7" / "cgroup.kill").read_text() == "1", "what the model has left running ends, too"
+    monkeypatch.setattr(Path, "rmdir", lambda path: shutil.rmtree(path))
+    assert place.loop.fire() == LOOK_S
+    assert not (top / "instance-7").exists()
+    assert not place.loop.timers
+
+
+def test_groups_of_a_server_that_was_killed_are_removed(top: Path) -> None:
+    (top / "instance-3").mkdir()
+    ControlGroups(top)
+    assert not (top / "instance-3").exists()
+
+
+def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = Place(lambda: ControlGroups(top))
+    (top / "instance-7").mkdir()
+    assert place.memory.group(7, MIB) is None
+    assert "polling its memory instead" in caplog.text
+    place.memory.started(7, 107, MIB)
+    assert place.loop.timers
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda top: (top / "cgroup.controllers").write_text("cpu pids\n"), "does not have the memory controller"),
+        (
+            lambda top: (top / "cgroup.controllers").unlink(),
+            "cannot read the control group of this process: No such file",
+        ),
+        (lambda top: (top / "server").write_text(""), "below that of this service: File exists"),
+    ],
+)
+def test_where_there_can_be_none(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
+    spoil(top)
+    with pytest.raises(CannotHave, match=why):
+        ControlGroups(top)
+
+
+def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmarked(path: Path, name: str) -> bytes:
+        raise OSError(61, "No data available")
+
+    monkeypatch.setattr(os, "getxattr", unmarked)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(CannotHave, match="is not delegated to it"):
+        ControlGroups(top)
+    assert not (top / "server").exists()
+    monkeypatch.setattr(os, "geteuid", lambda: top.stat().st_uid or 1)
+    if top.stat().st_uid:
+        ControlGroups(top)
+
+
+def test_which_group_is_ours(tmp_path: Path) -> None:
+    proc, mounts = tmp_path / "cgroup", tmp_path / "mounts"
+    proc.write_text("4:memory:/x\n0::/system.slice/shmserve.service\n")
+    mounts.write_text("cgroup /sys/fs/cgroup/memory cgroup rw 0 0\ncgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n")
+    assert cgroups.own(proc, mounts) == Path("/sys/fs/cgroup/unified/system.slice/shmserve.service")
+    mounts.write_text("")
+    with pytest.raises(CannotHave, match="not mounted"):
+        cgroups.own(proc, mounts)
+    proc.write_text("4:memory:/x\n")
+    with pytest.raises(CannotHave, match="no cgroup v2"):
+        cgroups.own(proc, mounts)
+
+
+def test_a_model_says_more_than_the_server() -> None:
+    def of(**parameters: str) -> Terms:
+        said = {key: ModelParameter(string_value=value) for key, value in parameters.items()}
+        return terms_of(ModelConfig(name="m", parameters=said), Path("/models/m"), Terms(5 * MIB, unpacked="/cache"))
+
+    assert of() == Terms(5 * MIB, "", "/cache")
+    assert of(memory_limit_mb="7") == Terms(7 * MIB, "", "/cache")
+    assert of(memory_limit_mb="0") == Terms(0, "", "/cache")
+    assert of(gpu_memory_limit_mb="5").gpu_memory == 5 * MIB
+    assert of(EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/env").environment == "/models/m/env"
+    assert of(EXECUTION_ENV_PATH="/opt/env").environment == "/opt/env"

@@ -1,0 +1,59 @@
+"""Workers asked whether their models are ready: one answer to each question, whatever they say or do."""
+
+from __future__ import annotations
+
+from shmserve.broker.admin.readiness_probes import LIMIT_S, Probes
+from shmserve.protocol.messages import Probe, Probed
+from tests.support.broker.fake_loop import Loop
+
+
+def made() -> tuple[Loop, Probes, list[tuple[int, Probe]], list[bool]]:
+    loop, sent, answers = Loop(), list[tuple[int, Probe]](), list[bool]()
+    probes = Probes(loop, lambda peer, message: sent.append((peer, message)))
+    for peer in (1, 2):
+        probes.probed(peer, Probed(0, True))
+    return loop, probes, sent, answers
+
+
+def test_all_must_say_so() -> None:
+    loop, probes, sent, answers = made()
+    assert probes.probe([1, 2, 3], answers.append)
+    assert sent == [(1, Probe(1)), (2, Probe(1))]
+    probes.probed(1, Probed(1, True))
+    probes.probed(1, Probed(1, False))  # said twice
+    probes.probed(3, Probed(1, False))  # was not asked
+    assert not answers
+    probes.probed(2, Probed(1, True))
+    assert answers == [True]
+    assert loop.timers[0].cancelled
+
+
+def test_one_is_enough_to_say_no() -> None:
+    _, probes, _, answers = made()
+    probes.probe([1, 2], answers.append)
+    probes.probed(2, Probed(1, False))
+    probes.probed(1, Probed(1, True))
+    assert answers == [False]
+
+
+def test_who_does_not_answer_is_not_ready() -> None:
+    loop, probes, _, answers = made()
+    probes.probe([1], answers.append)
+    assert loop.fire() == LIMIT_S
+    probes.probed(1, Probed(1, True))
+    assert answers == [False]
+    probes.probe([1, 2], answers.append)
+    probes.gone(2)
+    assert answers == [False, False]
+    assert not probes.probe([2], answers.append)
+    probes.probe([1], answers.append)
+    probes.close()
+    assert answers == [False] * 3
+
+
+def test_those_that_cannot_say_are_not_asked() -> None:
+    loop, probes, sent, answers = made()
+    assert not probes.probe([7], answers.append)
+    assert not sent
+    assert not answers
+    assert not loop.timers

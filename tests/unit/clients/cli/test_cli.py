@@ -1,0 +1,274 @@
+"""What the command understands, what it prints, and how it ends, without a server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands.status import _not_ready, stats_row
+from shmserve.clients.waiting import degraded
+from shmserve.terminal.output import NotWritten, as_json, file_name, percentile, storable, timing
+from shmserve.terminal.tables import duration_text, shape_text, table, values_text
+from tests import ROOT
+
+ASKING = ["models", "load", "unload", "restart", "infer", "stats", "ready", "config", "version", "demo"]
+ALONE = ["run", "check", "build", "completion"]
+"""Commands that ask no server."""
+WITH_MODEL = ("load", "unload", "restart", "infer", "config")
+
+
+def arguments(command: str) -> list[str]:
+    return [command, "mlp", *(["--random"] if command == "infer" else [])] if command in WITH_MODEL else [command]
+
+
+# ------------------------------------------------------------------------------------------ parsing
+
+
+def test_infer_understands_all_its_options() -> None:
+    words = "infer mlp - -i a=1 --input b=2 --random --batch 2 --shape c=1,2 --seed 3 --outputs y,z --out d --repeat 5"
+    args = main.parser().parse_args(
+        [*words.split(), "--timeout", "0.5", "--version", "7", "--json", "--url", "ipc:///x"]
+    )
+    assert (args.model, args.file, args.input, args.random) == ("mlp", "-", ["a=1", "b=2"], True)
+    assert (args.batch, args.shape, args.seed, args.outputs, args.out) == (2, ["c=1,2"], 3, "y,z", Path("d"))
+    assert (args.repeat, args.timeout, args.version, args.json, args.url) == (5, 0.5, 7, True, "ipc:///x")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "infer",
+        "infer mlp --repeat 0",
+        "infer mlp --batch -1",
+        "infer mlp --timeout 0",
+        "infer mlp --timeout soon",
+        "infer mlp --version latest",
+        "infer mlp --rand",
+        "models --url a --runtime-dir b",
+        "ready --wait -1",
+        "config",
+        "unload",
+        "restart",
+        "restart mlp --version 0",
+        "check",
+        "completion csh",
+        "frobnicate",
+    ],
+)
+def test_wrong_use_ends_with_2_and_a_usage_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(words.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: shmserve")
+    assert "error:" in said
+
+
+@pytest.mark.parametrize("command", [*ASKING, *ALONE])
+def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([command, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert f"examples:\n  shmserve {command}" in said
+    assert ("--url" in said) is ("--runtime-dir" in said) is (command in ASKING)
+    assert re.search(r"exit codes:\n  0    \w.*\n  1    \w.*\n  2    wrong usage\n  130  interrupted\n", said)
+    sentence = said.split("\n\n")[1]
+    assert sentence[0].isupper()
+    assert sentence.rstrip().endswith(".")
+
+
+def test_examples_of_the_help_parse() -> None:
+    found = 0
+    for command in [*ASKING, *ALONE]:
+        understood = main.parser()
+        choices: Any = next(action for action in understood._actions if action.dest == "command").choices
+        for line in choices[command].epilog.splitlines():
+            words = line.split("    ")[0].replace("'", "").rpartition("| ")[2].split()
+            if words[:1] == ["shmserve"]:
+                understood.parse_args([word for word in words[1:] if word not in ("20,", "30,", "40]")])
+                found += 1
+    assert found >= len(ASKING + ALONE)
+
+
+def test_without_a_command_it_helps_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    said = capsys.readouterr().err
+    for command in ["serve", *ASKING, *ALONE]:
+        assert re.search(rf"^    {command}\s", said, re.MULTILINE)
+
+
+def test_help_and_version_load_neither_numpy_nor_zmq() -> None:
+    code = "import sys; from shmserve.clients.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    code += "print(sorted({'numpy', 'zmq', 'msgspec', 'argcomplete', 'subprocess'} & set(sys.modules)))"
+    for word in ("--help", "version", "--version"):
+        ran = subprocess.run([sys.executable, "-c", code, word], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert ran.stdout.splitlines()[-1] == "[]"
+
+
+# ------------------------------------------------------------------------------------------ how it ends
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_no_server(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*arguments(command), "--runtime-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"shmserve {command}: no server at unix://{tmp_path}/lane.sock (")
+    assert "start one with `shmserve serve --model-repository DIR`, or select another by --url or" in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_no_server_after_waiting_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["ready", "--wait", "0.01", "--runtime-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "not ready after 0.01 s: no server at" in said
+    assert "url=" not in said
+    assert said.count("\n") == 1
+
+
+def test_a_wrong_url(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main.main(["models", "--url", "http://x"]) == 2
+    assert "shmserve models: invalid url 'http://x': expected unix:///path/lane.sock" in capsys.readouterr().err
+    monkeypatch.setenv("SHMSERVE_URL", "gopher://x")
+    assert main.main(["models"]) == 2
+    assert "gopher://x" in capsys.readouterr().err
+
+
+def test_the_command_line_is_stronger_than_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHMSERVE_URL", f"unix://{tmp_path}/other.sock")
+    monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", f"{tmp_path}/third")
+    assert main.main(["models", "--runtime-dir", str(tmp_path)]) == 1
+    assert f"unix://{tmp_path}/lane.sock" in capsys.readouterr().err
+    assert main.main(["models"]) == 1
+    assert f"unix://{tmp_path}/other.sock" in capsys.readouterr().err
+    monkeypatch.delenv("SHMSERVE_URL")
+    assert main.main(["models"]) == 1
+    assert f"unix://{tmp_path}/third/lane.sock" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch=2", "--seed=1", "--shape=x=1", "--seed=0"])
+def test_options_of_random_data_need_it(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["infer", "mlp", option, "--runtime-dir", str(tmp_path)]) == 2
+    assert "is for random data: give --random too" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ what it prints
+
+
+def test_tables_are_as_wide_as_they_need_to_be() -> None:
+    made = table(["name", "n", "why"], [["a", "1,000", ""], ["longer", "7", "because"]], right=[1])
+    assert made == "name        n  why\na       1,000\nlonger      7  because"
+    assert table(["a", "b"], []) == "a  b"
+
+
+def test_values() -> None:
+    assert values_text(np.array([1.5, -2, 1 / 3], np.float32)) == "1.5 -2 0.333333"
+    assert values_text(np.array(3)) == "3"
+    assert values_text(np.array([True, False])) == "true false"
+    assert values_text(np.zeros((0, 3))) == "(no values)"
+    assert values_text(np.arange(2000).reshape(2, 1000)) == "0 1 2 3 4 5 ... (2,000 values)"
+    assert values_text(np.array([b"ok", b"\xff", b"x" * 50], object)) == f"'ok' '\\\\xff' '{'x' * 37}...'"
+    assert values_text(np.array([np.inf, np.nan])) == "inf nan"
+    assert shape_text((2, 3)) == "[2, 3]"
+    assert shape_text(()) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0000421, "42 us"), (0.001, "1.00 ms"), (0.0123, "12.3 ms"), (0.4567, "457 ms"), (2.345, "2.35 s")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_percentiles_against_numpy() -> None:
+    values = np.random.default_rng(1).random(137).tolist()
+    for share in (0, 1, 50, 99, 100):
+        assert percentile(values, share) == np.percentile(values, share, method="inverted_cdf")
+    assert timing([0.002]) == "2.00 ms"
+    assert timing([0.001, 0.003, 0.002]) == "3 requests one after another: median 2.00 ms, p99 3.00 ms"
+
+
+def test_json_holds_every_value() -> None:
+    values = [1, 2.5, True, float("nan"), float("inf"), -float("inf"), b"text", b"\xff", ["x"]]
+    assert as_json(values) == [1, 2.5, True, "NaN", "Infinity", "-Infinity", "text", "\\xff", ["x"]]
+
+
+def test_outputs_cannot_leave_their_directory() -> None:
+    assert file_name("y") == "y.npy"
+    assert file_name("softmax_11.tmp_0") == "softmax_11.tmp_0.npy"
+    for name in ("../../etc/passwd", "/abs", "a/b:0", "..", ""):
+        assert "/" not in file_name(name)
+        assert file_name(name).endswith(".npy")
+        assert not file_name(name).startswith("..")
+
+
+def test_strings_that_npy_cannot_hold() -> None:
+    kept = storable("y", np.array([b"a", b"bcd"], object), "BYTES")
+    assert kept.dtype == "S3"
+    assert kept.tolist() == [b"a", b"bcd"]
+    with pytest.raises(NotWritten, match="zero byte"):
+        storable("y", np.array([b"a\0"], object), "BYTES")
+
+
+def _durations(count: int, **ns: int) -> dict[str, dict[str, int]]:
+    return {name: {"count": count, "ns": value} for name, value in ns.items()}
+
+
+def test_a_row_of_statistics() -> None:
+    entry: dict[str, Any] = {
+        "name": "m",
+        "version": "2",
+        "inference_count": 3000,
+        "execution_count": 400,
+        "inference_stats": _durations(
+            2000,
+            success=0,
+            queue=40_000_000,
+            compute_input=2_000_000,
+            compute_infer=6_000_000,
+            compute_output=2_000_000,
+        )
+        | _durations(5, fail=7),
+        "batch_reasons": {"idle": 100, "full": 300},
+        "queued": 0,
+        "in_flight": 3,
+    }
+    expected = ["m", "2", "0", "3", "2,005", "5", "400", "7.5", "20", "5", "full 300, idle 100"]
+    assert stats_row(entry) == expected
+    unused = entry | {"execution_count": 0, "batch_reasons": {}, "inference_stats": {
+        name: {"count": 0, "ns": 0} for name in entry["inference_stats"]}}  # fmt: skip
+    assert stats_row(unused) == ["m", "2", "0", "3", "0", "0", "0", "-", "-", "-", "-"]
+
+
+def test_why_it_is_not_ready() -> None:
+    index = [
+        {"name": "a", "version": "1", "state": "READY", "reason": ""},
+        {"name": "b", "version": "2", "state": "LOADING", "reason": ""},
+        {"name": "c", "version": "", "state": "UNAVAILABLE", "reason": "no such backend"},
+        {"name": "d", "version": "", "state": "", "reason": ""},
+    ]
+    text = "the server is not ready: b 2 is LOADING; c is UNAVAILABLE (no such backend)"
+    assert _not_ready(None, index) == text
+    assert _not_ready("c", index) == "model 'c' is not ready: c is UNAVAILABLE (no such backend)"
+    assert _not_ready("d", index) == "model 'd' is not ready: d is not loaded"
+    assert _not_ready(None, index[:1]) == "the server is not ready; it is starting or stopping"
+
+
+def test_what_is_ready_and_degraded() -> None:
+    index = [
+        {"name": "a", "version": "1", "state": "READY", "reason": "", "degraded": False},
+        {"name": "b", "version": "2", "state": "READY", "reason": "degraded, 1 of 2 instances: why", "degraded": True},
+    ]
+    assert degraded(None, index) == degraded("b", index) == ["b 2 is degraded, 1 of 2 instances: why"]
+    assert degraded("a", index) == []

@@ -1,0 +1,403 @@
+"""The commands that operate models, and what completes them, against a broker that answers what the test says."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve import errors
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands.operate import progress
+from shmserve.clients.cli.commands.status import instance_rows, models_table
+from shmserve.terminal.tables import bytes_text
+from tests import ROOT
+from tests.support.broker.fake_broker import NOTHING, FakeBroker
+from tests.support.broker.running_broker import running
+
+END_S = 60
+READY = {"versions": [{"version": "2", "state": "READY", "seconds": 1.25}], "changed": True, "warnings": []}
+
+
+def instance(name: str, **more: Any) -> dict[str, Any]:
+    found = {"name": name, "state": "ready", "kind": "KIND_CPU", "device": 0, "pid": 41, "memory_bytes": 50 << 20,
+             "restarts": 0, "reason": ""}  # fmt: skip
+    return found | more
+
+
+INDEX: list[dict[str, Any]] = [
+    {"name": "mlp", "version": "1", "state": "READY", "reason": "", "default": False, "loading_seconds": 0.25,
+     "reloading": False, "instances": [instance("mlp_0_0"), instance("mlp_0_0", state="stopping", pid=40)]},
+    {"name": "mlp", "version": "2", "state": "READY", "reason": "", "default": True, "loading_seconds": 3.5,
+     "reloading": True, "queued": 7, "in_flight": 2, "instances": [
+        instance("mlp_0_0", pid=42, in_flight=2, busy_seconds=12.3),
+        instance("mlp_0_1", state="starting", pid=43, kind="KIND_GPU", device=3, memory_bytes=1 << 30),
+        instance("mlp_0_2", state="failed", passive=True, pid=0, memory_bytes=0, restarts=3, reason="signal 9"),
+     ]},
+    {"name": "odd", "version": "1", "state": "UNAVAILABLE", "reason": "no such backend", "default": False,
+     "loading_seconds": 0, "reloading": False, "instances": [instance("odd_0_0", state="stopped", pid=0)]},
+    {"name": "other", "version": "", "state": "", "reason": ""},
+]  # fmt: skip
+
+
+class Operated(FakeBroker):
+    """Notes what it is told to do."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.done: list[tuple[str, str, int, Any]] = []
+        self.answers |= {"metadata": {"name": "fake", "version": "1"}, "models": INDEX}
+        for what in ("load", "unload", "restart", "rollback"):
+            self.answers[what] = lambda model, version, body, what=what: self.note(what, model, version, body)
+
+    def note(self, what: str, model: str, version: int, body: bytes) -> Any:
+        line, _, rest = body.partition(b"\n")
+        said = json.loads(line) if line else None
+        self.done.append((what, model, version, (said, rest) if rest else said))
+        if model == "broken":
+            raise errors.Unavailable("failed to load 'broken', no version is available: version 1: no such file")
+        if model == "sad":
+            raise errors.Internal("it would not")
+        if model == "never":
+            return NOTHING
+        if what in ("load", "rollback"):
+            return {"model": model, **READY, "changed": model != "same", "warnings": ["odd"] if model == "warn" else []}
+        gone = {"state": "UNAVAILABLE", "seconds": 1.0}
+        versions = [] if model == "nobody" else [{"version": "1", **gone}, {"version": "2", **gone}]
+        return {"model": model, "versions": versions, "changed": True, "warnings": []}
+
+
+@pytest.fixture
+def broker() -> Iterator[Operated]:
+    with running(Operated) as made:
+        yield made
+
+
+def run(broker: FakeBroker, *words: str) -> int:
+    return main.main([*words, "--url", broker.lane])
+
+
+# ------------------------------------------------------------------------------------------ load, unload, restart
+
+
+def test_load(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "load", "a", "same", "a") == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "a: version 2 is READY after 1.25 s",
+        "same: nothing has changed; version 2 is READY",
+    ]
+    assert said.err == "", "which is no terminal"
+    assert sorted(broker.done) == [("load", "a", 0, None), ("load", "same", 0, None)]
+    assert run(broker, "load", "warn") == 0
+    said = capsys.readouterr()
+    assert said.out == "warn: version 2 is READY after 1.25 s\n"
+    assert said.err == "shmserve load: warning: warn: odd\n"
+
+
+def test_load_all(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "load", "--all") == 0
+    assert sorted(model for _, model, _, _ in broker.done) == ["mlp", "odd", "other"]
+    assert capsys.readouterr().out.count("\n") == 3
+
+
+def test_each_failure_has_its_reason(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "load", "a", "broken", "sad", "b") == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["a: version 2 is READY after 1.25 s", "b: version 2 is READY after 1.25 s"]
+    assert said.err.splitlines() == [
+        "shmserve load: failed to load 'broken', no version is available: version 1: no such file",
+        "shmserve load: sad: it would not",
+    ]
+    assert run(broker, "load", "broken", "a", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["model"] == "broken"
+    assert found[0]["error"]["code"] == "UNAVAILABLE"
+    assert found[1]["versions"][0]["state"] == "READY"
+
+
+def test_what_is_sent_along(broker: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = tmp_path / "config.json", tmp_path / "model.onnx"
+    config.write_text('{"backend": "onnxruntime"}')
+    model.write_bytes(b"bytes\nof it")
+    words = ["--config-json", str(config), "--file", f"1/model.onnx={model}", "--file", f"1/a=b={model}"]
+    assert run(broker, "load", "a", *words[:4]) == 0
+    header = {"config": {"backend": "onnxruntime"}, "files": [["1/model.onnx", 11]]}
+    assert broker.done.pop() == ("load", "a", 0, (header, b"bytes\nof it"))
+    with config.open() as text:
+        monkeypatch.setattr(sys, "stdin", text)
+        assert run(broker, "load", "a", "--config-json", "-") == 0
+    assert broker.done.pop() == ("load", "a", 0, {"config": {"backend": "onnxruntime"}})
+
+
+def test_load_previous(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "load", "a", "--previous") == 0
+    assert broker.done.pop() == ("rollback", "a", 0, None)
+    for words in (("--all", "--previous"), ("a", "--previous", "--config-json", "-")):
+        assert run(broker, "load", *words) == 2
+        assert "--previous" in capsys.readouterr().err
+
+
+def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "unload", "a") == 0
+    assert run(broker, "unload", "a", "--no-wait", "--dependents") == 0
+    assert run(broker, "restart", "a", "--version", "2", "--instance", "a_0_1") == 0
+    assert run(broker, "restart", "a", "--version", "2") == 0
+    assert run(broker, "restart", "a") == 0
+    assert run(broker, "unload", "nobody") == 0
+    assert run(broker, "restart", "a", "--json") == 0
+    assert run(broker, "unload", "a", "--force", "--timeout", "5", "--json") == 0
+    assert broker.done.pop() == (
+        "unload", "a", 0, {"unload_dependents": False, "wait": True, "force": True, "timeout": 5},
+    )  # fmt: skip
+    assert broker.done == [
+        ("unload", "a", 0, {"unload_dependents": False, "wait": True}),
+        ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
+        ("restart", "a", 2, {"instance": "a_0_1"}),
+        ("restart", "a", 2, {"instance": ""}),
+        ("restart", "a", 0, {"instance": ""}),
+        ("unload", "nobody", 0, {"unload_dependents": False, "wait": True}),
+        ("restart", "a", 0, {"instance": ""}),
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:6] == [
+        "a: versions 1, 2 unloaded",
+        "a: unloading versions 1, 2",
+        "a: instance a_0_1 restarted",
+        "a: version 2 restarted",
+        "a: versions 1, 2 restarted",
+        "nobody: nothing to unload",
+    ]
+    (found,), _ = json.loads("[" + "\n".join(lines[6:]).replace("]\n[", "],[") + "]")
+    assert [entry["version"] for entry in found["versions"]] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("load", "name one or more models, or use --all"),
+        ("load a --all", "name one or more models, or use --all"),
+        ("load a b --config-json x", "--config-json and --file are for one model"),
+        ("load a --file 1/m=x", "--file needs --config-json"),
+        ("load a --config-json /no/such", "cannot read a configuration from /no/such: No such file or directory"),
+        ("load a --config-json BAD", "cannot read a configuration from"),
+        ("load a --config-json LIST", "it is not a JSON object"),
+        ("load a --config-json OK --file x", "expected NAME=PATH"),
+        ("load a --config-json OK --file 1/x=/no/such", "no such file"),
+        ("restart a b --instance a_0_0", "--instance is for one model"),
+        ("config a --origins", "--origins needs --json"),
+    ],
+)
+def test_wrong_use(words: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content in ("BAD", "{"), ("LIST", "[]"), ("OK", "{}"):
+        (tmp_path / name).write_text(content)
+        words = words.replace(name, str(tmp_path / name))
+    assert main.main([*words.split(), "--runtime-dir", str(tmp_path)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_timeouts(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "load", "never", "--timeout", "0.05") == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "'load' of model 'never' did not finish within its timeout; the server continues it; --timeout" in said.err
+
+
+def environment(**more: str) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("SHMSERVE", "_ARGC"))}
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return found | more
+
+
+def test_a_terminal_shows_how_far_it_is_and_ctrl_c_ends_it(broker: Operated) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "load", "mlp", "never", "--url", broker.lane]
+    said = b""
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        while said.count(b"\x1b[K") < 2:
+            said += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        try:
+            while data := os.read(ours, 4096):
+                said += data
+        except OSError:  # how a terminal ends
+            pass
+        process.wait(END_S)
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    os.close(ours)
+    assert process.returncode == 130
+    lines = said.decode().split("\r\x1b[K")
+    assert re.fullmatch(r"[|/\\-] loading (mlp, )?never, \d s(: 2 of 4 instances)?", lines[1])
+    assert all(len(line.rstrip()) < 60 for line in lines)
+    assert lines[-1] == "shmserve load: interrupted\r\n"
+
+
+def test_progress() -> None:
+    assert progress(INDEX, ["mlp"]) == ": 2 of 4 instances"
+    assert progress(INDEX, ["odd", "other"]) == ""
+
+
+# ------------------------------------------------------------------------------------------ models, config
+
+
+def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "models") == 0
+    head, *rows, blank, legend = capsys.readouterr().out.splitlines()
+    assert (blank, legend) == ("", "* default version")
+    assert re.split(r"  +", head) == [
+        "model", "version", "state", "instances", "queued", "in flight", "pid", "device", "memory", "loaded in",
+        "reason",
+    ]  # fmt: skip
+    assert [re.split(r"  +", row) for row in rows] == [
+        ["mlp", "1", "READY", "1/1", "0", "0", "41 40", "cpu", "100 MiB", "250 ms"],
+        [
+            "mlp",
+            "2*",
+            "READY (reloading)",
+            "1/3",
+            "7",
+            "2",
+            "42 43",
+            "cpu gpu 3",
+            "1.0 GiB",
+            "3.50 s",
+            "mlp_0_0 busy for 12 s",
+        ],
+        ["odd", "1", "UNAVAILABLE", "-", "0", "0", "-", "-", "-", "-", "no such backend"],
+        ["other", "-", "not loaded", "-", "0", "0", "-", "-", "-", "-"],
+    ]
+    assert "*" not in models_table([INDEX[1], INDEX[2]]), "of one version there is no choice"
+
+
+def test_a_server_that_knows_less() -> None:
+    lines = models_table([{"name": "m", "version": "1", "state": "READY", "reason": ""}]).splitlines()
+    assert lines[1].split() == ["m", "1", "READY", "-", "0", "0", "-", "-", "-", "-"]
+
+
+def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "models", "--instances") == 0
+    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 6
+    assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
+    assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
+    assert instance_rows(INDEX[3]) == []
+    assert run(broker, "models", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == INDEX
+
+
+def test_what_is_degraded_is_shown() -> None:
+    lost = {
+        "state": "backoff",
+        "pid": 0,
+        "memory_bytes": 0,
+        "reason": "failed to load: no memory",
+        "retry_seconds": 7.5,
+    }
+    entry = {
+        "name": "m", "version": "1", "state": "READY", "default": True, "degraded": True, "loading_seconds": 1.0,
+        "reason": "degraded, 1 of 3 instances: instance 'm_0_1': failed to load: no memory",
+        "instances": [instance("m_0_0"), instance("m_0_1", **lost), instance("m_0_2", quarantined=True)],
+    }  # fmt: skip
+    line = models_table([entry]).splitlines()[1]
+    assert "READY (degraded)" in line
+    assert " 1/3 " in line
+    assert line.endswith("no memory")
+    rows = instance_rows(entry)
+    assert rows[1][-1] == "failed to load: no memory; next attempt in 7.5 s"
+    assert rows[2][3] == "ready (quarantined)"
+
+
+def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"name": "mlp", "max_batch_size": 4}
+    origins = {"config": config, "origins": {"max_batch_size": "model"}, "text": "max_batch_size: 4  # the model\n"}
+    broker.answers |= {"config": config, "origins": origins}
+    assert run(broker, "config", "mlp") == 0
+    assert capsys.readouterr().out == "max_batch_size: 4  # the model\n"
+    assert run(broker, "config", "mlp", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == config
+    assert run(broker, "config", "mlp", "--json", "--origins") == 0
+    assert json.loads(capsys.readouterr().out) == {"config": config, "origins": origins["origins"]}
+
+
+def test_sizes() -> None:
+    sizes = [0, 999, 1000, 1 << 20, 150 << 20, 1023 << 20, 1 << 30, 5 << 50]
+    assert [bytes_text(size) for size in sizes] == [
+        "0 bytes", "999 bytes", "1.0 KiB", "1.0 MiB", "150 MiB", "1.0 GiB", "1.0 GiB", "5120 TiB",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ completion
+
+BASH = """
+eval "$(shmserve completion bash)"
+complete -p shmserve >/dev/null || exit 1
+COMP_LINE="$1" COMP_POINT=${#1}
+read -ra COMP_WORDS <<< "$1"
+COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 ))
+_python_argcomplete shmserve "${COMP_WORDS[-1]}" ""
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A folder with a command `shmserve` in it."""
+    made = tmp_path / "bin" / "shmserve"
+    made.parent.mkdir()
+    made.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shmserve.clients.cli.main "$@"\n')
+    made.chmod(0o755)
+    return made.parent
+
+
+def completed(program: Path, line: str, **more: str) -> set[str]:
+    path = f"{program}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "--norc", "-c", BASH, "bash", line]
+    ran = subprocess.run(
+        command, env=environment(PATH=path, **more), capture_output=True, text=True, check=False, timeout=END_S
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    return {word.strip() for word in ran.stdout.splitlines() if word.strip()}
+
+
+def test_bash_completes(program: Path, broker: Operated, tmp_path: Path) -> None:
+    url = {"SHMSERVE_URL": broker.lane}
+    assert completed(program, "shmserve ver") == {"version"}
+    assert {"models", "load", "serve", "completion"} <= completed(program, "shmserve ")
+    assert completed(program, "shmserve load --conf") == {"--config-json"}
+    assert completed(program, "shmserve infer o", **url) == {"odd", "other"}
+    assert completed(program, f"shmserve unload --url {broker.lane} odd o") == {"other"}
+    assert completed(program, "shmserve restart mlp --instance mlp_0_", **url) == {"mlp_0_0", "mlp_0_1", "mlp_0_2"}
+    assert completed(program, "shmserve config mlp --version ", **url) == {"1", "2"}
+    assert completed(program, f"shmserve infer --runtime-dir {tmp_path} o") == set(), "no server, no words"
+
+
+def test_bash_completes_the_options_of_the_server(program: Path) -> None:
+    found = completed(program, "shmserve serve --model-r")
+    assert "--model-repository" in found
+    assert all(word.startswith("--model-r") for word in found)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["completion", shell]) == 0
+    said = capsys.readouterr().out
+    assert {"zsh": "compdef _python_argcomplete shmserve", "fish": "complete --command shmserve"}[shell] in said
+    if (program := shutil.which(shell)) is not None:
+        subprocess.run([program, "-n"], input=said, text=True, check=True)

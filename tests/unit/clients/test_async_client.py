@@ -1,0 +1,173 @@
+"""What only the client for asyncio has: tasks that are cancelled, timers, loops that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+import shmserve
+from shmserve.protocol.messages import Bye, Cancel, Infer
+from tests.support.broker.fake_broker import FakeBroker
+from tests.support.client_faces import FACES
+
+assert FACES, "its import makes the pipe of uvloop before any test is watched"
+X = np.arange(4, dtype=np.float32)
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    loop = request.param()
+    yield loop.run_until_complete
+    loop.close()
+
+
+@pytest.fixture(params=["lane", "ipc"])
+def url(request: pytest.FixtureRequest, broker: FakeBroker) -> str:
+    return str(getattr(broker, request.param))
+
+
+async def told(broker: FakeBroker, kind: type) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, broker.wait_for, kind)
+
+
+def test_a_request_has_the_same_arguments_everywhere() -> None:
+    def arguments(function: Callable[..., Any]) -> list[Any]:
+        return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+    expected = arguments(shmserve.Client.infer)
+    for client in (shmserve.Client, shmserve.AsyncClient):
+        assert arguments(client.infer) == arguments(client.submit) == expected
+        assert [one for one in arguments(client.stream) if one[0] != "window"] == expected
+
+
+def test_a_cancelled_task_takes_its_request_back(run: Run, url: str, broker: FakeBroker) -> None:
+    async def main() -> None:
+        async with shmserve.AsyncClient(url) as client:
+            await client.live()
+            task = asyncio.ensure_future(client.infer("hold", {"x": X}))
+            _, infer, _ = await asyncio.get_running_loop().run_in_executor(None, broker.parked.get)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await told(broker, Cancel)).request == infer.request
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.infer("hold", {"x": X}), 0.02)
+            assert await told(broker, Cancel)
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    run(main())
+
+
+def test_deadlines_of_many(run: Run, url: str) -> None:
+    async def late(client: shmserve.AsyncClient, timeout: float) -> bool:
+        with pytest.raises(shmserve.DeadlineExceeded):
+            await client.infer("hold", {"x": X}, timeout=timeout)
+        return True
+
+    async def main() -> None:
+        async with shmserve.AsyncClient(url) as client:
+            found = await asyncio.gather(*[late(client, timeout) for timeout in (0.05, 0.01, 0.03, 0.01)])
+            assert all(found)
+
+    run(main())
+
+
+def test_requests_of_one_turn_share_a_packet(run: Run, broker: FakeBroker) -> None:
+    async def main() -> None:
+        async with shmserve.AsyncClient(broker.lane) as client:
+            await client.live()
+            await asyncio.gather(*[client.infer("echo", {"x": X}) for _ in range(20)])
+
+    run(main())
+    counts = [sum(isinstance(message, Infer) for message in packet) for packet in broker.packets]
+    assert [count for count in counts if count] == [20]
+
+
+def test_it_goes_on_in_another_loop_when_its_own_was_closed(url: str) -> None:
+    client = shmserve.AsyncClient(url)
+
+    async def main() -> Any:
+        return (await client.infer("echo", {"x": X}))["x"].tolist()
+
+    async def last() -> None:
+        await main()
+        await client.close()
+
+    assert asyncio.run(main()) == X.tolist()
+    assert asyncio.run(main()) == X.tolist()
+    asyncio.run(last())
+
+
+def test_two_loops_at_once_are_refused(url: str) -> None:
+    client = shmserve.AsyncClient(url)
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    first.run_until_complete(client.live())
+    with pytest.raises(RuntimeError, match="belongs to another event loop"):
+        second.run_until_complete(client.live())
+    first.run_until_complete(client.close())
+    first.close()
+    second.close()
+
+
+def test_a_forked_child_connects_for_itself(url: str, broker: FakeBroker) -> None:
+    loop = asyncio.new_event_loop()
+    client = shmserve.AsyncClient(url)
+    result = loop.run_until_complete(client.infer("echo", {"x": np.ones(10_000)}))
+
+    async def again() -> None:
+        found = await client.infer("echo", {"x": result["x"]})
+        assert (found["x"] == 1).all()
+        await client.close()
+
+    pid = os.fork()
+    if not pid:
+        asyncio.set_event_loop(None)
+        asyncio.new_event_loop().run_until_complete(again())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert broker.wait_for(Bye)
+    assert len(broker.held_handles) == 1
+    loop.run_until_complete(again())
+    loop.close()
+
+
+def test_closing_while_connecting(run: Run, broker: FakeBroker) -> None:
+    broker.stop()
+
+    async def main() -> None:
+        client = shmserve.AsyncClient(broker.lane)
+        client._link._was_connected = True  # so that it tries for long
+        future = client.submit("echo", {"x": X})
+        await asyncio.sleep(0.02)
+        await client.close()
+        with pytest.raises(shmserve.Cancelled):
+            await future
+
+    run(main())
+
+
+def test_results_do_not_wait_for_the_collector(run: Run, broker: FakeBroker) -> None:
+    async def main() -> None:
+        async with shmserve.AsyncClient(broker.lane) as client:
+            x = np.zeros(10_000)
+            for _ in range(3):
+                await client.infer("echo", {"x": x})
+            await client.live()
+
+    import gc
+
+    gc.disable()
+    try:
+        run(main())
+        assert broker.wait_for(Bye)
+        assert broker.held_handles == []
+    finally:
+        gc.enable()

@@ -1,0 +1,104 @@
+"""The thread of the client for threads, which is there only for who wants to be called back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from tests.support.broker.fake_broker import FakeBroker
+
+X = np.arange(4, dtype=np.float32)
+
+
+def test_callbacks(client: shmserve.Client, broker: FakeBroker, caplog: pytest.LogCaptureFixture) -> None:
+    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    future = client.submit("hold", {"x": X})
+    future.add_done_callback(lambda _: 1 // 0)
+    future.add_done_callback(called.put)
+    broker.answer()
+    assert called.get(timeout=20) is future
+    np.testing.assert_array_equal(future.result()["x"], X)
+    assert "ZeroDivisionError" in caplog.text
+    future.add_done_callback(called.put)
+    assert called.get(timeout=0) is future, "at once, as it is done"
+
+    def again(found: Any) -> None:
+        """A callback may use the client."""
+        called.put(client.infer("echo", {"x": X + 1})["x"][0])
+
+    client.submit("echo", {"x": X}).add_done_callback(again)
+    assert called.get(timeout=20) == 1
+    client.submit("nope", {}).add_done_callback(called.put)
+    assert isinstance(called.get(timeout=20).exception(), shmserve.NotFound)
+    cancelled = client.submit("hold", {"x": X})
+    cancelled.add_done_callback(called.put)
+    assert cancelled.cancel()
+    assert called.get(timeout=20).cancelled()
+
+
+def test_callbacks_come_at_a_deadline(client: shmserve.Client) -> None:
+    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client.submit("hold", {"x": X}).add_done_callback(called.put)  # the reader waits without a limit
+    client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
+    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
+
+
+def test_a_deadline_is_kept_while_the_reader_is_about_to_wait(
+    client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has given up the lock, and does not wait yet."""
+    link: Any = client.live() and client._link._link
+    about, go = threading.Event(), threading.Event()
+    real = link.receive
+
+    def receive(*arguments: Any) -> Any:
+        if threading.current_thread().name == "shmserve-reader":
+            about.set()
+            assert go.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(link, "receive", receive)
+    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
+    assert about.wait(20)
+    client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
+    go.set()
+    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
+
+
+def test_a_deadline_is_kept_while_another_thread_reads(client: shmserve.Client, broker: FakeBroker) -> None:
+    asked = client.submit("hold", {"x": X})
+    waiting = threading.Thread(target=asked.result)
+    waiting.start()
+    shared = client._link
+    while not shared._leading:
+        assert waiting.is_alive()
+    client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
+    while not shared._gates:  # the reader follows
+        assert waiting.is_alive()
+    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
+    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
+    broker.answer()
+    waiting.join()
+
+
+def test_a_thread_exists_only_once_callbacks_do(client: shmserve.Client) -> None:
+    before = threading.active_count()
+    client.infer("echo", {"x": X})
+    futures = [client.submit("echo", {"x": X}) for _ in range(50)]
+    assert [future.result()["x"].size for future in futures] == [4] * 50
+    assert threading.active_count() == before
+    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for _ in range(3):
+        client.submit("echo", {"x": X}).add_done_callback(called.put)
+        called.get(timeout=20)
+        assert threading.active_count() == before + 1
+        assert client.infer("echo", {"x": X})["x"].size == 4
+    client.close()
+    assert threading.active_count() == before

@@ -1,0 +1,352 @@
+"""The queue: levels, delayed requests, and shares of clients whatever they add, cancel or let expire."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from shmserve.core.batching.queue import IDLE_LEVELS, IDLE_USERS, UNSERVED, PriorityLevel, RequestQueue
+from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
+from tests.support.hypothesis_profiles import examples
+
+CLIENTS = [SimpleNamespace(number=number, user="ann") for number in range(1, 5)]
+OTHERS = [SimpleNamespace(number=number, user="bob" if number < 8 else "cid") for number in range(5, 10)]
+
+
+def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> Any:
+    """What the queue needs of a request."""
+    made = SimpleNamespace(
+        inline=0,
+        deadline=0,
+        client=(CLIENTS + OTHERS)[client - 1],
+        cost=cost,
+        level=level,
+        tag=0,
+        delayed=False,
+        name=name,
+    )
+    return made
+
+
+def names(requests: list[Any]) -> list[int]:
+    return [each.name for each in requests]
+
+
+def queue(policy: BatchPolicy | None = None) -> RequestQueue[Any]:
+    return RequestQueue(policy)
+
+
+def test_one_client_is_served_in_order_of_arrival() -> None:
+    waiting = queue()
+    for name in range(5):
+        waiting.add(request(name=name, cost=name % 3 + 1))
+    assert names(waiting.in_order()) == [0, 1, 2, 3, 4]
+    assert names(waiting.take(2)) == [0, 1]
+    assert names(waiting.take(9)) == [2, 3, 4]
+    assert waiting.count == 0
+
+
+def test_a_newcomer_is_not_behind_all_that_another_has_piled_up() -> None:
+    waiting = queue()
+    for name in range(100):
+        waiting.add(request(1, name=name))
+    waiting.take(10)
+    waiting.add(request(2, name=1000))
+    assert names(waiting.in_order())[:2] in ([10, 1000], [1000, 10])
+
+
+def test_a_user_gets_no_more_with_many_connections() -> None:
+    waiting = queue()
+    crowd = [SimpleNamespace(number=number, user="ann") for number in range(100, 1100)]
+    for name, client in enumerate(crowd):
+        for _ in range(3):
+            waiting.add(SimpleNamespace(**{**vars(request(name=name)), "client": client}))
+    for name in range(2000, 2100):
+        waiting.add(request(5, name=name))
+    assert names(waiting.in_order())[:4] == [0, 2000, 1, 2001]
+    assert sum(each.client.user == "bob" for each in waiting.take(100)) == 50
+    waiting.add(request(8, name=3000))
+    assert 3000 in names(waiting.in_order())[:3], "a third user joins in at once"
+
+
+def test_the_share_of_a_user_is_divided_between_its_clients() -> None:
+    waiting = queue()
+    for name in range(300):
+        waiting.add(request(1, name=name))
+    for name in range(300, 350):
+        waiting.add(request(2, name=name))
+        waiting.add(request(5, name=name))
+    for name in range(50):
+        waiting.add(request(6, cost=2, name=name))
+    taken = waiting.take(120)
+    served = [sum(each.cost for each in taken if each.client.number == client) for client in (1, 2, 5, 6)]
+    assert sum(served[:2]) == pytest.approx(sum(served[2:]), abs=2)
+    assert served[0] == pytest.approx(served[1], abs=2)
+    assert served[2] == pytest.approx(served[3], abs=2)
+
+
+def test_a_user_who_was_alone_is_neither_behind_nor_ahead() -> None:
+    waiting = queue()
+    for name in range(100):
+        waiting.add(request(1, cost=8, name=name))
+    waiting.take(50)
+    for name in range(1000, 1100):
+        waiting.add(request(5, cost=8, name=name))
+    assert sum(each.client.user == "bob" for each in waiting.take(20)) == 10
+
+
+def test_what_is_put_back_is_not_charged_again() -> None:
+    waiting = queue()
+    for name in range(20):
+        waiting.add(request(1, name=name))
+        waiting.add(request(5, name=100 + name))
+    taken = waiting.take(8)
+    for each in reversed(taken):
+        waiting.put_back(each)
+    assert sorted(names(waiting.in_order()[:8])) == sorted(names(taken))
+    assert names(waiting.take(20)) == [name for pair in range(10) for name in (pair, 100 + pair)]
+
+
+def test_a_put_back_request_of_a_user_who_was_idle_is_first_and_wins_nothing_else() -> None:
+    waiting = queue()
+    waiting.add(request(1, cost=4, name=1))
+    (early,) = waiting.take(1)
+    for name in range(100, 200):
+        waiting.add(request(5, name=name))
+    waiting.take(50)
+    waiting.put_back(early)
+    for name in range(2, 50):
+        waiting.add(request(1, name=name))
+    assert waiting.take(1) == [early]
+    assert sum(each.client.user == "ann" for each in waiting.take(20)) == 10
+
+
+def test_users_who_are_gone_take_no_memory() -> None:
+    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
+    for number in range(1, 2000):
+        one: Any = request(name=number)
+        one.client = SimpleNamespace(number=number, user=f"user {number}")
+        level.add(one)
+        level.take(1)
+    assert len(level.shares) <= IDLE_USERS
+
+
+def test_cancelling_piles_up_no_refunds() -> None:
+    """Also while nobody asks for the order, as with a model that hangs."""
+    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
+    level.add(request(1))
+    for name in range(10_000):
+        one = request(2, name=name)
+        level.add(one)
+        level.remove(one)
+    assert len(level.share("ann").unserved) <= 2 * UNSERVED
+
+
+def test_costs_count_in_rows() -> None:
+    waiting = queue()
+    for name in range(40):
+        waiting.add(request(1, cost=4, name=name))
+        for small in range(4):
+            waiting.add(request(2, cost=1, name=1000 + 4 * name + small))
+    taken = waiting.take(50)
+    mine = sum(each.cost for each in taken if each.client.number == 1)
+    assert abs(mine - sum(each.cost for each in taken if each.client.number == 2)) <= 4
+
+
+def test_as_many_levels_as_64_bits_can_count() -> None:
+    last = 2**64 - 1
+    waiting = queue(BatchPolicy(levels=last, default_level=last, level_policies={7: QueuePolicy(max_size=3)}))
+    assert [waiting.level_of(given) for given in (0, 1, 2**40, last, last + 1)] == [last, 1, 2**40, last, last]
+    for name, level in enumerate((last, 2**40, 1, 2**40, 7)):
+        waiting.add(request(level=level, name=name))
+    assert waiting.level(7).policy.max_size == 3
+    assert names(waiting.in_order()) == [2, 4, 1, 3, 0]
+    assert names(waiting.take(3)) == [2, 4, 1]
+    assert names(waiting.take(3)) == [3, 0]
+
+
+def test_levels_that_are_empty_again_take_no_memory_and_a_request_put_back_stays_first() -> None:
+    waiting = queue(BatchPolicy(levels=2**64 - 1, default_level=1))
+    early = request(level=5, name=1, cost=9)
+    waiting.add(early)
+    assert waiting.take(1) == [early]
+    for level in range(1000, 3000):
+        waiting.add(request(level=level))
+        waiting.take(1)
+    assert len(waiting._levels) <= IDLE_LEVELS
+    waiting.put_back(early)
+    waiting.add(request(level=5, name=2))
+    assert names(waiting.in_order()) == [1, 2]
+
+
+def test_what_was_cancelled_is_not_charged() -> None:
+    """A client that sends a thousand and takes 999 of them back has its one turn like another's first request."""
+    waiting = queue()
+    piled = [request(1, name=name) for name in range(1000)]
+    for each in piled:
+        waiting.add(each)
+    for name in range(50):
+        waiting.add(request(2, name=2000 + name))
+    for each in piled[:-1]:
+        waiting.remove(each)
+    assert 999 in names(waiting.in_order())[:2]
+    waiting.add(request(1, name=3000))
+    assert 3000 in names(waiting.in_order())[:4]
+
+
+def test_cancelling_wins_nothing() -> None:
+    """Having sent and cancelled does not put a client before one that did not."""
+    waiting = queue()
+    mine = [request(1, name=name) for name in range(100)]
+    for each in mine:
+        waiting.add(each)
+        waiting.add(request(2, name=500 + each.name))
+    for each in mine[:50]:
+        waiting.remove(each)
+    first = waiting.in_order()[:20]
+    assert sum(each.client.number == 1 for each in first) <= 10
+
+
+def test_a_level_does_not_remember_clients_for_ever() -> None:
+    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
+    last = SimpleNamespace(number=0, user="ann")
+    level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))
+    for number in range(1, 2000):
+        one: Any = SimpleNamespace(
+            inline=0, deadline=0, client=SimpleNamespace(number=number, user="ann"), cost=1, tag=0, delayed=False
+        )
+        level.add(one)
+        level.take(1)
+    assert len(level.share("ann").tags) < 200
+
+
+def test_levels_are_strict_and_delayed_ones_last_in_theirs() -> None:
+    waiting = queue(BatchPolicy(levels=2, default_level=2, default_policy=QueuePolicy(TimeoutAction.DELAY, 1)))
+    assert [waiting.level_of(priority) for priority in (0, 1, 2, 3, 2**63 - 1)] == [2, 1, 2, 2, 2]
+    first, second, third, urgent = (request(level=n, name=i) for i, n in enumerate((2, 2, 1, 1)))
+    for each in (first, second, third, urgent):
+        waiting.add(each)
+    assert waiting.expire(third) is False
+    assert waiting.expire(first) is False
+    assert names(waiting.in_order()) == [3, 2, 1, 0]
+    waiting.remove(third)
+    assert names(waiting.take(3)) == [3, 1, 0]
+    assert waiting.count == 0
+
+
+def test_reject_takes_it_out() -> None:
+    waiting = queue(BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 1)))
+    each = request()
+    waiting.add(each)
+    assert waiting.expire(each) is True
+    assert waiting.count == 0
+    assert waiting.in_order() == []
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Against a plain list: who is there, each client's own order, levels in order, delayed last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        policy = BatchPolicy(levels=2, default_level=1, default_policy=QueuePolicy(TimeoutAction.DELAY, 1))
+        self.queue: RequestQueue[Any] = RequestQueue(policy)
+        self.here: list[Any] = []
+        self.delayed: list[Any] = []
+        self.count = 0
+
+    @rule(client=st.integers(1, 9), cost=st.integers(1, 5), level=st.integers(1, 2), times=st.integers(1, 4))
+    def add(self, client: int, cost: int, level: int, times: int) -> None:
+        for _ in range(times):
+            self.count += 1
+            each = request(client, cost, level, self.count)
+            self.queue.add(each)
+            self.here.append(each)
+
+    @precondition(lambda self: self.here)
+    @rule(which=st.integers(0, 99))
+    def remove(self, which: int) -> None:
+        each = self.here.pop(which % len(self.here))
+        self.queue.remove(each)
+        if each.delayed:
+            self.delayed.remove(each)
+
+    @precondition(lambda self: any(not each.delayed for each in self.here))
+    @rule(which=st.integers(0, 99))
+    def delay(self, which: int) -> None:
+        ready = [each for each in self.here if not each.delayed]
+        each = ready[which % len(ready)]
+        self.queue.expire(each)
+        self.delayed.append(each)
+
+    @rule(count=st.integers(1, 6))
+    def take(self, count: int) -> None:
+        expected = self.queue.in_order()[:count]
+        taken = self.queue.take(count)
+        assert taken == expected
+        for each in taken:
+            self.here.remove(each)
+            if each.delayed:
+                self.delayed.remove(each)
+
+    @invariant()
+    def in_order(self) -> None:
+        found: list[Any] = list(self.queue.in_order())
+        assert self.queue.count == len(found) == len(self.here)
+        assert sorted(names(found)) == sorted(names(self.here))
+        places = [(each.level, each.delayed) for each in found]
+        assert places == sorted(places), "levels in order, in each the delayed ones last"
+        for level in (1, 2):
+            late = [each for each in found if each.level == level and each.delayed]
+            assert late == [each for each in self.delayed if each.level == level]
+            for client in CLIENTS + OTHERS:
+                mine = [
+                    each.name for each in found if not each.delayed and (each.level, each.client) == (level, client)
+                ]
+                assert mine == sorted(mine), "a client's own requests keep their order"
+
+
+@pytest.mark.hypothesis
+def test_queue_machine() -> None:
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=examples(60)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=30, max_size=60), st.integers(0, 2**32))
+def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: int) -> None:
+    """While all have something waiting, no two differ by more than two of the largest requests."""
+    waiting = queue()
+    for client in (1, 2, 3):
+        for cost in [cost for who, cost in offers if who == client] * 40:
+            waiting.add(request(client, cost))
+    served = {client: 0 for client, _ in offers}
+    left = dict.fromkeys(served, 0)
+    for each in waiting.in_order():
+        left[each.client.number] += 1
+    while all(left.values()):
+        each = waiting.take(1)[0]
+        served[each.client.number] += each.cost
+        left[each.client.number] -= 1
+        assert max(served.values()) - min(served.values()) <= 12
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=30, max_size=60), st.integers(1, 7))
+def test_backlogged_users_get_equal_rows(offers: list[tuple[int, int]], most: int) -> None:
+    """Whatever number of connections each has."""
+    waiting = queue()
+    for client, cost in offers * 10:
+        waiting.add(request(client, cost))
+    left = Counter(each.client.user for each in waiting.in_order())
+    served = dict.fromkeys(left, 0)
+    while True:
+        taken = waiting.take(most)
+        left.subtract(each.client.user for each in taken)
+        if not all(left.values()):
+            break
+        for each in taken:
+            served[each.client.user] += each.cost
+        assert max(served.values()) - min(served.values()) <= 12

@@ -1,0 +1,199 @@
+"""The rate limiter: never more in use than there is, nobody left out, and turns as they are given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.core import events
+from shmserve.core.batching.rate_limiter import ANY, SHARED, Limiter, lacking
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, Resource, TensorSpec
+from shmserve.protocol.messages import Call, Infer, Tensor
+from tests.support.core.calling import caller_of
+from tests.support.core.world import World
+from tests.support.hypothesis_profiles import examples
+
+SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
+
+
+class Limited(World):
+    """`models`: name -> the resources and turn of each instance."""
+
+    def __init__(self, models: dict[str, list[InstanceSpec]], given: tuple[tuple[str, int, int], ...] = ()) -> None:
+        super().__init__(Limits(rate_limit=True, resources=given))
+        self.last = 0
+        self.ran: Counter[str] = Counter()
+        for name, specs in models.items():
+            policy = ModelPolicy(name, 1, 1, *SPECS, BatchPolicy())
+            self.policies[name, 1], self.large[name], self.loads_itself[name] = policy, frozenset(), True
+            self.turn([(0, events.Deploy(name, (events.Target(1, 0, tuple(specs)),)))])
+        self.client = self.connect("a")
+
+    def infers(self, model: str, count: int) -> list[tuple[int, Any]]:
+        found = []
+        for _ in range(count):
+            self.last += 1
+            self.client.sends(self.last)
+            found.append((self.client.peer, Infer(self.last, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))))
+        return found
+
+    def running(self) -> list[str]:
+        return sorted(worker.name for worker in self.workers.values() if worker.running is not None)
+
+    def done(self, name: str) -> None:
+        self.ran[name] += 1
+        self.worker(name).finish(self.now)
+        self.settle()
+
+
+def spec(name: str, *resources: Resource, turn: int = 1, device: int = 0) -> InstanceSpec:
+    return InstanceSpec(name, device=device, resources=resources, turn=turn)
+
+
+def test_one_at_a_time_of_what_one_instance_asks_for_at_most() -> None:
+    gpu = Resource("memory", 4)
+    world = Limited({"m": [spec("m_0", gpu), spec("m_1", gpu)], "free": [spec("free_0")]})
+    world.turn(world.infers("m", 3) + world.infers("free", 1))
+    assert len(world.running()) == 2
+    assert "free_0" in world.running()
+    world.done("free_0")
+    seen = []
+    while world.running():
+        (name,) = world.running()
+        seen.append(name)
+        world.done(name)
+    assert len(seen) == 3
+    assert set(seen) == {"m_0", "m_1"}, "the one with the fewest batches goes first"
+    assert len(world.client.answers) == 4
+
+
+def test_of_equal_rank_the_smaller_turn_goes_first() -> None:
+    gpu = Resource("memory", 4)
+    models = {"b": [spec("b_0", gpu, turn=2)], "a": [spec("a_0", gpu)]}
+    world = Limited(models, (("memory", 4, ANY),))
+    world.turn(world.infers("b", 4) + world.infers("a", 4))
+    order = []
+    while world.running():
+        (name,) = world.running()
+        order.append(name[0])
+        world.done(name)
+    assert "".join(order) == "aabaabbb"
+
+
+def test_each_device_has_its_own_unless_shared() -> None:
+    own, shared = Resource("memory", 4), Resource("licence", 1, shared=True)
+    world = Limited({"m": [spec("m_0", own), spec("m_1", own, device=1)]})
+    world.turn(world.infers("m", 2))
+    assert world.running() == ["m_0", "m_1"]
+    world = Limited({"m": [spec("m_0", shared), spec("m_1", shared, device=1)]})
+    world.turn(world.infers("m", 2))
+    assert len(world.running()) == 1
+
+
+def test_turns_of_two_models() -> None:
+    """Of turn 2: half as often."""
+    one = Resource("r", 1)
+    world = Limited({"often": [spec("often_0", one)], "seldom": [spec("seldom_0", one, turn=2)]})
+    world.turn(world.infers("often", 40) + world.infers("seldom", 40))
+    for _ in range(30):
+        (name,) = world.running()
+        world.done(name)
+    assert abs(world.ran["often_0"] - 20) <= 1, world.ran
+
+
+def test_a_worker_that_dies_gives_back_what_it_had() -> None:
+    one = Resource("r", 1)
+    world = Limited({"m": [spec("m_0", one)], "n": [spec("n_0", one)]})
+    world.turn(world.infers("m", 1) + world.infers("n", 1))
+    (first,) = world.running()
+    world.crash(world.worker(first))
+    world.advance(world.now + 10**9)
+    (second,) = world.running()
+    assert second != first
+    world.done(second)
+    assert len(world.client.answers) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((), ""),
+        ((("r", ANY, 4),), ""),
+        ((("r", ANY, 3),), "instance 'm_0' needs 4 of resource 'r', and there are 3 (--rate-limit-resource)"),
+        ((("r", ANY, 3), ("r", 0, 4)), ""),
+        ((("r", 1, 1),), ""),
+        ((("r", SHARED, 1),), ""),
+    ],
+)
+def test_too_little_for_ever(given: tuple[tuple[str, int, int], ...], text: str) -> None:
+    assert lacking([spec("m_0", Resource("r", 4))], given) == text
+
+
+def test_a_shared_one_is_another_than_that_of_a_device() -> None:
+    limiter = Limiter([("r", ANY, 1), ("r", SHARED, 7)])
+    limiter.know(spec("m_0", Resource("r", 1)))
+    limiter.know(spec("m_1", Resource("r", 5, shared=True)))
+    assert (limiter.total(("r", 0)), limiter.total(("r", SHARED))) == (1, 7)
+
+
+RESOURCES = st.lists(st.sampled_from([Resource("a", 1), Resource("a", 2), Resource("b", 1, shared=True)]), max_size=2)
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.tuples(RESOURCES, st.integers(1, 3), st.integers(0, 1)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    st.randoms(use_true_random=False),
+)
+def test_everything_runs_and_nothing_is_exceeded(
+    instances: list[tuple[list[Resource], int, int]], wanted: list[int], random: Any
+) -> None:
+    """check() after every turn says that no more is in use than there is."""
+    unique = [(tuple({r.name: r for r in resources}.values()), turn, device) for resources, turn, device in instances]
+    models = {
+        f"m{index}": [spec(f"m{index}_0", *resources, turn=turn, device=device)]
+        for index, (resources, turn, device) in enumerate(unique)
+    }
+    world = Limited(models)
+    for number in wanted:
+        world.turn(world.infers(f"m{number % len(models)}", 1))
+        if random.random() < 0.3 and world.running():
+            world.done(random.choice(world.running()))
+    while world.running():
+        world.done(random.choice(world.running()))
+    assert len(world.client.answers) == len(wanted)
+
+
+def test_whoever_waits_for_another_model_lends_what_it_has() -> None:
+    """So the other model can run at all. When it goes on that may be more than there is, and nobody else begins."""
+    disk = Resource("disk", 1, True)
+    more = [spec(f"m_{index}", disk) for index in range(3)]
+    world = Limited({"m": more, "n": [spec("n_0", disk)], "k": [spec("k_0")]})
+    world.turn(world.infers("m", 1))
+    caller = world.worker(world.running()[0])
+    assert caller.running is not None
+    parent, asked = caller.running.works[0].request, caller_of(caller)
+    for number, model in enumerate("nk", 1):
+        asked.sends(number)
+        caller.waits_for.add(number)
+        call = Call(number, parent, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
+        world.turn([(caller.peer, call)])
+    assert world.running() == ["k_0", caller.name, "n_0"]
+    world.turn(world.infers("m", 2))
+    assert len(world.running()) == 3, "one of them at a time"
+    world.done("n_0")
+    (other,) = set(world.running()) - {caller.name, "k_0"}
+    world.done("k_0")
+    assert not asked.open
+    assert world.running() == sorted([caller.name, other]), "it goes on, though another one has what it lent"
+    world.done(other)
+    assert world.running() == [caller.name], "and nobody else begins"
+    world.done(caller.name)
+    (last,) = world.running()
+    world.done(last)
+    assert not world.core.state.requests

@@ -1,0 +1,181 @@
+"""Steps of ensembles whose outputs are their inputs, as they are: nothing is copied, freed too early or twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.core.ensembles.graph import handles_of
+from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.protocol.messages import OWNER_SHIFT, Cancel, Fail, FailHeld, Handle, Infer, Reply, Return, Tensor
+from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.world import World
+
+SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
+NAMES = ("one", "two", "three")
+SIZE = 40_000
+
+
+def step(model: str, source: str, target: str) -> StepPolicy:
+    return StepPolicy(model, 0, (("x", source),), (("y", target),))
+
+
+class Chained(World):
+    """Three models that give on what they get where they may, as `chain`, and `fork`, in which two read the same."""
+
+    def __init__(self, aliasing: tuple[str, ...] = NAMES) -> None:
+        super().__init__()
+        self.aliasing = aliasing
+        for name in NAMES:
+            self.deploy(ModelPolicy(name, 1, 0, *SPECS, BatchPolicy()), 1, "y")
+        chain = step("one", "x", "a"), step("two", "a", "b"), step("three", "b", "y")
+        self.deploy(ModelPolicy("chain", 1, 0, *SPECS, None, steps=chain))
+        fork = step("one", "x", "a"), step("two", "a", "l"), step("three", "a", "r"), step("two", "l", "y")
+        outputs = (*SPECS[1], TensorSpec("r", "FP32", (-1,)))
+        self.deploy(ModelPolicy("fork", 1, 0, SPECS[0], outputs, None, steps=fork))
+        self.client = self.connect("a")
+        message = self.own_segment(self.client, SIZE)
+        self.turn([(self.client.peer, message)])
+        self.input = Handle(message.segment, 0, SIZE)
+
+    def _spawn(self, effect: Any) -> None:
+        super()._spawn(effect)
+        worker = self.workers[effect.peer]
+        worker.aliasing = worker.policy.name in self.aliasing
+
+    def ask(self, model: str, *data: Handle) -> None:
+        self.client.sends(1)
+        parts = data or (self.input,)
+        tensor = Tensor("x", "FP32", (parts[0].size // 4,), parts)
+        self.turn([(self.client.peer, Infer(1, model, 0, (tensor,)))])
+
+    def reads(self, name: str) -> tuple[Handle, ...]:
+        """Where the input is of what the model runs."""
+        worker = self.worker(f"{name}_0")
+        assert worker.running is not None
+        (work,) = worker.running.works
+        data = work.inputs[0].data
+        assert isinstance(data, tuple)
+        return data
+
+    def finish(self, name: str, error: tuple[str, str] | None = None) -> FakeWorker:
+        worker = self.worker(f"{name}_0")
+        worker.finish(self.now, error=error)
+        self.settle()
+        return worker
+
+    def over(self) -> None:
+        """Nothing is held by anybody, and each worker has back what it gave."""
+        client: FakeClient = self.client
+        if not client.ended:
+            for handle, count in list(client.holds.items()):
+                for _ in range(count):
+                    self.turn([(client.peer, self.back(handle))])
+        assert not self.core.state.requests
+        assert not self.core.state.ledger.holds
+        assert not any(+worker.out for worker in self.workers.values())
+
+    def back(self, handle: Handle) -> Any:
+        self.client.holds[handle] -= 1
+        return Return((handle,))
+
+
+def owner(handle: Handle) -> int:
+    return handle.segment >> OWNER_SHIFT
+
+
+def test_the_callers_own_memory_goes_through_and_is_copied_for_its_answer() -> None:
+    world = Chained()
+    world.ask("chain")
+    for name in NAMES:
+        assert world.reads(name) == (world.input,)
+        last = world.finish(name)
+    reply = world.client.answers[1]
+    assert isinstance(reply, Reply)
+    (handle,) = handles_of(reply.outputs)
+    assert owner(handle) == last.peer
+    world.over()
+
+
+def test_what_a_step_has_made_goes_through() -> None:
+    world = Chained(("two", "three"))
+    world.ask("chain")
+    first = world.finish("one")
+    (made,) = world.reads("two")
+    assert owner(made) == first.peer
+    world.finish("two")
+    assert world.reads("three") == (made,)
+    assert first.out[made] == 1
+    world.finish("three")
+    assert not +first.out
+    world.over()
+
+
+def test_two_readers_of_what_one_of_them_gives_on() -> None:
+    world = Chained(("two",))
+    world.ask("fork")
+    first = world.finish("one")
+    (made,) = world.reads("two")
+    world.finish("two")
+    world.finish("three")
+    assert world.reads("two") == (made,)
+    assert first.out[made] == 1
+    world.finish("two")
+    assert isinstance(world.client.answers[1], Reply)
+    world.over()
+
+
+def test_what_the_caller_holds_goes_through() -> None:
+    """An answer of before, which it gives back while the ensemble runs."""
+    world = Chained()
+    world.client.sends(2)
+    tensor = Tensor("x", "FP32", (SIZE // 4,), (world.input,))
+    world.turn([(world.client.peer, Infer(2, "three", 0, (tensor,)))])
+    third = world.finish("three")
+    (held,) = world.client.answers[2].outputs[0].data
+    world.ask("chain", Handle(held.segment, held.offset, held.size))
+    world.turn([(world.client.peer, world.back(held))])
+    world.finish("one")
+    assert world.reads("two") == (held,)
+    world.finish("two")
+    assert third.out[held] == 1
+    world.finish("three")
+    world.over()
+
+
+@pytest.mark.parametrize("end", ["failure", "cancel", "death", "caller"])
+@pytest.mark.parametrize("at", NAMES)
+def test_ends_in_the_midst(end: str, at: str) -> None:
+    world = Chained(("two", "three"))
+    world.ask("chain")
+    for name in NAMES[: NAMES.index(at)]:
+        world.finish(name)
+    if end == "failure":
+        world.finish(at, ("MODEL_FAILED", "no"))
+    elif end == "cancel":
+        world.turn([(world.client.peer, Cancel(1))])
+        world.finish(at)
+    elif end == "death":
+        world.crash(world.worker(f"{at}_0"))
+        world.advance(world.now + 10**10)
+    else:
+        world.gone(world.client)
+        world.finish(at)
+    if end != "caller":
+        assert isinstance(world.client.answers[1], (Fail, FailHeld))
+    world.over()
+
+
+def test_what_is_not_its_input_is_not_to_be_given() -> None:
+    """The worker is ended: it has named a place that it was not given."""
+    world = Chained(())
+    world.ask("chain")
+    first = world.finish("one")
+    (made,) = world.reads("two")
+    worker = world.worker("two_0")
+    worker.passes["y"] = Handle(made.segment, made.offset + 4096, made.size)
+    world.finish("two")
+    assert worker.dead
+    assert isinstance(world.client.answers[1], Fail)
+    assert not +first.out

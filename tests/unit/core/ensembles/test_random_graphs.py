@@ -1,0 +1,442 @@
+"""Random ensembles, driven by fake workers that compute, against the same computed directly.
+
+A seed is a set of models, ensembles of them and of each other, requests, and an order in which things happen. Workers'
+memory is looked after: what is read must be there still, and what nobody will read any more must not.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.core import events
+from shmserve.core.effects import Send
+from shmserve.core.ensembles import graph
+from shmserve.core.ensembles.run import Run
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy
+from shmserve.core.requests.trace import Sample
+from shmserve.core.state import WORKERS_FROM
+from shmserve.protocol.messages import (
+    OWNER_SHIFT,
+    Cancel,
+    Fail,
+    FailHeld,
+    Failure,
+    Handle,
+    Infer,
+    More,
+    Options,
+    Part,
+    Reply,
+    Return,
+    Row,
+    Tensor,
+    Wanted,
+    Work,
+)
+from tests.support.core.fakes import FakeClient, FakeWorker, references
+from tests.support.core.graphs import (
+    NUMPY,
+    RANK,
+    Array,
+    Failed,
+    Kind,
+    answers,
+    compute,
+    ensemble,
+    example,
+    is_many,
+    models,
+)
+from tests.support.core.world import World
+
+MS = 10**6
+SEEDS = int(os.environ.get("SHMSERVE_ENSEMBLE_SEEDS", "50"))
+Place = tuple[int, int]
+
+
+class Computing(World):
+    """Workers that compute, and the memory that tensors are in."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(Limits(backoff_ns=MS, backoff_max_ns=MS, execution_ns=0, load_ns=0))
+        self.random = random
+        self.kinds: dict[str, Kind] = {}
+        self.memory: dict[int, dict[int, bytes]] = {}
+        self.made_by: dict[Place, list[tuple[Run, str]]] = {}
+        """Blocks of workers: the tensors that they are, or are a part of, from the innermost run to the outermost."""
+        self.given: dict[tuple[int, int], int] = {}
+        """How many answers a worker has given to a request."""
+        self.inline = random.choice([0, 12, 1000])
+        """The largest tensors that stay in messages."""
+
+    def deploy_kind(self, kind: Kind) -> None:
+        self.kinds[kind.name] = kind
+        batching = self.random.choice([None, BatchPolicy(), BatchPolicy(), BatchPolicy(preserve_ordering=True)])
+        self.deploy(kind.policy(batching), self.random.randint(1, 2))
+
+    def _spawn(self, effect: Any) -> None:
+        super()._spawn(effect)
+        self.workers[effect.peer].compute = self.compute
+
+    def made(self, worker: FakeWorker, work: Work) -> list[dict[str, Array]]:
+        """All answers of the worker's model; Failed if it has none."""
+        kind = self.kinds[worker.policy.name]
+        given = {tensor.name: self.read(tensor) for tensor in work.inputs}
+        if kind.max_batch:
+            assert all(array.shape[0] == 1 for array in given.values()), "each request of these tests is one row"
+            given = {name: array[0] for name, array in given.items()}
+        return compute(kind, given)
+
+    def compute(self, worker: FakeWorker, work: Work) -> Row:
+        kind = self.kinds[worker.policy.name]
+        try:
+            made = self.made(worker, work)[self.given.get((worker.peer, work.request), 0)]
+        except Failed as error:
+            return Row(work.request, (), Failure("MODEL_FAILED", str(error)))
+        wanted = work.outputs if work.outputs is not None else [Wanted(name) for name in kind.outputs]
+        tensors = []
+        for output in wanted:
+            array = made[output.name]
+            tensors.append(self._place(worker, work, output, array[None] if kind.max_batch else array))
+        return Row(work.request, tuple(tensors))
+
+    def answer_again(self, worker: FakeWorker, request: int) -> bool:
+        """One more answer to a request that may have many. False: there is no room for it."""
+        work, key = worker.streams[request], (worker.peer, request)
+        if request in worker.cancelled:
+            worker.part(request, error=("CANCELLED", "given up"))
+            return True
+        try:
+            left = len(self.made(worker, work)) - self.given.get(key, 0)
+        except Failed as error:
+            worker.part(request, error=("MODEL_FAILED", str(error)))
+            return True
+        if left and not worker.room[request]:
+            return False
+        worker.part(request, not left or (left == 1 and self.random.random() < 0.5), not left)
+        self.given[key] = self.given.get(key, 0) + 1
+        return True
+
+    def _place(self, worker: FakeWorker, work: Work, output: Wanted, array: Array) -> Tensor:
+        content = array.tobytes()
+        dtype = "BOOL" if array.dtype == bool else "INT32"
+        data: Any = content
+        if output.place is not None:
+            assert len(content) <= output.place.size
+            data = (Handle(output.place.segment, output.place.offset, len(content)),)
+        elif len(content) > (max(self.inline, 1) if work.inline else 1):
+            data = (worker.allocate(work.audience, len(content)),)
+            self.made_by[data[0].segment, data[0].offset] = self._tensors(work.request, output.name)
+        if isinstance(data, tuple):
+            self.memory.setdefault(data[0].segment, {})[data[0].offset] = content
+        return Tensor(output.name, dtype, array.shape, data)
+
+    def _tensors(self, request: int, name: str) -> list[tuple[Run, str]]:
+        """What the output is called in the run of its step, in the run around that, and so on."""
+        state, found = self.core.state, []
+        while state.requests[request].step_of:
+            run = state.runs[state.requests[request].step_of]
+            outputs = dict(run.graph.steps[run.spots[request].step].outputs)
+            if name not in outputs:
+                break
+            name, request = outputs[name], run.request.number
+            found.append((run, name))
+        return found
+
+    def read(self, tensor: Tensor) -> Array:
+        data = tensor.data
+        if isinstance(data, tuple):
+            data = b"".join(self._bytes(handle) for handle in data)
+        assert isinstance(data, bytes)
+        return np.frombuffer(data, NUMPY[tensor.dtype]).reshape(tensor.shape)
+
+    def _bytes(self, handle: Handle) -> bytes:
+        blocks = self.memory[handle.segment]
+        start = max((offset for offset in blocks if offset <= handle.offset), default=-1)
+        found = blocks[start][handle.offset - start :][: handle.size]
+        assert len(found) == handle.size, "read where nothing is any more"
+        return found
+
+    def _send(self, effect: Send) -> None:
+        super()._send(effect)
+        if isinstance(effect.message, Return) and effect.peer >= WORKERS_FROM:
+            for handle in effect.message.handles:
+                del self.memory[handle.segment][handle.offset]
+
+    # ------------------------------------------------------------------------------------ what may still be there
+
+    def check_memory(self) -> None:
+        """No block of a living worker is kept that nobody will read."""
+        for segment, blocks in self.memory.items():
+            if segment >> OWNER_SHIFT in self.workers:
+                for offset in blocks:
+                    assert self._is_needed((segment, offset)), self.made_by[segment, offset]
+
+    def _is_needed(self, place: Place) -> bool:
+        for run, name in self.made_by[place]:
+            if self.core.state.runs.get(run.request.number) is run:
+                return run.failure is not None or self._is_read(run, name)
+        held = [handle for client in self.clients.values() for handle in client.holds]
+        for request in self.core.state.requests.values():  # and what waits for its turn
+            if isinstance(request.reply, Reply):
+                held += references(request.reply.outputs)
+        return any((handle.segment, handle.offset) == place for handle in held)
+
+    def _is_read(self, run: Run, name: str) -> bool:
+        if run.levels.sources:  # made once, or with each answer: the end shows that nothing is forgotten
+            return True
+        (iteration,) = run.iterations()
+        out = {spot.step for spot in run.spots.values()}
+        over = {index for index, waits in iteration.pending.items() if not waits} - out
+        readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
+        return name in run.wanted or run.graph.maker[name] in out or any(index not in over for index in readers)
+
+
+class Story:
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.world = Computing(random)
+        kinds = models(random, seed % 2 == 1)
+        self.ensembles: list[Kind] = []
+        for number in range(random.randint(1, 3)):
+            made = ensemble(random, f"e{number}", kinds)
+            if made is not None:
+                kinds[made.name] = made
+                self.ensembles.append(made)
+        for kind in kinds.values():
+            self.world.deploy_kind(kind)
+        self.clients = [self.world.connect(name, "lane") for name in "ab"]
+        if seed % 4 >= 2:
+            self.world.core.state.traces.samples[""] = Sample(2, tensors=True)
+        self.numbers = 0
+        self.asked: dict[int, tuple[str, dict[str, Array], tuple[str, ...] | None]] = {}
+        self.places: dict[int, dict[str, Handle]] = {}
+        self.offsets = 0
+        self.found: dict[int, list[dict[str, Array]]] = {}
+        """Of requests that may be answered many times: all that has come."""
+
+    def ask(self) -> None:
+        """A request to an ensemble, or to a model that is also a step's."""
+        random, world = self.random, self.world
+        client = random.choice(self.clients)
+        kind = random.choice([*self.ensembles, *self.ensembles, *world.kinds.values()])
+        given = {
+            name: example(random, what)
+            for name, what in kind.inputs.items()
+            if name not in kind.optional or random.random() < 0.5
+        }
+        wanted = None
+        if random.random() < 0.5:
+            wanted = tuple(random.sample(sorted(kind.outputs), random.randint(1, len(kind.outputs))))
+        self.numbers += 1
+        number = self.numbers
+        tensors = []
+        for name, array in given.items():
+            whole = array[None] if kind.max_batch else array
+            inline = kind.inputs[name] == "condition" or random.random() < 0.6
+            data: Any = whole.tobytes() if inline else (self._put(client, whole.tobytes()),)
+            tensors.append(Tensor(name, "BOOL" if array.dtype == bool else "INT32", whole.shape, data))
+        outputs = None
+        if wanted is not None:
+            outputs = tuple(Wanted(name, self._where(client, kind, name, number)) for name in wanted)
+        self.asked[number] = kind.name, given, wanted
+        window = random.choice([1, 2, 30]) if is_many(world.kinds, kind.name) or random.random() < 0.1 else 0
+        client.sends(number, window)
+        options = Options(window=window) if window else None
+        world.turn([(client.peer, Infer(number, kind.name, 0, tuple(tensors), outputs, 0, options))])
+
+    def _segment(self, client: FakeClient) -> int:
+        if not client.own:
+            self.world.turn([(client.peer, self.world.own_segment(client, 1 << 30))])
+        return min(client.own)
+
+    def _put(self, client: FakeClient, content: bytes) -> Handle:
+        self.offsets += 4096
+        handle = Handle(self._segment(client), self.offsets, len(content))
+        self.world.memory.setdefault(handle.segment, {})[handle.offset] = content
+        return handle
+
+    def _where(self, client: FakeClient, kind: Kind, name: str, number: int) -> Handle | None:
+        """Sometimes in its own memory; not what comes in parts, and no conditions."""
+        steps = [step for step in kind.steps for _, tensor in step.outputs if tensor == name]
+        nested = any(self.world.kinds[step.model].steps for step in steps)
+        if self.random.random() < 0.7 or nested or any(step.mapped for step in steps):
+            return None
+        if is_many(self.world.kinds, kind.name):
+            return None
+        if kind.outputs[name] == "condition":
+            return None
+        self.offsets += 4096
+        place = Handle(self._segment(client), self.offsets, 4096)
+        self.places.setdefault(number, {})[name] = place
+        return place
+
+    def go_on(self) -> bool:
+        """One worker finishes its batch, or answers once more; or a client takes more. False: nothing can go on."""
+        alive = [worker for worker in self.world.workers.values() if not worker.dead]
+        todo: list[tuple[Any, int]] = [(worker, 0) for worker in alive if worker.running is not None]
+        todo += [(worker, request) for worker in alive for request in worker.streams]
+        todo += [(client, request) for client in self.clients for request in client.open if request in client.windows]
+        self.random.shuffle(todo)
+        for who, request in todo:
+            if isinstance(who, FakeClient):
+                if who.windows[request] > 2:
+                    continue
+                who.windows[request] += 1
+                self.world.turn([(who.peer, More(request, 1))])
+            elif not request:
+                who.finish(self.world.now)
+                self.world.settle()
+            elif self.world.answer_again(who, request):
+                self.world.settle()
+            else:
+                continue
+            return True
+        return False
+
+    def give_back(self) -> None:
+        for client in self.clients:
+            held = list(client.holds.elements())
+            for handle in held:
+                client.give_back(handle)
+            if held:
+                self.world.turn([(client.peer, Return(tuple(held)))])
+
+    def look(self, calm: bool) -> None:
+        """Each answer is the right one."""
+        for client in self.clients:
+            for number, parts in client.parts.items():
+                found = self.found.setdefault(number, [])
+                kind = self.world.kinds[self.asked[number][0]]
+                found += [self._arrays(kind, part.outputs, {}) for part in parts[len(found) :]]
+            for number in client.order:
+                self._look_at(number, client.answers[number], calm)
+            client.order.clear()
+
+    def _look_at(self, number: int, answer: Any, calm: bool) -> None:
+        name, given, wanted = self.asked[number]
+        kind = self.world.kinds[name]
+        found = self.found.get(number, [])
+        if isinstance(answer, Reply):
+            assert not is_many(self.world.kinds, name), f"{name} is decoupled, and gave {answer}"
+            found = [self._arrays(kind, answer.outputs, self.places.get(number, {}))]
+        failed = False
+        expected = []
+        try:
+            for made in answers(self.world.kinds, name, given, wanted):
+                expected.append({output: array.tolist() for output, array in made.items()})
+        except Failed:
+            failed = True
+        told = [{output: array.tolist() for output, array in arrays.items()} for arrays in found]
+        if isinstance(answer, Part):  # the end, and an answer that has nothing in it, look alike
+            told, expected = [one for one in told if one], [one for one in expected if one]
+        if isinstance(answer, (Fail, FailHeld)):
+            assert failed or not calm, f"{name} failed: {answer}"
+            assert failed or answer.code in ("MODEL_FAILED", "CANCELLED"), answer
+            assert told == expected[: len(told)], name
+        else:
+            assert not failed, f"{name} answered {answer}, and should have failed"
+            assert told == expected, name
+
+    def _arrays(self, kind: Kind, outputs: tuple[Tensor, ...], places: dict[str, Handle]) -> dict[str, Array]:
+        found = {}
+        for tensor in outputs:
+            array = self.world.read(tensor)
+            assert array.ndim == RANK[kind.outputs[tensor.name]] + (kind.max_batch > 0)
+            found[tensor.name] = array[0] if kind.max_batch else array
+            if tensor.name in places and array.size:
+                assert [handle.segment for handle in references((tensor,))] == [places[tensor.name].segment]
+        return found
+
+    def end(self, calm: bool) -> None:
+        while self.go_on():
+            pass
+        self.world.advance(self.world.now + 50 * MS)
+        while self.go_on():
+            self.world.advance(self.world.now + 50 * MS)
+        self.look(calm)
+        self.give_back()
+        state = self.world.core.state
+        assert not state.requests
+        assert not state.ledger.holds
+        assert not state.traces.open
+        assert all(not client.open and not client.held_inputs for client in self.clients)
+        for worker in self.world.workers.values():
+            assert not worker.out, f"never went back to {worker.name}: {worker.out}"
+        versions = [version for model in state.models.values() for version in model.generations()]
+        assert not any(version.users for version in versions)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_ensembles(seed: int) -> None:
+    story = Story(seed)
+    for _ in range(12):
+        for _ in range(story.random.randint(0, 3)):
+            story.ask()
+            story.world.check_memory()
+        for _ in range(story.random.randint(0, 6)):
+            story.go_on()
+            story.world.check_memory()
+        story.look(True)
+        if story.random.random() < 0.3:
+            story.give_back()
+    story.end(True)
+
+
+@pytest.mark.parametrize("seed", range(1_000_000, 1_000_000 + SEEDS))
+def test_random_ensembles_while_all_goes_wrong(seed: int) -> None:
+    """Workers die, requests are cancelled, clients go: who is still answered is answered rightly; nothing is left."""
+    story = Story(seed)
+    world, random = story.world, story.random
+    for _ in range(40):
+        what = random.random()
+        if what < 0.4:
+            story.ask()
+        elif what < 0.8:
+            story.go_on()
+        elif what < 0.88:
+            if world.workers:
+                world.crash(random.choice(list(world.workers.values())))
+            world.advance(world.now + random.choice([0, 2]) * MS)
+        elif what < 0.97:
+            client = random.choice(story.clients)
+            if client.open:
+                world.turn([(client.peer, Cancel(random.choice(sorted(client.open))))])
+        else:
+            client = random.choice(story.clients)
+            story.look(False)
+            story.clients.remove(client)
+            world.gone(client)
+            story.clients.append(world.connect("c", "lane"))
+        story.look(False)
+    story.end(False)
+    world.turn([(0, events.Drain(10 * MS))])
+    world.settle()
+    assert world.drained
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "reshaped", "batches", "expected"),
+    [
+        ((8,), (8,), (4, 1, 2), False, (4, 1, 2)),
+        ((3, 8), (8,), (4, 1, 2), True, (3, 4, 1, 2)),
+        ((3, 5, 1, 7), (-1, 1, -1), (-1, -1), True, (3, 5, 7)),
+        ((1,), (1,), (), False, ()),
+        ((8,), (8,), None, False, (8,)),
+        ((9,), (8,), (4, 1, 2), False, (9,)),
+    ],
+)
+def test_reshape(
+    shape: tuple[int, ...],
+    dims: tuple[int, ...],
+    reshaped: tuple[int, ...] | None,
+    batches: bool,
+    expected: tuple[int, ...],
+) -> None:
+    assert graph.reshape(shape, dims, reshaped, batches) == expected

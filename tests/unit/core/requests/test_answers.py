@@ -1,0 +1,296 @@
+"""Workers that answer with memory which they may not give away, and clients that do not keep to the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+
+from shmserve.core import events
+from shmserve.core.effects import Close, Forget, Kill, Log, Query, Send
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
+from shmserve.protocol.messages import (
+    Ask,
+    Bye,
+    Cancel,
+    ClientMessage,
+    Counted,
+    Done,
+    Fail,
+    Goodbye,
+    Handle,
+    Hello,
+    Infer,
+    Loaded,
+    Map,
+    Ping,
+    Pong,
+    Probed,
+    Reply,
+    Return,
+    Row,
+    Tensor,
+    Unmap,
+    Welcome,
+    WorkerReport,
+)
+from shmserve.protocol.roles import EVERYTHING
+from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.world import World
+
+POLICY = ModelPolicy(
+    "m",
+    1,
+    8,
+    (TensorSpec("x", "FP32", (1,)),),
+    (TensorSpec("y", "FP32", (1,)), TensorSpec("w", "FP32", (1,))),
+    BatchPolicy(),
+)
+LAST = 2**63 - 1
+
+
+class Recorded(World):
+    def __init__(self, limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self.effects: list[Any] = []
+
+    def tell(self, effect: Any) -> None:
+        self.effects.append(effect)
+
+    def sent(self, peer: int, kind: type) -> list[Any]:
+        found = [effect.message for effect in self.effects if isinstance(effect, Send) and effect.peer == peer]
+        return [message for message in found if isinstance(message, kind)]
+
+
+def infer(client: FakeClient, number: int) -> tuple[int, Infer]:
+    client.sends(number)
+    return client.peer, Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
+
+
+def own(worker: FakeWorker, offset: int, size: int = 4, index: int = 1) -> Handle:
+    return Handle((worker.peer << 32) + index, offset, size)
+
+
+WRONG: dict[str, Callable[[Recorded, FakeWorker, FakeWorker], Any]] = {
+    "an unknown segment of its own": lambda world, worker, other: (own(worker, 0, 4, 99),),
+    "another worker's": lambda world, worker, other: (own(other, 0),),
+    "outside of its segment": lambda world, worker, other: (own(worker, 4093),),
+    "far outside": lambda world, worker, other: (own(worker, LAST, LAST),),
+    "for another audience": lambda world, worker, other: (own(worker, 0, 4, 2),),
+    "another client's": lambda world, worker, other: (Handle((2 << 32) + 1, 0, 4),),
+    "the broker's": lambda world, worker, other: (Handle(1, 0, 4),),
+    "what is held already": lambda world, worker, other: (own(worker, 64),),
+    "one block twice": lambda world, worker, other: (own(worker, 128), own(worker, 128)),
+    "a frame": lambda world, worker, other: 3,
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_memory_that_a_worker_may_not_give_away(case: str) -> None:
+    world = Recorded()
+    client, _ = world.connect("a"), world.connect("b")
+    world.deploy(POLICY, 2)
+    worker, other = world.worker("m_1"), world.worker("m_0")
+    maps = [Map(own(who, 0).segment, 4096, None, "uid:1000") for who in (worker, other)]
+    world.turn([(worker.peer, maps[0]), (other.peer, maps[1])])
+    world.turn([(worker.peer, Map(own(worker, 0, 4, 2).segment, 4096, None, "uid:2000"))])
+
+    def answer(*data: Any) -> None:
+        assert worker.running is not None
+        done, worker.running = worker.running, None
+        pairs = zip(done.works, data, strict=True)
+        rows = tuple(Row(work.request, (Tensor("y", "FP32", (1, 1), value),)) for work, value in pairs)
+        world.turn([(worker.peer, Done(done.number, rows, (0, 0, 0, 0)))])
+
+    world.turn([infer(client, 1)])
+    answer((own(worker, 64),))
+    assert isinstance(client.answers[1], Reply)
+    world.turn([infer(client, 2), infer(client, 3)])
+    answer(bytes(4), WRONG[case](world, worker, other))
+    assert isinstance(client.answers[2], Reply), "the others of its batch are answered"
+    failed = client.answers[3]
+    assert (failed.code, failed.text) == ("INTERNAL", "model 'm' version 1 answered with memory that is not its own")
+    assert [effect.peer for effect in world.effects if isinstance(effect, Kill)] == [worker.peer]
+
+
+def test_an_honest_answer_with_two_blocks() -> None:
+    world = Recorded()
+    client = world.connect("a")
+    world.deploy(POLICY, large="y w")
+    world.turn([infer(client, 1)])
+    world.worker("m_0").finish(world.now)
+    world.settle()
+    assert len(client.holds) == 2
+
+
+@pytest.mark.parametrize(
+    ("hello", "code", "part"),
+    [
+        (Hello(2, 1, "a", "memfd"), "PROTOCOL", "protocol 2 is not spoken here, only 1"),
+        (Hello(0, 1, "a", "memfd"), "PROTOCOL", "protocol 0 is not spoken here"),
+        (Hello(1, 1, "a", "posix"), "PROTOCOL", "outputs 'posix' cannot come over this kind of link; ask for memfd"),
+        (Hello(1, 1, "a", ""), "PROTOCOL", "outputs '' cannot come"),
+        (Infer(1, "m", 0, ()), "CONNECTION_LOST", "the first message of a connection must be Hello"),
+        (Cancel(1), "CONNECTION_LOST", "must be Hello"),
+        (Ask(1, "live"), "CONNECTION_LOST", "must be Hello"),
+        (Map((1 << 32) + 1, 10), "CONNECTION_LOST", "must be Hello"),
+        (Unmap((1 << 32) + 1), "CONNECTION_LOST", "must be Hello"),
+        (Return(()), "CONNECTION_LOST", "must be Hello"),
+    ],
+)
+def test_a_connection_that_begins_wrongly(hello: Any, code: str, part: str) -> None:
+    world = Recorded()
+    effects = world.core.handle([(0, events.Opened(1, "uid:1000", "lane", EVERYTHING)), (1, hello)], world.now)
+    told, *rest = [effect for effect in effects if not isinstance(effect, (Forget, Log))]
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Goodbye)
+    assert told.message.code == code
+    assert part in told.message.text
+    assert rest == [Close(1)]
+
+
+def test_frames_for_nobody_are_freed() -> None:
+    world = Recorded()
+    block = Handle(1, 64, 4)
+    framed = events.Framed(Infer(1, "m", 0, ()), (block,))
+    world.turn([(0, events.Opened(1, "uid:1000", "zmq", EVERYTHING))])
+    world.clients[1] = FakeClient(1, "a", "zmq", "frames")
+    world.turn([(1, framed), (99, framed)])
+    assert world.freed == [block, block]
+
+
+def test_hello_twice() -> None:
+    world = Recorded()
+    client = world.connect("a")
+    assert len(world.sent(client.peer, Welcome)) == 1
+    world.turn([(client.peer, Hello(1, 1, "a", "memfd"))])
+    assert "said twice" in world.sent(client.peer, Goodbye)[0].text
+    assert client.peer not in world.clients
+
+
+def test_welcome_tells_the_limits() -> None:
+    world = Recorded(Limits(client_requests=5, client_segments=6, client_held_bytes=7))
+    client = world.connect("a")
+    welcome = world.sent(client.peer, Welcome)[0]
+    assert (welcome.protocol, welcome.owner, welcome.server) == (1, client.peer, "test")
+    assert welcome.limits == {
+        "packet_bytes": 192 * 1024,
+        "inline_bytes": 4096,
+        "frame_bytes": 1 << 20,
+        "client_requests": 5,
+        "client_questions": 1024,
+        "client_segments": 6,
+        "client_held_bytes": 7,
+        "device_memory": 1,
+        "named_memory": 1,
+    }
+
+
+def test_small_talk() -> None:
+    world = Recorded()
+    client = world.connect("a")
+    world.turn([(client.peer, Ping(77)), (client.peer, Pong(1)), (client.peer, Ask(5, "live"))])
+    assert world.sent(client.peer, Pong) == [Pong(77)]
+    assert [effect for effect in world.effects if isinstance(effect, Query)] == [Query(client.peer, Ask(5, "live"))]
+    world.turn([(client.peer, Bye())])
+    assert client.peer not in world.clients
+
+
+def test_a_message_that_could_not_be_read() -> None:
+    world = Recorded()
+    client = world.connect("a")
+    world.deploy(POLICY)
+    world.turn([infer(client, 1)])
+    client.open.add(9)
+    world.turn([(client.peer, events.Garbled(9, "no")), (client.peer, events.Garbled(1, "no"))])
+    assert client.answers[9] == Fail(9, "PROTOCOL", "no")
+    assert client.errors == [Fail(0, "PROTOCOL", "no")], "request 1 is in flight, and is answered by what becomes of it"
+    world.worker("m_0").finish(world.now)
+    world.settle()
+    assert isinstance(client.answers[1], Reply)
+
+
+@pytest.mark.parametrize(
+    ("message", "part"),
+    [
+        (Map((2 << 32) + 1, 10), "not in this connection's range"),
+        (Map(7, 10), "not in this connection's range"),
+        (Map((1 << 32) + 1, 10, "named"), "the name of a segment is a slash"),
+    ],
+)
+def test_segments_that_cannot_be_announced(message: Map, part: str) -> None:
+    world = Recorded()
+    client = world.connect("a")
+    world.turn([(client.peer, message)])
+    assert part in world.sent(client.peer, Goodbye)[0].text
+
+
+def test_too_many_segments() -> None:
+    world = Recorded(Limits(client_segments=2))
+    client = world.connect("a")
+    world.turn([(client.peer, world.own_segment(client, 64)) for _ in range(2)])
+    world.turn([(client.peer, Unmap((client.peer << 32) + 1)), (client.peer, world.own_segment(client, 64))])
+    assert client.peer in world.clients
+    world.turn([(client.peer, world.own_segment(client, 64))])
+    assert "has 2 segments, its limit (client_segments)" in world.sent(client.peer, Goodbye)[0].text
+
+
+def test_echoes_of_the_dead_are_not_heard() -> None:
+    """What comes from peers that have been reported gone."""
+    world = Recorded()
+    world.deploy(POLICY)
+    worker = world.worker("m_0")
+    world.crash(worker)
+    before = len(world.effects)
+    echoes = [Done(1, (), (0, 0, 0, 0)), Map(own(worker, 0).segment, 64, None, "uid:1000"), Pong(1)]
+    world.core.handle([(worker.peer, message) for message in echoes], world.now)
+    client_echoes = [Infer(1, "m", 0, ()), Cancel(1), Return(()), Ask(1, "live"), Hello(1, 1, "a", "memfd")]
+    assert world.core.handle([(55, message) for message in client_echoes], world.now) == []
+    world.core.handle([(0, events.Closed(55)), (0, events.Exited(worker.peer, "again"))], world.now)
+    world.core.check()
+    assert len(world.effects) == before
+
+
+def test_every_message_of_the_protocol_is_taken() -> None:
+    core = World().core
+    assert set(get_args(ClientMessage)) <= set(core._of_clients)
+    seen_to_by_the_broker = {Loaded, Counted, Probed}  # Loaded comes as Compiled
+    assert set(get_args(WorkerReport)) - seen_to_by_the_broker <= set(core._of_workers)
+
+
+def test_versions_and_models_that_cannot_be_served() -> None:
+    world = Recorded()
+    client = world.connect("a")
+    reason = "no such backend"
+    world.deploy(POLICY)
+    world.turn([(0, events.Refuse("bad", 0, reason)), (0, events.Refuse("m", 2, reason))])
+    for number, name, version in ((1, "bad", 0), (2, "bad", 1), (3, "m", 2), (4, "m", 3), (5, "x", 0)):
+        client.sends(number)
+        world.turn([(client.peer, Infer(number, name, version, ()))])
+    texts = {number: (answer.code, answer.text) for number, answer in client.answers.items()}
+    assert texts == {
+        1: ("NOT_FOUND", f"Request for unknown model: 'bad' has no available versions: {reason}"),
+        2: ("NOT_FOUND", "Request for unknown model: 'bad' version 1 is not found"),
+        3: ("UNAVAILABLE", f"Request for unknown model: 'm' version 2 is not at ready state: {reason}"),
+        4: ("NOT_FOUND", "Request for unknown model: 'm' version 3 is not found"),
+        5: ("NOT_FOUND", "Request for unknown model: 'x' is not found"),
+    }
+    world.turn([infer(client, 6)])
+    world.worker("m_0").finish(world.now)
+    world.settle()
+    assert isinstance(client.answers[6], Reply)
+
+
+def test_the_highest_ready_version_is_the_default() -> None:
+    world = Recorded()
+    client = world.connect("a")
+    second = ModelPolicy("m", 3, POLICY.max_batch, POLICY.inputs, POLICY.outputs, POLICY.batching)
+    world.deploy(second)
+    world.policies["m", 1] = POLICY
+    targets = (*world.targets["m"].values(), events.Target(1, 0, (InstanceSpec("first"),)))
+    world.turn([(0, events.Deploy("m", targets))])
+    world.turn([infer(client, 1)])
+    assert world.worker("m_0").running is not None
+    assert world.worker("first").running is None

@@ -1,0 +1,437 @@
+"""Answers that are kept: for whom, for how long, and how they are told apart (R19)."""
+
+from __future__ import annotations
+
+import struct
+from itertools import count
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from shmserve.core import events
+from shmserve.core.ledger import INTERNAL
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.requests.cache import Placed
+from shmserve.core.state import WORKERS_FROM
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Reply, Return, Tensor, Wanted
+from tests.support.core.fakes import FakeClient, references
+from tests.support.core.world import World
+
+KIB = 1024
+INPUTS = (TensorSpec("x", "FP32", (-1,)), TensorSpec("i", "INT32", (-1,), optional=True))
+OUTPUTS = (TensorSpec("y", "FP32", (-1,)), TensorSpec("z", "FP32", (-1,)))
+POLICY = ModelPolicy("m", 1, 8, INPUTS, OUTPUTS, BatchPolicy(), cached=True)
+
+
+class Caching(World):
+    """Counts what its workers run."""
+
+    def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
+        super().__init__(Limits(cache_bytes=limit))
+        self.deploy(policy, 1, large)
+        self.last = 0
+
+    def ask(self, client: FakeClient, inputs: tuple[Tensor, ...], outputs: Any = None, **options: Any) -> Any:
+        """The answer, whoever gives it."""
+        self.last += 1
+        client.sends(self.last)
+        given = Options(**options) if options else None
+        self.turn([(client.peer, Infer(self.last, "m", 0, inputs, outputs, 0, given))])
+        for worker in list(self.workers.values()):
+            if worker.running is not None:
+                worker.finish(self.now)
+                self.settle()
+        return client.answers[self.last]
+
+    @property
+    def runs(self) -> int:
+        return sum(len(batch) for worker in self.workers.values() for batch in worker.started)
+
+
+def x(*values: float, name: str = "x", dtype: str = "FP32", shape: tuple[int, ...] = ()) -> Tensor:
+    return Tensor(name, dtype, shape or (1, len(values)), struct.pack(f"<{len(values)}f", *values))
+
+
+def test_the_same_is_run_once() -> None:
+    world = Caching()
+    client, other = world.connect("a"), world.connect("b")
+    first = world.ask(client, (x(1),))
+    assert world.ask(client, (x(1),)).outputs == first.outputs
+    assert world.ask(other, (x(1),)).outputs == first.outputs
+    assert world.ask(other, (x(1),), id="another", priority=3).outputs == first.outputs
+    assert world.runs == 1
+    counted = world.core.state.models["m"].versions[1].statistics
+    assert (counted.cache_hits, counted.cache_misses) == (3, 1)
+    assert (counted.success_count, counted.inference_count, counted.execution_count) == (4, 1, 1)
+
+
+def test_hits_and_misses_take_the_time_of_lookup_and_keeping() -> None:
+    """Within a turn, whose own time stands still. What cannot be kept is neither."""
+    world = Copying(large="y")
+    world.core.copy_with(world.memory, count(0, 10).__next__)
+    client = world.connect("a")
+    counted = world.core.state.models["m"].versions[1].statistics
+    world.ask(client, (x(1),))
+    assert (counted.cache_misses, counted.cache_miss_ns) == (1, 20)
+    assert counted.cache_hit_ns == 0
+    world.ask(client, (x(1),))
+    world.ask(client, (x(1),))
+    assert (counted.cache_hits, counted.cache_hit_ns) == (2, 20)
+    world.ask(client, (x(*range(20_000)),))
+    assert (counted.cache_misses, counted.cache_miss_ns) == (1, 20)
+    assert counted.success_ns == 20
+
+
+INT = struct.pack("<i", 1)
+DIFFERENT: list[tuple[Any, Any]] = [
+    (((x(1),), None, {}), ((x(2),), None, {})),
+    (((x(1, 2),), None, {}), ((x(1, 2, shape=(2, 1)),), None, {})),
+    (((x(1),), None, {}), ((x(1), Tensor("i", "INT32", (1, 1), INT)), None, {})),
+    (((x(1),), None, {}), ((x(1),), (Wanted("y"),), {})),
+    (((x(1),), (Wanted("z"),), {}), ((x(1),), (Wanted("y"),), {})),
+    (((x(1),), (Wanted("y"),), {}), ((x(1),), (Wanted("y", None, 2),), {})),
+    (((x(1),), None, {}), ((x(1),), None, {"parameters": {"a": 1}})),
+    (((x(1),), None, {"parameters": {"a": 1}}), ((x(1),), None, {"parameters": {"a": 2}})),
+    (((x(1),), None, {"parameters": {"a": 1}}), ((x(1),), None, {"parameters": {"a": True}})),
+    (((x(1),), None, {"parameters": {"a": 1}}), ((x(1),), None, {"parameters": {"a": 1.0}})),
+    (((x(1),), None, {"parameters": {"a": 0.0}}), ((x(1),), None, {"parameters": {"a": -0.0}})),
+    (((x(1),), None, {"parameters": {"a": "1"}}), ((x(1),), None, {"parameters": {"b": "1"}})),
+]
+
+
+@pytest.mark.parametrize(("one", "another"), DIFFERENT)
+def test_r19_whatever_an_answer_depends_on_is_in_the_key(one: Any, another: Any) -> None:
+    world = Caching()
+    client = world.connect("a")
+    for inputs, outputs, options in (one, another, one, another):
+        world.ask(client, inputs, outputs, **options)
+    assert world.runs == 2
+
+
+def test_r19_answers_are_for_one_audience() -> None:
+    world = Caching(large="y")
+    client, stranger = world.connect("a"), world.connect("b", audience="uid:2000")
+    world.ask(client, (x(1),))
+    world.ask(stranger, (x(1),))
+    world.ask(stranger, (x(1),))
+    assert world.runs == 2
+    assert not set(client.holds) & set(stranger.holds)
+
+
+def test_large_answers_stay_where_they_are() -> None:
+    """One block, held by all who were given it, and by the cache when they have given it back."""
+    world = Caching(large="y")
+    client, other = world.connect("a"), world.connect("b")
+    first, second = world.ask(client, (x(1),)), world.ask(other, (x(1),))
+    assert isinstance(first.outputs[0].data[0], Handle)
+    assert first.outputs == second.outputs
+    (worker,) = world.workers.values()
+    for holder in (client, other):
+        world.turn([(holder.peer, Return(tuple(holder.holds.elements())))])
+        holder.holds.clear()
+    assert sum(worker.out.values()) == 1, "the cache holds it"
+    assert world.ask(client, (x(1),)).outputs == first.outputs
+    assert world.runs == 1
+
+
+def test_what_was_used_longest_ago_goes_first() -> None:
+    world = Caching(limit=3 * 600, large="y")
+    client = world.connect("a")
+    for value in (1, 2, 3, 1, 4):
+        world.ask(client, (x(value),))
+    assert world.runs == 4
+    assert world.core.state.cache.evictions == 1
+    for value in (1, 3, 4):
+        world.ask(client, (x(value),))
+    assert world.runs == 4
+    world.ask(client, (x(2),))
+    assert world.runs == 5
+
+
+class Memory:
+    """Shared memory of everybody, and what the broker puts into its own."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, bytearray] = {}
+        self.placed: dict[str, list[Handle]] = {}
+        self.full = False
+        self.reads = 0
+
+    def write(self, segment: int, offset: int, data: bytes) -> None:
+        found = self.bytes.setdefault(segment, bytearray())
+        found.extend(bytes(max(0, offset + len(data) - len(found))))
+        found[offset : offset + len(data)] = data
+
+    def read(self, parts: Any) -> bytes | None:
+        self.reads += 1
+        found = [self._read(part) for part in parts]
+        return None if None in found else b"".join(data for data in found if data is not None)
+
+    def _read(self, part: Handle) -> bytes | None:
+        if part.segment >> OWNER_SHIFT >= WORKERS_FROM:  # whatever a fake worker would have made
+            return (str(part).encode() * part.size)[: part.size]
+        known = self.bytes.get(part.segment)
+        return bytes(known[part.offset : part.offset + part.size]) if known is not None else None
+
+    def place(self, data: bytes, audience: str) -> Placed | None:
+        if self.full:
+            return None
+        placed = self.placed.setdefault(audience, [])
+        number = 100 + list(self.placed).index(audience)
+        handle = Handle(number, sum(handle.size for handle in placed), len(data))
+        placed.append(handle)
+        self.write(number, handle.offset, data)
+        return Placed(handle, Map(number, 1 << 30, None, audience) if len(placed) == 1 else None)
+
+
+class Copying(Caching):
+    def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
+        super().__init__(limit, large, policy)
+        self.memory = Memory()
+        self.core.copy_with(self.memory)
+
+    def own(self, client: FakeClient, tensor: Tensor, offset: int = 0) -> Tensor:
+        """The same in memory of the client."""
+        if not client.own:
+            self.turn([(client.peer, self.own_segment(client, 1 << 20))])
+        (segment,) = client.own
+        assert isinstance(tensor.data, bytes)
+        self.memory.write(segment, offset, tensor.data)
+        return Tensor(tensor.name, tensor.dtype, tensor.shape, (Handle(segment, offset, len(tensor.data)),))
+
+
+class Framing(Copying):
+    """Tensors come in frames: in the broker's own memory."""
+
+    def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
+        super().__init__(limit, large, policy)
+        self.used = 0
+        self.turn([(0, events.OwnSegment(Map(7, 1 << 30)))])
+
+    def frame(self, tensor: Tensor) -> Tensor:
+        assert isinstance(tensor.data, bytes)
+        handle = Handle(7, self.used, len(tensor.data))
+        self.memory.write(7, self.used, tensor.data)
+        self.used += len(tensor.data)
+        return Tensor(tensor.name, tensor.dtype, tensor.shape, (handle,))
+
+    def ask_in_frames(self, client: FakeClient, inputs: tuple[Tensor, ...]) -> Any:
+        framed = tuple(self.frame(tensor) for tensor in inputs)
+        blocks = tuple(references(framed))
+        self.last += 1
+        client.sends(self.last)
+        freed = len(self.freed)
+        self.turn([(client.peer, events.Framed(Infer(self.last, "m", 0, framed, None), blocks))])
+        for worker in [worker for worker in self.workers.values() if worker.running is not None]:
+            worker.finish(self.now)
+            self.settle()
+        assert self.freed[freed:] == list(blocks), "the cache has its own copy"
+        for block in blocks:  # which something else may be written to now
+            self.memory.write(7, block.offset, b"\xff" * block.size)
+        return client.answers[self.last]
+
+
+def test_what_comes_in_frames_is_compared_byte_by_byte() -> None:
+    world = Framing()
+    client = world.connect("a", "zmq", "frames")
+    many = x(*range(2000))
+    first = world.ask_in_frames(client, (many,))
+    assert world.ask_in_frames(client, (many,)).outputs == first.outputs
+    assert world.runs == 1
+    for other in (x(*range(1999), 5), x(5, *range(1, 2000)), x(*range(2000), shape=(2, 1000)), x(*range(1999))):
+        world.ask_in_frames(client, (other,))
+    assert world.runs == 5
+    world.ask_in_frames(client, (many,))
+    assert world.runs == 5
+    assert world.core.state.cache.bytes > 5 * 2000 * 4
+
+
+def test_it_is_the_same_in_a_frame_and_inside_of_the_message() -> None:
+    world = Framing()
+    client = world.connect("a", "zmq", "frames")
+    first = world.ask(client, (x(1), Tensor("i", "INT32", (1, 1), INT)))
+    assert world.ask_in_frames(client, (Tensor("i", "INT32", (1, 1), INT), x(1))).outputs == first.outputs
+    assert world.runs == 1
+
+
+def test_what_is_larger_than_the_cache_is_not_read() -> None:
+    world = Framing(limit=4 * KIB)
+    client, sharer = world.connect("a", "zmq", "frames"), world.connect("b")
+    many = x(*range(2000))
+    for _ in range(2):
+        world.ask_in_frames(client, (many,))
+        world.ask(sharer, (world.own(sharer, many),))
+    assert world.runs == 4
+    assert not world.memory.reads
+    assert not len(world.core.state.cache)
+
+
+def test_steps_with_what_came_in_frames() -> None:
+    """Also the rows of it, over which a step is mapped."""
+    world = Framing(policy=replace(POLICY, name="step"))
+    steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
+    world.deploy(ModelPolicy("m", 1, 0, (TensorSpec("x", "FP32", (-1, -1)),), OUTPUTS[:1], steps=steps))
+    client = world.connect("a", "zmq", "frames")
+    world.ask_in_frames(client, (x(1, 2, 3, 4, shape=(2, 2)),))
+    assert world.runs == 2
+    world.ask_in_frames(client, (x(5, 6, 1, 2, 3, 4, shape=(3, 2)),))
+    assert world.runs == 3
+
+
+def test_memory_of_clients_is_compared_and_run_as_it_was_copied() -> None:
+    """Whatever its owner writes there later: the worker reads the copy, and so do those who are answered from it."""
+    world = Copying()
+    client, other = world.connect("a"), world.connect("b")
+    (worker,) = world.workers.values()
+    read: list[Handle] = []
+    worker.watch = lambda worker, batch: read.extend(references(batch.works[0].inputs))
+    first = world.ask(client, (world.own(client, x(1, 2)),))
+    assert read == world.memory.placed[INTERNAL]
+    assert world.memory.read(read) == x(1, 2).data
+    world.own(client, x(8, 9))
+    assert world.ask(other, (world.own(other, x(1, 2)),)).outputs == first.outputs
+    assert world.ask(other, (x(1, 2),)).outputs == first.outputs
+    assert world.runs == 1
+    world.ask(client, (world.own(client, x(8, 9)),))
+    assert world.runs == 2
+    assert world.freed == world.memory.placed[INTERNAL], "copies are for one run, and hits need none"
+
+
+def test_without_room_for_a_copy_it_is_run_and_not_kept() -> None:
+    """Also where there was room for one of two inputs."""
+    world = Copying()
+    client = world.connect("a")
+    world.memory.full = True
+    for _ in range(2):
+        world.ask(client, (world.own(client, x(1)),))
+    assert world.runs == 2
+    world.memory.full = False
+    inputs = world.own(client, x(1)), Tensor("i", "INT32", (1, 1), (Handle(next(iter(client.own)), 64, 4),))
+    placed = world.memory.place
+    world.memory.place = lambda data, audience: placed(data, audience) if data != INT else None  # type: ignore[method-assign]
+    world.memory.write(next(iter(client.own)), 64, INT)
+    world.ask(client, inputs)
+    assert world.runs == 3
+    assert world.freed == world.memory.placed[INTERNAL]
+    assert not len(world.core.state.cache)
+
+
+def test_memory_that_cannot_be_read_is_not_compared() -> None:
+    """It is on a GPU, or has a name."""
+    world = Copying()
+    client = world.connect("a")
+    world.turn([(client.peer, world.own_segment(client, 4096))])
+    for _ in range(2):
+        world.ask(client, (Tensor("x", "FP32", (1, 1), (Handle(next(iter(client.own)), 0, 4),)),))
+    assert world.runs == 2
+    assert not len(world.core.state.cache)
+
+
+def test_answers_are_kept_in_the_memory_of_the_broker() -> None:
+    world = Copying(large="y")
+    client, other, stranger = world.connect("a"), world.connect("b"), world.connect("c", audience="uid:2000")
+    first = world.ask(client, (x(1),))
+    (made,) = references(first.outputs)
+    world.turn([(client.peer, Return((made,)))])
+    client.holds.clear()
+    (worker,) = world.workers.values()
+    assert not sum(worker.out.values()), "no worker's memory is bound"
+    kept = made
+    for holder in (client, other):
+        (kept,) = references(world.ask(holder, (x(1),)).outputs)
+        assert kept == world.memory.placed["uid:1000"][0]
+        assert world.memory.read((kept,)) == world.memory.read((made,))
+        world.turn([(holder.peer, Return((kept,)))])
+        holder.holds.clear()
+    world.ask(stranger, (x(1),))
+    assert world.runs == 2
+    assert kept.segment not in stranger.mapped
+    assert not world.freed
+    world.turn([(0, events.Deploy("m", ()))])
+    assert kept in world.freed
+
+
+def test_failures_and_placed_outputs_are_not_kept() -> None:
+    world = Caching()
+    client = world.connect("a")
+    segment = world.own_segment(client, 4096)
+    world.turn([(client.peer, segment)])
+    for _ in range(2):
+        world.ask(client, (x(1),), (Wanted("y", Handle(segment.segment, 64, 4)),))
+    assert world.runs == 2
+    (worker,) = world.workers.values()
+    for expected in (3, 4):
+        world.last += 1
+        client.sends(world.last)
+        world.turn([(client.peer, Infer(world.last, "m", 0, (x(9),)))])
+        worker.finish(world.now, error=("MODEL_FAILED", "no"))
+        world.settle()
+        assert world.runs == expected
+    assert not len(world.core.state.cache)
+
+
+def test_another_generation_answers_anew_and_nothing_of_the_old_one_stays() -> None:
+    world = Caching(large="y")
+    client = world.connect("a")
+    world.ask(client, (x(1),))
+    world.turn([(0, events.Deploy("m", (world.target(POLICY, 1, 1),)))])
+    returned = Return(tuple(client.holds.elements()))
+    client.holds.clear()
+    world.turn([(client.peer, returned)])
+    assert not world.core.state.ledger.holds
+    assert not len(world.core.state.cache)
+    before = world.runs
+    world.ask(client, (x(1),))
+    assert world.runs == before + 1
+
+
+def test_a_worker_that_dies_leaves_its_answers() -> None:
+    """Their pages live as long as somebody may map them."""
+    world = Caching(large="y")
+    client = world.connect("a")
+    first = world.ask(client, (x(1),))
+    (worker,) = world.workers.values()
+    world.crash(worker)
+    world.advance(world.now + 10**9)
+    assert world.ask(client, (x(1),)).outputs == first.outputs
+
+
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_cache_that_is_too_small_or_none(limit: int) -> None:
+    world = Caching(limit)
+    client = world.connect("a")
+    for _ in range(2):
+        assert isinstance(world.ask(client, (x(1),)), Reply)
+    assert world.runs == 2
+
+
+def test_an_ensemble_keeps_no_answers_of_sequences() -> None:
+    """They name the sequence, and its steps may keep states."""
+    world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
+    steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)
+    world.deploy(ModelPolicy("m", 1, 8, INPUTS[:1], OUTPUTS[:1], steps=steps, cached=True))
+    client = world.connect("a")
+    for sequence in (7, 8):
+        answer = world.ask(client, (x(1),), sequence=sequence, sequence_start=True)
+        assert answer.parameters == {"sequence_id": sequence, "sequence_start": True, "sequence_end": False}
+    assert world.ask(client, (x(1),)).parameters is None
+    assert world.runs == 3
+
+
+def test_ensembles() -> None:
+    """The answer of the whole is kept; with another model behind a step it is another one."""
+    world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
+    steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)
+    world.deploy(ModelPolicy("m", 1, 8, INPUTS[:1], OUTPUTS[:1], steps=steps, cached=True))
+    client = world.connect("a")
+    for _ in range(3):
+        world.ask(client, (x(1),))
+    assert world.runs == 1
+    policy = world.policies["step", 1]
+    world.turn([(0, events.Deploy("step", (world.target(policy, 7, 1),)))])
+    before = world.runs
+    for _ in range(3):
+        world.ask(client, (x(1),))
+    assert world.runs == before + 1

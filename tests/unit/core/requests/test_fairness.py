@@ -1,0 +1,205 @@
+"""Shares under unlimited load: whoever offers more does not get more. No client and no model starves another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shmserve.core import events
+from shmserve.core.core import ROWS
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
+from shmserve.protocol.messages import Cancel, Infer, Reply, Tensor
+from tests.support.core.fakes import FakeClient
+from tests.support.core.world import World
+
+MS = 10**6
+
+
+def model(name: str, batching: BatchPolicy | None = None, max_batch: int = 8) -> ModelPolicy:
+    specs = (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),)
+    return ModelPolicy(name, 1, max_batch, *specs, batching or BatchPolicy())
+
+
+class Load:
+    """Clients that ask again as soon as they are answered. `served` is rows by client and model."""
+
+    def __init__(self, *models: ModelPolicy) -> None:
+        self.world = World(checks=False)
+        for policy in models:
+            self.world.deploy(policy)
+        self.served: Counter[str] = Counter()
+        self.numbers = 0
+        self.asks: dict[int, tuple[str, int]] = {}
+
+    def infer(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
+        self.numbers += 1
+        client.sends(self.numbers)
+        self.asks[self.numbers] = name, rows
+        tensor = Tensor("x", "FP32", (rows, 1), bytes(4 * rows))
+        return client.peer, Infer(self.numbers, name, 0, (tensor,))
+
+    def rounds(self, count: int, plan: list[tuple[FakeClient, str, int, int]]) -> None:
+        """Each of the plan (client, model, in flight, rows) keeps that many in flight."""
+        first = [self.infer(client, name, rows) for client, name, flight, rows in plan for _ in range(flight)]
+        self.world.turn(first)
+        for _ in range(count):
+            self.world.now += MS
+            for worker in self.world.workers.values():
+                if worker.running is not None:
+                    worker.finish(self.world.now, MS)
+            self.world.settle()
+            self.world.turn(self.again())
+
+    def again(self) -> list[tuple[int, Infer]]:
+        turn = []
+        for client in self.world.clients.values():
+            for number in client.order:
+                name, rows = self.asks.pop(number)
+                self.served[f"{client.name}/{name}"] += rows
+                turn.append(self.infer(client, name, rows))
+                del client.answers[number]
+            client.order.clear()
+        return turn
+
+
+def within(served: Counter[str], parts: int, share: float = 0.10) -> None:
+    assert len(served) == parts
+    fair = sum(served.values()) / parts
+    for name, rows in served.items():
+        assert abs(rows - fair) <= share * fair, f"{name} got {rows} of {dict(served)}"
+
+
+CASES: dict[str, Callable[[FakeClient, FakeClient], list[tuple[FakeClient, str, int, int]]]] = {
+    "equal": lambda a, b: [(a, "m", 100, 1), (b, "m", 100, 1)],
+    "a thousand in flight against ten": lambda a, b: [(a, "small", 1000, 1), (b, "small", 10, 1)],
+    "large requests against small": lambda a, b: [(a, "m", 100, 4), (b, "m", 100, 1)],
+    "odd sizes": lambda a, b: [(a, "m", 100, 5), (b, "m", 100, 3)],
+    "many large against few small": lambda a, b: [(a, "m", 400, 8), (b, "m", 20, 1)],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_clients_of_one_model(case: str) -> None:
+    """One batch runs, one waits, one is being asked for: half of three batches is what a client needs in flight."""
+    load = Load(model("m"), model("small", max_batch=4))
+    a, b = load.world.connect("a"), load.world.connect("b")
+    load.rounds(400, CASES[case](a, b))
+    within(load.served, 2)
+
+
+def test_the_same_within_a_priority_level() -> None:
+    load = Load(model("m", BatchPolicy(levels=2, default_level=1)))
+    a, b = load.world.connect("a"), load.world.connect("b")
+    load.rounds(400, [(a, "m", 500, 1), (b, "m", 20, 1)])
+    within(load.served, 2)
+
+
+def test_two_models_of_one_client() -> None:
+    load = Load(model("m"), model("n"))
+    a = load.world.connect("a")
+    load.rounds(300, [(a, "m", 1000, 1), (a, "n", 30, 1)])
+    within(load.served, 2)
+
+
+def test_clients_that_come_later_get_their_share_at_once() -> None:
+    load = Load(model("m"))
+    clients = [load.world.connect(name) for name in "abc"]
+    load.rounds(100, [(clients[0], "m", 500, 1)])
+    load.served.clear()
+    load.rounds(300, [(clients[1], "m", 40, 1)])
+    within(load.served, 2)
+    load.served.clear()
+    load.rounds(300, [(clients[2], "m", 40, 1)])
+    within(load.served, 3)
+
+
+def test_a_user_with_many_connections_delays_another_by_one_request() -> None:
+    """One small request in each packet. When the honest one asks, one runs, one waits at the worker, one is ahead."""
+    load = Load(model("m", max_batch=1))
+    crowd = [load.world.connect(f"crowd {number}") for number in range(300)]
+    honest = load.world.connect("honest", audience="uid:2000")
+    load.rounds(200, [(client, "m", 1, 1) for client in crowd] + [(honest, "m", 1, 1)])
+    assert load.served["honest/m"] >= 50
+
+
+def mapped(name: str) -> ModelPolicy:
+    steps = (StepPolicy("m", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
+    return ModelPolicy(
+        name, 1, 0, (TensorSpec("x", "FP32", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 1)),), steps=steps
+    )
+
+
+def test_the_rows_of_mapped_steps_are_asked_for_in_small_turns() -> None:
+    world = World(checks=False)
+    world.deploy(model("m"))
+    world.deploy(mapped("e"))
+    crowd, honest = world.connect("crowd"), world.connect("honest", audience="uid:2000")
+    asks = [(crowd, number, 1000) for number in (1, 2, 3, 4)] + [(honest, 1, 3)]
+    turn = []
+    for client, number, rows in asks:
+        client.sends(number)
+        turn.append((client.peer, Infer(number, "e", 0, (Tensor("x", "FP32", (rows, 1), bytes(4 * rows)),))))
+    before = len(world.core.state.requests)
+    world.turn(turn)
+    steps = len(world.core.state.requests) - before - len(asks)
+    assert steps == ROWS, "of all clients, whatever they send in a turn"
+    requests = world.core.state.requests.values()
+    assert sum(request.client.number == honest.peer for request in requests) == 4, "the honest one's are among them"
+    world.advance(world.now)
+    while not all(client.answers.get(number) for client, number, _ in asks):
+        world.now += MS
+        for worker in world.workers.values():
+            if worker.running is not None:
+                worker.finish(world.now, MS)
+        world.settle()
+    for client, number, rows in asks:
+        reply = client.answers[number]
+        assert isinstance(reply, Reply)
+        assert reply.outputs[0].shape == (rows, 1)
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_rows_that_nobody_waits_for_any_more_are_not_asked_for(how: str) -> None:
+    world = World(checks=False)
+    world.deploy(model("m"))
+    world.deploy(mapped("e"))
+    client = world.connect("a")
+    client.sends(1)
+    tensor = Tensor("x", "FP32", (1000, 1), bytes(4000))
+    end: Any = (client.peer, Cancel(1)) if how == "cancel" else (0, events.Closed(client.peer))
+    if how == "leave":
+        client.ended = True
+    world.turn([(client.peer, Infer(1, "e", 0, (tensor,)))])
+    world.turn([end])
+    world.advance(world.now)
+    for worker in world.workers.values():
+        if worker.running is not None:
+            worker.finish(world.now, MS)
+    world.settle()
+    assert not world.core.state.mapped
+    assert not world.core.state.requests
+    world.core.check()
+
+
+def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:
+    """Both offer more than their share, one of them ten times as much; most of what it offers expires."""
+    policy = BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 20 * MS))
+    load = Load(model("m", policy))
+    world = load.world
+    a, b = world.connect("a"), world.connect("b")
+    for _ in range(600):
+        world.turn([load.infer(a, "m", 1) for _ in range(80)] + [load.infer(b, "m", 1) for _ in range(8)])
+        world.advance(world.now + MS)
+        for worker in world.workers.values():
+            if worker.running is not None:
+                worker.finish(world.now, MS)
+        world.settle()
+        for client in (a, b):
+            for answer in client.answers.values():
+                load.served[client.name] += type(answer).__name__ == "Reply"
+            client.answers.clear()
+    within(load.served, 2)
+    assert sum(load.served.values()) > 600 * 7

@@ -1,0 +1,448 @@
+"""Each limit of the table: reached, named with its number and a hint, and closed only to those who take too much."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.core import events
+from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits
+from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.records import ORDER
+from shmserve.core.requests.quotas import EXPELLED_NS, EXPULSIONS
+from shmserve.protocol.messages import (
+    FIELD_BYTES,
+    PROTOCOL,
+    Cancel,
+    Fail,
+    Goodbye,
+    Hello,
+    Infer,
+    Options,
+    Reclaim,
+    Reply,
+    Return,
+    Tensor,
+    Unmap,
+    Welcome,
+)
+from shmserve.protocol.roles import EVERYTHING, INFER
+from tests.support.core.fakes import FakeClient
+from tests.support.core.world import World
+from tests.support.hypothesis_profiles import examples
+
+S = 10**9
+SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
+
+
+class Crowded(World):
+    """With one model that runs one request at a time, and everything that was said to clients."""
+
+    def __init__(self, large: str = "", /, **limits: Any) -> None:
+        super().__init__(Limits(**limits))
+        self.said: list[tuple[int, Any]] = []
+        self.numbers = 0
+        self.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy()), 1, large)
+
+    def _send(self, effect: Any) -> None:
+        self.said.append((effect.peer, effect.message))
+        super()._send(effect)
+
+    def infer(self, client: FakeClient, count: int = 1, elements: int = 1) -> None:
+        for _ in range(count):
+            self.numbers += 1
+            client.sends(self.numbers)
+            tensor = Tensor("x", "FP32", (1, elements), bytes(4 * elements))
+            self.turn([(client.peer, Infer(self.numbers, "m", 0, (tensor,)))])
+
+    def finish(self) -> None:
+        """Everything that waits is run."""
+        worker = self.worker("m_0")
+        while worker.running is not None:
+            worker.finish(self.now)
+            self.settle()
+
+    def fails(self, client: FakeClient) -> list[Fail]:
+        return [answer for answer in client.answers.values() if isinstance(answer, Fail)]
+
+    def goodbyes(self, client: FakeClient) -> list[Goodbye]:
+        return [m for peer, m in self.said if peer == client.peer and isinstance(m, Goodbye)]
+
+
+def told(answers: list[Any], name: str, *numbers: int) -> None:
+    """They were refused by this limit, in words that help."""
+    assert answers
+    for answer in answers:
+        assert answer.code == "UNAVAILABLE"
+        assert f"({name})" in answer.text
+        assert set(map(str, numbers)) <= set(re.findall(r"\d+", answer.text)), answer.text
+        assert re.search(r"try again when|wait for|drop arrays|use larger|close some", answer.text), answer.text
+
+
+# ---------------------------------------------------------------------------------------------- connections
+
+
+def test_connections() -> None:
+    world = Crowded(connections=3)
+    clients = [world.connect(f"c{n}", roles=INFER, audience=f"uid:{n}") for n in range(3)]
+    late = world.connect("late", roles=INFER, audience="uid:9")
+    told(world.goodbyes(late), "connections", 3)
+    assert not late.welcomed
+    assert world.connect("operator", roles=EVERYTHING, audience="uid:0").welcomed
+    world.gone(clients[0])
+    world.gone(clients[1])
+    assert world.connect("again", roles=INFER, audience="uid:9").welcomed
+
+
+def test_uid_connections() -> None:
+    world = Crowded(uid_connections=2)
+    first, _ = world.connect("a"), world.connect("b")
+    third = world.connect("c")
+    told(world.goodbyes(third), "uid_connections", 2)
+    assert world.connect("d", audience="uid:7").welcomed
+    world.gone(first)
+    assert world.connect("e").welcomed
+    assert not world.connect("f").welcomed
+
+
+def test_connections_of_users_are_counted_to_nothing() -> None:
+    world = Crowded(uid_connections=1)
+    for _ in range(5):
+        client = world.connect("a")
+        assert client.welcomed
+        assert world.connect("b").ended
+        world.gone(client)
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+def test_client_requests() -> None:
+    world = Crowded(client_requests=4)
+    greedy, other = world.connect("greedy"), world.connect("other")
+    world.infer(greedy, 6)
+    told(world.fails(greedy), "client_requests", 4)
+    assert len(world.fails(greedy)) == 2
+    world.infer(other)
+    world.finish()
+    assert not world.fails(other)
+    world.infer(greedy)
+    assert len(world.fails(greedy)) == 2
+
+
+@pytest.mark.parametrize("name", ["requests", "model_queue"])
+def test_a_full_server_still_serves_those_who_ask_for_little(name: str) -> None:
+    world = Crowded(**{name: 8})
+    greedy, modest = world.connect("greedy"), world.connect("modest")
+    world.infer(greedy, 12)
+    told(world.fails(greedy), name, 8)
+    kept = len(greedy.open)
+    world.infer(modest, 3)
+    assert not world.fails(modest)
+    world.infer(greedy)
+    assert len(greedy.open) == kept
+    world.finish()
+    assert len([a for a in modest.answers.values() if isinstance(a, Reply)]) == 3
+    world.infer(greedy)
+    assert len(greedy.open) == 1
+
+
+@pytest.mark.parametrize("name", ["model_queue_bytes", "queue_bytes"])
+def test_bytes_that_wait(name: str) -> None:
+    """Requests of a kilobyte each; the worker has taken the first two."""
+    world = Crowded(**{name: 64 << 10})
+    greedy, modest = world.connect("greedy"), world.connect("modest")
+    world.infer(greedy, 80, 256)
+    told(world.fails(greedy), name, 64 << 10)
+    assert 64 <= len(greedy.open) <= 68
+    world.infer(modest, 1, 256)
+    assert not world.fails(modest)
+    world.finish()
+    world.advance(world.now + 1)  # what waits is counted once in a turn
+    world.infer(greedy, 10, 256)
+    assert len(greedy.open) == 10
+
+
+LARGE = Options(parameters={f"p{n}": "v" * (60 << 10) for n in range(3)})
+
+
+@pytest.mark.parametrize("name", ["model_queue_bytes", "queue_bytes"])
+def test_parameters_that_wait_are_counted(name: str) -> None:
+    """Three of 60 KiB each in a request: 1 MiB has room for five, beside the one that runs."""
+    world = Crowded(**{name: 1 << 20})
+    greedy, modest = world.connect("greedy"), world.connect("modest")
+    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+    for number in range(1, 31):
+        greedy.sends(number)
+        world.turn([(greedy.peer, Infer(number, "m", 0, (tensor,), None, 0, LARGE))])
+    told(world.fails(greedy), name, 1 << 20)
+    assert 5 <= len(greedy.open) <= 9
+    world.infer(modest)
+    assert not world.fails(modest)
+    world.finish()
+    world.advance(world.now + 1)
+    assert world.core.state.clients[greedy.peer].bytes == 0
+    greedy.sends(31)
+    world.turn([(greedy.peer, Infer(31, "m", 0, (tensor,), None, 0, LARGE))])
+    assert greedy.open == {31}
+
+
+@pytest.mark.parametrize("value", ["v" * (FIELD_BYTES + 1), "é" * (FIELD_BYTES // 2 + 1)])
+def test_a_parameter_may_have_the_bytes_of_a_field(value: str) -> None:
+    world = Crowded()
+    client = world.connect("a")
+    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+    for number, text in ((1, value), (2, value[:-1])):
+        client.sends(number)
+        world.turn([(client.peer, Infer(number, "m", 0, (tensor,), None, 0, Options(parameters={"p": text})))])
+    (fail,) = world.fails(client)
+    assert (fail.request, fail.code) == (1, "INVALID_ARG")
+    assert f"parameter 'p' has {len(value.encode())} bytes, over the limit of {FIELD_BYTES}" in fail.text
+    assert client.open == {2}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), max_size=30), st.integers(1, 20))
+@settings(max_examples=examples(60))
+def test_totals_are_exceeded_at_most_twofold(asked: list[tuple[int, int]], limit: int) -> None:
+    """And whoever has less than an equal share is let in."""
+    world = Crowded(requests=limit)
+    clients = [world.connect(f"c{n}") for n in range(4)]
+    for index, count in asked:
+        client = clients[index]
+        for _ in range(count):
+            before, mine = len(world.core.state.requests), len(client.open)
+            world.infer(client)
+            if before < limit or mine * 4 < limit:
+                assert len(client.open) == mine + 1
+            else:
+                assert len(client.open) == mine
+    assert len(world.core.state.requests) < 2 * limit + 4
+    world.finish()
+    assert not world.core.state.requests
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_client_held_bytes() -> None:
+    world = Crowded("y", client_held_bytes=8)
+    client, other = world.connect("a"), world.connect("b")
+    world.infer(client, 3)
+    world.finish()
+    world.infer(client)
+    told(world.fails(client), "client_held_bytes", 12, 8)
+    assert [m for peer, m in world.said if isinstance(m, Reclaim)] == [Reclaim()]
+    world.infer(other)
+    world.finish()
+    assert not world.fails(other)
+    world.turn([(client.peer, Return(tuple(client.holds)))])
+    client.holds.clear()
+    world.infer(client)
+    assert len(world.fails(client)) == 1
+
+
+def test_held_bytes() -> None:
+    world = Crowded("y", held_bytes=16)
+    greedy, modest = world.connect("a"), world.connect("b")
+    world.infer(greedy, 5)
+    world.finish()
+    world.infer(greedy)
+    told(world.fails(greedy), "held_bytes", 20, 16)
+    world.infer(modest)
+    world.finish()
+    assert not world.fails(modest)
+
+
+def test_client_segments() -> None:
+    world = Crowded(client_segments=3)
+    client, other = world.connect("a"), world.connect("b")
+    for _ in range(3):
+        world.turn([(client.peer, world.own_segment(client, 4096))])
+    world.turn([(client.peer, Unmap(world.core.state.clients[client.peer].segments.copy().pop()))])
+    world.turn([(client.peer, world.own_segment(client, 4096))])
+    assert not client.ended
+    world.turn([(client.peer, world.own_segment(client, 4096))])
+    told(world.goodbyes(client), "client_segments", 3)
+    assert not world.core.state.ledger.segments
+    assert len(world.forgotten) == 5
+    world.turn([(other.peer, world.own_segment(other, 4096))])
+    assert not other.ended
+
+
+def test_segments() -> None:
+    world = Crowded(segments=4)
+    greedy, modest = world.connect("a"), world.connect("b")
+    for _ in range(4):
+        world.turn([(greedy.peer, world.own_segment(greedy, 4096))])
+    world.turn([(modest.peer, world.own_segment(modest, 4096))])
+    assert not modest.ended
+    world.turn([(greedy.peer, world.own_segment(greedy, 4096))])
+    told(world.goodbyes(greedy), "segments", 5, 4)
+    assert list(world.core.state.ledger.segments) == [modest.peer << 32 | 1]
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+def test_requests_that_were_cancelled_are_not_kept_behind_one_that_runs() -> None:
+    """With preserve_ordering, where the first one runs for minutes and the rest is sent and cancelled at once."""
+    world = World(checks=False)
+    world.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy(preserve_ordering=True)))
+    client = world.connect("a")
+    for number in range(1, 4001):
+        client.sends(number)
+        ask = Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
+        world.turn([(client.peer, ask), *([(client.peer, Cancel(number))] if number > 1 else [])])
+    order = world.core.state.ready["m"].order
+    assert order is not None
+    assert len(order) <= ORDER + 1
+    (worker,) = world.workers.values()
+    worker.finish(world.now)
+    world.settle()
+    assert isinstance(client.answers[1], Reply)
+    world.core.check()
+
+
+def mistake(client: FakeClient) -> tuple[int, Any]:
+    return client.peer, events.Garbled(0, "not a message")
+
+
+def test_client_errors() -> None:
+    world = Crowded(client_errors=5)
+    client, other = world.connect("a"), world.connect("b")
+    world.turn([mistake(client)] * 5 * BURST_S)
+    assert not client.ended
+    world.turn([mistake(client)] * 3)
+    told(world.goodbyes(client), "client_errors", 5)
+    assert len(world.goodbyes(client)) == 1
+    assert len(client.errors) == 5 * BURST_S + 1
+    assert not other.ended
+    assert world.connect("a again").welcomed
+
+
+def test_a_few_mistakes_every_second_are_borne() -> None:
+    world = Crowded(client_errors=5)
+    client = world.connect("a")
+    for _ in range(100):
+        world.turn([mistake(client)] * 5)
+        world.advance(world.now + S)
+    assert not client.ended
+    for _ in range(2 * BURST_S):
+        world.turn([mistake(client)] * 10)
+        world.advance(world.now + S)
+    assert world.goodbyes(client)
+
+
+def test_one_that_makes_many_mistakes_is_heard_only_as_fast_as_the_limit() -> None:
+    world = Crowded(client_errors=5)
+    client, other = world.connect("a"), world.connect("b")
+    world.turn([mistake(client)] * 5 * PATIENCE_S)
+    assert not world.paused
+    world.turn([mistake(client)] * 2)
+    assert world.paused == {client.peer: world.now + 2 * S // 5}
+    world.advance(world.paused[client.peer])
+    world.turn([mistake(client)])
+    assert world.paused == {client.peer: world.now + S // 5}
+    world.turn([mistake(other)])
+    assert list(world.paused) == [client.peer]
+
+
+def test_clients_of_one_user_that_come_to_be_sent_away_wait() -> None:
+    """Each greets twice, and the next one would come at once."""
+    world = Crowded()
+    old, stranger = world.connect("a"), world.connect("b", audience="uid:7")
+    waits = []
+    for _ in range(3 * EXPULSIONS):
+        client = world.connect("a")
+        waits.append(world.paused.get(client.peer, world.now) - world.now)
+        world.turn([(client.peer, Hello(PROTOCOL, 1, "again", "memfd"))])
+        assert world.goodbyes(client)
+    assert waits[: EXPULSIONS + 1] == [0] * (EXPULSIONS + 1)
+    assert waits[EXPULSIONS + 1 :] == [EXPELLED_NS * n for n in range(1, 2 * EXPULSIONS)]
+    assert old.peer not in world.paused
+    assert world.connect("b", audience="uid:7").peer not in world.paused
+    assert stranger.peer not in world.paused
+    world.advance(world.now + 2 * PATIENCE_S * S)
+    assert world.connect("a").peer not in world.paused
+
+
+def test_no_limit_on_mistakes() -> None:
+    world = Crowded(client_errors=0)
+    client = world.connect("a")
+    world.turn([mistake(client)] * 1000)
+    assert not client.ended
+
+
+def test_requests_that_fail_are_no_mistakes() -> None:
+    """A gateway passes on what others ask: it is not sent away for their wrong shapes and names."""
+    world = Crowded(client_errors=1)
+    client = world.connect("a")
+    for number in range(1, 5 * BURST_S):
+        client.sends(number)
+        world.turn([(client.peer, Infer(number, ("m", "nobody")[number % 2], 0, ()))])
+    assert not client.ended
+    assert {fail.code for fail in world.fails(client)} == {"INVALID_ARG", "NOT_FOUND"}
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+
+def test_limits_are_told_in_welcome() -> None:
+    world = Crowded(client_requests=11, client_segments=12, client_held_bytes=13)
+    client = world.connect("a")
+    (welcome,) = [m for peer, m in world.said if peer == client.peer and isinstance(m, Welcome)]
+    assert welcome.limits["client_requests"] == 11
+    assert welcome.limits["client_segments"] == 12
+    assert welcome.limits["client_held_bytes"] == 13
+
+
+def test_the_table_has_each_once_with_a_reason() -> None:
+    names = [row.name for row in NAMED]
+    assert len(names) == len(set(names))
+    usual = Limits()
+    for row in NAMED:
+        assert getattr(usual, row.name) >= row.least
+        assert row.counts
+        assert row.why
+
+
+def test_every_limit_has_its_test() -> None:
+    """Others are in test_questions.py, tests/process/server/test_broker.py, and test_turns.py."""
+    source = Path(__file__).read_text()
+    for row in NAMED:
+        elsewhere = row.name in ("client_questions", "client_outbox_bytes", "outbox_bytes")
+        assert elsewhere or f'"{row.name}"' in source, row.name
+
+
+def test_rows_of_mapped_steps_count_for_their_client() -> None:
+    """One client's rows do not close the server to others: it is the one that is refused."""
+    world = World(Limits(requests=64))
+    tensors = (TensorSpec("x", "FP32", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 1)),)
+    world.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy()))
+    steps = (StepPolicy("m", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
+    world.deploy(ModelPolicy("e", 1, 0, *tensors, steps=steps))
+    greedy, modest = world.connect("a"), world.connect("b")
+    for number in (1, 2, 3):
+        greedy.sends(number)
+        rows = Tensor("x", "FP32", (50, 1), bytes(200))
+        world.turn([(greedy.peer, Infer(number, "e", 0, (rows,)))])
+    fail = greedy.answers[2]
+    assert isinstance(fail, Fail)
+    assert fail.code == "UNAVAILABLE"
+    assert "in ensemble 'e', " in fail.text
+    assert "(requests)" in fail.text
+    modest.sends(1)
+    world.turn([(modest.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
+    (worker,) = world.workers.values()
+    while worker.running is not None:
+        worker.finish(world.now)
+        world.settle()
+    assert isinstance(greedy.answers[1], Reply)
+    assert isinstance(modest.answers[1], Reply)
+    assert not world.core.state.requests
+    assert {client.steps for client in world.core.state.clients.values()} == {0}

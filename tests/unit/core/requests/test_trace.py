@@ -1,0 +1,165 @@
+"""Requests that are traced on demand: one record each with what happened to it, none for others, and not too many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from shmserve.core.effects import Log, Traced
+from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.requests.trace import ID_LENGTH, PER_SECOND, Sample
+from shmserve.protocol.messages import Call, Infer, Options, Tensor
+from tests.support.core.calling import caller_of
+from tests.support.core.fakes import FakeClient
+from tests.support.core.world import World
+
+MS = 1_000_000
+POLICY = ModelPolicy("m", 1, 256, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
+
+
+class Logged(World):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[Log] = []
+        self.samples: list[Traced] = []
+        self.deploy(POLICY)
+        self.client = self.connect("c")
+
+    def tell(self, effect: Any) -> None:
+        if isinstance(effect, Log):
+            self.logs.append(effect)
+        elif isinstance(effect, Traced):
+            self.samples.append(effect)
+
+    def traced(self) -> list[dict[str, Any]]:
+        return [effect.fields for effect in self.logs if effect.fields and "trace_id" in effect.fields]
+
+
+def infer(
+    client: FakeClient, number: int, timeout_us: int = 0, model: str = "m", **parameters: Any
+) -> tuple[int, Infer]:
+    client.sends(number)
+    options = Options(id="mine", parameters=parameters) if parameters else None
+    return client.peer, Infer(number, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, timeout_us, options)
+
+
+def test_one_of_a_batch() -> None:
+    world = Logged()
+    world.turn([infer(world.client, 1)])  # so that the next two wait and run together
+    world.turn([infer(world.client, 2, trace_id="why"), infer(world.client, 3)])
+    world.now += 5 * MS
+    world.worker("m_0").finish(world.now, took=MS)
+    world.settle()
+    assert not world.traced()
+    world.now += 4 * MS
+    world.worker("m_0").finish(world.now, took=3 * MS)
+    world.settle()
+    (found,) = world.traced()
+    batch = found.pop("batch")
+    assert batch > 0
+    assert found == {
+        "trace_id": "why", "id": "mine", "model": "m", "version": 1, "client": 1, "request": 2, "rows": 1,
+        "code": "OK", "answered_us": 9000, "instance": "m_0", "batch_rows": 2,
+        "queued_us": 6000, "input_us": 0, "infer_us": 3000, "output_us": 0,
+    }  # fmt: skip
+    (log,) = (log for log in world.logs if log.fields and "trace_id" in log.fields)
+    assert log.level == "info"
+    assert log.text.startswith("trace why: OK, model m, version 1, ")
+    assert not world.core.state.traces.open
+
+
+def test_one_that_fails_in_the_queue_and_one_whose_client_goes() -> None:
+    world = Logged()
+    world.turn([infer(world.client, 1)])
+    world.turn([infer(world.client, 2, timeout_us=1000, trace_id=7)])
+    other = world.connect("d")
+    world.turn([infer(other, 1, trace_id="gone")])
+    world.gone(other)
+    world.advance(world.now + 2 * MS)
+    (found,) = world.traced()  # nobody was left to be answered with the other one
+    assert (found["trace_id"], found["code"]) == ("7", "DEADLINE_EXCEEDED")
+    world.worker("m_0").finish(world.now)
+    world.settle()
+    assert not world.core.state.traces.open
+
+
+def test_not_more_than_some_in_a_second_and_not_longer() -> None:
+    world = Logged()
+    many = range(1, PER_SECOND + 11)
+    world.turn([infer(world.client, number, trace_id="x" * 1000) for number in many])
+    assert len(world.core.state.traces.open) == PER_SECOND
+    assert {len(trace.id) for trace in world.core.state.traces.open.values()} == {ID_LENGTH}
+    assert [log.level for log in world.logs if "are not traced" in log.text] == ["warning"]
+    world.now += 1000 * MS
+    world.turn([infer(world.client, 1000, trace_id="next")])
+    assert len(world.core.state.traces.open) == PER_SECOND + 1
+
+
+def test_of_a_sample_each_third_is_traced_until_the_count_is_used_up() -> None:
+    world = Logged()
+    samples = world.core.state.traces.samples
+    samples[""] = Sample(3, 2)
+    for number in range(1, 13):
+        world.turn([infer(world.client, number)])
+        world.now += 5 * MS
+        world.worker("m_0").finish(world.now, took=MS)
+        world.settle()
+    assert [sample.fields["request"] for sample in world.samples] == [3, 6]
+    (first, _) = world.samples
+    assert first.log is None
+    taken, ready, computed, placed = first.times
+    assert first.arrived <= taken <= ready <= computed <= placed <= first.answered
+    assert (computed - ready, first.fields["trace_id"], first.fields["code"]) == (MS, "", "OK")
+    assert samples[""].left == 0
+    assert not world.traced()
+    assert not world.core.state.traces.open
+
+
+def test_a_model_may_have_a_sample_of_its_own_and_a_caller_his_record_too() -> None:
+    world = Logged()
+    samples = world.core.state.traces.samples
+    samples["other"] = Sample(1)
+    world.turn([infer(world.client, 1)])
+    assert not world.core.state.traces.open
+    samples["m"] = Sample(1)
+    world.turn([infer(world.client, 2, timeout_us=1000, trace_id="why")])
+    world.advance(world.now + 2 * MS)
+    (sample,) = world.samples
+    assert sample.log is not None
+    assert sample.log.text.startswith("trace why: DEADLINE_EXCEEDED, ")
+    assert sample.times == ()
+    assert not world.traced()  # the record goes along with the sample
+    samples.clear()
+    world.worker("m_0").finish(world.now)
+    world.turn([infer(world.client, 3)])
+    assert not world.core.state.traces.open
+    world.worker("m_0").finish(world.now)
+    world.settle()
+
+
+def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None:
+    """Also if their own model has no sample; `count` is of requests of clients."""
+    world = Logged()
+    step = StepPolicy("m", 0, (("x", "x"),), (("y", "y"),))
+    outer = StepPolicy("e", 0, (("x", "x"),), (("y", "y"),))
+    world.deploy(replace(POLICY, name="e", batching=None, steps=(step,)))
+    world.deploy(replace(POLICY, name="f", batching=None, steps=(outer,)))
+    world.deploy(replace(POLICY, name="n"))
+    samples = world.core.state.traces.samples
+    samples["f"] = Sample(1, 1)
+    world.turn([infer(world.client, 2, model="f")])
+    calling = world.worker("m_0")
+    (parent,) = (request.number for request in world.core.state.requests.values() if request.version.model == "m")
+    caller_of(calling).sends(1)
+    calling.outbox.append(Call(1, parent, "n", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))
+    world.turn([*world.heard(calling), infer(world.client, 1)])
+    for name in ("n_0", "m_0", "m_0"):
+        world.worker(name).finish(world.now)
+        world.settle()
+    told = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.samples]
+    assert told == [(4, 3, "n", "f"), (3, 2, "m", "f"), (2, 1, "e", "f"), (1, 0, "f", "f")]
+    assert all(len(sample.times) == (4 if sample.number > 2 else 0) for sample in world.samples)
+    assert not world.core.state.traces.open
+    world.turn([infer(world.client, 3, model="f")])
+    assert not world.core.state.traces.open, "the count is used up"

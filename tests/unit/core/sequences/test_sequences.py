@@ -1,0 +1,424 @@
+"""Sequences under a machine that does whatever can happen to them, against the rules in plain Python.
+
+Messages between broker and workers wait on their way until a rule delivers them. `check()` runs after every turn. At
+the end everything goes on until it is quiet: then every request has been answered once, and nothing is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from shmserve.core import events
+from shmserve.core.effects import Kill, Send
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
+from shmserve.core.records import Instance, Places, Request, Sequence
+from shmserve.core.states import SequenceState
+from shmserve.protocol.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
+from tests.support.core.fakes import FakeClient, FakeWorker, WaitingBatch
+from tests.support.core.sequence_rules import Asked, Rules, Story
+from tests.support.core.world import World
+from tests.support.hypothesis_profiles import examples
+
+MS = 10**6
+IDLE = 50 * MS
+LIMITS = Limits(crashes=0, backoff_ns=2 * MS, backoff_max_ns=4 * MS, execution_ns=0, load_ns=0, leaving_ns=10**15)
+GIVEN_UP = ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+OWN = 0
+"""Named as the id of a request: it has none, and is a sequence of its own."""
+
+
+def policy(max_batch: int, sequence: SequencePolicy, varies: bool = True) -> ModelPolicy:
+    x = TensorSpec("x", "FP32", (-1 if varies else 1,))
+    return ModelPolicy("m", 1, max_batch, (x,), (TensorSpec("y", "FP32", (-1,)),), sequence=sequence)
+
+
+def direct(slots: int, utilization: float = 0.0, delay_ms: int = 0) -> SequencePolicy:
+    return SequencePolicy(True, slots, IDLE, delay_ms * MS, utilization, id_control=IdControl("ID", "UINT64"))
+
+
+def oldest(slots: int, preferred: tuple[int, ...] = (), delay_ms: int = 0, iterative: bool = False) -> SequencePolicy:
+    return SequencePolicy(False, slots, IDLE, batching=BatchPolicy(preferred, delay_ms * MS), iterative=iterative)
+
+
+POLICIES = {
+    "flat": policy(0, direct(1)),
+    "one slot": policy(1, direct(1)),
+    "slots": policy(3, direct(3)),
+    "half full": policy(4, direct(4, 0.5, 10), varies=False),
+    "full": policy(2, direct(2, 1.0, 30)),
+    "candidates": policy(2, oldest(3)),
+    "preferred": policy(4, oldest(3, (2,), 10), varies=False),
+    "flat candidates": policy(0, oldest(2)),
+    "iterative": policy(2, oldest(3, iterative=True), varies=False),
+}
+
+
+class Watched(FakeWorker):
+    """Tells the rules what it sees."""
+
+    world: Sequenced
+
+    def take_up(self) -> WaitingBatch | None:
+        batch = super().take_up()
+        for work in batch.works if batch is not None else ():
+            self.world.begins(self, work)
+        return batch
+
+    def take(self, message: Any) -> None:
+        super().take(message)
+        for name in message.sequences if isinstance(message, EndSequences) else ():
+            self.world.rules.told(self.peer, name)
+
+    def finish(self, now: int, took: int = 0, rows_first: int = 0, error: tuple[str, str] | None = None) -> None:
+        assert self.running is not None
+        for work in self.running.works:
+            self.world.rules.finishes(self.peer, self.world.asked[work.request], work.request in self.again)
+        super().finish(now, took, rows_first, error)
+
+
+class Sequenced(World):
+    """All links of workers are slow, and the rules hear of everything."""
+
+    def __init__(self, model: ModelPolicy) -> None:
+        super().__init__(LIMITS)
+        assert model.sequence is not None
+        self.rules = Rules(IDLE, model.sequence.slots, model.sequence.direct and model.max_batch > 0)
+        self.asked: dict[int, Asked] = {}
+        self.taken: set[Asked] = set()
+        self.stories: dict[Sequence, Story] = {}
+        self._put = self.core._sequencer.put
+        self.core._sequencer.put = self._spy  # type: ignore[method-assign]
+
+    def _spy(self, version: Any, number: int, request: Request, now: int) -> None:
+        own = request.options is None
+        self._put(version, number, request, now)
+        asked = request.client.number, request.client_number
+        assert request.options is not None
+        if own:
+            assert self.rules.must_take(asked, request.client.user, request.options.sequence, True, True, now)
+        self.taken.add(asked)
+        assert request.sequence is not None
+        known = self.stories.setdefault(request.sequence, self.rules.of[asked])
+        assert known is self.rules.of[asked], "the core has it in another sequence"
+
+    def _spawn(self, effect: Any) -> None:
+        super()._spawn(effect)
+        plain = self.workers[effect.peer]
+        worker = self.workers[effect.peer] = Watched(plain.peer, plain.name, plain.policy, plain.large)
+        worker.world, worker.outbox = self, plain.outbox
+        self.slow_to.add(effect.peer)
+        self.slow_from.add(effect.peer)
+
+    def tell(self, effect: Any) -> None:
+        if isinstance(effect, Kill):
+            assert effect.reason == "it is not wanted any more", effect.reason
+        if isinstance(effect, Send) and isinstance(effect.message, (Reply, Fail, FailHeld)):
+            message = effect.message
+            assert isinstance(message, Reply) or message.code != "INTERNAL", message
+            given_up = not isinstance(message, Reply) and message.code in GIVEN_UP
+            self.rules.answered((effect.peer, message.request), given_up, self.now)
+
+    def begins(self, worker: FakeWorker, work: Work) -> None:
+        request, options = self.core.state.requests[work.request], work.options
+        assert options is not None
+        asked = self.asked[work.request] = request.client.number, request.client_number
+        start, end = options.sequence_start, options.sequence_end
+        self.rules.begins(worker.peer, work.slot, asked, options.sequence, start, end)
+
+    def places(self) -> list[Places]:
+        generations = [version for model in self.core.state.models.values() for version in model.generations()]
+        return [version.places for version in generations if version.places is not None]
+
+    def bound_to(self, peer: int) -> list[Story]:
+        version, instance = self.core.state.instances[peer]
+        return [self.stories[sequence] for sequence in version.places.at(instance)] if version.places else []
+
+
+class SequenceMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clients: list[FakeClient] = []
+        self.expected: dict[Asked, bool] = {}
+        self.unsent: list[tuple[int, Any]] = []
+        self.numbers = self.sources = 0
+        self.instances = 1
+        self.parting: dict[Instance, set[Sequence]] = {}
+
+    # ------------------------------------------------------------------------------------ tools
+
+    def send(self, happened: list[tuple[int, Any]], together: bool = False) -> None:
+        self.unsent += happened
+        if together:
+            return
+        happened, self.unsent = self.unsent, []
+        self.world.turn(happened)
+        for asked, expected in self.expected.items():
+            assert (asked in self.world.taken) == expected, f"{asked} must {'' if expected else 'not '}be taken"
+        self.expected.clear()
+
+    def workers(self, ready: Callable[[FakeWorker], Any]) -> list[FakeWorker]:
+        return [worker for worker in self.world.workers.values() if not worker.dead and ready(worker)]
+
+    def let_load(self) -> None:
+        for worker in self.workers(lambda worker: worker.outbox):
+            if isinstance(worker.outbox[0], events.Compiled):
+                self.world.turn(self.world.heard(worker, 1))
+
+    # ------------------------------------------------------------------------------------ rules
+
+    @initialize(name=st.sampled_from(sorted(POLICIES)), instances=st.integers(1, 3))
+    def begin(self, name: str, instances: int) -> None:
+        self.model = POLICIES[name]
+        self.world = Sequenced(self.model)
+        self.instances = instances
+        self.world.deploy(self.model, instances)
+        self.let_load()
+        self.connect(False)
+
+    @precondition(lambda self: len(self.clients) < 4)
+    @rule(other=st.booleans())
+    def connect(self, other: bool) -> None:
+        audience = "uid:2000" if other else "uid:1000"
+        self.clients.append(self.world.connect(f"c{self.numbers}", audience=audience))
+
+    def infer(self, client: FakeClient, name: int, start: bool, end: bool, shape: int = 1, timeout_ms: int = 0) -> Any:
+        self.numbers += 1
+        whole = (1, shape) if self.model.max_batch else (shape,)
+        options = Options(sequence=name, sequence_start=start, sequence_end=end) if name else None
+        x = Tensor("x", "FP32", whole, bytes(4 * shape))
+        message = Infer(self.numbers, "m", 0, (x,), None, timeout_ms * 1000, options)
+        client.sends(self.numbers)
+        asked = client.peer, self.numbers
+        if name:
+            user = self.world.core.state.clients[client.peer].user
+            self.expected[asked] = self.world.rules.must_take(asked, user, name, start, end, self.world.now)
+        return client.peer, message
+
+    @rule(
+        which=st.integers(0, 9),
+        name=st.integers(1, 5),
+        flags=st.sampled_from(["", "", "", "start", "start", "end", "start end"]),
+        shape=st.sampled_from([1, 1, 2]),
+        timeout_ms=st.sampled_from([0, 0, 0, 0, 3, 15]),
+        together=st.booleans(),
+    )
+    def ask(self, which: int, name: int, flags: str, shape: int, timeout_ms: int, together: bool) -> None:
+        client = self.clients[which % len(self.clients)]
+        shape = shape if self.model.inputs[0].dims == (-1,) else 1
+        self.send([self.infer(client, name, "start" in flags, "end" in flags, shape, timeout_ms)], together)
+
+    @rule(which=st.integers(0, 9), name=st.integers(1, 5), count=st.integers(1, 4), together=st.booleans())
+    def whole_sequence(self, which: int, name: int, count: int, together: bool) -> None:
+        client = self.clients[which % len(self.clients)]
+        self.send([self.infer(client, name, n == 0, n == count - 1) for n in range(count)], together)
+
+    @precondition(lambda self: self.model.sequence.iterative)
+    @rule(which=st.integers(0, 9), count=st.integers(1, 2))
+    def without_id(self, which: int, count: int) -> None:
+        client = self.clients[which % len(self.clients)]
+        self.send([self.infer(client, OWN, False, False) for _ in range(count)])
+
+    @precondition(lambda self: any(client.open for client in self.clients))
+    @rule(which=st.integers(0, 9), pick=st.integers(0, 30), together=st.booleans())
+    def cancel(self, which: int, pick: int, together: bool) -> None:
+        self.send([])
+        busy = [client for client in self.clients if client.open]
+        if busy:
+            client = busy[which % len(busy)]
+            number = sorted(client.open)[pick % len(client.open)]
+            self.world.rules.broken(self.world.rules.of[client.peer, number])
+            self.send([(client.peer, Cancel(number))], together)
+
+    @precondition(lambda self: len(self.clients) > 1)
+    @rule(which=st.integers(0, 9), really=st.integers(0, 3))
+    def gone(self, which: int, really: int) -> None:
+        if really:
+            return
+        self.send([])
+        client = self.clients.pop(which % len(self.clients))
+        for number in client.open:
+            self.world.rules.answered((client.peer, number), True, self.world.now)
+        self.world.gone(client)
+
+    @precondition(lambda self: self.workers(lambda worker: worker.inbox))
+    @rule(which=st.integers(0, 30), count=st.sampled_from([1, 2, None]))
+    def to_worker(self, which: int, count: int | None) -> None:
+        reading = self.workers(lambda worker: worker.inbox)
+        worker = reading[which % len(reading)]
+        worker.read(count)
+        self.world.let_start(worker)
+
+    @precondition(lambda self: self.workers(lambda worker: worker.outbox))
+    @rule(which=st.integers(0, 30), together=st.booleans())
+    def from_worker(self, which: int, together: bool) -> None:
+        saying = self.workers(lambda worker: worker.outbox)
+        self.send(self.world.heard(saying[which % len(saying)]), together)
+
+    @precondition(lambda self: self.workers(lambda worker: worker.running))
+    @rule(which=st.integers(0, 30), error=st.integers(0, 5), again=st.integers(0, 7))
+    def finish(self, which: int, error: int, again: int) -> None:
+        running = self.workers(lambda worker: worker.running)
+        worker = running[which % len(running)]
+        assert worker.running is not None
+        if self.model.sequence is not None and self.model.sequence.iterative:
+            worker.again = [w.request for place, w in enumerate(worker.running.works) if again >> place & 1]
+        worker.finish(self.world.now, 0, 0, ("MODEL_FAILED", "no") if not error else None)
+
+    @rule(which=st.integers(0, 30))
+    def busy(self, which: int) -> None:
+        """One worker reads all, finishes what it has, and is heard: so that things also go on."""
+        workers = self.workers(bool)
+        worker = workers[which % len(workers)] if workers else None
+        if worker is not None:
+            worker.read()
+            self.world.let_start(worker)
+            if worker.running:
+                worker.finish(self.world.now)
+            self.send(self.world.heard(worker))
+
+    @rule(ms=st.sampled_from([1, 4, 11, 60]))
+    def time(self, ms: int) -> None:
+        self.send([])
+        self.world.advance(self.world.now + ms * MS)
+        self.let_load()
+
+    @rule(which=st.integers(0, 60))
+    def crash(self, which: int) -> None:
+        self.let_load()  # a version that cannot restart an instance refuses sequences: no subject of these rules
+        workers = self.workers(bool)
+        if which < 6 and workers:
+            self.send([])
+            worker = workers[which % len(workers)]
+            bound = self.world.bound_to(worker.peer)
+            self.world.crash(worker)
+            self.world.rules.dies(worker.peer, bound)
+
+    @rule(instances=st.integers(1, 3), really=st.integers(0, 3))
+    def scale(self, instances: int, really: int) -> None:
+        """Also up again while some are leaving."""
+        if not really:
+            self.deploy(self.sources, instances)
+
+    @rule(really=st.integers(0, 5))
+    def reload(self, really: int) -> None:
+        if not really:
+            self.sources += 1
+            self.deploy(self.sources, self.instances)
+            self.world.rules.generation += 1
+
+    def deploy(self, source: int, instances: int) -> None:
+        self.send([])
+        specs = tuple(InstanceSpec(f"m_{index}") for index in range(instances))
+        self.instances = instances
+        self.world.turn([(0, events.Deploy("m", (events.Target(1, source, specs),)))])
+        self.let_load()
+
+    # ------------------------------------------------------------------------------------ what must be true
+
+    @invariant()
+    def first_come_first_served(self) -> None:
+        """Whoever can have a slot has one, and nobody who came later has one before."""
+        if self.unsent or not hasattr(self, "world"):
+            return
+        for version in [version for model in self.world.core.state.models.values() for version in model.generations()]:
+            places = version.places
+            waiting = [s for s in places.backlog if s.before is None] if places is not None else []
+            if places is None or not waiting:
+                continue
+            for instance in version.instances:
+                if instance.usable and not instance.leaving:
+                    assert len(places.at(instance)) == places.policy.slots, "a slot is free, and somebody waits"
+
+    @invariant()
+    def who_leaves_takes_no_more(self) -> None:
+        if hasattr(self, "world"):
+            for instance, version in self.world.core.state.parting.items():
+                assert version.places is not None
+                now = set(version.places.at(instance))
+                assert now <= self.parting.setdefault(instance, now), "it has taken another one"
+
+    @invariant()
+    def nobody_idles(self) -> None:
+        """An instance with nothing to do has nothing that could run now."""
+        if self.unsent or not hasattr(self, "world"):
+            return
+        for places in self.world.places():
+            for instance, slots in places.bound.items():
+                ready = [s for s in slots if s is not None and s.requests and s.running is None]
+                if ready and instance.usable and instance.idle:
+                    version = ready[0].version
+                    assert version.wake > self.world.now, "it could run, and does not"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.send([])
+        self._let_all_go_on()
+        world = self.world
+        for client in self.clients:
+            assert not client.open, f"never answered: {client.open}"
+        assert not world.core.state.requests
+        assert not world.core.state.sequences
+        assert not any(places.count or places.latest or places.waits for places in world.places())
+        assert all(sequence.state is SequenceState.ENDED for sequence in world.stories)
+        assert not world.rules.left_at_workers()
+        world.turn([(0, events.Drain(10 * MS))])
+        self._let_all_go_on()
+        assert world.drained
+        assert not world.workers
+
+    def _let_all_go_on(self) -> None:
+        world = self.world
+        for _ in range(200):
+            world.slow_to.clear()
+            world.slow_from.clear()
+            world.settle()
+            for worker in self.workers(bool):
+                world.let_start(worker)
+            for worker in self.workers(lambda worker: worker.running):
+                worker.finish(world.now)
+            world.advance(world.now + 20 * MS)
+            due = world.core.deadline()
+            quiet = (due is None or due > world.now + LIMITS.leaving_ns // 2) and not world._pending
+            quiet = quiet and not self.workers(lambda worker: worker.outbox)
+            if quiet and not world.core.state.requests:
+                return
+        raise AssertionError("it never becomes quiet")
+
+
+@pytest.mark.hypothesis
+def test_whatever_happens_the_rules_of_sequences_hold() -> None:
+    run_state_machine_as_test(
+        SequenceMachine,
+        settings=settings(
+            max_examples=examples(80),
+            stateful_step_count=60,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_each_model_of_the_machine_is_one_that_can_be_served(name: str) -> None:
+    machine = SequenceMachine()
+    machine.begin(name, 2)
+    client = machine.clients[0]
+    machine.send([machine.infer(client, 7, n == 0, n == 4) for n in range(5)])
+    machine._let_all_go_on()
+    assert [type(client.answers[number]) for number in client.order] == [Reply] * 5
+    assert client.order == [1, 2, 3, 4, 5]
+    machine.teardown()

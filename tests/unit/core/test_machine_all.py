@@ -1,0 +1,371 @@
+"""The state machine with everything at once: plain, ranked, ordered and kept models, sequences, streams, ensembles with
+mapped steps and conditions, with and without the rate limiter, under clients, operators, deaths and slow links.
+
+Beyond what test_machine.py asks, each answer must be what its request asks for (see everything.py), nobody is
+told of a sequence that he does not know, and at the end no place, stream, sequence or resource is left taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from msgspec.structs import replace
+
+from shmserve.core import events
+from shmserve.core.limits import Limits
+from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
+from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
+from tests.support.core.fakes import FakeClient, references
+from tests.support.hypothesis_profiles import examples
+from tests.unit.core.test_machine import BROKER_SEGMENT, LIMITS
+from tests.unit.core.test_machine_operations import OperatedMachine, _loads, _may_leave
+
+NAMES = sorted(MODELS)
+RARE = ["come", "go", "segment", "unmap", "crash", "deploy", "deploy", "unload", "restart", "fail"]
+GIVEN = [None, None, Options(priority=1), Options(priority=3), Options(queue_timeout_us=2000), Options(window=1)]
+ALL_LIMITS = replace(LIMITS, cache_bytes=2200, leaving_ns=25 * MS)
+
+
+class EverythingMachine(OperatedMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world: Everything = Everything(ALL_LIMITS, False)
+
+    def new_world(self, limits: Limits, limited: bool) -> Everything:
+        return Everything(limits, limited)
+
+    @initialize(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3), limited=st.booleans())
+    def begin(self, names: list[str], limited: bool) -> None:
+        self.world = self.new_world(ALL_LIMITS, limited)
+        self.names = with_members(names)
+        self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
+        for name in self.names:
+            served = MODELS[name]
+            self.world.deploy(served.policy, served.instances, served.large)
+            for worker in self.workers(bool):
+                self.world.turn(self.world.heard(worker))
+        self.connect(0, False)
+        self.connect(1, False)
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def _ask(
+        self, client: FakeClient, name: str, rows: int, where: str, value: int, options: Options | None,
+        wanted: tuple[str, ...] | None = None, timeout_ms: int = 0,
+    ) -> tuple[int, Any]:  # fmt: skip
+        policy = MODELS[name].policy
+        message = self._request(client, policy, rows, where, 1, True, None if wanted != ("placed",) else wanted)
+        if wanted is not None and wanted != ("placed",):
+            message.outputs = tuple(Wanted(spec.name) for spec in policy.outputs[: len(wanted)])
+        elif message.outputs is not None:
+            message.outputs = tuple(Wanted(policy.outputs[-1].name, output.place) for output in message.outputs)
+        for tensor in message.inputs:
+            if isinstance(tensor.data, bytes):
+                tensor.data = bytes([value]) * len(tensor.data)
+            elif where == "frame":
+                for block in references((tensor,)):
+                    self.world.put(BROKER_SEGMENT, block.offset, block.size, value)
+        message.options, message.timeout_us = options, timeout_ms * 1000
+        if name in STREAMS and (options is None or not options.window):
+            message.options = replace(options or Options(), window=2)
+        client.sends(message.request, message.options.window if message.options is not None else 0)
+        if where != "forged":
+            self.world.expect(client.peer, message)
+        if timeout_ms:
+            self.deadlines[client.peer, message.request] = self.world.now + timeout_ms * MS
+        if where == "frame":
+            blocks = tuple(references(message.inputs))
+            self.blocks += blocks
+            return client.peer, events.Framed(message, blocks)
+        return client.peer, message
+
+    @precondition(lambda self: self.clients)
+    @rule(
+        which=st.integers(0, 9),
+        which_model=st.integers(0, 9),
+        count=st.integers(1, 4),
+        rows=st.sampled_from([1, 1, 1, 2, 0]),
+        where=st.sampled_from(["inline", "inline", "own", "held", "forged", "frame"]),
+        value=st.integers(0, 5),
+        options=st.sampled_from(GIVEN),
+        timeout_ms=st.sampled_from([0, 0, 0, 1, 3, 9]),
+        wanted=st.sampled_from([None, None, ("one",), ("one", "two"), ("placed",)]),
+        together=st.booleans(),
+    )
+    def infer(
+        self, which: int, which_model: int, count: int, rows: int, where: str, value: int, options: Options | None,
+        timeout_ms: int, wanted: tuple[str, ...] | None, together: bool,
+    ) -> None:  # fmt: skip
+        client, name = self.choose_client(which), self.names[which_model % len(self.names)]
+        happened = [self._ask(client, name, rows, where, value, options, wanted, timeout_ms) for _ in range(count)]
+        self.send(happened, together)
+
+    def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
+        options = None
+        if name in SEQUENCES:
+            options = Options(sequence=1 + client.peer % 2, sequence_start=True)
+        return self._ask(client, name, rows, "inline", self.numbers % 200, options)
+
+    @precondition(lambda self: self.clients and any(name in SEQUENCES for name in self.names))
+    @rule(
+        which=st.integers(0, 9), which_model=st.integers(0, 3), number=st.integers(1, 4), start=st.booleans(),
+        end=st.booleans(), count=st.integers(1, 3), timeout_ms=st.sampled_from([0, 0, 0, 0, 2]),
+        together=st.booleans(),
+    )  # fmt: skip
+    def sequence(
+        self, which: int, which_model: int, number: int, start: bool, end: bool, count: int, timeout_ms: int,
+        together: bool,
+    ) -> None:  # fmt: skip
+        names = [name for name in self.names if name in SEQUENCES]
+        client, name = self.choose_client(which), names[which_model % len(names)]
+        happened = []
+        for index in range(count):
+            first, last = start and not index, end and index == count - 1
+            options = Options(sequence=number, sequence_start=first, sequence_end=last)
+            happened.append(self._ask(client, name, 1, "inline", number, options, None, timeout_ms))
+        self.send(happened, together)
+
+    # ------------------------------------------------------------------------------------ streams
+
+    @precondition(lambda self: self.workers(lambda worker: worker.streams))
+    @rule(
+        which=st.integers(0, 30), pick=st.integers(0, 9), how=st.sampled_from(["part", "part", "last", "end", "error"])
+    )
+    def part(self, which: int, pick: int, how: str) -> None:
+        streaming = self.workers(lambda worker: worker.streams)
+        worker = streaming[which % len(streaming)]
+        request = sorted(worker.streams)[pick % len(worker.streams)]
+        if request in worker.cancelled:
+            worker.part(request, error=("CANCELLED", "given up"))
+        elif how == "error":
+            worker.part(request, error=("MODEL_FAILED", "no"))
+        elif how == "end" or not worker.room[request]:
+            worker.part(request, True, True)
+        else:
+            worker.part(request, how == "last")
+
+    @precondition(lambda self: any(client.windows for client in self.clients))
+    @rule(which=st.integers(0, 9), pick=st.integers(0, 9), count=st.integers(1, 3), together=st.booleans())
+    def more(self, which: int, pick: int, count: int, together: bool) -> None:
+        asking = [client for client in self.clients if client.windows]
+        client = asking[which % len(asking)]
+        known = sorted(client.windows)[-3:]
+        request = known[pick % len(known)]
+        client.windows[request] += count
+        self.send([(client.peer, More(request, count))], together)
+
+    # ------------------------------------------------------------------------------------ workers and operators
+
+    @precondition(lambda self: self.workers(lambda worker: worker.running))
+    @rule(
+        which=st.integers(0, 30), rows_first=st.integers(0, 1), error=st.booleans(), took=st.integers(0, 9),
+        again=st.integers(0, 2),
+    )  # fmt: skip
+    def finish(self, which: int, rows_first: int, error: bool, took: int, again: int) -> None:
+        running = self.workers(lambda worker: worker.running)
+        worker = running[which % len(running)]
+        sequence = worker.policy.sequence
+        assert worker.running is not None
+        if sequence is not None and sequence.iterative:
+            worker.again = [work.request for work in worker.running.works][:again]
+        failure = ("MODEL_FAILED", "no") if error and took == 1 else None
+        worker.finish(self.world.now, took * MS, rows_first, failure)
+
+    @rule(which=st.integers(0, 30))
+    def busy(self, which: int) -> None:
+        """All workers read, finish and are heard: so that things also go on."""
+        for worker in self.workers(bool):
+            worker.read()
+            self.world.let_start(worker)
+            if worker.running and (which + worker.peer) % 3:
+                worker.finish(self.world.now)
+            self.send(self.world.heard(worker), which % 2 == 0)
+
+    @precondition(lambda self: self.clients)
+    @rule(
+        what=st.sampled_from(RARE),
+        which=st.integers(0, 9),
+        number=st.integers(0, 3),
+        flag=st.booleans(),
+        together=st.booleans(),
+    )  # fmt: skip
+    def happen(self, what: str, which: int, number: int, flag: bool, together: bool) -> None:
+        """What is rarer than requests and answers."""
+        name = self.names[which % len(self.names)]
+        if what == "come" and len(self.clients) < 5:
+            self.connect(number, flag)
+        elif what == "go" and len(self.clients) > 1:
+            self.gone(which, 1)
+        elif what == "segment":
+            self.segment(which, together)
+        elif what == "unmap":
+            self.unmap(which, together)
+        elif what == "crash":
+            self.crash(which)
+        elif what == "deploy":
+            target = self.world.target(MODELS[name].policy, number, 1 + which % 3)
+            self.operate(events.Deploy(name, (target,), 0, flag and number == 0), together)
+        elif what == "unload" and not number:
+            self.operate(events.Unload(name), together)
+        elif what == "restart":
+            self.restart(which, flag, together)
+        elif what == "fail" and self.workers(_loads):
+            self.cannot_load(which, flag)
+
+    @precondition(lambda self: self.workers(_may_leave))
+    @rule(which=st.integers(0, 9))
+    def leave(self, which: int) -> None:
+        leaving = self.workers(_may_leave)
+        worker = leaving[which % len(leaving)]
+        self.send([], False)
+        worker.end_streams()
+        self.world.crash(worker, "exit code 0")
+
+    # What `happen` does is no rule of its own.
+
+    def connect(self, kind: int, other: bool) -> None:
+        super().connect(kind, other)
+
+    def gone(self, which: int, really: int) -> None:
+        super().gone(which, really)
+
+    def segment(self, which: int, together: bool) -> None:
+        super().segment(which, together)
+
+    def unmap(self, which: int, together: bool) -> None:
+        super().unmap(which, together)
+
+    def crash(self, which: int) -> None:
+        super().crash(which)
+
+    def unload(self, which: int, really: int, together: bool) -> None:
+        super().unload(which, really, together)
+
+    def restart(self, which: int, one: bool, together: bool) -> None:
+        super().restart(which, one, together)
+
+    def deploy(self, which: int, source: int, count: int, fresh: bool, together: bool) -> None:
+        super().deploy(which, source, count, fresh, together)
+
+    def cannot_load(self, which: int, says: bool) -> None:
+        super().cannot_load(which, says)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def give_room(self) -> None:
+        """Whoever has asked for parts can take more of them."""
+        for client in self.clients:
+            self.world.turn(self._room_of(client))
+
+    def _room_of(self, client: FakeClient) -> list[tuple[int, Any]]:
+        full = [request for request in client.open if client.windows.get(request) == 0]
+        client.windows |= dict.fromkeys(full, 9)
+        return [(client.peer, More(request, 9)) for request in full]
+
+    def _let_all_go_on(self) -> None:
+        world = self.world
+        world.slow_to.clear()
+        world.slow_from.clear()
+        for _ in range(200):
+            self.give_room()
+            world.settle()
+            for worker in self.workers(bool):
+                world.let_start(worker)
+                for request in list(worker.streams):
+                    error = ("CANCELLED", "given up") if request in worker.cancelled else None
+                    worker.part(request, True, True, error)
+            for worker in self.workers(lambda worker: worker.running):
+                worker.finish(world.now)
+            world.advance(world.now + 20 * MS)
+            world.slow_to.clear()
+            world.slow_from.clear()
+            quiet = world.core.deadline() is None and not world._pending and not self.workers(lambda w: w.outbox)
+            if quiet and not world.core.state.requests and not world.core.state.sequences:
+                return
+        raise AssertionError("it never becomes quiet")
+
+    def copies(self) -> list[Handle]:
+        return sorted(self.world.own_memory.placed, key=lambda handle: (handle.segment, handle.offset))
+
+    def teardown(self) -> None:
+        self.send([], False)
+        self._let_all_go_on()
+        state = self.world.core.state
+        for worker in self.workers(lambda w: w.policy.sequence is not None and not w.policy.sequence.iterative):
+            assert not self.world.kept_by(worker), f"{worker.name} was never told of the end of a sequence"
+        for model in state.models.values():
+            for version in model.generations():
+                state.cache.purge(version)
+                assert not version.users, version.label
+                assert not version.order, version.label
+                if version.places is not None:
+                    assert not version.places.count, version.label
+                    assert not version.places.latest, version.label
+                for instance in version.instances:
+                    assert not instance.streams, instance.story()
+        assert not state.cache.bytes
+        assert not state.parting
+        if state.limiter is not None:
+            assert not state.limiter._running
+            assert not any(state.limiter._used.values())
+        self.world.turn([])
+        super().teardown()
+
+
+@pytest.mark.hypothesis
+def test_with_everything_at_once_the_books_balance() -> None:
+    run_state_machine_as_test(
+        EverythingMachine,
+        settings=settings(
+            max_examples=examples(60),
+            stateful_step_count=60,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_model_of_the_machine_answers_as_it_should(name: str, limited: bool) -> None:
+    machine = EverythingMachine()
+    machine.begin([name], limited)
+    client = machine.clients[0]
+    options = Options(sequence=5, sequence_start=True, sequence_end=True) if name in SEQUENCES else None
+    machine.send([machine._ask(client, name, 1, "inline", 3, options)], False)
+    machine._let_all_go_on()
+    (answer,) = client.answers.values()
+    assert answer.outputs or name in STREAMS, answer
+    machine.teardown()
+
+
+def test_one_answer_asked_of_a_model_that_has_many_uses_no_memory() -> None:
+    """It is refused. What its places lie in is not kept for it."""
+    machine = EverythingMachine()
+    machine.begin(["e_turn"], False)
+    machine.happen(flag=False, number=1, together=False, what="deploy", which=0)
+    machine.busy(which=0)
+    machine.happen(flag=False, number=0, together=False, what="segment", which=0)
+    machine.infer(
+        count=1, options=None, rows=1, timeout_ms=0, together=False, value=0, wanted=("placed",), where="inline",
+        which=0, which_model=2,
+    )  # fmt: skip
+    machine.teardown()
+
+
+def test_a_sequence_that_goes_on_in_the_turn_in_which_its_model_is_replaced() -> None:
+    """By way of an ensemble, whose requests choose a generation before any step of them has begun."""
+    state = EverythingMachine()
+    state.begin(limited=False, names=["e_nest", "det", "e_seq"])
+    state.load(counts=[3, 3, 3, 3], which=0, which_model=0)
+    state.happen(flag=True, number=1, together=False, what="deploy", which=5)
+    state.busy(which=15)
+    state.happen(flag=False, number=0, together=True, what="deploy", which=5)
+    state.sequence(count=3, end=True, number=1, start=True, timeout_ms=2, together=True, which=7, which_model=1)
+    state.cancel(pick=20, together=False, which=2)
+    state.busy(which=19)
+    state.sequence(count=3, end=True, number=1, start=True, timeout_ms=0, together=True, which=1, which_model=1)
+    state.teardown()

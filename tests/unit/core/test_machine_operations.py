@@ -1,0 +1,154 @@
+"""The state machine of test_machine.py, with operators at work as well: versions are deployed, reloaded, resized,
+unloaded and restarted while all the rest happens, and workers fail to load.
+
+What must be true beyond that: each operation is over once, and a request fails only for what was done to its model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+
+from shmserve.core import events
+from shmserve.core.effects import Kill, Settled
+from shmserve.core.limits import Limits
+from shmserve.core.policy import InstanceSpec
+from shmserve.core.states import VersionState
+from shmserve.protocol.messages import LoadFailed
+from tests.support.core.fakes import FakeWorker
+from tests.support.hypothesis_profiles import examples
+from tests.unit.core.test_machine import LIMITS, CoreMachine, Slow
+
+NAMES = ["plain", "pair", "timed", "ranked", "strict", "single", "flat"]
+"""Not `ordered`: what a generation has when another takes over may be answered after what the other one got."""
+AHEAD = ["plain", "pair", "timed"]
+
+
+class Operated(Slow):
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__(limits)
+        self.settled: dict[int, str] = {}
+
+    def tell(self, effect: Any) -> None:
+        if isinstance(effect, Kill) and effect.reason.startswith(
+            ("it is not wanted any more", "it was restarted, and")
+        ):
+            return
+        if isinstance(effect, Settled):
+            assert effect.operation not in self.settled, f"operation {effect.operation} is over twice"
+            self.settled[effect.operation] = effect.code
+        super().tell(effect)
+
+
+class OperatedMachine(CoreMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world: Operated = Operated()
+        self.operations = 0
+
+    @initialize(names=st.lists(st.sampled_from(NAMES), max_size=1), ahead=st.sampled_from(AHEAD))
+    def begin(self, names: list[str], ahead: str) -> None:
+        self.set_out(names, ahead)
+
+    def operate(self, event: Any, together: bool) -> None:
+        self.operations += 1
+        event.operation = self.operations
+        self.send([(0, event)], together)
+
+    @rule(
+        which=st.integers(0, 9), source=st.integers(0, 3), count=st.integers(1, 3), fresh=st.booleans(),
+        together=st.booleans(),
+    )  # fmt: skip
+    def deploy(self, which: int, source: int, count: int, fresh: bool, together: bool) -> None:
+        name = self.names[which % len(self.names)]
+        specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(count))
+        self.operate(events.Deploy(name, (events.Target(1, source, specs),), 0, fresh and source == 0), together)
+
+    @rule(which=st.integers(0, 9), really=st.integers(0, 2), together=st.booleans())
+    def unload(self, which: int, really: int, together: bool) -> None:
+        if not really:
+            self.operate(events.Unload(self.names[which % len(self.names)]), together)
+
+    @rule(which=st.integers(0, 9), one=st.booleans(), together=st.booleans())
+    def restart(self, which: int, one: bool, together: bool) -> None:
+        name = self.names[which % len(self.names)]
+        self.operate(events.Restart(name, 0, f"{name}_0" if one else ""), together)
+
+    @precondition(lambda self: self.workers(_loads))
+    @rule(which=st.integers(0, 9), says=st.booleans())
+    def cannot_load(self, which: int, says: bool) -> None:
+        loading = self.workers(_loads)
+        worker = loading[which % len(loading)]
+        worker.outbox[:] = [LoadFailed("MODEL_FAILED", "no")] if says else []
+        self.send([], False)
+        self.world.crash(worker, "exit code 3")
+
+    @precondition(lambda self: self.workers(_may_leave))
+    @rule(which=st.integers(0, 9))
+    def leave(self, which: int) -> None:
+        leaving = self.workers(_may_leave)
+        self.send([], False)
+        self.world.crash(leaving[which % len(leaving)], "exit code 0")
+
+    def teardown(self) -> None:
+        self.send([], False)
+        self._let_all_go_on()
+        state = self.world.core.state
+        assert set(self.world.settled) == set(range(1, self.operations + 1)), "an operation that is never over"
+        assert not state.loads
+        assert not state.loading
+        assert not state.leaving
+        for model in state.models.values():
+            assert model.operation is None
+            assert not model.coming
+            assert not model.leaving
+            assert not model.unloading
+            for version in model.versions.values():
+                assert version.state in (VersionState.READY, VersionState.UNAVAILABLE)
+        super().teardown()
+
+
+def _loads(worker: FakeWorker) -> bool:
+    return any(isinstance(message, events.Compiled) for message in worker.outbox)
+
+
+def _may_leave(worker: FakeWorker) -> bool:
+    return worker.stopping and worker.running is None and not worker.inbox
+
+
+@pytest.mark.hypothesis
+def test_whatever_operators_do_the_books_balance() -> None:
+    run_state_machine_as_test(
+        OperatedMachine,
+        settings=settings(
+            max_examples=examples(120),
+            stateful_step_count=60,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_what_is_back_in_the_queue_of_a_model_that_is_given_up_is_answered() -> None:
+    """One of two instances cannot load again; the other one ends with a request that it had not begun."""
+    machine = OperatedMachine()
+    machine.begin(names=[], ahead="pair")
+    machine.connect(kind=0, other=False)
+    machine.connect(kind=0, other=False)
+    machine.crash(which=63)
+    machine.segment(together=False, which=0)
+    machine.crash(which=0)
+    machine.gone(really=0, which=0)
+    machine.gone(really=0, which=0)
+    machine.time(late=False, us=1)
+    for _ in range(2):
+        machine.infer(
+            count=1, optional=False, options=None, rows=0, shape=1, timeout_ms=0, together=False, wanted=None,
+            where="inline", which=0, which_model=0,
+        )  # fmt: skip
+    machine.cannot_load(says=True, which=0)
+    machine.crash(which=0)
+    machine.teardown()

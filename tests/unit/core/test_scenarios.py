@@ -1,0 +1,27 @@
+"""Every scenario file says what comes out. SHMSERVE_REWRITE=1 writes down what did come out, for reading the diff."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.support.core.scenarios import play
+
+FOLDER = ROOT / "tests" / "scenarios"
+FILES = sorted(FOLDER.glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_scenario(path: Path) -> None:
+    expected, found = play(path)
+    if os.environ.get("SHMSERVE_REWRITE") == "1":
+        path.write_text(found)
+        return
+    assert found.splitlines() == expected.splitlines()
+
+
+def test_there_are_scenarios() -> None:
+    assert len(FILES) >= 10

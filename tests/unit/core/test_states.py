@@ -1,0 +1,93 @@
+"""States move only as the tables say."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any, cast
+
+import pytest
+
+from shmserve.core.batching.form import Reason
+from shmserve.core.policy import InstanceSpec
+from shmserve.core.records import Batch, Instance, Request, Sequence, Version
+from shmserve.core.requests.client import ClientState
+from shmserve.core.states import (
+    TABLES,
+    BatchState,
+    IllegalMove,
+    InstanceState,
+    RequestState,
+    SequenceState,
+    VersionState,
+)
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "batching.md"
+
+
+def version() -> Version:
+    return Version("m", 1, [])
+
+
+def thing(state: Any) -> Any:
+    """Something that is in that state."""
+    if isinstance(state, RequestState):
+        client = ClientState(7, "uid:1000", "lane")
+        made: Any = Request(42, client, 3, version(), (), None, None, 2, 2, 0, None, (), (), (), 1000)
+    elif isinstance(state, BatchState):
+        made = Batch([(5, [])], 2, Reason.FULL, None, 0)
+    elif isinstance(state, InstanceState):
+        made = Instance(InstanceSpec("m_0"), peer=9, deaths=2, reason="signal SIGSEGV")
+    elif isinstance(state, SequenceState):
+        made = Sequence(("m", 0, 5, "uid:1000"), 5, version(), 0)
+    else:
+        made = version()
+    made.state = state
+    return made
+
+
+STATES: dict[Any, dict[Any, set[Any]]] = cast("dict[Any, dict[Any, set[Any]]]", TABLES)
+MOVES = [(start, finish) for kind in STATES for start, finish in itertools.product(kind, kind)]
+
+
+@pytest.mark.parametrize(("start", "finish"), MOVES, ids=lambda state: f"{type(state).__name__}.{state.name}")
+def test_every_move(start: Any, finish: Any) -> None:
+    moving = thing(start)
+    if finish in STATES[type(start)][start]:
+        moving.move(finish)
+        assert moving.state is finish
+        return
+    with pytest.raises(IllegalMove, match=f"{start.name} -> {finish.name} is not a legal move; story: "):
+        moving.move(finish)
+    assert moving.state is start
+
+
+def test_the_story_tells_what_one_needs_to_know() -> None:
+    with pytest.raises(IllegalMove) as caught:
+        thing(RequestState.ENDED).move(RequestState.SENT)
+    for part in ("request 42", "3 of client 7", "model 'm' version 1", "2 rows", "arrived 1000"):
+        assert part in str(caught.value)
+    with pytest.raises(IllegalMove, match=r"instance m_0: .* 2 deaths in a row, last reason signal SIGSEGV"):
+        thing(InstanceState.STOPPED).move(InstanceState.READY)
+
+
+def test_every_state_has_a_row_and_can_be_left_or_is_an_end() -> None:
+    for kind, moves in STATES.items():
+        assert set(moves) == set(kind)
+        _, *others = kind
+        assert set(others) <= set().union(*moves.values()), "all but the first state are reached from another one"
+        # An ensemble that is UNAVAILABLE may come back with its models.
+        assert any(not following for following in moves.values()) or kind is VersionState
+
+
+def test_the_page_explains_every_reason() -> None:
+    text = PAGE.read_text()
+    for reason in Reason:
+        assert f"| `{reason.value}` |" in text
+
+
+def test_the_example_of_the_page_is_one_of_the_scenarios() -> None:
+    example = re.search(r"```\n(# 3 rows, then 4.*?)```", PAGE.read_text(), re.DOTALL)
+    assert example
+    assert example[1] in (PAGE.parent.parent / "tests" / "scenarios" / "preferred.txt").read_text()

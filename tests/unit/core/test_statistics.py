@@ -1,0 +1,190 @@
+"""What the core counts, against numpy: durations in buckets, sums, failures by reason, loads, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.core import events
+from shmserve.core.limits import NAMED, Limits
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, SequencePolicy, TensorSpec
+from shmserve.core.stats import histogram
+from shmserve.core.stats.statistics import FailureKind, Statistics, limit_in
+from shmserve.protocol.messages import Cancel, Fail, Infer, Options, Tensor
+from tests.support.core.fakes import FakeClient
+from tests.support.core.world import World
+
+NS = st.integers(0, 2**40)
+LEVELS = BatchPolicy(default_policy=QueuePolicy(max_size=1))
+
+
+def counts(durations: list[int]) -> list[int]:
+    """Into buckets that begin at 0, 1, 2, 4, 8, ..."""
+    edges = [0, *(1 << bit for bit in range(histogram.BUCKETS - 3)), np.iinfo(np.int64).max]
+    found, _ = np.histogram(np.array(durations, np.int64), bins=np.array(edges, np.int64))
+    return [*found.tolist(), *[0] * (histogram.BUCKETS - len(found))]
+
+
+@given(st.lists(NS))
+def test_buckets(durations: list[int]) -> None:
+    found = histogram.empty()
+    for ns in durations:
+        found[ns.bit_length()] += 1
+    assert found == counts(durations)
+    below = histogram.cumulative(found, 3, 20)
+    assert below == [int(np.sum(np.array(durations) <= histogram.edge(bucket))) for bucket in range(3, 21)]
+
+
+@given(st.lists(NS, min_size=1), st.floats(0.01, 1))
+def test_quantiles_are_in_the_bucket_of_the_true_one(durations: list[int], share: float) -> None:
+    found = histogram.quantile(counts(durations), share)
+    true = int(np.quantile(np.array(durations), share, method="inverted_cdf"))
+    assert int(found).bit_length() == true.bit_length() or found == pytest.approx(histogram.edge(true.bit_length()))
+
+
+def test_a_quantile_of_nothing() -> None:
+    assert histogram.quantile(histogram.empty(), 0.5) == 0.0
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1), st.integers(1000, 2000), st.integers(0, 500))
+def test_requests_of_a_batch(arrivals: list[int], taken: int, took: int) -> None:
+    """Also where those that came together do not stand together."""
+    together, alone = Statistics(), Statistics()
+    now = taken + took
+    together.answered(arrivals, 2 * len(arrivals), taken, now)
+    for arrived in arrivals:
+        alone.answered_early(arrived, 2, now)
+    alone.queued(arrivals, taken)
+    assert together == alone
+    came = np.array(arrivals)
+    assert together.success_ns == int(np.sum(now - came))
+    assert together.queue_ns == int(np.sum(taken - came))
+    assert together.request_times == counts((now - came).tolist())
+    assert together.queue_times == counts((taken - came).tolist())
+
+
+# ------------------------------------------------------------------------------------------ in the core
+
+
+def policy(version: int = 1, batching: BatchPolicy | None = None) -> ModelPolicy:
+    tensors = (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),)
+    return ModelPolicy("m", version, 8, *tensors, batching or BatchPolicy())
+
+
+def infer(client: FakeClient, number: int, model: str = "m", timeout_us: int = 0) -> tuple[int, Infer]:
+    client.sends(number)
+    return client.peer, Infer(number, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, timeout_us)
+
+
+def counted(world: World, version: int = 1) -> Statistics:
+    return world.core.state.models["m"].versions[version].statistics
+
+
+def test_failures_by_reason() -> None:
+    world = World()
+    world.deploy(policy(batching=LEVELS))
+    client = world.connect("c")
+    world.turn([infer(client, 1)])
+    world.turn([infer(client, 2)])
+    world.turn([infer(client, 3)])  # one waits already
+    assert "Exceeds maximum queue size" in client.answers[3].text
+    world.turn([(client.peer, Cancel(2))])
+    worker = world.worker("m_0")
+    worker.finish(world.now, error=("MODEL_FAILED", "no"))
+    world.settle()
+    world.turn([infer(client, 4, timeout_us=1000)])
+    world.advance(world.now + 2_000_000)
+    assert client.answers[4].code == "DEADLINE_EXCEEDED"
+    found = counted(world)
+    assert {why.name: count for why, count in zip(FailureKind, found.failures, strict=True)} == {
+        "REJECTED": 1, "CANCELED": 1, "BACKEND": 1, "OTHER": 1}  # fmt: skip
+    assert found.fail_count == sum(found.failures)
+    assert (found.success_count, found.inference_count) == (0, 0)
+    assert world.core.state.refused == {"UNAVAILABLE": 1}
+
+
+def test_refused_by_a_limit() -> None:
+    world = World(Limits(client_requests=1))
+    world.deploy(policy())
+    client = world.connect("c")
+    world.turn([infer(client, 1), infer(client, 2), infer(client, 3, "nobody")])
+    assert isinstance(client.answers[2], Fail)
+    world.turn([infer(client, 4)])
+    assert world.core.state.refused == {"client_requests": 3}
+    assert counted(world).failures[FailureKind.REJECTED] == 2, "one was for another model"
+
+
+def test_every_limit_is_found_in_a_text_that_names_it() -> None:
+    for row in NAMED:
+        assert limit_in(f"there are 7 of them, the limit ({row.name}); try again later") == row.name
+    assert limit_in("no room for 5 bytes (broker-arena-bytes)") == ""
+    assert not re.search("connection", limit_in("this connection (connections of others)"))
+
+
+def test_counts_outlive_generations_and_changes_are_counted() -> None:
+    world = World()
+    world.deploy(policy())
+    client = world.connect("c")
+    number = 0
+
+    def answered() -> int:
+        nonlocal number
+        number += 1
+        world.turn([infer(client, number)])
+        (busy,) = (worker for worker in world.workers.values() if worker.running is not None)
+        busy.finish(world.now)
+        world.settle()
+        return counted(world).success_count
+
+    assert answered() == 1
+    target = next(iter(world.targets["m"].values()))
+    world.now += 1000
+    world.turn([(0, events.Deploy("m", (events.Target(1, 1, target.instances),)))])  # from another source
+    assert answered() == 2
+    world.turn([(0, events.Unload("m"))])
+    assert counted(world).success_count == 2
+    world.turn([(0, events.Deploy("m", (events.Target(1, 2, target.instances),)))])
+    assert answered() == 1, "as in Triton, they begin again when a model is loaded after an unload"
+    loads = world.core.state.models["m"].loads
+    assert (loads.done, loads.failed) == (3, 0)
+    world.loads_itself["m"] = False
+    world.turn([(0, events.Deploy("m", (events.Target(1, 3, target.instances),)))])
+    world.crash(list(world.workers.values())[-1], loading_error="no such file")
+    world.turn([(0, events.Refuse("m", 2, "it cannot be read"))])
+    assert (loads.done, loads.failed) == (3, 2)
+    assert answered() == 2
+
+
+def test_restarts_are_counted_by_instance() -> None:
+    world = World()
+    world.deploy(policy(), instances=2)
+    for _ in range(2):
+        world.crash(world.worker("m_1"))
+        world.advance(world.now + 10**10)
+    assert counted(world).restarts == {"m_1": 2}
+
+
+def test_a_batch_of_sequences_has_rows_up_to_its_last_slot() -> None:
+    """As Triton counts them: whether the sequences in these slots have a request or not."""
+    x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
+    world = World()
+    world.deploy(ModelPolicy("m", 1, 4, (x,), (y,), sequence=SequencePolicy(True, 4, 10**9)))
+    client, worker = world.connect("a"), world.worker("m_0")
+    for turn, sequences in enumerate([(7, 8, 9), (8,), (-9,), (-8,), (7,)]):
+        happened: list[tuple[int, object]] = []
+        for sequence in sequences:
+            number = 10 * turn + abs(sequence)
+            client.sends(number)
+            options = Options(sequence=abs(sequence), sequence_start=not turn, sequence_end=sequence < 0)
+            tensors = (Tensor("x", "FP32", (1, 1), bytes(4)),)
+            happened.append((client.peer, Infer(number, "m", 0, tensors, options=options)))
+        world.turn(happened)
+        worker.finish(world.now)
+        world.settle()
+    statistics = world.core.state.models["m"].versions[1].statistics
+    assert {rows: batches.count for rows, batches in statistics.batches.items()} == {3: 3, 2: 1, 1: 1}
+    assert statistics.inference_count == 7

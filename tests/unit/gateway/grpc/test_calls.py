@@ -1,0 +1,237 @@
+"""Calls of gRPC on streams and a session that are not real: who is told what, in which order, and what is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.gateway.auth.access import EndpointAccess
+from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.upstream.link import GatewaySession
+from shmserve.protocol.messages import Reply, Tensor
+from tests.support.gateway.grpc_calls import Case
+from tests.support.gateway.rpc import POOL, message
+from tests.support.hypothesis_profiles import examples
+
+# ---------------------------------------------------------------------------------------- one answer
+
+
+def test_an_inference() -> None:
+    case = Case("ModelInfer")
+    made = message("ModelInferRequest", model_name="m", model_version="2", id="me", raw_input_contents=[b"abcd"])
+    made.inputs.add(name="i", datatype="FP32", shape=[1])
+    made.outputs.add(name="o")
+    case.call.message(made.SerializeToString())
+    case.call.half_closed()
+    ((ticket, asked),) = case.link.asked
+    assert asked[0] == "m"
+    assert asked[1] == ((Tensor("i", "FP32", (1,), b"abcd"),), None, 4)
+    assert (asked[3], asked[4], asked[11]) == (["o"], "2", "me")
+    ticket.settle(Reply(0, 2, (Tensor("o", "INT8", (2,), b"hi"),), {"x": 1}))
+    answer = message("ModelInferResponse").FromString(case.stream.sent[0])
+    assert (answer.model_name, answer.model_version, answer.id) == ("m", "2", "me")
+    assert (answer.parameters["x"].int64_param, answer.raw_output_contents[0]) == (1, b"hi")
+    assert case.stream.end == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"inputs": [{"name": "i", "datatype": "FP32", "contents": {}}]}, "contents field must not be specified when "
+         "using raw_input_contents for 'i' for model 'm'"),
+        ({"inputs": [{"name": "i", "datatype": "FP32"}] * 2}, "has 1 tensors, and 2 inputs for model 'm'"),
+        ({}, "has 1 tensors, and 0 inputs"),
+    ],
+)  # fmt: skip
+def test_raw_contents_fit_the_inputs(fields: dict[str, Any], said: str) -> None:
+    case = Case("ModelInfer")
+    made = message("ModelInferRequest", model_name="m", id="me", raw_input_contents=[b"abcd"], **fields)
+    with pytest.raises(RpcError, match=said) as caught:
+        case.call.message(made.SerializeToString())
+    assert caught.value.code == Code.INVALID_ARGUMENT
+    assert caught.value.text.startswith("[request id: me] ")
+    assert not case.link.asked
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_metadata_goes_on_to_models(method: str) -> None:
+    case = Case(method, **{"x-who": "me", "authorization": "secret"})
+    case.ask(**dict[str, Any](mine=1, **{"x-who": "you"}))
+    assert case.link.asked[0][1][10] == {"x-who": "me", "mine": 1}
+
+
+def test_how_an_inference_fails() -> None:
+    for error, code, text in (
+        (NotFound("no 'm'"), Code.NOT_FOUND, "no 'm'"),
+        (InvalidRequest("no"), Code.INVALID_ARGUMENT, "[request id: me] no"),
+        (
+            Unsupported("model 'm' has a decoupled transaction policy"), Code.UNIMPLEMENTED,
+            "ModelInfer RPC doesn't support models with decoupled transaction policy: "
+            "model 'm' has a decoupled transaction policy",
+        ),
+    ):  # fmt: skip
+        case = Case("ModelInfer")
+        case.ask(id="me").fail(error)
+        assert case.stream.end == (code, text)
+        assert not case.stream.sent
+    case = Case("ModelInfer")
+    ticket = case.ask()
+    ticket.settle(Reply(0, 1, (Tensor("o", "INT8", (2,), 7),)))  # of a kind that the lane does not have
+    assert case.stream.end is not None
+    assert case.stream.end[0] == Code.INTERNAL
+    case = Case("ModelInfer")
+    with pytest.raises(RpcError, match="not this one"):
+        case.ask("refused")
+    case = Case("ModelInfer")
+    with pytest.raises(RpcError, match="received none"):
+        case.call.half_closed()
+
+
+def test_an_inference_is_taken_back() -> None:
+    case = Case("ModelInfer")
+    ticket = case.ask()
+    case.call.cancelled()
+    case.call.cancelled()
+    assert case.link.cancelled == [ticket]
+    case = Case("ModelInfer")
+    ticket = case.ask()
+    with pytest.raises(RpcError, match="received another"):
+        case.ask()
+    assert case.link.cancelled == [ticket]
+
+
+def test_what_needs_another_role_is_known_from_the_message() -> None:
+    case = Case("TraceSetting")
+    case.services.access = EndpointAccess({"infer", "observe"}, knob="--grpc-roles")
+    case.call.message(b"")
+    assert case.link.asked[0][1][0] == "trace"
+    case = Case("TraceSetting")
+    case.services.access = EndpointAccess({"infer", "observe"}, knob="--grpc-roles")
+    with pytest.raises(RpcError, match="operate") as caught:
+        case.call.message(message("TraceSettingRequest", settings={"trace_rate": {"value": ["1"]}}).SerializeToString())
+    assert caught.value.code == Code.PERMISSION_DENIED
+    assert not case.link.asked
+
+
+def test_a_question_is_short() -> None:
+    case = Case("TraceSetting")
+    long = message("TraceSettingRequest", settings={"x": {"value": [""] * 40_000}}).SerializeToString()
+    with pytest.raises(RpcError, match=r"TraceSettingRequest has .* bytes; the limit is 65536"):
+        case.call.message(long)
+    case = Case("RepositoryModelLoad")
+    parameters = {"config": {"string_param": "{}"}, "file:1/x": {"bytes_param": bytes(100_000)}}
+    load = message("RepositoryModelLoadRequest", model_name="m", parameters=parameters)
+    case.call.message(load.SerializeToString())
+    assert case.link.asked[0][1][0] == "load"
+
+
+PATHS = [(method.name, INFERENCE) for method in POOL.FindServiceByName(INFERENCE).methods]
+
+
+@pytest.mark.parametrize(("method", "service"), [*PATHS, ("Check", HEALTH), ("Watch", HEALTH)])
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
+@settings(max_examples=examples(30))
+def test_any_messages_are_answered_or_refused(method: str, service: str, messages: list[bytes]) -> None:
+    case = Case(method, service)
+    try:
+        for data in messages:
+            case.call.message(data)
+        case.call.half_closed()
+    except RpcError as error:
+        assert error.code in (Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.NOT_FOUND, Code.INTERNAL)  # noqa: PT017
+    case.call.cancelled()
+    assert len(case.link.cancelled) == len(case.link.asked)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize("name", ["i", "input"])
+def test_a_large_tensor_is_where_models_read_it(method: str, name: str) -> None:
+    """Of two, the first need not be copied, wherever in the message it is; the second is as before."""
+    case = Case(method)
+    case.link.memory = GatewaySession("memfd").memory
+    tensors = [bytes([number]) * 9001 for number in (1, 2)]
+    made = message("ModelInferRequest", model_name="m", id="me", raw_input_contents=tensors)
+    for number in range(2):
+        made.inputs.add(name=f"{name}{number}", datatype="UINT8", shape=[9001])
+    data = made.SerializeToString()
+    assert case.call.room(len(data), data[:40]) is None
+    room = case.call.room(len(data), data[:2000])
+    assert room is not None
+    room.memory[:] = data
+    case.call.message(room.memory)
+    ((_, asked),) = case.link.asked
+    inputs, kept, _ = asked[1]
+    assert [bytes(array) for array in kept.arrays] == tensors
+    assert [np.shares_memory(array, np.frombuffer(room.memory, np.uint8)) for array in kept.arrays] == [True, False]
+    assert [case.link.memory.locate(array)[0] for array in kept.arrays] == [tensor.data[0] for tensor in inputs]
+    assert all(tensor.data[0].offset % 64 == 0 for tensor in inputs)
+    again = Case(method)
+    again.link.memory = case.link.memory
+    assert again.call.room(len(data), data[:2000]) is not None
+    again.call.message(memoryview(data))  # it was read to another place after all
+    assert [bytes(array) for array in again.link.asked[0][1][1][1].arrays] == tensors
+
+
+def test_memory_that_is_used_up_is_told_when_the_message_is_here() -> None:
+    case = Case("ModelInfer")
+    case.link.memory = GatewaySession("memfd", memory_bytes=1 << 16).memory
+    made = message("ModelInferRequest", model_name="m", raw_input_contents=[bytes(1 << 20)])
+    made.inputs.add(name="i", datatype="UINT8", shape=[1 << 20])
+    data = made.SerializeToString()
+    assert case.call.room(len(data), data[:2000]) is None
+    with pytest.raises(RpcError) as caught:
+        case.call.message(data)
+    assert caught.value.code == Code.UNAVAILABLE
+
+
+# ---------------------------------------------------------------------------------------- health
+
+
+def health(sent: bytes) -> int:
+    status: int = message("grpc.health.v1.HealthCheckResponse").FromString(sent).status
+    return status
+
+
+def test_health() -> None:
+    for service, settle, status in ((INFERENCE, {"ready": True}, 1), ("", {"ready": False}, 2)):
+        case = Case("Check", HEALTH)
+        case.call.message(message("grpc.health.v1.HealthCheckRequest", service=service).SerializeToString())
+        case.link.asked[0][0].settle(settle)
+        assert (health(case.stream.sent[0]), case.stream.end) == (status, (0, ""))
+    case = Case("Check", HEALTH)
+    case.call.message(b"")
+    case.link.asked[0][0].fail(Unavailable("gone"))
+    assert health(case.stream.sent[0]) == 2
+    case = Case("Check", HEALTH)
+    with pytest.raises(RpcError) as caught:
+        case.call.message(message("grpc.health.v1.HealthCheckRequest", service="x").SerializeToString())
+    assert caught.value.code == Code.NOT_FOUND
+
+
+def test_who_watches_is_told_of_changes() -> None:
+    case = Case("Watch", HEALTH)
+    case.call.message(b"")
+    case.call.half_closed()
+    for answer in ({"ready": True}, {"ready": True}, None, {"ready": True}):
+        ticket, _ = case.link.asked.popleft()
+        if answer is None:
+            ticket.fail(Unavailable("gone"))
+        else:
+            ticket.settle(answer)
+        case.link.later.pop()()
+    assert [health(sent) for sent in case.stream.sent] == [1, 2, 1]
+    case.services.close()
+    assert health(case.stream.sent[-1]) == 2
+    assert case.stream.end == (Code.UNAVAILABLE, "the gateway is stopping")
+    assert len(case.link.cancelled) == 1
+    case = Case("Watch", HEALTH)
+    case.call.message(message("grpc.health.v1.HealthCheckRequest", service="x").SerializeToString())
+    assert health(case.stream.sent[0]) == 3
+    case.call.cancelled()
+    assert not case.services.watches

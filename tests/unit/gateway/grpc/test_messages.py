@@ -1,0 +1,439 @@
+"""Requests and answers of gRPC as bytes, against protobuf itself; and what each call asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.dtypes import ITEM_BYTES, to_numpy
+from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.gateway.auth.access import NEEDS, EndpointAccess
+from shmserve.gateway.grpc import wire as grpc_wire
+from shmserve.gateway.grpc.codes import code_of
+from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
+from shmserve.gateway.grpc.methods import Methods
+from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
+from shmserve.gateway.grpc.rpcs import RPCS
+from shmserve.gateway.grpc.services import Services
+from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, streamed, take_apart
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
+from shmserve.gateway.kserve.plans import InputPlan, Place, RequestOptions, RequestPlan
+from shmserve.gateway.limits.caller_shares import Payer, Shares
+from shmserve.gateway.limits.turns import finished
+from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, FixedDocument, Route, question_of
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.messages import TENSORS, Tensor
+from shmserve.protocol.roles import ROLES
+from shmserve.session.encode import TopK
+from shmserve.shm import strings
+from tests.support.gateway.rpc import message, parameter
+from tests.support.hypothesis_profiles import examples
+
+NAMES = st.text("abcXYZ_é", max_size=200)
+BLOBS = st.binary(max_size=300)
+
+
+@st.composite
+def requests(draw: Any) -> Any:
+    """A request and its bytes, whose fields may come in any order."""
+    made = message("ModelInferRequest", model_name=draw(NAMES), model_version=draw(st.sampled_from(["", "7"])))
+    made.id = draw(NAMES)
+    for name in draw(st.lists(NAMES, max_size=3)):
+        one = made.inputs.add(name=name, datatype=draw(st.sampled_from(["FP32", "BYTES", "?"])))
+        one.shape.extend(draw(st.lists(st.integers(-2, 2**40), max_size=3)))
+    for name in draw(st.lists(NAMES, max_size=2)):
+        made.outputs.add(name=name)
+    for name, value in draw(st.dictionaries(NAMES, st.booleans() | st.integers(-9, 9) | NAMES, max_size=3)).items():
+        parameter(made.parameters[name], value)
+    made.raw_input_contents.extend(draw(st.lists(BLOBS, max_size=4)))
+    pieces = []
+    for field, value in made.ListFields():
+        if field.name == "parameters":
+            pieces.append(message("ModelInferRequest", parameters=value).SerializeToString())
+            continue
+        several = field.name in ("inputs", "outputs", "raw_input_contents")
+        for one in value if several else [value]:
+            pieces.append(message("ModelInferRequest", **{field.name: [one] if several else one}).SerializeToString())
+    if draw(st.booleans()):
+        order = draw(st.permutations(range(len(pieces))))
+        data = b"".join([pieces[index] for index in order])
+        made = message("ModelInferRequest")
+        made.ParseFromString(data)
+        return made, data
+    return made, made.SerializeToString()
+
+
+# ---------------------------------------------------------------------------------------- requests
+
+
+@given(requests(), st.sampled_from([bytes, bytearray, memoryview]))
+def test_a_request_is_taken_apart(case: tuple[Any, bytes], kind: Any) -> None:
+    made, data = case
+    taken = take_apart(kind(data))
+    assert taken.id == made.id
+    assert [bytes(one) for one in taken.raw] == list(made.raw_input_contents)
+    del made.raw_input_contents[:]
+    made.id = ""
+    assert read(type(made), taken.head) == made
+
+
+@given(
+    st.binary(max_size=64) | requests().map(lambda case: case[1]),
+    st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3),
+)
+@settings(max_examples=examples(300))
+def test_any_bytes_are_a_plan_or_refused(data: bytes, changes: list[tuple[int, int]]) -> None:
+    """And those which protobuf takes are taken apart as protobuf does it."""
+    noise = bytearray(data)
+    for at, value in changes:
+        if noise:
+            noise[at % len(noise)] = value
+    with contextlib.suppress(InvalidRequest):
+        taken = take_apart(bytes(noise))
+        plan = plan_of(taken.head)
+        whole = message("ModelInferRequest")
+        whole.ParseFromString(bytes(noise))
+        assert (plan.model, taken.id, len(taken.raw)) == (whole.model_name, whole.id, len(whole.raw_input_contents))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x0a", b"\x0a\x05abc", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x1a\x01\xff", b"\x0b", b"\x0f",
+        b"\x9a\x00\x01a",
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_request(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="ModelInferRequest"):
+        plan_of(take_apart(data).head)
+
+
+def test_fields_of_later_versions_are_passed_over() -> None:
+    known = message("ModelInferRequest", model_name="m", id="x", raw_input_contents=[b"abc"]).SerializeToString()
+    more = b"\x50\x96\x01" + b"\x59" + bytes(8) + b"\x65" + bytes(4) + b"\x6a\x02hi" + b"\x82\x7d\x01z"
+    taken = take_apart(more + known + more)
+    assert (taken.id, taken.raw, plan_of(taken.head).model) == ("x", [b"abc"], "m")
+    with pytest.raises(InvalidRequest, match="more than 1024"):
+        take_apart(b"\x3a\x00" * 5000)
+
+
+def test_a_request_of_everything() -> None:
+    made = message("ModelInferRequest", model_name="m", model_version="3")
+    made.inputs.add(name="a", datatype="FP32", shape=[2, 3])
+    held = made.inputs.add(name="b", datatype="INT8", shape=[4])
+    for name, value in (("shared_memory_region", "r"), ("shared_memory_offset", 8), ("shared_memory_byte_size", 4)):
+        parameter(held.parameters[name], value)
+    place = made.outputs.add(name="p")
+    for name, value in (("shared_memory_region", "r"), ("shared_memory_byte_size", 64)):
+        parameter(place.parameters[name], value)
+    parameter(made.outputs.add(name="k").parameters["classification"], 2)
+    given_parameters: dict[str, Any] = {
+        "sequence_id": 7, "sequence_start": True, "sequence_end": True, "timeout": 9, "mine": 1.5,
+        "triton_enable_empty_final_response": True,
+    }  # fmt: skip
+    for name, value in given_parameters.items():
+        parameter(made.parameters[name], value)
+    made.parameters["priority"].uint64_param = 4
+    places = {"p": Place("r", 0, 64)}
+    options = RequestOptions("", 4, 7, True, True, {"timeout": 9, "mine": 1.5})
+    specs = (InputPlan("a", "FP32", (2, 3), 0), InputPlan("b", "INT8", (4,), 4, None, Place("r", 8, 4)))
+    plan = RequestPlan(specs, 0, options, {"p": None, "k": TopK(2)}, {}, places)
+    assert plan_of(made.SerializeToString()) == RpcPlan("m", "3", plan, 1, "", True)
+
+
+def one_input(**more: Any) -> Any:
+    made = message("ModelInferRequest", model_name="m", model_version=more.pop("model_version", ""))
+    made.inputs.add(**{"name": "a", "datatype": "FP32", "shape": [1]} | more)
+    return made
+
+
+def with_parameter(name: str, value: Any) -> Any:
+    made = one_input()
+    if value is None:
+        made.parameters[name].Clear()
+    else:
+        parameter(made.parameters[name], value)
+    return made
+
+
+def with_output(name: str, value: Any) -> Any:
+    made = one_input()
+    parameter(made.outputs.add(name="o").parameters[name], value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (one_input(shape=[-1]), "dims must be from 0"),
+        (one_input(shape=[1] * 33), "33 dims"),
+        (one_input(datatype="FLOAT"), "unknown data-type 'FLOAT'"),
+        (one_input(name="n" * 200), "200 characters"),
+        (one_input(model_version="new"), "failed to get model version from specified version string 'new'"),
+        (one_input(model_version="0"), "failed to get model version"),
+        (one_input(contents={"int_contents": [1]}), "FP32, whose elements are in fp32_contents, and int_contents has"),
+        (one_input(datatype="FP16", contents={}), "use raw_input_contents"),
+        (one_input(datatype="BF16", contents={}), "use raw_input_contents"),
+        (one_input(datatype="INT8", contents={"int_contents": [128]}), "does not fit in INT8"),
+        (one_input(datatype="UINT16", contents={"uint_contents": [65536]}), "does not fit in UINT16"),
+        (with_parameter("x", None), "parameter 'x' of the request has no value"),
+        (with_parameter("triton_x", 1), "reserved"),
+        (with_parameter("headers", "1"), "reserved"),
+        (with_parameter("sequence_start", 1), "'sequence_start' must be true or false"),
+        (with_parameter("priority", -1), "'priority' must be a number from 0"),
+        (with_parameter("triton_enable_empty_final_response", 1), "must be true or false"),
+        (with_output("classification", 0), "'classification' of output 'o'"),
+        (with_output("shared_memory_region", "r"), "shared_memory_byte_size"),
+        (message("ModelInferRequest", inputs=[{}] * (TENSORS + 1)), "257 inputs; the limit is 256"),
+        (message("ModelInferRequest", outputs=[{}] * (TENSORS + 1)), "257 outputs; the limit is 256"),
+        (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "output 'o' already exists in request"),
+        (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(65)}), "limit is 64"),
+        (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(999)}), "999 parameters"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(made: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        plan_of(made.SerializeToString())
+
+
+@pytest.mark.parametrize("dtype", list(CONTENTS))
+def test_typed_contents_are_the_bytes_of_the_tensor(dtype: str) -> None:
+    assert set(CONTENTS) == set(ITEM_BYTES) - {"FP16", "BF16"}
+    if dtype == "BYTES":
+        words = [b"", b"a", "é".encode(), b"\xff\x00"]
+        contents = message("InferTensorContents", bytes_contents=words)
+        assert contents_to_bytes("a", dtype, contents) == bytes(strings.encode_bytes(np.array(words, object)))
+        return
+    kind = to_numpy(dtype)
+    if kind.kind == "b":
+        array = np.array([True, False, True])
+    elif kind.kind == "f":
+        array = np.array([0, -1.5, math.inf, -math.inf, math.nan, np.finfo(kind).tiny, np.finfo(kind).max], kind)
+    else:
+        array = np.array([np.iinfo(kind).min, 0, 1, np.iinfo(kind).max], kind)
+    made = one_input(datatype=dtype, shape=array.shape, contents={CONTENTS[dtype]: array.tolist()})
+    plan = plan_of(made.SerializeToString())
+    assert plan.contents == "a"
+    assert plan.raw == 0
+    assert plan.plan.inputs[0].data == array.tobytes()
+
+
+def test_plans_are_remembered_where_they_can_be() -> None:
+    plans = RpcPlans(5000)
+    plain = one_input().SerializeToString()
+    assert plans.plan(plain) is plans.plan(bytes(bytearray(plain)))
+    typed = one_input(contents={"fp32_contents": [1]}).SerializeToString()
+    assert plans.plan(typed) is not plans.plan(typed)
+    large = one_input(datatype="INT64", contents={"int64_contents": [1] * 2000}).SerializeToString()
+    with pytest.raises(InvalidRequest, match="exceeds 5000 bytes of INT64; raise --grpc-max-input-size"):
+        finished(plans.in_slices(large))
+    strings_ = one_input(datatype="BYTES", contents={"bytes_contents": [b"a"] * 2000}).SerializeToString()
+    assert finished(plans.in_slices(strings_)).plan.inputs[0].data == b"\1\0\0\0a" * 2000
+    for number in range(3000):  # their number is bounded
+        plans.plan(one_input(name=str(number)).SerializeToString())
+    assert plans.plan(plain) == plan_of(plain)
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+TENSOR = st.tuples(NAMES, st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 2**40), max_size=3), BLOBS)
+
+
+@given(NAMES, st.integers(0, 2**62), NAMES, st.lists(TENSOR, max_size=4), st.booleans(), st.booleans())
+def test_an_answer_is_what_protobuf_reads(
+    model: str, version: int, request_id: str, tensors: list[Any], in_pieces: bool, final: bool
+) -> None:
+    outputs = [Tensor(name, dtype, tuple(shape), data) for name, dtype, shape, data in tensors]
+    buffers = [[memoryview(t[3])[:7], memoryview(t[3])[7:]] for t in tensors] if in_pieces else None
+    answers = ResponseEncoder()
+    for _ in range(2):
+        parts = answers.infer(model, version, request_id, IS_FINAL if final else b"", outputs, buffers)
+        expected = message("ModelInferResponse", model_name=model, id=request_id)
+        expected.model_version = str(version) if version else ""
+        if final:
+            expected.parameters["triton_final_response"].bool_param = True
+        for name, dtype, shape, data in tensors:
+            expected.outputs.add(name=name, datatype=dtype, shape=shape)
+            expected.raw_output_contents.append(data)
+        assert message("ModelInferResponse").FromString(b"".join(parts)) == expected
+        found = message("ModelStreamInferResponse").FromString(b"".join(streamed(parts)))
+        assert found.infer_response == expected
+        assert found.error_message == ""
+
+
+def test_tensors_are_not_copied_into_an_answer() -> None:
+    data = memoryview(bytes(100_000))
+    parts = ResponseEncoder().infer("m", 1, "", b"", [Tensor("o", "UINT8", (100_000,), ())], [[data]])
+    assert any(part is data for part in parts)
+    with pytest.raises(Internal):
+        ResponseEncoder().infer("m", 1, "", b"", [Tensor("o", "UINT8", (1,), 0)], None)
+
+
+def test_an_error_of_a_stream() -> None:
+    found = message("ModelStreamInferResponse").FromString(stream_error("no \udcff", "me"))
+    assert (found.error_message, found.infer_response.id) == ("no ?", "me")
+
+
+def test_parameters_of_an_answer() -> None:
+    given_parameters: dict[str, Any] = {"a": True, "b": -(2**63), "c": "é", "d": 0.5, "e": 2**63 - 1, "f": 2**64 - 1}
+    found = message("ModelInferResponse").FromString(grpc_wire.parameters_of(given_parameters))
+    shown = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in found.parameters.items()}
+    assert shown == given_parameters
+
+
+# ---------------------------------------------------------------------------------------- everything else
+
+
+def test_every_method_is_there() -> None:
+    assert set(methods(INFERENCE)) == set(RPCS) | {"ModelInfer", "ModelStreamInfer"}
+    assert {rpc.action for rpc in RPCS.values()} <= set(NEEDS)
+
+
+def asked(rpc_name: str, /, **fields: Any) -> tuple[Route, BrokerQuery | FixedDocument]:
+    rpc = RPCS[rpc_name]
+    route, arguments = rpc.query(rpc.request(**fields))
+    return route, question_of(route, arguments, Regions(False))
+
+
+def answered(name: str, document: Any) -> Any:
+    rpc = RPCS[name]
+    return read(rpc.response, filled(rpc.response, rpc.shown(document)))
+
+
+def test_documents_are_messages() -> None:
+    _, question = asked("ModelReady", name="m", version="2")
+    assert isinstance(question, BrokerQuery)
+    assert (question.what, question.model, question.version) == ("ready", "m", "2")
+    assert answered("ModelReady", question.show({"ready": True})).ready is True
+    assert answered("ModelReady", question.failed(NotFound("?"))).ready is False
+    _, question = asked("RepositoryIndex", ready=True)
+    assert isinstance(question, BrokerQuery)
+    models = [{"name": "a", "version": "1", "state": "READY", "reason": ""}, {"name": "b", "state": ""}]
+    (model,) = answered("RepositoryIndex", question.show(models)).models
+    assert (model.name, model.version, model.state) == ("a", "1", "READY")
+    statistics = {"model_stats": [{"name": "m", "last_inference": 2**60, "own": {"x": 1}, "batch_stats": []}]}
+    assert answered("ModelStatistics", statistics).model_stats[0].last_inference == 2**60
+    region = {"name": "r", "key": "/k", "offset": 3, "byte_size": 2**40}
+    assert answered("SystemSharedMemoryStatus", [region]).regions["r"].byte_size == 2**40
+    with pytest.raises(Internal):
+        answered("ServerMetadata", {"name": 3})
+
+
+def test_loads() -> None:
+    parameters = {"config": {"string_param": '{"backend": "python"}'}, "file:1/model.py": {"bytes_param": b"x"}}
+    _, question = asked("RepositoryModelLoad", model_name="m", parameters=parameters)
+    assert isinstance(question, BrokerQuery)
+    assert question.body is not None
+    assert question.body.take() == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
+    _, question = asked("RepositoryModelLoad", model_name="m", parameters={"previous": {"bool_param": True}})
+    assert isinstance(question, BrokerQuery)
+    assert question.body is not None
+    assert (question.what, question.body.take()) == ("rollback", b"")
+    with pytest.raises(BadLoad, match="failed to load 'm', failed to poll from model repository: wrong"):
+        question.failed(InvalidRequest("wrong"))
+    with pytest.raises(BadLoad, match="load failed for model 'm': version 1 is at UNAVAILABLE state: no file"):
+        question.failed(InvalidRequest("load failed for model 'm': version 1 is at UNAVAILABLE state: no file"))
+    _, question = asked("RepositoryModelUnload", model_name="m", parameters={"unload_dependents": {"bool_param": True}})
+    assert isinstance(question, BrokerQuery)
+    assert question.body is not None
+    assert json.loads(question.body.take()) == {"unload_dependents": True, "wait": False}
+    _, question = asked("RepositoryModelUnload", model_name="m", parameters={"force": {"bool_param": True}})
+    assert isinstance(question, BrokerQuery)
+    assert question.body is not None
+    assert json.loads(question.body.take()) == {"unload_dependents": False, "wait": False, "force": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "kind"),
+    [
+        ("RepositoryIndex", {"repository_name": "r"}, Unsupported),
+        ("RepositoryModelLoad", {"repository_name": "r"}, Unsupported),
+        ("RepositoryModelUnload", {"repository_name": "r"}, Unsupported),
+        ("RepositoryModelLoad", {"parameters": {"config": {"bytes_param": b"{}"}}}, InvalidRequest),
+        ("RepositoryModelLoad", {"parameters": {"config": {"string_param": "no JSON"}}}, BadLoad),
+        ("RepositoryModelLoad", {"parameters": {"file:a": {"bytes_param": b""}}}, BadLoad),
+        ("RepositoryModelLoad", {"parameters": {"other": {"bytes_param": b""}}}, InvalidRequest),
+        ("RepositoryModelLoad", {"parameters": {"previous": {"string_param": "true"}}}, InvalidRequest),
+        ("RepositoryModelUnload", {"parameters": {"unload_dependents": {"string_param": "yes"}}}, InvalidRequest),
+        ("RepositoryModelUnload", {"parameters": {"other": {"bool_param": True}}}, InvalidRequest),
+        ("SystemSharedMemoryRegister", {"name": "r", "key": "/k", "byte_size": 1}, Unsupported),
+        ("ModelConfig", {"name": "m", "version": "x"}, InvalidRequest),
+        ("LogSettings", {"settings": {"log_info": {}}}, InvalidRequest),
+    ],
+)
+def test_questions_that_are_refused(name: str, fields: dict[str, Any], kind: type[ServeError]) -> None:
+    with pytest.raises(kind):
+        asked(name, **fields)
+
+
+def test_settings() -> None:
+    route, question = asked("TraceSetting", model_name="m")
+    assert route.action == "trace"
+    values = {"trace_rate": {"value": ["1"]}, "trace_level": {"value": ["A", "B"]}, "log_frequency": {"value": []}}
+    route, question = asked("TraceSetting", settings=values)
+    assert route.action == "set_trace"
+    assert isinstance(question, BrokerQuery)
+    assert question.body is not None
+    said = json.loads(question.body.take())
+    assert said == {"trace_rate": ["1"], "trace_level": ["A", "B"], "log_frequency": None}
+    shown = answered("TraceSetting", {"trace_level": ["OFF"], "trace_rate": "1000"}).settings
+    assert {name: list(one.value) for name, one in shown.items()} == {"trace_level": ["OFF"], "trace_rate": ["1000"]}
+    log = {"log_info": {"bool_param": False}, "log_verbose_level": {"uint32_param": 2}}
+    route, question = asked("LogSettings", settings=log | {"log_format": {"string_param": "default"}})
+    assert route.action == "set_log"
+    assert isinstance(question, BrokerQuery)
+    assert question.body is not None
+    said = json.loads(question.body.take())
+    assert said == {"log_info": False, "log_verbose_level": 2, "log_format": "default"}
+    back = answered("LogSettings", said).settings
+    assert {name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in back.items()} == said
+
+
+class _Stream:
+    metadata: dict[str, str] = {}
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def payer(self, token: str) -> Payer:
+        return Shares().connect("127.0.0.1").payer(token)
+
+
+def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None:
+    nothing: Any = None
+    paths = {f"/{INFERENCE}/{name}": rpc.action for name, rpc in RPCS.items()}
+    paths |= {
+        f"/{INFERENCE}/ModelInfer": "infer",
+        f"/{INFERENCE}/ModelStreamInfer": "infer",
+        f"/{HEALTH}/Check": "ready",
+    }
+    for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
+        methods = Methods(Services(nothing, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False)))
+        for path, action in paths.items():
+            stream: Any = _Stream(path)
+            if roles & set(NEEDS[action]):
+                methods(stream)
+                continue
+            with pytest.raises(RpcError, match="--grpc-roles") as caught:
+                methods(stream)
+            assert caught.value.code == Code.PERMISSION_DENIED
+        unknown: Any = _Stream("/inference.GRPCInferenceService/Nothing")
+        with pytest.raises(RpcError) as caught:
+            methods(unknown)
+        assert caught.value.code == Code.UNIMPLEMENTED
+
+
+def test_every_error_has_a_code() -> None:
+    for kind in BY_CODE.values():
+        assert code_of(kind("x")) in Code
+    assert code_of(InvalidRequest("x")) is Code.INVALID_ARGUMENT
+    assert code_of(BadLoad("m", InvalidRequest("x"))) is Code.INTERNAL

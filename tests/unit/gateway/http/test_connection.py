@@ -1,0 +1,491 @@
+"""One connection of the gateway's HTTP, fed in pieces by a transport that only notes what is done with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.auth.access import EndpointAccess
+from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.heads import HttpHeads
+from shmserve.gateway.http.limits import HttpLimits
+from shmserve.gateway.http.requests import SCRAPES, Requests
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES, JobTurns, ReadTurns
+from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.roles import ROLES
+from tests.support.hypothesis_profiles import examples
+from tests.unit.gateway.http.test_http import chunked, lines
+
+
+class Transport:
+    """Notes what is written, and keeps what the loop is asked for."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.closed = False
+        self.pauses: list[bool] = []
+        self.unsent = 0
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.sent += b"".join(parts)
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = write_eof = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def pause_reading(self) -> None:
+        self.pauses.append(True)
+
+    def resume_reading(self) -> None:
+        self.pauses.append(False)
+
+    def get_extra_info(self, name: str) -> Any:
+        return ("192.0.2.1", 1000)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    @property
+    def reads(self) -> bool:
+        return not self.pauses or not self.pauses[-1]
+
+
+class Echo:
+    """Answers with what it was asked, at once or when `answers` are called."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+        self.answers: list[Callable[[], None]] = []
+
+    def begin(self, connection: HttpConnection, head: Any, body: Any) -> None:
+        if head.route.status != 200:
+            connection.answer(head.route.status, [b"?"])
+        elif self.at_once:
+            connection.answer(200, [body])
+        else:
+            self.answers.append(lambda: connection.answer(200, [body]))
+
+    def prepare(self, connection: HttpConnection, head: Any, first: bytes) -> None:
+        half = head.length // 2
+        begin, end = ReceiveBuffer(half), ReceiveBuffer(head.length - half)
+
+        def whole(left: bytes) -> None:
+            assert not left
+            connection.complete()
+            connection.whole(bytes(begin.memory) + bytes(end.memory))
+
+        connection.fill([begin, end], first, whole)
+
+
+def connected(at_once: bool = True, **limits: int) -> tuple[HttpConnection, Transport, Echo, list[Callable[[], None]]]:
+    later: list[Callable[[], None]] = []
+    echo = Echo(at_once)
+    loop: Any = SimpleNamespace(call_soon=later.append)
+    listener: Any = SimpleNamespace(
+        turn=0, now=lambda: 0.0, stopping=False, heads=HttpHeads(EndpointAccess(ROLES)), limits=HttpLimits(**limits),
+        loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), enter=lambda connection: True,
+        leave=lambda connection: None,
+        budget=Budget(1 << 30), shares=Shares(), answered=lambda status: None, least_bytes=10, idle_turns=100,
+    )  # fmt: skip
+    connection, transport = HttpConnection(listener, echo), Transport()
+    connection.connection_made(transport)
+    return connection, transport, echo, later
+
+
+def receive(connection: HttpConnection, data: bytes) -> None:
+    while data:
+        place = connection.get_buffer(-1)
+        count = min(len(place), len(data))
+        place[:count] = data[:count]
+        data = data[count:]
+        connection.buffer_updated(count)
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    return lines(f"Content-Length: {len(body)}", *headers) + body
+
+
+def answered(sent: bytes) -> list[tuple[int, bytes]]:
+    found = []
+    while sent:
+        head, _, sent = sent.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        found.append((int(head.split()[1]), sent[:size]))
+        sent = sent[size:]
+    return found
+
+
+BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
+
+
+@settings(max_examples=examples(60))
+@given(
+    BODIES, st.lists(st.integers(1, 800), max_size=10), st.lists(st.booleans(), min_size=5, max_size=5), st.booleans()
+)
+def test_requests_are_the_same_however_they_come(
+    sent: list[bytes], cuts: list[int], as_chunks: list[bool], at_once: bool
+) -> None:
+    stream = b""
+    for body, chunks in zip(sent, as_chunks, strict=False):
+        stream += lines("Transfer-Encoding: chunked") + chunked([body]) if chunks else post(body)
+    connection, transport, echo, later = connected(at_once)
+    places = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
+    for begin, end in itertools.pairwise(places):
+        receive(connection, stream[begin:end])
+        while later:
+            later.pop(0)()
+    while echo.answers:
+        echo.answers.pop(0)()
+        while later:
+            later.pop(0)()
+    assert answered(transport.sent) == [(200, body) for body in sent]
+    assert not transport.closed
+
+
+def test_one_request_at_a_time_and_no_more_read_than_that() -> None:
+    connection, transport, echo, later = connected(False)
+    receive(connection, post(b"one") + post(b"two"))
+    assert len(echo.answers) == 1
+    receive(connection, post(bytes(100_000)))
+    assert transport.pauses == [True], "what is sent while nobody looks is not piled up"
+    for _ in range(3):
+        echo.answers.pop(0)()
+        while later:
+            later.pop(0)()
+    assert transport.pauses[-1:] == [False]
+    assert [len(body) for _, body in answered(transport.sent)] == [3, 3, 100_000]
+
+
+def test_answers_wait_for_callers_who_do_not_read() -> None:
+    connection, transport, _, _ = connected()
+    connection.pause_writing()
+    receive(connection, post(b"one"))
+    assert not transport.sent
+    connection.resume_writing()
+    assert answered(transport.sent) == [(200, b"one")]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\0" * 40_000, 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 6000, 431),
+        (b"no HTTP\r\n\r\n", 400),
+        (lines("Content-Length: 1001"), 400),
+        (lines("Transfer-Encoding: chunked") + b"no", None),
+        (lines("Transfer-Encoding: chunked") + b"no\r\n", 400),
+        (lines("Transfer-Encoding: chunked") + b"3e9\r\n", 400),
+        (lines("Content-Length: 1000", first="POST /nowhere HTTP/1.1"), 404),
+    ],
+)
+def test_a_request_that_cannot_go_on_is_the_last(sent: bytes, status: int | None) -> None:
+    connection, transport, _, _ = connected(input_bytes=1000)
+    receive(connection, sent)
+    if status is None:
+        assert not transport.sent
+        return
+    assert [code for code, _ in answered(transport.sent)] == [status]
+    assert b"Connection: close" in transport.sent
+    receive(connection, post(b"more"))
+    assert len(answered(transport.sent)) == 1, "nothing is understood of what comes after it"
+
+
+def test_the_caller_is_told_to_send_the_body() -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, lines("Content-Length: 3", "Expect: 100-continue"))
+    assert transport.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
+    receive(connection, b"abc")
+    assert transport.sent.endswith(b"abc")
+
+
+def test_those_who_keep_others_waiting() -> None:
+    """Half a head, half a body and chunks that drip are given up; an answer that is waited for is not."""
+    for begin, drip in (
+        (b"POST", b"x"),
+        (lines("Content-Length: 50"), b"x"),
+        (lines("Transfer-Encoding: chunked"), b""),
+    ):
+        connection, transport, _, _ = connected()
+        listener: Any = connection._listener
+        receive(connection, begin)
+        for turn in range(1, 7):
+            listener.turn = turn
+            connection.look(4)
+            if not transport.sent:
+                receive(connection, drip)
+        assert [status for status, _ in answered(transport.sent)] == [408]
+    connection, transport, echo, _ = connected(False)
+    receive(connection, post(b"x"))
+    connection._listener.turn = 1000
+    connection.look(4)
+    assert not transport.closed
+    echo.answers.pop()()
+    connection._listener.turn += 101
+    connection.look(4)
+    assert transport.closed, "an idle one is closed at last"
+
+
+def test_a_caller_who_does_not_read_is_given_up() -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, post(b"x"))
+    for turn in range(1, 7):
+        connection._listener.turn = turn
+        transport.unsent = 1000 - turn
+        connection.look(4)
+    assert transport.closed
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.binary(max_size=50) | st.sampled_from([b"\r\n", b"\r\n\r\n", lines(), post(b"x")]), max_size=8))
+def test_any_bytes_do_no_harm(pieces: list[bytes]) -> None:
+    connection, transport, _, later = connected()
+    for piece in pieces:
+        receive(connection, piece)
+        while later:
+            later.pop(0)()
+    connection.eof_received()
+    connection.connection_lost(None)
+    for status, _ in answered(transport.sent):
+        assert status in (200, 400, 404, 405, 431, 501, 505)
+
+
+# ---------------------------------------------------------------------------------------- request smuggling
+
+_CHUNKED = lines("Transfer-Encoding: chunked")
+_HIDDEN = lines("Content-Length: 0", first="GET /v2/health/live HTTP/1.1")
+
+
+def _first(text: bytes) -> bytes:
+    return b"POST /v2/models/m/infer HTTP/1.1\r\n" + text + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        # lines of chunks
+        _CHUNKED + b"1\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a\nb\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a\rb\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a=\0\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a=\xff\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;\n",
+        _CHUNKED + b"1\n",
+        _CHUNKED + b"1 \r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b" 1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"+1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"-1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"0x1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1_0\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"10000000000000001\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1\r\nx\n0\r\n\r\n",
+        _CHUNKED + b"1\r\nxy\r\n0\r\n\r\n",
+        # trailers
+        _CHUNKED + b"0\r\na: b\n\r\n",
+        _CHUNKED + b"0\r\n\n",
+        _CHUNKED + b"0\r\na: b\rc\r\n\r\n",
+        _CHUNKED + b"0\r\na: \0\r\n\r\n",
+        _CHUNKED + b"0\r\na: \xff\r\n\r\n",
+        _CHUNKED + b"0\r\na : b\r\n\r\n",
+        _CHUNKED + b"0\r\na: b\r\n c\r\n\r\n",
+        _CHUNKED + b"0\r\nno colon\r\n\r\n",
+        _CHUNKED + b"0\r\n: b\r\n\r\n",
+        # the host
+        _first(b""),
+        _first(b"Host: a\r\nHost: b\r\n"),
+        _first(b"Host: a\r\nhost: a\r\n"),
+        _first(b"Host: a b\r\n"),
+        _first(b"Host: a/b\r\n"),
+        b"POST /v2 HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
+        # how long the body is
+        lines("Content-Length: 4", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked", "Content-Length: 4") + b"0\r\n\r\n",
+        lines("Content-Length: 4", "Content-Length: 5"),
+        lines("Content-Length: 4", "Content-Length: 4"),
+        lines("Content-Length: 4, 4"),
+        lines("Content-Length: +4"),
+        lines("Content-Length: -4"),
+        lines("Content-Length: 0x4"),
+        lines("Content-Length: 4 4"),
+        lines("Content-Length:"),
+        lines("Content-Length : 4"),
+        lines("Content_Length: 4"),
+        lines("Content-Length: 99999999999999999999"),
+        lines("Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked, chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked, identity") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: identity, chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: xchunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: \x0bchunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding : chunked") + b"0\r\n\r\n",
+        lines("Transfer_Encoding: chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked", first="POST /v2 HTTP/1.0") + b"0\r\n\r\n",
+        # lines of the head
+        lines("a: b\r\n c"),
+        lines("a: b\nContent-Length: 4"),
+        lines("a: b\rContent-Length: 4"),
+        lines("a: \0"),
+        lines("a\0: b"),
+        lines(": b"),
+        lines("no colon"),
+        b"POST /v2 HTTP/1.1\r\n Host: a\r\n\r\n",
+        lines(first="POST  /v2 HTTP/1.1"),
+        lines(first="POST /v2  HTTP/1.1"),
+        lines(first="POST\t/v2 HTTP/1.1"),
+        lines(first="POST /v2 HTTP/1.1 "),
+        lines(first="POST /v2\0 HTTP/1.1"),
+    ],
+)
+def test_what_a_proxy_could_read_differently_is_refused(sent: bytes) -> None:
+    """And the connection ends there: what follows is answered neither as a request nor as part of one."""
+    for cut in (1, 1 << 20):
+        connection, transport, echo, _ = connected(False)
+        data = sent + _HIDDEN
+        for begin in range(0, len(data), cut):
+            receive(connection, data[begin : begin + cut])
+        statuses = [status for status, _ in answered(transport.sent)]
+        assert statuses in ([400], [501]), sent
+        assert statuses == [400] or b"Transfer-Encoding" in sent
+        assert b"Connection: close" in transport.sent
+        assert not echo.answers
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        _CHUNKED + b"1;a=b\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b'1 ; a="b; c"\r\nx\r\n0;last\r\n\r\n',
+        _CHUNKED + b"01\r\nx\r\n00\r\nDigest: abc\r\nempty:\r\n\r\n",
+        b"\r\n" + post(b"x"),
+        post(b"x", "a: \xff"),
+        _first(b"Host:\r\nContent-Length: 1\r\n") + b"x",
+        _first(b"Host: [::1]:8000\r\nContent-Length: 1\r\n") + b"x",
+    ],
+)
+def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
+    for cut in (1, 1 << 20):
+        connection, transport, _, later = connected()
+        data = sent + post(b"next")
+        for begin in range(0, len(data), cut):
+            receive(connection, data[begin : begin + cut])
+            while later:
+                later.pop(0)()
+        assert answered(transport.sent)[-1] == (200, b"next")
+        assert len(answered(transport.sent)) == 2
+
+
+# ---------------------------------------------------------------------------------------- metrics
+
+
+def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
+    now, asked = [0.0], list[Any]()
+    link: Any = SimpleNamespace(
+        bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
+        session=SimpleNamespace(ask=lambda ticket, *more: asked.append(ticket)),
+    )  # fmt: skip
+    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False))
+
+    def scrape() -> tuple[HttpConnection, Transport]:
+        connection, transport, _, _ = connected()
+        connection._handler = requests
+        connection._listener.heads = HttpHeads(EndpointAccess(ROLES), True)
+        receive(connection, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        return connection, transport
+
+    first, *others = [scrape() for _ in range(20)]
+    assert len(asked) == 1, "the others wait for the same page"
+    first[0].connection_lost(None)
+    asked[0].settle("all\n")
+    assert all(answered(transport.sent) == [(200, b"all\nextra\n")] for _, transport in others)
+    assert not first[1].sent
+    for count in range(SCRAPES):
+        _, transport = scrape()
+        assert len(asked) == 2 + count, "what has happened since the last page is on the next one"
+        asked[-1].settle(f"{count}\n")
+        assert answered(transport.sent) == [(200, f"{count}\nextra\n".encode())]
+    now[0] = 0.9
+    assert answered(scrape()[1].sent) == [(200, f"{SCRAPES - 1}\nextra\n".encode())]
+    assert len(asked) == 1 + SCRAPES
+    now[0] = 1.0
+    waiting = [scrape() for _ in range(2)]
+    assert len(asked) == 2 + SCRAPES
+    asked[-1].fail(Unavailable("the server is away"))
+    assert [status for _, transport in waiting for status, _ in answered(transport.sent)] == [503, 503]
+    scrape()
+    assert len(asked) == 3 + SCRAPES, "an error is not kept"
+
+
+# ---------------------------------------------------------------------------------------- turns
+
+
+def send_all_it_takes(connection: HttpConnection, transport: Transport) -> int:
+    """As a sender that is faster than the gateway: the event loop reads until the connection pauses."""
+    sent = 0
+    while transport.reads and sent < 2 * READ_BYTES:
+        place = connection.get_buffer(-1)
+        connection.buffer_updated(len(place))
+        sent += len(place)
+    return sent
+
+
+@pytest.mark.parametrize("uploads", [1, 4, 100])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
+    """All connections together take about READ_BYTES in a turn, and each takes its part."""
+    one, _, _, later = connected()
+    many = [(one, one._transport)]
+    for _ in range(uploads - 1):
+        transport = Transport()
+        many.append((HttpConnection(one._listener, one._handler), transport))
+        many[-1][0].connection_made(transport)
+    size = 60 << 20
+    head = lines("Transfer-Encoding: chunked") + b"%x\r\n" % size if chunked else lines(f"Content-Length: {size}")
+    for connection, _ in many:
+        receive(connection, head)
+    for turn in range(5):
+        taken = [send_all_it_takes(connection, transport) for connection, transport in many]
+        assert sum(taken) <= READ_BYTES + uploads * 256 * 1024 if turn == 0 else sum(taken) <= 4 * READ_BYTES
+        assert turn == 0 or uploads > 4 or min(taken) >= READ_BYTES // uploads // 4
+        assert not any(transport.reads for _, transport in many if turn == 0 or uploads <= 4)
+        now, later[:] = later[:], []
+        for call in now:
+            call()
+        assert sum(transport.reads for _, transport in many) == min(uploads, READ_BYTES // LEAST_BYTES)
+
+
+def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
+    connection, transport, echo, _ = connected()
+
+    def prepare(connection: HttpConnection, head: Any, first: bytes) -> None:
+        memory = memoryview(bytearray(head.length))
+
+        def warm(begin: int, end: int) -> None:
+            if end > 1 << 20:
+                raise Unavailable("no memory")
+
+        connection.fill([ReceiveBuffer(head.length, lambda _: Room(memory, warm))], first, lambda left: None)
+
+    echo.prepare = prepare  # type: ignore[method-assign]
+    receive(connection, lines(f"Content-Length: {2 << 20}") + bytes(1 << 20))
+    assert b" 503 " in transport.sent.partition(b"\r\n")[0]
+    assert not connection._account.held

@@ -1,0 +1,335 @@
+"""HTTP/2 conformance: the cases of h2spec, by section of RFC 9113 (HTTP/2) and RFC 7541 (HPACK), as raw frames.
+
+h2spec follows RFC 7540; where RFC 9113 changed a rule, its newer form is checked (priorities are ignored, for example).
+Where the RFC allows a stream error to be treated as a connection error, the table has what this server does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import hpack
+import pytest
+
+from tests.support.gateway.http2_caller import Caller, Echo, Host, message
+from tests.unit.gateway.http2.test_http2 import (
+    CALM,
+    COMPRESSION,
+    CONTINUATION,
+    DATA,
+    FLOW,
+    GOAWAY,
+    HEAD,
+    HELLO,
+    PING,
+    PREFACE,
+    PRIORITY,
+    PROTOCOL,
+    PUSH,
+    RST,
+    SETTINGS,
+    SIZE,
+    WINDOW,
+    frame,
+    unary,
+)  # fmt: skip
+
+CLOSED, REFUSED = 5, 7
+END, END_HEADERS, PADDED = 1, 4, 8
+REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/test.Echo/Unary"), (":authority", "here"),
+           ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
+
+
+class Silent(Echo):
+    """Does not answer, so that its stream stays."""
+
+    def half_closed(self) -> None:
+        self.told.append("half closed")
+
+
+class Fails(NamedTuple):
+    """`stream` 0: the connection ends with this error, else that stream alone."""
+
+    code: int
+    stream: int = 0
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(4, "big")
+
+
+def raw_block(headers: Sequence[tuple[str, str]]) -> bytes:
+    """Literals without indexing, so that anything can be said, and the table stays as it is."""
+    made = b""
+    for name, value in headers:
+        made += b"\0"
+        for text in (name.encode("latin-1"), value.encode("latin-1")):
+            made += (bytes([len(text)]) if len(text) < 127 else b"\x7f" + bytes([len(text) - 127])) + text
+    return made
+
+
+def block(*more: tuple[str, str], without: str = "", first: Sequence[tuple[str, str]] = ()) -> bytes:
+    return raw_block([*first, *[pair for pair in REQUEST if pair[0] != without], *more])
+
+
+def head(stream: int = 1, flags: int = END_HEADERS, payload: bytes | None = None) -> bytes:
+    return frame(HEAD, flags, stream, block() if payload is None else payload)
+
+
+def setting(name: int, value: int) -> bytes:
+    return frame(SETTINGS, 0, 0, name.to_bytes(2, "big") + number(value))
+
+
+def whole(payload: bytes) -> bytes:
+    return head(payload=payload, flags=END_HEADERS | END)
+
+
+def data(payload: bytes = b"", flags: int = 0, stream: int = 1) -> bytes:
+    return frame(DATA, flags, stream, payload)
+
+
+def trailers(*headers: tuple[str, str]) -> bytes:
+    return head() + head(flags=END_HEADERS | END, payload=raw_block(headers))
+
+
+BODY = message(b"x")
+DONE = data(BODY, END)
+FIELDS = raw_block([("x-dummy", "y" * 100)])
+
+CASES: dict[str, tuple[bytes, Fails | None]] = {
+    # 3.4 connection preface
+    "3.4 invalid preface": (b"INVALID CONNECTION PREFACE\r\n\r\n", Fails(PROTOCOL)),
+    "3.4 preface without SETTINGS": (PREFACE + frame(PING, 0, 0, bytes(8)), Fails(PROTOCOL)),
+    # 4.1 frame format
+    "4.1 unknown type": (HELLO + frame(0x16, 0, 0, bytes(8)), None),
+    "4.1 unknown flags": (HELLO + frame(PING, 0x16, 0, bytes(8)), None),
+    "4.1 reserved bit of the stream": (HELLO + frame(PING, 0, 1 << 31, bytes(8)), None),
+    "4.1 large unknown frame": (HELLO + frame(0x16, 0, 0, bytes(50_000)), None),
+    # 4.2 frame size
+    "4.2 DATA of 2^14": (HELLO + head() + data(bytes(1 << 14)), None),
+    "4.2 DATA over the limit": (HELLO + head() + data(bytes((1 << 20) + 1)), Fails(SIZE)),
+    "4.2 HEADERS over the limit": (HELLO + head(payload=bytes((1 << 20) + 1)), Fails(SIZE)),
+    # 4.3 header compression
+    "4.3 invalid header block": (HELLO + head(payload=b"\x40"), Fails(COMPRESSION)),
+    "4.3 PRIORITY inside of a header block": (HELLO + head(flags=0) + frame(PRIORITY, 0, 1, bytes(5)), Fails(PROTOCOL)),
+    "4.3 HEADERS of another stream inside of a header block": (HELLO + head(flags=0) + head(3), Fails(PROTOCOL)),
+    "4.3 DATA inside of a header block": (HELLO + head(flags=0) + data(b"x"), Fails(PROTOCOL)),
+    "4.3 an unknown frame inside of a header block": (HELLO + head(flags=0) + frame(0x16, 0, 0), Fails(PROTOCOL)),
+    # 5.1 stream states
+    "5.1 idle: DATA": (HELLO + data(b"test"), Fails(PROTOCOL)),
+    "5.1 idle: RST_STREAM": (HELLO + frame(RST, 0, 1, number(8)), Fails(PROTOCOL)),
+    "5.1 idle: WINDOW_UPDATE": (HELLO + frame(WINDOW, 0, 1, number(100)), Fails(PROTOCOL)),
+    "5.1 idle: CONTINUATION": (HELLO + frame(CONTINUATION, 4, 1, block()), Fails(PROTOCOL)),
+    "5.1 idle: PRIORITY": (HELLO + frame(PRIORITY, 0, 1, bytes(5)), None),
+    "5.1 half closed: DATA": (HELLO + head(flags=5) + data(b"test"), Fails(CLOSED, 1)),
+    "5.1 half closed: HEADERS": (HELLO + head(flags=5) + head(flags=5), Fails(CLOSED, 1)),
+    "5.1 half closed: CONTINUATION": (HELLO + head(flags=5) + frame(CONTINUATION, 4, 1, block()), Fails(PROTOCOL)),
+    "5.1 half closed: WINDOW_UPDATE": (HELLO + head(flags=5) + frame(WINDOW, 0, 1, number(1)), None),
+    "5.1 half closed: PRIORITY": (HELLO + head(flags=5) + frame(PRIORITY, 0, 1, bytes(5)), None),
+    "5.1 reset: DATA": (HELLO + head() + frame(RST, 0, 1, number(8)) + data(b"test"), Fails(CLOSED, 1)),
+    "5.1 reset: HEADERS": (HELLO + head() + frame(RST, 0, 1, number(8)) + head(flags=5), Fails(CLOSED)),
+    "5.1 reset: CONTINUATION": (
+        HELLO + head() + frame(RST, 0, 1, number(8)) + frame(CONTINUATION, 4, 1), Fails(PROTOCOL)),
+    "5.1 reset: RST_STREAM": (HELLO + head() + frame(RST, 0, 1, number(8)) * 2, None),
+    "5.1 reset: WINDOW_UPDATE": (HELLO + head() + frame(RST, 0, 1, number(8)) + frame(WINDOW, 0, 1, number(1)), None),
+    # 5.1.1 stream identifiers
+    "5.1.1 an even stream": (HELLO + head(2), Fails(PROTOCOL)),
+    "5.1.1 a smaller number than before": (HELLO + head(5, 5) + head(3, 5), Fails(PROTOCOL)),
+    "5.1.1 HEADERS of stream 0": (HELLO + head(0), Fails(PROTOCOL)),
+    # 5.1.2 concurrency
+    "5.1.2 one stream too many": (HELLO + b"".join(head(2 * n + 1, 5) for n in range(9)), Fails(REFUSED, 17)),
+    # 5.3.2 priorities are ignored, wrong ones too
+    "5.3.2 HEADERS that depend on themselves": (HELLO + head(flags=0x25, payload=number(1) + b"\0" + block()), None),
+    "5.3.2 PRIORITY that depends on itself": (HELLO + frame(PRIORITY, 0, 1, number(1) + b"\0"), None),
+    # 6.1 DATA
+    "6.1 DATA of stream 0": (HELLO + data(b"x", stream=0), Fails(PROTOCOL)),
+    "6.1 padding as long as the payload": (HELLO + head() + data(b"\x05test.", PADDED), None),
+    "6.1 more padding than payload": (HELLO + head() + data(b"\x06test.", PADDED), Fails(PROTOCOL)),
+    "6.1 no padding where there should be": (HELLO + head() + data(b"", PADDED), Fails(PROTOCOL)),
+    "6.1 padding": (HELLO + head() + data(b"\x03" + BODY + bytes(3), PADDED | END), None),
+    # 6.2 HEADERS
+    "6.2 padding": (HELLO + head(flags=0xD, payload=b"\x03" + block() + bytes(3)), None),
+    "6.2 more padding than payload": (HELLO + head(flags=0xD, payload=b"\xff" + bytes(8)), Fails(PROTOCOL)),
+    "6.2 half a priority": (HELLO + head(flags=0x25, payload=bytes(3)), Fails(PROTOCOL)),
+    # 6.3 PRIORITY
+    "6.3 PRIORITY of stream 0": (HELLO + frame(PRIORITY, 0, 0, bytes(5)), Fails(PROTOCOL)),
+    "6.3 PRIORITY of 4 bytes": (HELLO + frame(PRIORITY, 0, 1, bytes(4)), Fails(SIZE)),
+    # 6.4 RST_STREAM
+    "6.4 RST_STREAM of stream 0": (HELLO + frame(RST, 0, 0, number(8)), Fails(PROTOCOL)),
+    "6.4 RST_STREAM of 3 bytes": (HELLO + head() + frame(RST, 0, 1, bytes(3)), Fails(SIZE)),
+    # 6.5 SETTINGS
+    "6.5 ACK with a payload": (HELLO + frame(SETTINGS, 1, 0, bytes(6)), Fails(SIZE)),
+    "6.5 SETTINGS of a stream": (HELLO + frame(SETTINGS, 0, 1), Fails(PROTOCOL)),
+    "6.5 SETTINGS of 3 bytes": (HELLO + frame(SETTINGS, 0, 0, bytes(3)), Fails(SIZE)),
+    "6.5.2 ENABLE_PUSH of 2": (HELLO + setting(2, 2), Fails(PROTOCOL)),
+    "6.5.2 INITIAL_WINDOW_SIZE over 2^31 - 1": (HELLO + setting(4, 1 << 31), Fails(FLOW)),
+    "6.5.2 MAX_FRAME_SIZE below 2^14": (HELLO + setting(5, (1 << 14) - 1), Fails(PROTOCOL)),
+    "6.5.2 MAX_FRAME_SIZE over 2^24 - 1": (HELLO + setting(5, 1 << 24), Fails(PROTOCOL)),
+    "6.5.2 an unknown setting": (HELLO + setting(0xFF, 1), None),
+    # 6.6 PUSH_PROMISE
+    "6.6 PUSH_PROMISE of a client": (HELLO + frame(PUSH, 4, 1, number(2)), Fails(PROTOCOL)),
+    # 6.7 PING
+    "6.7 PING of a stream": (HELLO + frame(PING, 0, 1, bytes(8)), Fails(PROTOCOL)),
+    "6.7 PING of 6 bytes": (HELLO + frame(PING, 0, 0, bytes(6)), Fails(SIZE)),
+    "6.7 PING of 9 bytes": (HELLO + frame(PING, 0, 0, bytes(9)), Fails(SIZE)),
+    # 6.8 GOAWAY
+    "6.8 GOAWAY of a stream": (HELLO + frame(GOAWAY, 0, 1, bytes(8)), Fails(PROTOCOL)),
+    "6.8 GOAWAY of 7 bytes": (HELLO + frame(GOAWAY, 0, 0, bytes(7)), Fails(SIZE)),
+    "6.8 GOAWAY with an unknown error and a text": (HELLO + frame(GOAWAY, 0, 0, bytes(7) + b"\x63text"), None),
+    # 6.9 WINDOW_UPDATE
+    "6.9 WINDOW_UPDATE by 0": (HELLO + frame(WINDOW, 0, 0, number(0)), Fails(PROTOCOL)),
+    "6.9 WINDOW_UPDATE of a stream by 0": (HELLO + head() + frame(WINDOW, 0, 1, number(0)), Fails(PROTOCOL, 1)),
+    "6.9 WINDOW_UPDATE of 3 bytes": (HELLO + frame(WINDOW, 0, 0, bytes(3)), Fails(SIZE)),
+    "6.9.1 a window over 2^31 - 1": (HELLO + frame(WINDOW, 0, 0, number((1 << 31) - 1)), Fails(FLOW)),
+    "6.9.1 a window of a stream over 2^31 - 1": (
+        HELLO + head() + frame(WINDOW, 0, 1, number((1 << 31) - 1)), Fails(FLOW, 1)),
+    "6.9.2 a window that SETTINGS make too large": (
+        HELLO + head() + frame(WINDOW, 0, 1, number((1 << 31) - 65_536)) + setting(4, 65_537), Fails(FLOW)),
+    # 6.10 CONTINUATION
+    "6.10 two CONTINUATION frames": (
+        HELLO + head(flags=1) + frame(CONTINUATION, 0, 1, FIELDS) + frame(CONTINUATION, 4, 1, FIELDS), None),
+    "6.10 CONTINUATION of stream 0": (HELLO + head(flags=1) + frame(CONTINUATION, 4, 0, FIELDS), Fails(PROTOCOL)),
+    "6.10 DATA after HEADERS without an end": (HELLO + head(flags=1) + data(b"x"), Fails(PROTOCOL)),
+    "6.10 CONTINUATION after the end of the headers": (
+        HELLO + head() + frame(CONTINUATION, 4, 1, FIELDS), Fails(PROTOCOL)),
+    "6.10 CONTINUATION after CONTINUATION with the end": (
+        HELLO + head(flags=1) + frame(CONTINUATION, 4, 1, FIELDS) + frame(CONTINUATION, 4, 1, FIELDS), Fails(PROTOCOL)),
+    "6.10 CONTINUATION after DATA": (HELLO + head() + data(b"x") + frame(CONTINUATION, 4, 1, FIELDS), Fails(PROTOCOL)),
+    # 7 error codes
+    "7 RST_STREAM with an unknown error": (HELLO + head() + frame(RST, 0, 1, number(0xFF)), None),
+    # 8.1 message framing
+    "8.1 trailers that do not end the stream": (HELLO + head() + head(), Fails(PROTOCOL, 1)),
+    "8.1 trailers": (HELLO + trailers(("x-more", "1")), None),
+    "8.1 a pseudo header among the trailers": (HELLO + trailers((":path", "/x")), Fails(PROTOCOL, 1)),
+    "8.1 a bad name among the trailers": (HELLO + trailers(("X-More", "1")), Fails(PROTOCOL, 1)),
+    "8.1 a bad value among the trailers": (HELLO + trailers(("x-more", "1\r\nx: y")), Fails(PROTOCOL, 1)),
+    # 8.1.1 malformed messages: content-length
+    "8.1.1 the right content-length": (HELLO + head(payload=block(("content-length", "6"))) + DONE, None),
+    "8.1.1 the right content-length, with trailers": (
+        HELLO + head(payload=block(("content-length", "6"))) + data(BODY) + head(flags=5, payload=FIELDS), None),
+    "8.1.1 less DATA than content-length": (
+        HELLO + head(payload=block(("content-length", "7"))) + DONE, Fails(PROTOCOL, 1)),
+    "8.1.1 less DATA than content-length, with trailers": (
+        HELLO + head(payload=block(("content-length", "7"))) + data(BODY) + head(flags=5, payload=FIELDS),
+        Fails(PROTOCOL, 1)),
+    "8.1.1 more DATA than content-length": (
+        HELLO + head(payload=block(("content-length", "8"))) + data(BODY) * 2, Fails(PROTOCOL, 1)),
+    "8.1.1 content-length and no DATA": (HELLO + whole(block(("content-length", "1"))), Fails(PROTOCOL, 1)),
+    "8.1.1 two values of content-length": (
+        HELLO + head(payload=block(("content-length", "6"), ("content-length", "6"))), Fails(PROTOCOL, 1)),
+    "8.1.1 a content-length that is not a number": (
+        HELLO + head(payload=block(("content-length", "+6"))), Fails(PROTOCOL, 1)),
+    # 8.2.1 field validity
+    **{f"8.2.1 the name {name!r}": (HELLO + whole(block((name, "1"))), Fails(PROTOCOL, 1))
+       for name in ("X-Upper", "", "with space", "with\nlf", "with\0nul", "with\x7f", "with\xe4", "with:colon")},
+    **{f"8.2.1 the value {value!r}": (HELLO + whole(block(("x-more", value))), Fails(PROTOCOL, 1))
+       for value in ("a\rb", "a\nb", "a\0b", "\n", " a", "a ", "\ta", "a\t", " ")},
+    "8.2.1 an empty value": (HELLO + whole(block(("x-more", ""))), None),
+    "8.2.1 a value with spaces inside and bytes over 0x7f": (HELLO + whole(block(("x-more", "a b\t\xe4"))), None),
+    # 8.2.2 fields of the connection
+    **{f"8.2.2 {name}": (HELLO + whole(block((name, value))), Fails(PROTOCOL, 1))
+       for name, value in (("connection", "close"), ("proxy-connection", "x"), ("keep-alive", "1"),
+                           ("transfer-encoding", "chunked"), ("upgrade", "h2c"))},
+    "8.2.2 te other than trailers": (
+        HELLO + whole(block(("te", "trailers, deflate"), without="te")), Fails(PROTOCOL, 1)),
+    # 8.3 pseudo headers
+    "8.3 an unknown one": (HELLO + whole(block(first=[(":test", "ok")])), Fails(PROTOCOL, 1)),
+    "8.3 that of an answer": (HELLO + whole(block(first=[(":status", "200")])), Fails(PROTOCOL, 1)),
+    "8.3 after a regular one": (HELLO + whole(block((":authority", "x"), without=":authority")), Fails(PROTOCOL, 1)),
+    "8.3 with a line break": (
+        HELLO + whole(block(without=":authority", first=[(":authority", "a\r\nb")])), Fails(PROTOCOL, 1)),
+    **{f"8.3.1 without {name}": (HELLO + whole(block(without=name)), Fails(PROTOCOL, 1))
+       for name in (":method", ":scheme", ":path")},
+    **{f"8.3.1 {name} twice": (HELLO + whole(block(first=[(name, value)])), Fails(PROTOCOL, 1))
+       for name, value in REQUEST[:4]},
+    **{f"8.3.1 :path {path!r}": (
+        HELLO + whole(block(without=":path", first=[(":path", path)])), Fails(PROTOCOL, 1)) for path in ("", "x")},
+    # RFC 7541
+    "HPACK 2.3.3 an index beyond the tables": (HELLO + whole(block() + b"\xbe"), Fails(COMPRESSION)),
+    "HPACK 2.3.3 the name of an index beyond the tables": (
+        HELLO + whole(block() + b"\x7f\x01\x01a"), Fails(COMPRESSION)),
+    "HPACK 4.2 a change of the table's size at the end": (HELLO + whole(block() + b"\x20"), Fails(COMPRESSION)),
+    "HPACK 5.1 an integer without an end": (HELLO + whole(block() + b"\x7f" + b"\xff" * 20), Fails(COMPRESSION)),
+    "HPACK 5.2 padding of a Huffman string over 7 bits": (
+        HELLO + whole(block() + b"\x00\x01x\x84\x49\x50\x9f\xff"), Fails(COMPRESSION)),
+    "HPACK 5.2 zeros as padding of a Huffman string": (
+        HELLO + whole(block() + b"\x00\x01x\x83\x49\x50\x90"), Fails(COMPRESSION)),
+    "HPACK 5.2 EOS inside of a Huffman string": (
+        HELLO + whole(block() + b"\x00\x01x\x87\xff\xff\xff\xff\x49\x50\x9f"), Fails(COMPRESSION)),
+    "HPACK 5.2 a string beyond the block": (HELLO + whole(block() + b"\x00\x01x\x05ab"), Fails(COMPRESSION)),
+    "HPACK 6.1 index 0": (HELLO + whole(block() + b"\x80"), Fails(COMPRESSION)),
+    "HPACK 6.3 a table above the limit": (HELLO + whole(b"\x3f\xff\xff\x07" + block()), Fails(COMPRESSION)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    sent, expected = CASES[name]
+    caller = Caller(Host(Silent, streams=8), greet=False)
+    found = caller.raw([sent])
+    ends = [int.from_bytes(payload[4:8], "big") for kind, _, _, payload in found if kind == GOAWAY]
+    resets = [(int.from_bytes(payload, "big"), stream) for kind, _, stream, payload in found if kind == RST]
+    if expected is None:
+        assert (ends, resets) == ([], [])
+    elif expected.stream:
+        assert (ends, resets) == ([], [(expected.code, expected.stream)])
+        assert not any(stream.number == expected.stream for stream in caller.core.streams.values())
+    else:
+        assert ends == [expected.code]
+        assert caller.core.over
+        assert not caller.core.streams
+        return
+    if expected is None or expected.code != REFUSED:
+        before = len(caller.host.calls)
+        assert caller.raw([unary(101, b"y")]) != [], "the connection goes on"
+        assert caller.host.calls[before].told == [b"y", "half closed"]
+
+
+def test_answers_to_settings_and_pings() -> None:
+    caller = Caller(greet=False)
+    found = caller.raw([HELLO, frame(PING, 0, 0, b"12345678"), frame(SETTINGS, 1, 0), frame(PING, 1, 0, bytes(8))])
+    assert found[0][:3] == (SETTINGS, 0, 0), "the server's preface comes first"
+    assert [one for one in found if one[0] == SETTINGS and one[1] == 1] == [(SETTINGS, 1, 0, b"")]
+    assert [one for one in found if one[0] == PING] == [(PING, 1, 0, b"12345678")]
+
+
+def test_windows_are_kept() -> None:
+    """6.9.1 and 6.9.2: no more than the window, also where SETTINGS make that negative in between."""
+    caller = Caller(greet=False)
+    found = caller.raw([HELLO, setting(4, 3), unary(1, bytes(20))])
+    assert [len(payload) for kind, _, _, payload in found if kind == DATA] == [3]
+    assert [one for one in caller.raw([setting(4, 2), frame(WINDOW, 0, 1, number(1))]) if one[0] == DATA] == []
+    found = caller.raw([frame(WINDOW, 0, 1, number(5))])
+    assert [len(payload) for kind, _, _, payload in found if kind == DATA] == [5]
+    found = caller.raw([setting(4, 100)])
+    assert [len(payload) for kind, _, _, payload in found if kind == DATA] == [17]
+
+
+def test_frames_for_a_stream_that_ended_here_first_are_ignored() -> None:
+    """5.1: what was on its way when the server reset the stream."""
+    caller = Caller(Host(Silent), greet=False)
+    caller.raw([HELLO, head()])
+    caller.host.calls[0].stream.finish(0)
+    assert {one[0] for one in caller.raw([])} == {HEAD, RST}
+    late = [data(b"late"), frame(WINDOW, 0, 1, number(1)), head(flags=5)]
+    assert caller.raw(late) == []
+    assert caller.raw([data(b"x")])[0][::3] == (RST, number(CLOSED)), "but not after its end"
+
+
+def test_not_grpc_is_answered_over_http() -> None:
+    for more, status in ((("content-type", "text/html"), b"415"), ((":method", "GET"), b"405")):
+        first = [more] if more[0] == ":method" else []
+        behind = [] if first else [more]
+        caller = Caller(greet=False)
+        found = caller.raw([HELLO, whole(block(*behind, without=more[0], first=first)), unary(3, b"x")])
+        answer = next(payload for kind, _, stream, payload in found if kind == HEAD and stream == 1)
+        assert dict(hpack.Decoder().decode(answer, raw=True)) == {b":status": status}
+        assert caller.host.calls[0].told == [b"x", "half closed"]
+
+
+def test_too_many_fields_are_refused_before_they_are_decoded() -> None:
+    caller = Caller(greet=False)
+    found = caller.raw([HELLO, whole(b"\x40\x01a\x00" * 129)])
+    assert [int.from_bytes(payload[4:8], "big") for kind, _, _, payload in found if kind == GOAWAY] == [CALM]
+    assert caller.core._blocks._heads._table.changes == 0

@@ -1,0 +1,235 @@
+"""The gRPC door on sockets: what happens to callers as a whole. Frames are made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import hpack
+import pytest
+
+from shmserve.gateway.http2 import connection as http2_connection
+from shmserve.gateway.http2.codes import Code
+from shmserve.gateway.http2.interface import TransportStream
+from shmserve.gateway.http2.limits import Http2Limits
+from shmserve.gateway.http2.listener import RpcListener
+from tests.support.gateway.http2_caller import Echo, message
+from tests.unit.gateway.http2.test_http2 import DATA, GOAWAY, HEAD, HELLO, PING, RST, block, frame, unary
+
+WAIT_S = 30.0
+
+
+class Calls:
+    """Services that answer when they are told to."""
+
+    def __init__(self) -> None:
+        self.open: list[Echo] = []
+        self.half = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    def __call__(self, stream: TransportStream) -> Echo:
+        calls = self
+
+        class Call(Echo):
+            def message(self, data: Any) -> None:
+                self.told.append(bytes(data))
+
+            def half_closed(self) -> None:
+                if stream.path == "/wait":
+                    calls.half.set()
+                else:
+                    self.stream.send(self.told)
+                    self.stream.finish(Code.OK)
+
+            def cancelled(self) -> None:
+                calls.cancelled.set()
+
+        self.open.append(Call(stream))
+        return self.open[-1]
+
+
+class Watched(RpcListener):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(http2_connection.Http2Connection, *args)
+        self.left = asyncio.Event()
+
+    def leave(self, connection: Any) -> None:
+        super().leave(connection)
+        self.left.set()
+
+
+class Caller:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def frame(self, *kinds: int) -> tuple[int, int, int, bytes]:
+        """The next one of these kinds."""
+        while True:
+            head = await self.reader.readexactly(9)
+            payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] in kinds:
+                return head[3], head[4], int.from_bytes(head[5:], "big"), payload
+
+    def send(self, *frames: bytes) -> None:
+        self.writer.writelines(frames)
+
+    async def gone(self) -> bytes:
+        """All that came before the end."""
+        with suppress(ConnectionResetError):
+            return await self.reader.read()
+        return b""
+
+
+Scenario = Callable[[Watched, Calls, Callable[[], Awaitable[Caller]]], Awaitable[None]]
+
+
+def run(scenario: Scenario, **limits: Any) -> None:
+    async def main() -> None:
+        calls = Calls()
+        listener = Watched(asyncio.get_running_loop(), calls, Http2Limits(**limits))
+        port = await listener.open("127.0.0.1", 0, False)
+        writers: list[asyncio.StreamWriter] = []
+
+        async def connect() -> Caller:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            return Caller(reader, writer)
+
+        try:
+            await asyncio.wait_for(scenario(listener, calls, connect), WAIT_S)
+        finally:
+            for writer in writers:
+                writer.close()
+            await asyncio.wait_for(listener.close(), WAIT_S)
+            for writer in writers:
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
+        assert listener.budget.held == 0
+        assert listener.connections == 0
+
+    asyncio.run(main())
+
+
+def waiting(number: int, *more: tuple[str, str]) -> bytes:
+    """A call that is answered when the test says so."""
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", "/wait"), ("content-type", "application/grpc")]
+    return frame(HEAD, 4, number, hpack.Encoder().encode([*headers, *more])) + frame(DATA, 1, number, message(b"x"))
+
+
+def test_an_answer_is_one_piece() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        caller = await connect()
+        caller.send(HELLO, unary(1, b"one"), unary(3, b"two"))
+        assert (await caller.frame(DATA))[2:] == (1, message(b"one"))
+        assert (await caller.frame(DATA))[2:] == (3, message(b"two"))
+        assert listener.answers == {0: 2}
+
+    run(scenario)
+
+
+def test_more_callers_than_are_taken() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        first = await connect()
+        first.send(HELLO, waiting(1), unary(3, b"x"))
+        await first.frame(DATA)
+        assert await (await connect()).gone() == b""
+        first.send(unary(5, b"y"))
+        assert (await first.frame(DATA))[3] == message(b"y")
+
+    run(scenario, connections=1)
+
+
+def test_an_idle_caller_makes_room_for_another() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        first = await connect()
+        first.send(HELLO, unary(1, b"x"))
+        await first.frame(DATA)
+        second = await connect()
+        assert (await first.frame(GOAWAY))[3][:8] == bytes([0, 0, 0, 1]) + bytes(4)
+        second.send(HELLO, unary(1, b"y"))
+        assert (await second.frame(DATA))[3] == message(b"y")
+        assert listener.evicted == 1
+
+    run(scenario, connections=1)
+
+
+def test_deadlines_are_kept_in_any_order() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        caller = await connect()
+        caller.send(HELLO, waiting(1, ("grpc-timeout", "1H")), waiting(3, ("grpc-timeout", "150m")))
+        caller.send(waiting(5, ("grpc-timeout", "50m")))
+        ended = [await caller.frame(HEAD) for _ in range(2)]
+        assert [number for _, _, number, _ in ended] == [5, 3]
+        assert all(b"Deadline Exceeded" in payload for *_, payload in ended)
+        assert listener.answers == {4: 2}
+
+    run(scenario)
+
+
+def test_at_the_end_calls_that_are_here_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_connection, "LAST_CALLS_S", 0.2)
+
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        caller, silent = await connect(), await connect()
+        caller.send(HELLO, waiting(1))
+        silent.send(HELLO)
+        await silent.frame(4)
+        await calls.half.wait()
+        closing = asyncio.ensure_future(listener.close())
+        assert (await caller.frame(GOAWAY))[3][:4] == b"\x7f\xff\xff\xff"
+        ping = await caller.frame(PING)
+        caller.send(unary(3, b"on its way"), frame(PING, 1, 0, ping[3]))
+        assert (await caller.frame(DATA))[3] == message(b"on its way")
+        assert (await caller.frame(GOAWAY))[3][:4] == b"\0\0\0\3"
+        calls.open[0].stream.send([b"late"])
+        calls.open[0].stream.finish(0)
+        assert (await caller.frame(DATA))[3] == message(b"late")
+        await caller.gone()
+        await silent.gone()
+        await closing
+
+    run(scenario)
+
+
+def test_at_the_end_nobody_is_waited_for_longer_than_the_limit_says() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        caller = await connect()
+        caller.send(HELLO, waiting(1))
+        await calls.half.wait()
+        await listener.close()
+        assert calls.cancelled.is_set()
+        await caller.gone()
+
+    run(scenario, exit_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("sent", [b"PRI * HTTP", HELLO + frame(HEAD, 4, 1, block()) + frame(DATA, 0, 1, b"\0\0\0\1\0")])
+def test_who_does_not_go_on_is_given_up(sent: bytes) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        caller = await connect()
+        caller.send(sent)
+        if sent.startswith(HELLO):
+            assert b"the client stalled" in (await caller.frame(HEAD))[3]
+            assert (await caller.frame(RST))[2] == 1
+        else:
+            await caller.gone()
+        assert listener.budget.held == 0
+
+    run(scenario, read_timeout_s=0.1)
+
+
+def test_who_does_not_read_is_given_up() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        caller = await connect()
+        caller.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        window = frame(4, 0, 0, b"\0\4\x7f\xff\xff\xff") + frame(8, 0, 0, b"\x7f\0\0\0")
+        large = frame(DATA, 1, 1, message(bytes(500_000)))
+        caller.send(HELLO, window, frame(HEAD, 4, 1, block()), large)
+        for number in range(3, 41, 2):
+            caller.send(frame(HEAD, 4, number, block()), large[:5] + number.to_bytes(4, "big") + large[9:])
+        await listener.left.wait()
+        caller.writer.transport.abort()
+
+    run(scenario, read_timeout_s=0.1)

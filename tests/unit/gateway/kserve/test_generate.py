@@ -1,0 +1,128 @@
+"""The generate extension's mapping, without a socket. Oracles are numpy and the json of the library."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve.answers import Held
+from shmserve.gateway.kserve.generate import event, generate_plan, generated
+from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
+from shmserve.gateway.upstream.documents import error_body
+from shmserve.protocol.messages import Handle, Part, Tensor
+from tests.support.hypothesis_profiles import examples
+
+
+def config(batch: int = 0, **inputs: tuple[str, list[Any]]) -> dict[str, Any]:
+    found = [{"name": name, "data_type": f"TYPE_{dtype}", "dims": dims} for name, (dtype, dims) in inputs.items()]
+    return {"max_batch_size": batch, "input": found}
+
+
+TEXT = config(4, text=("STRING", ["1"]), many=("FP32", ["-1"]), image=("UINT8", [2, "-1"]), free=("INT32", [-1, -1]))
+
+
+def test_inputs_and_parameters() -> None:
+    asked = {"text": "hé", "many": [1, 2.5], "id": "me", "priority": 2, "temperature": 0.5, "parameters": {"top": 3}}
+    found = generate_plan(json.dumps(asked).encode(), TEXT)
+    assert found.inputs == (
+        InputPlan("text", "BYTES", (1, 1), 7, b"\x03\0\0\0h\xc3\xa9"),
+        InputPlan("many", "FP32", (1, 2), 8, np.array([1, 2.5], np.float32).tobytes()),
+    )
+    assert found.options == RequestOptions("me", 2, parameters={"temperature": 0.5, "top": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shape"),
+    [
+        ("many", 3, (1, 1)),
+        ("many", [], (1, 0)),
+        ("image", [1, 2, 3, 4, 5, 6], (1, 2, 3)),
+        ("free", [1, 2], (1, 1, 2)),
+        ("free", 7, (1, 1, 1)),
+    ],
+)
+def test_shapes(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    (found,) = generate_plan(json.dumps({name: value}).encode(), TEXT).inputs
+    assert found.shape == shape
+    assert found.size == np.prod(shape) * (1 if name == "image" else 4)
+
+
+def test_a_model_without_batches() -> None:
+    (found,) = generate_plan(b'{"x": [1, 2]}', config(x=("INT64", [2]))).inputs
+    assert (found.shape, found.data) == ((2,), np.array([1, 2]).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{", "failed to parse"),
+        (b"[]", "not an object"),
+        (b"[" * 100_000, "JSON nesting depth exceeds"),
+        (b'{"text": ' + b"[" * 120 + b"]" * 120 + b"}", "JSON nesting depth exceeds"),
+        (b'{"text": "a", "text": "b"}', "input 'text' already exists in request"),
+        (b'{"a": 1, "parameters": {"a": 2}}', "parameter 'a' is given more than once"),
+        (b'{"text": ["a", "b"]}', "has 1 elements, and 2 are given"),
+        (b'{"image": [1, 2, 3]}', "has 2 elements, and 3 are given"),
+        (b'{"text": null}', "null"),
+        (b'{"text": 1}', "is of BYTES, and some of its data is an integer"),
+        (b'{"text": {"a": 1}}', "an object"),
+        (b'{"other": [1]}', "parameter 'other' has invalid type. It is not an input"),
+        (b'{"parameters": {"a": {}}}', "has invalid type."),
+        (b'{"id": {}}', "has invalid type."),
+        (b'{"triton_x": 1}', "reserved"),
+        (b'{"n": 99999999999999999999}', "64 bits"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "failed to parse"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, bytes) else value,
+)
+def test_what_is_refused(text: bytes, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        generate_plan(text, TEXT)
+
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)
+KEYS = st.sampled_from(["text", "many", "image", "free", "id", "priority", "parameters"]) | TEXTS
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.dictionaries(
+        st.sampled_from(["text", "many", "image", "free", "id", "priority", "parameters"]) | st.text(), JSON
+    )
+)
+def test_any_object_is_a_plan_or_refused_in_words(given_object: dict[str, Any]) -> None:
+    """Also where the words have half a character in them."""
+    try:
+        plan = generate_plan(json.dumps(given_object).encode(), TEXT)
+    except InvalidRequest as error:
+        said = json.loads(error_body(str(error)))["error"]
+    else:
+        said = repr(plan)
+    assert said
+
+
+def test_an_answer() -> None:
+    tensors = (
+        Tensor("one", "FP32", (1, 1), np.array([0.5], np.float32).tobytes()),
+        Tensor("text", "BYTES", (1,), b"\2\0\0\0hi"),
+        Tensor("more", "INT8", (3,), (Handle(1, 0, 2), Handle(1, 64, 1))),
+    )
+    half = np.array([0.5], np.float32).tobytes()
+    held = Held(Part(1, 3, tensors), [[half], [b"\2\0\0\0hi"], [memoryview(b"\1\2"), memoryview(b"\3")]])
+    text = generated("m", RequestPlan((), 0, RequestOptions("me")), held)
+    assert json.loads(text) == {
+        "model_name": "m", "model_version": "3", "id": "me", "one": 0.5, "text": "hi", "more": [1, 2, 3],
+    }  # fmt: skip
+    assert event(text) == b"data: " + text + b"\n\n"
+    assert b"\n" not in text

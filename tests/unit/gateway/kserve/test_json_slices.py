@@ -1,0 +1,391 @@
+"""Large bodies in turns: what a slice costs is counted in bytes and slices, never in time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.dtypes import to_numpy
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.http import bodies
+from shmserve.gateway.kserve import json_slices, json_tensors
+from shmserve.gateway.kserve.generate import VALUES, check_in_slices
+from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
+from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, Work, finished
+from tests.support.hypothesis_profiles import examples
+from tests.unit.gateway.http.test_connection import answered, connected, post, receive
+
+MIB = 1 << 20
+MOST = 64 * MIB
+
+
+@pytest.fixture(params=[3, 16, 4096])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Slices of few bytes, so that everything is cut everywhere."""
+    monkeypatch.setattr(json_slices, "SLICE_BYTES", request.param)
+    monkeypatch.setattr(json_slices, "_CUT_BYTES", 8)
+    found: int = request.param
+    return found
+
+
+def body(data: str, count: int, dtype: str = "INT32") -> bytes:
+    """Lists are made long enough to be cut out, unlike that of the shape."""
+    padded = data.replace("[", "[" + " " * 8, 1)
+    text = f'"id":"1","inputs":[{{"name":"x","shape":[{count}],"datatype":"{dtype}","data":{padded}}}]'
+    return f'{{{text},"outputs":[{{"name":"y"}}]}}'.encode()
+
+
+# ---------------------------------------------------------------------------------------- values
+
+
+def nested(draw: st.DrawFn, values: st.SearchStrategy[Any], depth: int) -> tuple[Any, int]:
+    """A list of lists of equal depth, and how many values are in it."""
+    if depth == 1:
+        found = draw(st.lists(values, min_size=1, max_size=4))
+        return found, len(found)
+    inner = [nested(draw, values, depth - 1) for _ in range(draw(st.integers(1, 3)))]
+    return [one for one, _ in inner], sum(count for _, count in inner)
+
+
+_LETTERS = st.characters(codec="utf-8") | st.sampled_from('"\\\n\U0001f600é')
+WORDS = st.text(_LETTERS, max_size=6) | st.text(_LETTERS, max_size=40) | st.sampled_from(['"', "\\", '\\"', "[,]", "{"])
+KINDS = {
+    "INT64": st.integers(-(2**63), 2**63 - 1),
+    "FP64": st.floats(allow_nan=True, allow_infinity=True),
+    "BOOL": st.booleans(),
+    "BYTES": WORDS,
+}
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@settings(max_examples=examples(60))
+@given(data=st.data(), depth=st.integers(1, 4), indent=st.sampled_from([None, 1]), ascii_=st.booleans())
+def test_slices_are_the_same_as_the_whole(
+    small: int, dtype: str, data: st.DataObject, depth: int, indent: int | None, ascii_: bool
+) -> None:
+    values, count = data.draw(st.composite(nested)(KINDS[dtype], depth))
+    text = body(json.dumps(values, indent=indent, ensure_ascii=ascii_), count, dtype)
+    whole, cut = plan_of(text), finished(plan_in_slices(text, MOST))
+    assert bytes(cut.inputs[0].data or b"") == whole.inputs[0].data
+    assert (cut.inputs[0].name, cut.inputs[0].shape, cut.options, cut.outputs) == (
+        whole.inputs[0].name, whole.inputs[0].shape, whole.options, whole.outputs
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "\\n", "\\u00e9", "\\ud83d\\ude00", "\U0001f600"])
+def test_a_long_string_is_decoded_in_slices(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    decoded = json_slices._string
+
+    def string(data: bytes) -> str:
+        sizes.append(len(data))
+        return decoded(data)
+
+    monkeypatch.setattr(json_slices, "_string", string)
+    written = letter * (MIB // len(letter.encode()))
+    found = finished(plan_in_slices(body(f'["b", "{written}" , "c"]', 3, "BYTES"), MOST)).inputs[0].data
+    value = json.loads(f'"{written}"').encode()
+    assert found == b"".join(len(one).to_bytes(4, "little") + one for one in (b"b", value, b"c"))
+    assert len(sizes) >= MIB // SLICE_BYTES - 2
+    assert max(sizes) <= 3 * SLICE_BYTES
+    with pytest.raises(InvalidRequest, match="some of its data is a string"):
+        finished(plan_in_slices(body(f'["{written}"]', 1), MOST))
+
+
+@pytest.mark.parametrize("wrong", ["\\x", "\\ud83d", "\\u00g0", "\n", "\x01"])
+@pytest.mark.parametrize("place", [0, 3 * SLICE_BYTES // 2, 2 * MIB])
+def test_a_long_string_with_a_mistake(wrong: str, place: int) -> None:
+    text = "a" * place + wrong + "a" * (2 * MIB - place)
+    with pytest.raises(InvalidRequest, match="failed to parse"):
+        finished(plan_in_slices(body(f'["{text}"]', 1, "BYTES"), MOST))
+    for values in (f'["{text}"1]', f'[1"{text}"]', f'["{text}""a"]'):
+        with pytest.raises(InvalidRequest, match="failed to parse"):
+            finished(plan_in_slices(body(values.replace(wrong, ""), 2, "BYTES"), MOST))
+
+
+def test_what_stands_around_is_bounded_before_it_is_decoded() -> None:
+    """An object of Python is made of each, all at once."""
+    tensors = ",".join('{"name":"x","shape":[1],"datatype":"FP32","data":[1]}' for _ in range(10_000))
+    with pytest.raises(InvalidRequest, match="the request JSON has 40001 fields and 30002 lists and objects"):
+        finished(plan_in_slices(f'{{"inputs":[{tensors}]}}'.encode(), MOST))
+    lists = "[]," * 70_000
+    with pytest.raises(InvalidRequest, match="fields and 70004 lists and objects"):
+        finished(plan_in_slices(f'{{"inputs":[],"id":[{lists}[]]}}'.encode(), MOST))
+    with pytest.raises(InvalidRequest, match="bytes without a value"):
+        finished(plan_in_slices(body("[" + "[]," * MIB + "[]]", 0), MOST))
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["[1,]", "[,1]", "[1,,2]", "[1 2]", "[[1][2]]", "[[1],2]", "[1,[2]]", "[[1]2]", "[1[]]", "[[],[1]]", "[[1],[]]",
+     "[[1,],[2]]", "[[1],[,2]]", "[ , ]", "[,]", "[[,],[,]]", "[1}", "[{]", "[[1},[2]]", '[{"a":1}]', '["a]', "[1",
+     "[1]]", "[nul]", "[1,null]", '[1,"2"]', "[1.5]", "[9999999999]", "[--1]", "[01]", "[1\\n]", "[1e]",
+     "[" * 98 + "1" + "]" * 98],
+)  # fmt: skip
+def test_lists_that_are_refused(small: int, data: str) -> None:
+    for count in range(4):
+        with pytest.raises(InvalidRequest):
+            finished(plan_in_slices(body(data, count), MOST))
+
+
+@pytest.mark.parametrize("data", ["[]", "[ ]", "[[],[]]", "[[[ ]],\n[[]]]"])
+def test_no_values_at_all(small: int, data: str) -> None:
+    assert not finished(plan_in_slices(body(data, 0), MOST)).inputs[0].data
+    with pytest.raises(InvalidRequest, match="has 1 elements, and 0 are given"):
+        finished(plan_in_slices(body(data, 1), MOST))
+
+
+@settings(max_examples=examples(200))
+@given(st.text('[]{},:"\\ 1a\n', max_size=40))
+def test_any_text_is_the_same_or_refused_in_both_ways(small: int, data: str) -> None:
+    """But for lists without values beside some with, which large requests may not have."""
+    text = body(data, 2)
+    try:
+        found: Any = bytes(finished(plan_in_slices(text, MOST)).inputs[0].data or b"")
+    except InvalidRequest:
+        return
+    assert found == plan_of(text).inputs[0].data
+
+
+def test_a_client_cannot_write_the_mark_of_a_list_that_was_cut_out(small: int) -> None:
+    for mark in ('{"@":0}', '{"cut":0}', '{"cut 0000000000000000":0}'):
+        with pytest.raises(InvalidRequest):
+            finished(plan_in_slices(body(mark, 1), MOST))
+
+
+# ---------------------------------------------------------------------------------------- cost
+
+
+def steps(work: Work[Any]) -> int:
+    found = 0
+    try:
+        while True:
+            next(work)
+            found += 1
+    except StopIteration:
+        return found
+
+
+def test_nesting_costs_no_more_than_its_bytes() -> None:
+    """Slices are as many, and no object is made for a bracket: only for values, of which there are fewer."""
+    size = MIB
+    unit = "[" * 95 + "1" + "]" * 95
+    deep_count, flat_count = size // (len(unit) + 1), size // 2
+    deep = body("[" + ",".join([unit] * deep_count) + "]", deep_count)
+    flat = body("[" + ",".join(["1"] * flat_count) + "]", flat_count)
+    assert abs(steps(plan_in_slices(deep, MOST)) - steps(plan_in_slices(flat, MOST))) <= 2
+    outline = finished(json_slices.outline(deep))
+    parts = [len(part) for part in json_slices.flat("x", deep, outline.cuts[0])]
+    assert sum(parts) == deep_count
+    assert max(parts) <= SLICE_BYTES // len(unit) + 1
+
+
+@pytest.mark.parametrize("depth", [96, 97, 10_000])
+def test_depth(depth: int) -> None:
+    """The brackets around are four."""
+    for data in ("[" * depth + "1" + "]" * depth, "[" * depth + "1," * 50_000 + "1" + "]" * depth):
+        text = body(data, data.count("1"))
+        if depth + 3 <= json_slices.JSON_DEPTH:
+            assert finished(plan_in_slices(text, MOST)).inputs[0].data == plan_of(text).inputs[0].data
+            continue
+        for work in (plan_of, lambda text: finished(plan_in_slices(text, MOST))):
+            with pytest.raises(InvalidRequest, match=r"^JSON nesting depth exceeds maximum allowed limit \(100\)$"):
+                work(text)
+
+
+def test_what_is_decoded_at_once_is_bounded() -> None:
+    for text, said in (
+        (b'{"inputs":[],"parameters":{%b}}' % b",".join(b'"%x":1' % n for n in range(150_000)), "besides the 'data'"),
+        (b'{"inputs":[%b]}' % b",".join([b'{"a":[]}'] * 150_000), "besides the 'data'"),
+        (body("[" + "1" * 2 * MIB + "]", 1), "exceeds 1048576 bytes"),
+        (body("[" + " " * 2 * MIB + "1]", 1), "exceeds 1048576 bytes"),
+        (body("[" + ",".join(["1"] * 100_000) + "]", 10), "has 10 elements, and .* or more are given"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            finished(plan_in_slices(text, MOST))
+    with pytest.raises(
+        InvalidRequest,
+        match="request JSON size of 400000 bytes exceeds the maximum allowed input size of 1000 bytes",
+    ):
+        finished(plan_in_slices(body("[" + ",".join(["1"] * 100_000) + "]", 100_000), 1000))
+
+
+def test_generate_takes_long_strings_and_not_many_values() -> None:
+    finished(check_in_slices(json.dumps({"text": ", " * MIB}).encode()))
+    with pytest.raises(InvalidRequest, match="use infer"):
+        finished(check_in_slices(json.dumps({"text": [1] * (VALUES + 1)}).encode()))
+
+
+@pytest.mark.parametrize("dtype", ["FP32", "INT64", "UINT8", "BOOL"])
+def test_answers_in_slices(dtype: str) -> None:
+    data = (np.arange(100_000) % 2).astype(to_numpy(dtype)).tobytes()
+    work = json_tensors.to_json_in_slices("y", dtype, (100_000,), data)
+    assert msgspec.json.decode(finished(work)) == msgspec.json.decode(
+        json_tensors.to_json("y", dtype, (100_000,), data)
+    )
+    assert steps(json_tensors.to_json_in_slices("y", dtype, (100_000,), data)) >= len(data) // SLICE_BYTES
+
+
+def test_strings_of_answers_in_slices() -> None:
+    words = ["", "a", "é" * 1000, '"'] * 1000
+    data = b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
+    assert msgspec.json.decode(finished(json_tensors.to_json_in_slices("y", "BYTES", (4000,), data))) == words
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), b"\1\0\0\0\xff"))
+
+
+def test_long_strings_are_written_in_slices() -> None:
+    words = ["a", "é" * MIB, "", '"' * MIB, "\U0001f600" * MIB, "b"]
+    data = b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
+    work = json_tensors.to_json_in_slices("y", "BYTES", (6,), data)
+    assert msgspec.json.decode(finished(work)) == words
+    assert steps(json_tensors.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
+    long = b"a" * MIB + b"\xc3"
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), len(long).to_bytes(4, "little") + long))
+
+
+def test_a_bomb_is_inflated_up_to_the_limit_and_no_further() -> None:
+    bomb = gzip.compress(bytes(64 * MIB))
+    assert len(bomb) < 70_000
+    held: list[int] = []
+    with pytest.raises(
+        InvalidRequest, match=f"decompressed request body exceeds the maximum allowed value of {MIB} bytes; raise --x"
+    ):
+        finished(bodies.inflating("gzip", bomb, MIB, "--x", held.append))
+    assert sum(held) <= MIB
+    assert max(held) <= 4 * SLICE_BYTES
+    held.clear()
+    assert steps(bodies.inflating("gzip", bomb, 64 * MIB, "--x", held.append)) >= 64 * MIB // (4 * SLICE_BYTES) - 1
+    assert sum(held) == 64 * MIB
+
+
+# ---------------------------------------------------------------------------------------- turns
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.soon: list[Any] = []
+
+    def call_soon(self, callback: Any) -> None:
+        self.soon.append(callback)
+
+    def iterate(self) -> None:
+        ready, self.soon = self.soon, []
+        for callback in ready:
+            callback()
+
+
+def test_one_slice_in_an_iteration_of_the_loop_whoever_it_is_for() -> None:
+    loop: Any = Loop()
+    turns, done = JobTurns(loop), list[str]()
+    log: list[str] = []
+
+    def work(name: str, count: int) -> Work[str]:
+        for _ in range(count):
+            log.append(name)
+            yield
+        return name
+
+    for name in "abc":
+        turns.run(work(name, 3), done.append, print)
+    assert log == ["a", "b", "c"], "the first slice at once"
+    dropped = turns.run(work("d", 9), done.append, print)
+    dropped.cancel()
+    log.clear()
+    while loop.soon:
+        before = len(log)
+        loop.iterate()
+        assert len(log) <= before + 1
+    assert log == ["a", "b", "c", "a", "b", "c"]
+    assert done == ["a", "b", "c"]
+
+
+def test_work_that_begins_at_the_end_of_other_work_has_one_turn_in_an_iteration() -> None:
+    loop: Any = Loop()
+    turns, log = JobTurns(loop), list[str]()
+
+    def work(name: str) -> Work[str]:
+        for _ in range(3):
+            log.append(name)
+            yield
+        return name
+
+    def then(found: str) -> None:
+        turns.run(work("b"), log.append, print)
+
+    turns.run(work("a"), then, print)
+    while loop.soon:
+        before = len(log)
+        loop.iterate()
+        assert len(log) <= before + 1
+    assert log == ["a", "a", "a", "b", "b", "b", "b"]
+
+
+def test_work_that_fails_harms_no_other() -> None:
+    loop: Any = Loop()
+    turns, failed = JobTurns(loop), list[Exception]()
+
+    def work(error: Exception | None) -> Work[int]:
+        yield
+        if error is not None:
+            raise error
+        return 1
+
+    def then(result: int) -> None:
+        raise ValueError(result)
+
+    for error in (KeyError("x"), None):
+        turns.run(work(error), then, failed.append)
+    while loop.soon:
+        loop.iterate()
+    assert [type(error) for error in failed] == [KeyError, ValueError]
+
+
+def test_a_request_is_answered_while_a_large_one_is_inflated() -> None:
+    large, transport, _, later = connected(input_bytes=64 * MIB)
+    honest, other, _, _ = connected()
+    data = bytes(16 * MIB)
+    receive(large, post(gzip.compress(data), "Content-Encoding: gzip", "Inference-Header-Content-Length: 5"))
+    assert not transport.sent
+    assert len(later) == 1
+    receive(honest, post(b"x"))
+    assert answered(other.sent) == [(200, b"x")]
+    count = 0
+    while later:
+        later.pop(0)()
+        count += 1
+    assert count >= 16 * MIB // (4 * SLICE_BYTES) - 1
+    assert answered(transport.sent) == [(200, data)]
+
+
+def test_who_leaves_has_nothing_more_inflated() -> None:
+    connection, transport, echo, later = connected(False, input_bytes=64 * MIB)
+    receive(connection, post(gzip.compress(bytes(16 * MIB)), "Content-Encoding: gzip"))
+    connection.connection_lost(None)
+    while later:
+        later.pop(0)()
+    assert not echo.answers
+    assert not transport.sent
+
+
+def test_white_space_around_data_does_not_count(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That in strings does, and what it parts stays parted."""
+    tidy = body("[1, 2, 3]", 3).replace(b'"1"', b'"1  , \\"   2"')
+    loose = tidy.replace(b',"', b" \n\t ," + b" " * 1000 + b'"')
+    assert b'"1  , \\"   2"' in loose
+    monkeypatch.setattr(json_slices, "AROUND_BYTES", 1000)
+    assert finished(plan_in_slices(loose, MOST)) == plan_of(tidy)
+    parted = loose.replace(b'"outputs"', b'"parameters":{"priority":1' + b" " * 1000 + b'2},"outputs"')
+    with pytest.raises(InvalidRequest, match="failed to parse"):
+        finished(plan_in_slices(parted, MOST))
+    monkeypatch.setattr(json_slices, "AROUND_BYTES", 60)
+    with pytest.raises(InvalidRequest, match="besides the 'data' of its inputs; the limit is 60"):
+        finished(plan_in_slices(loose, MOST))

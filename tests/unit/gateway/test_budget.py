@@ -1,0 +1,259 @@
+"""What a gateway holds of bodies: shares of connections and addresses, and memory only for bytes that have arrived."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from h2.exceptions import StreamClosedError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
+from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
+from tests.support.gateway.http2_caller import Caller, Host, message
+from tests.unit.gateway.http.test_connection import answered, connected, receive
+from tests.unit.gateway.http.test_http import lines
+
+MIB = 1 << 20
+
+
+def fill(account: BudgetAccount, step: int = 1) -> int:
+    """Takes as much as is given."""
+    while True:
+        try:
+            account.take(step)
+        except Unavailable:
+            return account.held
+
+
+# ---------------------------------------------------------------------------------------- shares
+
+
+def test_a_connection_has_a_quarter_of_what_the_others_leave() -> None:
+    budget = Budget(1024)
+    assert [fill(budget.account("")) for _ in range(4)] == [256, 256, 256, 256], "and never less than an equal part"
+    assert fill(budget.account("")) == 1024 // 5
+    assert fill(Budget(1024, 0.5).account("")) == 512
+
+
+def test_connections_that_take_all_they_can_leave_each_other_an_equal_part() -> None:
+    budget = Budget(1 << 16)
+    greedy = [budget.account(f"192.0.2.{number}") for number in range(60)]
+    for account in greedy * 2:
+        fill(account, 16)
+    assert min(account.held for account in greedy) >= budget.limit // 60 - 16
+    assert budget.held <= 2 * budget.limit
+
+
+def test_the_connections_of_one_address_have_a_share_together() -> None:
+    budget = Budget(4096)
+    crowd = [budget.account("192.0.2.1") for _ in range(10)]
+    for account in crowd:
+        fill(account)
+    assert budget.held <= 2 * 1024
+    with pytest.raises(Unavailable, match=r"of this address would take .*--http-max-held-size"):
+        crowd[-1].take(1)
+    budget.account("192.0.2.2").take(500)
+
+
+def test_clients_of_this_machine_are_not_one_address() -> None:
+    budget = Budget(4096)
+    for _ in range(4):
+        fill(budget.account("127.0.0.1"))
+    assert budget.held == 4096, "each has the share of a connection"
+
+
+def test_what_is_given_back_can_be_taken_again() -> None:
+    budget = Budget(1024)
+    for _ in range(3):
+        account = budget.account("192.0.2.1")
+        assert fill(account) == 256
+        account.give(account.held)
+        assert (budget.held, budget.holders) == (0, 0)
+    del account
+    gc.collect()
+    assert not budget._addresses
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400), st.booleans()), max_size=60))
+def test_whatever_is_taken_the_total_is_the_sum(steps: list[tuple[int, int, bool]]) -> None:
+    budget = Budget(1000)
+    accounts = [budget.account(f"192.0.2.{number % 2}") for number in range(6)]
+    for which, size, give in steps:
+        account = accounts[which]
+        try:
+            account.give(min(size, account.held)) if give else account.take(size)
+        except Unavailable:
+            assert account.held + size > 1000 / 2 / 6, "less than an equal part is never refused"
+        assert budget.held == sum(account.held for account in accounts) <= 2000
+        assert budget.holders == sum(account.held > 0 for account in accounts)
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+@given(st.integers(0, 300_000), st.lists(st.integers(1, 90_000), max_size=20), st.booleans())
+def test_bytes_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    asked: list[int] = []
+    warm = bytearray(size)
+
+    def heat(begin: int, end: int) -> None:
+        assert end - begin <= max(WINDOW_BYTES, len(pieces and data[: pieces[0]]))
+        warm[begin:end] = bytes([1]) * (end - begin)
+
+    def place(arrived: Any) -> Room | None:
+        asked.append(len(arrived))
+        return Room(memoryview(bytearray(size)), heat) if shared else None
+
+    buffer = ReceiveBuffer(size, place)
+    at = buffer.begin(data[: pieces[0] if pieces else 0])
+    for piece in pieces[1:]:
+        room = buffer.space()
+        count = min(piece, len(room))
+        room[:count] = data[at : at + count]
+        at += count
+        buffer.add(count) if count else None
+        assert len(buffer.memory) <= max(FIRST_BYTES, PART * at), "memory is reserved for what has arrived"
+    while not buffer.full:
+        room = buffer.space()
+        assert 0 < len(room) <= WINDOW_BYTES
+        assert not buffer.placed or all(warm[at : at + len(room)]), "a cold page is received to"
+        room[:] = data[at : at + len(room)]
+        at += len(room)
+        buffer.add(len(room))
+    assert bytes(buffer.memory) == data[:size]
+    assert not buffer.placed or all(warm)
+    assert asked == [] or asked[0] >= min(size // PART, FIRST_BYTES) or size <= FIRST_BYTES
+    assert buffer.placed == (shared and bool(asked))
+
+
+def test_what_arrived_first_is_copied_and_warmed_in_parts() -> None:
+    """A sixteenth of 64 MiB at once would be 4 MiB of both, for each of sixteen connections in the same turn."""
+    size, warmed = 64 * MIB, list[int]()
+    memory = memoryview(bytearray(size))
+    buffer = ReceiveBuffer(size, lambda arrived: Room(memory, lambda begin, end: warmed.append(end - begin)))
+    buffer.begin(b"")
+    while not buffer.full:
+        room = buffer.space()
+        room[:] = b"x" * len(room)
+        warmed.clear()
+        buffer.add(len(room))
+        assert sum(warmed) <= 2 * WINDOW_BYTES
+    assert buffer.memory == b"x" * size
+
+
+# ---------------------------------------------------------------------------------------- connections
+
+
+def test_announced_bodies_of_http_are_not_counted() -> None:
+    """Sixteen connections announce the largest body there may be, and send one byte."""
+    connection, _, _, _ = connected(input_bytes=64 * MIB)
+    budget = Budget(64 * MIB)
+    connection._listener.budget = budget
+    waiting = []
+    for _ in range(16):
+        connection, transport, _, _ = connected(input_bytes=64 * MIB)
+        connection._listener.budget = budget
+        connection.connection_made(transport)
+        receive(connection, lines(f"Content-Length: {64 * MIB}") + b"x")
+        waiting.append(connection)
+    assert budget.held == 16
+    honest, transport, _, _ = connected(input_bytes=64 * MIB)
+    honest._listener.budget = budget
+    honest.connection_made(transport)
+    body = bytes(8 * MIB)
+    receive(honest, lines(f"Content-Length: {len(body)}") + body)
+    assert answered(transport.sent) == [(200, body)]
+    for connection in waiting:
+        connection.connection_lost(None)
+    assert budget.held == 0
+
+
+def test_bytes_that_have_arrived_are_counted_and_refused_over_the_share() -> None:
+    connection, transport, _, _ = connected(input_bytes=64 * MIB)
+    budget = connection._listener.budget = Budget(4 * MIB)
+    connection.connection_made(transport)
+    receive(connection, lines(f"Content-Length: {8 * MIB}") + bytes(MIB // 2))
+    assert budget.held == MIB // 2
+    receive(connection, bytes(MIB))
+    assert [status for status, _ in answered(transport.sent)] == [503]
+    assert b"--http-max-held-size" in transport.sent
+    assert budget.held == 0
+    for headers in (("Transfer-Encoding: chunked",),):
+        connection, transport, _, _ = connected(input_bytes=64 * MIB)
+        connection._listener.budget = budget
+        connection.connection_made(transport)
+        receive(connection, lines(*headers) + b"800000\r\n" + bytes(2 * MIB))
+        assert [status for status, _ in answered(transport.sent)] == [503]
+        assert budget.held == 0
+
+
+def test_announced_messages_of_grpc_are_not_counted() -> None:
+    """One connection announces the largest message on a hundred streams, and sends one byte of each."""
+    host = Host(message_bytes=64 * MIB, held_bytes=64 * MIB)
+    hostile, honest = Caller(host), Caller(host)
+    numbers = [hostile.begin() for _ in range(100)]
+    for number in numbers:
+        hostile.send(number, message(bytes(64 * MIB))[:6], end=False)
+    assert host.held == 100
+    buffers = [stream._buffer for stream in hostile.core.streams.values()]
+    assert all(buffer is not None and len(buffer.memory) == 4 * MIB for buffer in buffers)
+    assert honest.call(b"a" * 60_000) == (b"a" * 60_000, 0)
+    hostile.core.lost()
+    assert host.held == 0
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
+def test_answers_that_http_callers_do_not_read_are_counted() -> None:
+    budget = Budget(16 * MIB)
+    slow = []
+    for _ in range(8):
+        connection, transport, _, _ = connected(False)
+        connection._listener.budget = budget
+        connection.connection_made(transport)
+        receive(connection, lines("Content-Length: 1") + b"x")
+        connection.pause_writing()
+        connection.answer(200, [bytes(2 * MIB)])
+        slow.append((connection, transport))
+        assert budget.held == sum(one._account.unsent for one, _ in slow) <= budget.limit
+    answers = [answered(transport.sent)[0][0] for _, transport in slow]
+    assert answers[:2] == [200, 200]
+    assert 503 in answers, "the share of their address is used up"
+    assert b"unsent responses of this address" in slow[answers.index(503)][1].sent
+    slow[0][0].resume_writing()
+    for connection, _ in slow[1:]:
+        connection.connection_lost(None)
+    assert budget.held == 0
+
+
+def test_an_answer_that_is_read_at_once_is_not_held() -> None:
+    connection, transport, _, _ = connected()
+    budget = connection._listener.budget = Budget(16 * MIB)
+    connection.connection_made(transport)
+    receive(connection, lines(f"Content-Length: {MIB}") + bytes(MIB))
+    assert answered(transport.sent) == [(200, bytes(MIB))]
+    assert budget.held == 0
+
+
+def test_answers_that_grpc_callers_do_not_take_are_counted() -> None:
+    host = Host(held_bytes=16 * MIB, message_bytes=16 * MIB)
+    slow = Caller(host)
+    slow.acknowledge = False
+    numbers = [slow.begin() for _ in range(6)]
+    for number in numbers:
+        with suppress(StreamClosedError):  # refused before all of it is sent
+            slow.send(number, message(bytes(MIB)))
+    unsent = sum(stream.queued for stream in slow.core.streams.values())
+    assert host.held == unsent > 3 * MIB
+    assert unsent <= 4 * MIB, "a share"
+    refused = [number for number in numbers if number in slow.ended and "grpc-status" in slow.ended[number]]
+    assert {slow.status(number) for number in refused} == {14}
+    slow.core.lost()
+    assert host.held == 0

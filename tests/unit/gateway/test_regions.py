@@ -1,0 +1,272 @@
+"""Shared memory that callers of the gateway have registered. The oracle is the descriptor that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import posix_ipc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unsupported
+from shmserve.gateway.kserve.plans import Place, RequestOptions, RequestPlan
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.upstream.device_regions import DeviceOrder
+from shmserve.gateway.upstream.regions import Region, Regions, Registration
+from shmserve.gateway.upstream.requests import PendingCall, RequestSender
+from shmserve.protocol.messages import INLINE_BYTES, Handle
+from shmserve.session.gpu.foreign_memory import ForeignMemory
+from shmserve.session.memory import SessionMemory
+from shmserve.shm.extents.cuda import parts_of
+from tests.support.workers.gpu_harness import standins
+
+
+@pytest.fixture
+def memory() -> Iterator[tuple[str, int]]:
+    """The key and the descriptor of 4096 bytes."""
+    key = f"/h-{os.getpid()}-{secrets.token_hex(8)}"
+    made = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
+    try:
+        yield key, made.fd
+    finally:
+        made.close_fd()
+        posix_ipc.unlink_shared_memory(key)
+
+
+def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
+    key, descriptor = memory
+    os.pwrite(descriptor, b"0123456789", 100)
+    regions = Regions(True)
+    regions.register("r", Registration(key, 1000, 100))
+    assert regions.status("system", "r") == [{"name": "r", "key": key, "offset": 100, "byte_size": 1000}]
+    assert regions.status("cuda", "") == []
+    region: Any = regions.find(Place("r", 2, 5))
+    target = bytearray(5)
+    region.read_into(Place("r", 2, 5), target)
+    assert target == b"23456"
+    region.write(Place("r", 995, 5), [b"abc", memoryview(b"de")])
+    assert os.pread(descriptor, 6, 1095) == b"abcde\0"
+    with pytest.raises(AlreadyExists, match="already in manager"):
+        regions.register("r", Registration(key, 10))
+    regions.unregister("system", "r")
+    regions.unregister("system", "r")
+    with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
+        regions.find(Place("r", 0, 1))
+    region.read_into(Place("r", 0, 5), target)
+    assert target == b"01234", "requests in flight still have it"
+
+
+class Paid:
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def give(self, input_bytes: int) -> None:
+        self.given.append(input_bytes)
+
+
+def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[str, int]) -> None:
+    changes: list[int] = []
+    regions = Regions(True, changed=lambda: changes.append(1))
+    regions.register("r", Registration(memory[0], 1000))
+    regions.register("idle", Registration(memory[0], 1000))
+    paid = Paid()
+    first = regions.use(paid, ["r", "r"])
+    regions.unregister("system", "")
+    assert [region["name"] for region in regions.status("system", "")] == ["r"]
+    regions.find(Place("r", 0, 1))
+    with pytest.raises(AlreadyExists):
+        regions.register("r", Registration(memory[0], 10))
+    second = regions.use(paid, ["r"])
+    first.give(5)
+    assert [region["name"] for region in regions.status("system", "")] == ["r"]
+    assert len(changes) == 1
+    second.give(7)
+    assert regions.status("system", "") == []
+    assert len(changes) == 2
+    assert paid.given == [5, 7]
+    regions.register("r", Registration(memory[0], 10))
+    regions.use(paid, ["r"]).give(0)
+    assert regions.status("system", "r"), "it was not unregistered"
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
+def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
+    region = Region("r", Registration("/x", 1000, 5), os.open(os.devnull, os.O_RDWR))
+    if offset < 1000 and offset + size <= 1000:
+        region.check(Place("r", offset, size))
+        return
+    with pytest.raises(InvalidRequest, match="Invalid offset"):
+        region.check(Place("r", offset, size))
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "said"),
+    [
+        (2**64 - 32, 64, "Invalid offset for shared memory region: 'r'"),
+        (32, 2**64 - 32, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) > "),
+        (32, 2**64 - 33, "Invalid offset + byte size for shared memory region: 'r'"),
+    ],
+)
+def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        Place("r", offset, size).check("r", 1000)
+
+
+def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
+    key, descriptor = memory
+    regions = Regions(True)
+    regions.register("r", Registration(key, 4096))
+    region: Any = regions.find(Place("r", 0, 4096))
+    os.ftruncate(descriptor, 100)
+    with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
+        region.read_into(Place("r", 0, 4096), bytearray(4096))
+    with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
+        region.write(Place("r", 96, 5), [b"abcde"])
+    assert os.fstat(descriptor).st_size == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"byte_size": 4097}, "failed to register shared memory region 'r': invalid args"),
+        ({"byte_size": 4096, "offset": 1}, "invalid args"),
+        ({"byte_size": 0}, "invalid args"),
+        ({"byte_size": -1}, "invalid args"),
+        ({"offset": -1}, "invalid args"),
+        ({"offset": 2**63 - 1, "byte_size": 2**63 - 1}, "invalid args"),
+        ({"key": ""}, "invalid shm key"),
+        ({"key": ".."}, "invalid shm key"),
+        ({"key": "/../etc/passwd"}, "invalid shm key"),
+        ({"key": "/a/b"}, "invalid shm key"),
+        ({"key": "x" * 300}, "invalid shm key"),
+        ({"key": "/shmserve-1-2-3-" + "0" * 32}, "contains the reserved prefix 'shmserve-'"),
+        ({"key": "shmserve-1"}, "contains the reserved prefix 'shmserve-'"),
+        ({"key": "//triton_python_backend_shm_region_1"}, "reserved prefix 'triton_python_backend_shm_region_'"),
+        ({"key": "/"}, "cannot register shared memory region 'r' - invalid shm key '/'"),
+    ],
+)
+def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any], said: str) -> None:
+    order = Registration(memory[0], 10)
+    for name, value in change.items():
+        setattr(order, name, value)
+    with pytest.raises(InvalidRequest, match=said):
+        Regions(True).register("r", order)
+
+
+def test_a_key_that_does_not_exist() -> None:
+    with pytest.raises(Internal, match="Unable to open shared memory region: '/nothing-of-that-name'"):
+        Regions(True).register("r", Registration("/nothing-of-that-name", 0))
+
+
+def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> None:
+    with pytest.raises(Unsupported, match="Client shared memory is disabled"):
+        Regions(False).register("r", Registration(memory[0], 10))
+    with pytest.raises(Unsupported, match="Client shared memory is disabled"):
+        Regions(False).unregister("system", "r")
+    with pytest.raises(Unsupported, match="CUDA"):
+        Regions(True).register("r", DeviceOrder(bytes(64), 0, 100))
+
+
+@pytest.mark.parametrize(
+    ("copied", "size", "window", "asked"),
+    [(False, 8192, 0, ["config"]), (True, 8192, 0, []), (False, 8192, 2, []), (False, INLINE_BYTES, 0, [])],
+)
+def test_what_a_model_is_is_asked_where_a_worker_could_write(
+    memory: tuple[str, int], copied: bool, size: int, window: int, asked: list[str]
+) -> None:
+    key, descriptor = memory
+    os.ftruncate(descriptor, 8192)
+    mapped = SessionMemory("memfd", 1 << 20)
+    mapped.announcements.named_memory = True
+    questions: list[str] = []
+    session = SimpleNamespace(memory=mapped, infer=lambda *_: None, ask=lambda _, what, *__: questions.append(what))
+    link: Any = SimpleNamespace(session=session, send_soon=lambda: None)
+    regions = Regions(True, lambda: mapped.foreign, copied)
+    regions.register("r", Registration(key, 8192))
+    plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": Place("r", 0, size)})
+    sender = RequestSender(link, regions)
+    payer = Shares().connect("127.0.0.1").payer("")
+    sender.infer(payer, PendingCall(), "m", "", plan, [], "", window=window)
+    sender.infer(payer, PendingCall(), "m", "", plan, [], "", window=window)
+    assert questions == asked
+    mapped.close()
+
+
+# ---------------------------------------------------------------------------------------- on GPUs
+
+UUIDS = ["GPU-" + "00112233-4455-6677-8899-aabbccddeeff", "GPU-" + "01" * 16]
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignMemory]:
+    """A link to a broker that has GPUs."""
+    monkeypatch.setenv("STANDIN_GPUS", json.dumps([{"uuid": uuid, "pci": str(n)} for n, uuid in enumerate(UUIDS)]))
+    memory = SessionMemory("memfd", 1 << 20)
+    with standins():
+        yield memory.foreign
+    memory.close()
+
+
+def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
+    handle = bytes(range(64))
+    regions = Regions(True, lambda: foreign)
+    regions.register("g", DeviceOrder(handle, 1, 1000))
+    assert regions.status("cuda", "") == [{"name": "g", "device_id": 1, "byte_size": 1000}]
+    assert regions.status("system", "") == []
+    (told,) = [segment.map() for segment in foreign._announcements.maps]
+    assert told.size == 1000
+    assert told.name is not None
+    assert parts_of(told.name) == (handle, b"\x01" * 16)
+    region: Any = regions.find(Place("g", 100, 900))
+    part = region.part(Place("g", 100, 900))
+    assert part.handle == Handle(told.segment, 100, 900)
+    with pytest.raises(InvalidRequest, match="Invalid offset"):
+        regions.find(Place("g", 100, 901))
+    with pytest.raises(AlreadyExists):
+        regions.register("g", Registration("/k", 1))
+    foreign._announcements.maps.clear()  # it has been told
+    foreign._announcements.connected(9, True, True)
+    foreign.connected()
+    assert part.handle == Handle(foreign._announcements.maps[0].id, 100, 900)
+    assert part.handle.segment >> 32 == 9
+    foreign._announcements.maps.clear()
+    regions.unregister("system", "")
+    assert regions.status("cuda", "g")
+    regions.unregister("cuda", "g")
+    assert foreign._announcements.unmaps == [part.handle.segment]
+    with pytest.raises(NotFound):
+        regions.find(Place("g", 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (DeviceOrder(bytes(63), 0, 10), "a CUDA handle has 64 bytes, this one 63"),
+        (DeviceOrder(bytes(65), 0, 10), "this one 65"),
+        (DeviceOrder(b"", 0, 10), "this one 0"),
+        (DeviceOrder(bytes(64), 0, 0), "and the region 0"),
+        (DeviceOrder(bytes(64), 0, -1), "and the region -1"),
+        (DeviceOrder(bytes(64), 0, 2**63), "and the region"),
+        (DeviceOrder(bytes(64), 2, 10), "there is no GPU 2"),
+        (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1"),
+    ],
+)
+def test_memory_on_a_gpu_that_is_refused(foreign: ForeignMemory, order: DeviceOrder, said: str) -> None:
+    regions = Regions(True, lambda: foreign)
+    with pytest.raises(InvalidRequest, match=said):
+        regions.register("g", order)
+    assert regions.status("cuda", "") == []
+    assert foreign._announcements.maps == []
+
+
+def test_memory_on_a_gpu_where_the_broker_takes_none(foreign: ForeignMemory) -> None:
+    foreign._announcements.device_memory = False
+    with pytest.raises(Unsupported, match="needs the role operate"):
+        Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10))

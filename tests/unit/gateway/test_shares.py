@@ -1,0 +1,227 @@
+"""Shares of calls and input bytes per connection, address and token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import ServeError, Unavailable
+from shmserve.gateway.limits.caller_shares import (
+    Charged,
+    ConnectionShares,
+    Payer,
+    ShareBounds,
+    Shares,
+    network_of,
+    release,
+)
+from shmserve.gateway.upstream.requests import PendingCall, PendingStream
+from shmserve.protocol.messages import Part
+from tests.support.hypothesis_profiles import examples
+
+
+class Ticket(PendingCall):
+    def __init__(self) -> None:
+        self.payer = None
+        self.input_bytes = 0
+
+    def failed(self, error: ServeError) -> None: ...
+
+
+def fill(payer: Payer, most: int, size: int = 0) -> list[Charged]:
+    """Charges up to `most` calls, until one is refused."""
+    made: list[Charged] = []
+    with suppress(Unavailable):
+        for _ in range(most):
+            ticket = Ticket()
+            payer.charge(ticket, size)
+            made.append(ticket)
+    return made
+
+
+def pool(calls: int, bounds: ShareBounds) -> Shares:
+    made = Shares(bounds)
+    made.limits({"client_requests": calls})
+    return made
+
+
+def counts(shares: Shares) -> tuple[int, int]:
+    return shares.requests.total.calls, shares.requests.total.input_bytes
+
+
+def test_nine_connections_of_one_address_leave_the_others_room() -> None:
+    shares = Shares()
+    attackers = [shares.connect("10.0.0.1").payer("") for _ in range(9)]
+    taken = [len(fill(attacker, 1000)) for attacker in attackers]
+    assert 2048 <= sum(taken) <= 4096
+    assert len(fill(shares.connect("10.0.0.1").payer(""), 1000)) >= 50, "beside them, at the same address"
+    assert len(fill(shares.connect("10.0.0.2").payer(""), 10_000)) >= 1000, "at another address"
+
+
+def test_nine_connections_of_this_machine_leave_the_others_room() -> None:
+    shares = Shares()
+    for _ in range(9):
+        fill(shares.connect("127.0.0.1").payer(""), 1000)
+    assert len(fill(shares.connect("127.0.0.1").payer(""), 1000)) >= 100
+
+
+def test_many_connections_of_one_address_leave_new_ones_a_call() -> None:
+    shares = Shares()
+    for _ in range(1500):
+        fill(shares.connect("10.0.0.1").payer(""), 1000)
+    assert len(fill(shares.connect("10.0.0.1").payer(""), 1000)) == 1
+    for _ in range(4000):
+        fill(shares.connect("10.0.0.1").payer(""), 1000)
+    assert shares.requests.total.calls == 8192 * 3 / 4
+    assert len(fill(shares.connect("10.0.0.2").payer(""), 10_000)) == 8192 / 16
+
+
+def test_a_connection_alone_has_a_quarter_of_the_calls() -> None:
+    shares = pool(400, ShareBounds())
+    payer = shares.connect("10.0.0.1").payer("")
+    assert len(fill(payer, 1000)) == 100
+    text = (
+        r"100 requests of this connection are in flight, its share \(--connection-share\) of the 400 that this gateway"
+    )
+    with pytest.raises(Unavailable, match=f"{text} may have; retry later"):
+        payer.take(0)
+    assert shares.requests.refused == {"connection": 2, "address": 0, "token": 0}
+    assert 'share_refusals_total{share="connection"} 2' in shares.metrics()
+
+
+def test_each_next_one_has_a_quarter_of_what_the_others_leave() -> None:
+    shares = pool(400, ShareBounds())
+    assert [len(fill(shares.connect(f"10.0.0.{n + 10}").payer(""), 1000)) for n in range(5)] == [100, 75, 56, 42, 31]
+
+
+def test_a_full_address_is_closed_to_those_who_have_much_of_it() -> None:
+    shares = pool(400, ShareBounds(connection=1.0))
+    first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
+    assert len(fill(first, 1000)) == 100
+    assert len(fill(second, 1000)) == 25
+    with pytest.raises(Unavailable, match=r"125 requests of this address .* \(--address-share\) of the 400"):
+        first.take(0)
+    assert [len(fill(shares.connect("10.0.0.1").payer(""), 1000)) for _ in range(8)] == [18, 14, 10, 8, 6, 4, 3, 3]
+
+
+def test_a_token_is_charged_wherever_it_comes_from() -> None:
+    shares = pool(400, ShareBounds())
+    connections = [shares.connect(f"10.0.0.{n + 10}") for n in range(30)]
+    taken = [len(fill(connection.payer("bob"), 1000)) for connection in connections]
+    assert 200 < sum(taken) <= 200 + 30, "twice the share, and one call for each connection that has none"
+    with pytest.raises(Unavailable, match=r"of this token are in flight, its share \(--token-share\)"):
+        connections[-1].payer("bob").take(0)
+    shares.connect("10.9.9.9").payer("alice").take(0)
+    shares.connect("10.9.9.9").payer("").take(0)
+
+
+def test_input_bytes_have_shares_too_and_one_request_always_fits() -> None:
+    shares = Shares(ShareBounds(input_bytes=4000))
+    first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
+    assert len(fill(first, 10, 400)) == 2
+    with pytest.raises(Unavailable, match=r"requests in flight take 800 bytes; 400 more would exceed "
+                       r"its share \(--connection-share\) of 4000 bytes \(--memory-bytes\)"):  # fmt: skip
+        first.take(400)
+    first.take(100)
+    assert len(fill(second, 10, 400)) == 1
+    shares.connect("10.0.0.2").payer("").take(5000)
+
+
+def test_with_whole_shares_only_the_total_counts() -> None:
+    shares = pool(400, ShareBounds(1.0, 1.0, 1.0))
+    payer = shares.connect("10.0.0.1").payer("bob")
+    assert len(fill(payer, 1000)) == 400
+    with pytest.raises(Unavailable, match=r"400 requests are in flight through this gateway, .*\(client_requests\)"):
+        payer.take(0)
+
+
+def test_below_the_smallest_share_nothing_is_looked_at() -> None:
+    """What a request costs while the gateway is calm: a broker without limits is never asked about any account."""
+    shares = pool(400, ShareBounds())
+    payer = shares.connect("10.0.0.1").payer("")
+    shares.connect("10.0.0.1").payer("")  # which has nothing in flight
+    payer.accounts[1].share = 0.0
+    assert len(fill(payer, 99)) == 99
+
+
+def test_questions_have_an_allowance_of_their_own() -> None:
+    shares = pool(400, ShareBounds())
+    shares.limits({"client_questions": 40})
+    payer = shares.connect("10.0.0.1").payer("bob")
+    assert len(fill(payer.questions, 1000)) == 10
+    assert len(fill(payer, 1000)) == 100
+    with pytest.raises(Unavailable, match=r"10 questions of this connection .* \(--connection-share\) of the 40 "):
+        payer.questions.take(0)
+
+
+def test_a_call_is_released_once_however_it_ends() -> None:
+    shares = Shares()
+    payer = shares.connect("10.0.0.1").payer("bob")
+
+    class Parts(PendingStream):
+        def on_part(self) -> None: ...
+
+    for end in (lambda one: one.fail(Unavailable("")), lambda one: one.settle(None), release):
+        for ticket in (Ticket(), Parts()):
+            payer.charge(ticket, 7)
+            assert counts(shares) == (1, 7)
+            with suppress(NotImplementedError):
+                end(ticket)
+            release(ticket)
+            assert counts(shares) == (0, 0)
+    parts = Parts()
+    payer.charge(parts, 7)
+    parts.part(Part(1, 1, (), None, False), False)
+    assert counts(shares) == (1, 7)
+    parts.part(Part(1, 1, (), None, True), True)
+    assert counts(shares) == (0, 0)
+
+
+@pytest.mark.parametrize(("address", "expected"), [
+    ("10.1.2.3", "10.1.2.3"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+    ("::ffff:10.1.2.3", "10.1.2.3"), ("fe80::1%eth0", "fe80::/64"), ("", ""), ("None", ""), ("127.0.0.9", ""),
+    ("::1", ""), ("::ffff:127.0.0.1", ""),
+])  # fmt: skip
+def test_addresses_of_one_caller(address: str, expected: str) -> None:
+    assert network_of(address) == expected
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["take", "give", "close"]), st.integers(0, 50)), max_size=300)
+)
+def test_counts_are_the_sums_of_what_is_in_flight(steps: list[tuple[int, str, int]]) -> None:
+    shares = pool(60, ShareBounds(input_bytes=2000))
+    open_: dict[int, tuple[ConnectionShares, str]] = {}
+    flying: list[tuple[int, str, Charged]] = []
+    for number, step, size in steps:
+        address, token = f"10.0.0.{number % 3}", ("", "bob")[number % 2]
+        if step == "take":
+            connection, _ = open_.setdefault(number, (shares.connect(address), address))
+            ticket = Ticket()
+            with suppress(Unavailable):
+                connection.payer(token).charge(ticket, size)
+                flying.append((number, token, ticket))
+        elif step == "give" and flying:
+            release(flying.pop(size % len(flying))[2])
+        elif step == "close" and number in open_:
+            for one in [one for one in flying if one[0] == number]:
+                release(one[2])
+                flying.remove(one)
+            open_.pop(number)[0].close()
+        of_address: Counter[str] = Counter(f"10.0.0.{one[0] % 3}" for one in flying)
+        of_token: Counter[str] = Counter(token for _, token, _ in flying if token)
+        assert counts(shares) == (len(flying), sum(one[2].input_bytes for one in flying))
+        assert {key: one.calls for key, one in shares.requests._addresses.items() if one.calls} == of_address
+        assert {key: one.calls for key, one in shares.requests._tokens.items() if one.calls} == of_token
+        assert shares.requests.total.calls <= 60
+    for one in flying:
+        release(one[2])
+    for connection, _ in open_.values():
+        connection.close()
+    assert not shares.requests._addresses
+    assert not shares.requests._tokens

@@ -1,0 +1,166 @@
+"""The ZeroMQ door without a socket: how it is started, its file of keys, and whatever a client may say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shmserve
+from shmserve.clients.cli.parser import parser
+from shmserve.clients.transport import keys
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.listeners.listen import is_local
+from shmserve.gateway.upstream.link import GatewaySession
+from shmserve.gateway.zmq_tcp import start as zmqtcp_start
+from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
+from shmserve.gateway.zmq_tcp.listener import host_of
+from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost
+from shmserve.gateway.zmq_tcp.requests import ZmqLimits
+from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, OPERATIONS
+from shmserve.terminal.errors import Misuse
+from tests.support.gateway.zmq_listener import HELLO
+from tests.support.hypothesis_profiles import examples
+
+LIMITS = ZmqLimits(input_bytes=4 << 20)
+OPTIONS = [
+    "id", "priority", "queue_timeout_us", "sequence", "sequence_start", "sequence_end", "parameters", "window",
+]  # fmt: skip
+TAGS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 33, 99]
+GOOD = ["--zmq-server-key", "server.key", "--zmq-keys", "keys"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--zmq-address", "tcp://127.0.0.1:8790"], "needs --zmq-server-key and --zmq-keys: every client needs a key"),
+        (["--zmq-address", "tcp://127.0.0.1:8790", "--zmq-keys", "keys"], "needs --zmq-server-key and --zmq-keys"),
+        (["--zmq-keys", "keys"], "--zmq-keys without --zmq-address"),
+        (["--zmq-address", "tcp://*", *GOOD], "is not tcp://HOST:PORT"),
+        (["--zmq-address", "ipc:///tmp/x", *GOOD], "is not tcp://HOST:PORT"),
+        (["--zmq-address", "tcp://127.0.0.1:99999", *GOOD], "is not tcp://HOST:PORT"),
+        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.pub", "--zmq-keys", "keys"], "chmod 600"),
+        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "none", "--zmq-keys", "keys"], "cannot read keys from"),
+        (
+            ["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.key", "--zmq-keys", "bad"],
+            "bad, line 2: 'x' is",
+        ),
+        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.key", "--zmq-keys", "open"], "chmod go-w open"),
+    ],
+)
+def test_r15_not_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, public = keys.write_pair(tmp_path, "server", keys.make_pair(), "infer")
+    for name, roles in (("keys", "infer"), ("bad", "infer,x"), ("open", "infer")):
+        (tmp_path / name).write_text(f"# one\n{public.read_text().split()[0]} {roles}\n")
+    (tmp_path / "open").chmod(0o622)
+    with pytest.raises(Misuse, match=re.escape(text)):
+        zmqtcp_start.check(parser().parse_args(["gateway", *options]))
+
+
+def test_r15_not_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zmq.has", lambda what: what != "curve")
+    options = ["--zmq-address", "tcp://127.0.0.1:8790", *GOOD]
+    with pytest.raises(shmserve.Unsupported, match="was built without CURVE"):
+        zmqtcp_start.check(parser().parse_args(["gateway", *options]))
+    with pytest.raises(shmserve.Unsupported, match="was built without CURVE"):
+        keys.make_pair()
+
+
+def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> None:
+    assert zmqtcp_start.check(parser().parse_args(["gateway"])) is None
+    for address, others in (
+        ("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("*", True), ("[::]", True),
+        ("192.0.2.1", True), ("host.example", True),
+    ):  # fmt: skip
+        assert is_local(host_of(f"tcp://{address}:8790")[0]) is not others
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("short infer", "line 1: expected a public key of 40 characters"),
+        ("#" * 40, "line 1: the key has no roles"),
+        (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: duplicate key"),
+    ],
+)
+def test_files_of_keys_that_are_none(line: str, text: str) -> None:
+    with pytest.raises(shmserve.InvalidRequest, match=text):
+        parse(line, "file")
+
+
+def test_files_of_keys() -> None:
+    first, second = "#" * 40, "z" * 40
+    found = parse(f"# a comment\n\n{first} infer,operate  Alice of there \n#\n{second} observe\n", "file")
+    assert found == {first: KeyEntry(INFER | OPERATE, "Alice of there"), second: KeyEntry(OBSERVE, "")}
+
+
+class _NoBroker:
+    """In the place of the link: what is asked goes nowhere."""
+
+    def __init__(self) -> None:
+        self.session = GatewaySession("memfd", memory_bytes=1 << 24)
+        self.shares = Shares()
+
+    def send_soon(self, with_deadline: bool = False) -> None:
+        """Nobody is there."""
+
+    def cancel(self, ticket: Any) -> None:
+        self.session.cancel(ticket)
+
+
+class _Outside(PeerHost):
+    def __init__(self) -> None:
+        self.link = _NoBroker()  # type: ignore[assignment]
+        self.limits = LIMITS
+        self.stopping = False
+        self.sent: list[Any] = []
+
+    def send(self, peer: Peer, packet: bytes, frames: Any) -> None:
+        self.sent += msgpack.unpackb(packet)
+
+    def drop(self, peer: Peer, still_open: bool) -> None:
+        peer.end()
+
+
+_value: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**63 - 1) | st.floats() | st.binary(max_size=9)
+    | st.sampled_from(["", "x", "UINT8", "infer", "models", "load", "frames"]),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from(OPTIONS), inner, max_size=3),
+    max_leaves=12,
+)  # fmt: skip
+_message = st.builds(lambda tag, fields: [tag, *fields], st.sampled_from(TAGS), st.lists(_value, max_size=8))
+_infer = st.builds(
+    lambda number, dtype, shape, data, wanted, timeout, options: [
+        7, number, "m", 0, [["x", dtype, shape, data]], wanted, timeout, options,
+    ],
+    st.integers(0, 3), st.sampled_from(["UINT8", "BYTES", "?"]), st.lists(st.integers(-1, 2**63 - 1), max_size=3),
+    st.binary(max_size=9) | st.integers(-1, 3) | st.just([[1, 0, 1]]),
+    st.none() | st.lists(st.tuples(st.sampled_from("xy"), st.none(), st.integers(0, 5)), max_size=2),
+    st.integers(0, 2**63 - 1), st.none() | st.dictionaries(st.sampled_from(OPTIONS), _value, max_size=4),
+)  # fmt: skip
+
+
+@settings(max_examples=examples(40))
+@given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
+def test_whatever_is_said_nothing_is_raised_and_nothing_is_kept(said: list[Any]) -> None:
+    outside = _Outside()
+    peer = Peer(outside, b"me", 1, "key", KeyEntry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
+    peer.receive(msgpack.packb([HELLO]), [])
+    peer.take_out()
+    for one in said:
+        peer.receive(one if isinstance(one, bytes) else msgpack.packb(one), [b"", bytes(5000)])
+        peer.take_out()
+    assert outside.sent[0][0] == 32
+    assert {message[0] for message in outside.sent} <= {32, 34, 39, 5}
+    peer.end()
+    tickets = outside.link.session.tickets
+    assert all(
+        ticket.message is None or getattr(ticket.message, "what", "") in OPERATIONS for ticket in tickets.values()
+    )
+    outside.link.session.close()

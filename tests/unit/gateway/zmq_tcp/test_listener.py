@@ -1,0 +1,491 @@
+"""The ZeroMQ door, before a broker that does what the test says: what goes through it, who comes in, and what a
+hostile client can do.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import Unavailable
+from shmserve.gateway.zmq_tcp.requests import ZmqLimits
+from shmserve.protocol.messages import Cancel, More
+from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
+from tests.support.broker.running_broker import running
+from tests.support.client_faces import FACES
+from tests.support.gateway.zmq_listener import HELLO, Bare, ListenerThread
+
+LIMITS = ZmqLimits(
+    input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6,
+    exit_timeout_s=5.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[FakeBroker]:
+    with running(FakeBroker) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def listener(broker: FakeBroker) -> Iterator[ListenerThread]:
+    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
+        made = ListenerThread(Path(folder), broker.lane, LIMITS)
+        with shmserve.Client(made.url, **made.keys("alice"), timeout=20) as client:
+            # The door is connected to the broker from here on, and both have all the memory that they will need.
+            for future in [client.submit("echo", {"x": np.zeros(3 << 20, np.uint8)}) for _ in range(2)]:
+                future.result()
+            client.infer("echo", {"x": np.zeros(4 << 20, np.uint8)})
+        yield made
+        made.stop()
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(broker: FakeBroker, listener: ListenerThread) -> Iterator[None]:
+    """Nothing of a test is left in the door, nor held of the broker's memory."""
+    yield
+    gc.collect()
+    listener.do(lambda: listener.listener.link.flush())
+    with Bare(listener, "alice") as bare:  # whose question comes behind what was given back
+        bare.send([9, 1, "live"])
+        assert bare.receive()[:3] == [37, 1, b'{"live": true}']
+    while listener.do(lambda: listener.listener.peers):
+        assert listener.listener.peers < 10
+    assert broker.held_handles == []
+    while not broker.parked.empty():
+        broker.parked.get()
+    while not broker.told.empty():
+        broker.told.get()
+
+
+@pytest.fixture
+def bare(listener: ListenerThread) -> Iterator[Callable[..., Bare]]:
+    with ExitStack() as made:
+        yield lambda name="alice", **more: made.enter_context(Bare(listener, name, **more))
+
+
+@pytest.fixture(params=list(FACES))
+def client(request: pytest.FixtureRequest, listener: ListenerThread) -> Iterator[Any]:
+    with FACES[request.param](listener.url, **listener.keys("alice"), timeout=20) as made:
+        yield made
+
+
+# ------------------------------------------------------------------------------------------------ what goes through
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (4,), (1024,), (1025,), (300, 1000)])
+def test_tensors_come_back_as_they_went(client: Any, shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    found = client.infer("echo", {"x": x, "again": x}, version=3, parameters={"a": 1, "b": "c"})
+    np.testing.assert_array_equal(found["x"], x)
+    np.testing.assert_array_equal(found["again"], x)
+    assert found.version == 3
+    assert found.parameters == {"a": 1, "b": "c"}
+
+
+def test_strings_and_parts_of_several_workers(client: Any) -> None:
+    words = np.array([["a" * 3000, "ä"], ["", "b" * 3000]], object)
+    assert client.infer("echo", {"x": words})["x"].tolist() == [[w.encode() for w in row] for row in words.tolist()]
+    x = np.arange(20_000.0).reshape(4, -1)
+    np.testing.assert_array_equal(client.infer("rows", {"x": x})["x"], x)
+
+
+def test_many_in_flight(client: Any) -> None:
+    futures = [client.submit("echo", {"x": np.full(1500, n)}) for n in range(60)]
+    assert [int(future.result()["x"][7]) for future in futures] == list(range(60))
+
+
+def test_errors_and_questions(client: Any, broker: FakeBroker) -> None:
+    with pytest.raises(shmserve.NotFound, match="unknown model: 'nothing'"):
+        client.infer("nothing", {"x": 1})
+    assert client.live()
+    assert client.models() == [{"name": "echo", "version": "1", "state": "READY", "reason": ""}]
+    broker.answers["metadata"] = {"name": "n", "texts": ["x" * 300_000]}
+    assert client.metadata("n") == broker.answers["metadata"]
+    with pytest.raises(shmserve.DeadlineExceeded, match=r"within the timeout of 0\.02 s"):
+        client.infer("hold", {"x": np.zeros(5000)}, timeout=0.02)
+    broker.answer()
+    client.live()
+
+
+def test_a_stream_is_made_as_fast_as_it_is_read(client: Any, broker: FakeBroker) -> None:
+    count = np.array([6], np.float32)
+    with client.stream("parts", {"x": count}, window=4, parameters={"size": 2000}) as stream:
+        found = [next(stream), next(stream)]
+        assert broker.wait_for(More).count == 2
+        found += stream
+    for number, part in enumerate(found):
+        np.testing.assert_array_equal(part["y"], np.full(2000, number, np.float32))
+        assert part.parameters == {"index": number + 1}
+    assert len(found) == 6
+    with client.stream("parts", {"x": count}, window=2) as stream:
+        next(stream)
+    assert broker.wait_for(Cancel)
+    with (
+        client.stream("parts", {"x": count}, parameters={"fail": True}) as stream,
+        pytest.raises(shmserve.ModelFailed, match="no more of this"),
+    ):
+        list(stream)
+
+
+def test_bodies_of_operations(client: Any, broker: FakeBroker) -> None:
+    got: list[bytes] = []
+
+    def load(model: str, version: int, body: bytes) -> Any:
+        got.append(body)
+        return {"model": model, "versions": [], "changed": True, "warnings": []}
+
+    broker.answers["load"] = load
+    content = np.random.default_rng(2).bytes(3_000_000)
+    client.load("new", config={"backend": "x"}, files={"1/model.bin": content})
+    assert got[0].endswith(b"\n" + content)
+    with pytest.raises(shmserve.InvalidRequest, match=f"exceeds {LIMITS.input_bytes} bytes.*--zmq-max-input-size"):
+        client.load("new", config={"backend": "x"}, files={"1/model.bin": bytes(LIMITS.input_bytes)})
+    assert client.live()
+
+
+def test_too_much(client: Any, broker: FakeBroker, listener: ListenerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.live()  # the limits are known from here on
+    with pytest.raises(shmserve.InvalidRequest, match=f"over the limit of {LIMITS.input_bytes} for one message"):
+        client.infer("echo", {"x": np.zeros(LIMITS.input_bytes + 1, np.uint8)})
+    large = np.zeros(3 << 20, np.uint8)
+    monkeypatch.setattr(listener.listener.link.shares.requests, "calm_bytes", 0)
+    monkeypatch.setattr(listener.listener.link.shares.requests, "_input_bytes", 24 << 20)
+    held = [client.submit("hold", {"x": large}) for _ in range(2)]
+    with pytest.raises(shmserve.Unavailable, match=r"exceed its share \(--connection-share\) of 25165824 bytes"):
+        client.infer("echo", {"x": large})
+    for future in held:
+        broker.answer()
+        future.result()
+    assert client.infer("echo", {"x": large})["x"].nbytes == large.nbytes
+
+
+def test_a_client_that_goes_takes_its_requests_along(listener: ListenerThread, broker: FakeBroker, bare: Any) -> None:
+    one = bare()
+    one.send([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
+    _, infer, _ = broker.parked.get(timeout=20)
+    one.close()  # without a word: libzmq tells that the connection has ended
+    assert broker.wait_for(Cancel).request == infer.request
+
+
+def test_cancelled_and_answered_once(broker: FakeBroker, bare: Any) -> None:
+    one = bare()
+    one.send([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
+    peer, infer, frames = broker.parked.get(timeout=20)
+    one.send([8, 5])
+    assert one.receive() == [34, 5, "CANCELLED", "the request was cancelled by the client"]
+    assert broker.wait_for(Cancel).request == infer.request
+    broker.do(lambda: echo(broker, peer, infer, frames))  # the two have crossed
+    assert one.quiet()
+
+
+def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = FakeBroker(tmp_path)
+    broker.start()
+    (tmp_path / "keys").mkdir()
+    listener = ListenerThread(tmp_path / "keys", broker.lane)
+    x = np.arange(5000.0)
+    with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as client:
+        future = client.submit("hold", {"x": x})
+        broker.parked.get(timeout=20)
+        broker.stop()
+        monkeypatch.setitem(MODELS, "hold", echo)
+        broker.start()
+        np.testing.assert_array_equal(future.result()["x"], x)
+        del future
+        broker.stop()
+        with pytest.raises(shmserve.ConnectionLost, match="server behind this gateway is unreachable") as caught:
+            client.infer("echo", {"x": x})
+        assert "/" not in str(caught.value)
+        assert client.live() is False
+        broker.start()
+        np.testing.assert_array_equal(client.infer("echo", {"x": x})["x"], x)
+    listener.stop()
+    broker.stop()
+
+
+def test_a_gateway_that_is_started_again(broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = ListenerThread(tmp_path, broker.lane, ZmqLimits(exit_timeout_s=0.01))
+    x = np.arange(5000.0)
+    with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as client:
+        future = client.submit("hold", {"x": x})
+        broker.parked.get(timeout=20)
+        listener.stop()
+        monkeypatch.setitem(MODELS, "hold", echo)
+        listener = ListenerThread(tmp_path, broker.lane, address=listener.url)
+        np.testing.assert_array_equal(future.result()["x"], x)
+    listener.stop()
+
+
+# ------------------------------------------------------------------------------------------------ who comes in
+
+
+def test_roles_are_those_of_the_key(listener: ListenerThread, broker: FakeBroker) -> None:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
+        assert bob.infer("echo", {"x": 1})["x"] == 1
+        assert bob.ready()
+        with pytest.raises(shmserve.Denied, match=r"'models' needs the role observe or operate.*--zmq-keys"):
+            bob.models()
+        with pytest.raises(shmserve.Denied, match="'load' needs the role operate, but this connection has infer;"):
+            bob.load("echo")
+
+
+@pytest.mark.parametrize("face", list(FACES))
+def test_who_is_not_let_in_is_told_why(listener: ListenerThread, face: str) -> None:
+    right, make = listener.keys("alice"), FACES[face]
+    with (
+        make(listener.url, **listener.keys("eve")) as eve,
+        pytest.raises(shmserve.Denied, match=r"rejected the key .* file of --zmq-keys"),
+    ):
+        eve.infer("echo", {"x": 1})
+    wrong = {**right, "server_key": listener.pair("eve").public}
+    with (
+        make(listener.url, **wrong) as client,
+        pytest.raises(shmserve.Denied, match=r"does not have the server key .* check the url and server_key="),
+    ):
+        client.infer("echo", {"x": 1})
+
+
+def test_without_keys_there_is_no_client(
+    listener: ListenerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = listener.keys("alice")
+    with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs server_key= \(or SHMSERVE_SERVER_KEY\)"):
+        shmserve.Client(listener.url)
+    with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs key_file= \(or SHMSERVE_KEY_FILE\)"):
+        shmserve.Client(listener.url, server_key=right["server_key"])
+    with pytest.raises(shmserve.InvalidRequest, match="only for tcp://, not unix://"):
+        shmserve.Client("unix:///nowhere/lane.sock", **right)
+    open_to_all = tmp_path / "open.key"
+    open_to_all.write_text(right["key_file"].read_text())
+    open_to_all.chmod(0o644)
+    with pytest.raises(shmserve.InvalidRequest, match="is readable by other users: chmod 600"):
+        shmserve.Client(listener.url, server_key=right["server_key"], key_file=open_to_all)
+    monkeypatch.setenv("SHMSERVE_SERVER_KEY", str(right["server_key"]))
+    monkeypatch.setenv("SHMSERVE_KEY_FILE", str(right["key_file"]))
+    with shmserve.Client(listener.url, timeout=20) as client:
+        assert client.live()
+
+
+def test_keys_come_and_go_while_it_runs(listener: ListenerThread) -> None:
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
+        assert bob.live()
+        listener.let_in("alice", "eve")
+        listener.do(listener.listener.read_keys)
+        with pytest.raises(shmserve.Denied, match=r"rejected the key|has no roles"):
+            bob.infer("echo", {"x": 1})
+    with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
+        assert eve.live()
+    (listener.folder / "keys").write_text("nonsense\n")
+    listener.do(listener.listener.read_keys)  # what was right goes on
+    with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
+        assert eve.live()
+    listener.let_in("alice", "bob")
+    listener.do(listener.listener.read_keys)
+
+
+def test_who_takes_an_identity_gets_nothing_of_who_had_it(
+    listener: ListenerThread, broker: FakeBroker, bare: Any
+) -> None:
+    alice = bare("alice", identity=b"mine")
+    alice.send([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
+    peer, infer, frames = broker.parked.get(timeout=20)
+    alice.close()
+    assert broker.wait_for(Cancel).request == infer.request
+    bob = bare("bob", identity=b"mine")
+    broker.do(lambda: echo(broker, peer, infer, frames))
+    bob.send([9, 6, "models"])
+    assert bob.receive()[:3] == [34, 6, "DENIED"]
+    assert bob.quiet()
+
+
+# ------------------------------------------------------------------------------------------------ hostile
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "text"),
+    [
+        ([7, 1, "echo", 0, []], "CONNECTION_LOST", "the first message of a connection must be Hello"),
+        ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol version 9 is not supported, only"),
+        ([6, 1, 0, "x", "posix"], "PROTOCOL", "only be sent as 'frames'"),
+    ],
+)
+def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
+    one = bare(greet=False)
+    one.send(said)
+    tag, found, words = one.receive()
+    assert (tag, found) == (39, code)
+    assert text in words
+    one.send([4, 1])  # it has been told
+    one.send(HELLO)
+    assert one.receive()[0] == 32
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (
+            [1, 1 << 32, 4096, "/name"],
+            [39, "INVALID_ARG", "shared memory is not supported over tcp: send tensors in frames"],
+        ),
+        ([2, 1], [39, "INVALID_ARG", "shared memory is not supported over tcp: send tensors in frames"]),
+        (HELLO, [39, "PROTOCOL", "second Hello on one connection"]),
+        ([3, [[1, 0, 8]]], [34, 0, "INVALID_ARG", "this client holds no handles to return"]),
+        ([9, 4, "nonsense"], [34, 4, "INVALID_ARG", "unknown query 'nonsense'; known queries: live"]),
+        ([9, 4, "live", "", 0, b"body"], [34, 4, "INVALID_ARG", "the query 'live' takes no body"]),
+        ([7, 0, "echo", 0, []], [34, 0, "INVALID_ARG", "request number 0 is 0 or already in flight"]),
+        (
+            [7, 4, "echo", 0, [["x", "UINT8", [1], [[1, 0, 1]]]]],
+            [34, 4, "INVALID_ARG", "input 'x' is in shared memory"],
+        ),
+        (
+            [7, 4, "echo", 0, [["x", "UINT8", [1], 1]]],
+            [34, 4, "INVALID_ARG", "input 'x' refers to frame 1, but the message has 1 frames"],
+        ),
+        (
+            [7, 4, "echo", 0, [["x", "UINT8", [1], -1]]],
+            [34, 4, "INVALID_ARG", "input 'x' refers to frame -1, but the message has 1 frames"],
+        ),
+        ([7, 4, "echo", 0, [], [["x", [1, 0, 1]]]], [34, 4, "INVALID_ARG", "output 'x' is requested in shared memory"]),
+        ([7, 4, "echo", 0, [], [["x"], ["x"]]], [34, 4, "INVALID_ARG", "output 'x' is requested twice"]),
+        ([99, 4], [34, 4, "PROTOCOL", "unknown message type 99"]),
+        (5, [34, 0, "PROTOCOL", "a message must be an array that begins with its tag"]),
+    ],
+)
+def test_what_is_refused(bare: Any, broker: FakeBroker, said: Any, answer: list[Any]) -> None:
+    one = bare()
+    before = len(broker.requests)
+    one.send(said, frames=(b"frame",))
+    found = one.receive()
+    assert found[:-1] == answer[:-1]
+    assert answer[-1] in found[-1]
+    if found[0] == 34:
+        assert one.quiet()
+    assert len(broker.requests) == before
+
+
+def test_one_frame_named_by_many_inputs_is_counted_each_time(bare: Any) -> None:
+    one = bare()
+    one.send([7, 4, "echo", 0, [[f"x{n}", "UINT8", [1 << 20], 0] for n in range(256)]], frames=(bytes(1 << 20),))
+    assert one.receive()[:3] == [34, 4, "INVALID_ARG"]
+
+
+def test_garbage_is_answered_and_a_flood_of_it_ends(bare: Any, listener: ListenerThread) -> None:
+    one = bare()
+    one.socket.send(b"\xc1garbage")
+    assert one.receive()[:3] == [34, 0, "PROTOCOL"]
+    one.socket.send_multipart([b"", b"frame"])
+    assert one.receive()[:3] == [34, 0, "PROTOCOL"]
+    for _ in range(1100):
+        one.socket.send(b"\xc1")
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as honest:
+        assert honest.live()
+    last = one.receive()
+    while last[0] == 34:
+        last = one.receive()
+    assert last[:2] == [39, "UNAVAILABLE"]
+    assert "client_errors" in last[2]
+
+
+def test_one_that_does_not_read_is_given_up(bare: Any, listener: ListenerThread, broker: FakeBroker) -> None:
+    one = bare(kept=1)
+    frame = bytes(3 << 20)
+    number = 0
+    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as honest:
+        assert honest.live()
+        while listener.listener.peers == 2:
+            number += 1
+            one.send([7, number, "hold", 0, [["x", "UINT8", [len(frame)], 0]]], frames=(frame,))
+            broker.answer()
+            assert honest.live(), "and comes behind that answer"
+
+
+def test_too_many_requests_and_too_many_connections(
+    bare: Any, listener: ListenerThread, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener.listener.link.shares.requests, "calm_calls", 100)
+    monkeypatch.setattr(listener.listener.link.shares.requests, "calls", 400)
+    first = bare()
+    for number in range(1, 102):
+        first.send([7, number, "hold", 0, []])
+    assert first.receive()[:3] == [34, 101, "UNAVAILABLE"]
+    others = [bare() for _ in range(5)]
+    seventh = bare(greet=False)
+    seventh.send(HELLO)
+    assert seventh.receive()[:2] == [39, "UNAVAILABLE"]
+    assert all(other.quiet() for other in others)
+
+
+def test_strangers_at_the_port(listener: ListenerThread) -> None:
+    host, port = "127.0.0.1", int(listener.url.rpartition(":")[2])
+    with socket.create_connection((host, port), 20) as half_open:
+        with socket.create_connection((host, port), 20) as web:
+            web.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
+            try:
+                while web.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass  # as good an end
+        with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as honest:
+            assert honest.live()
+        assert half_open.fileno() > 0
+
+
+def test_a_crowd_at_the_port_is_cut_off(bare: Any, listener: ListenerThread) -> None:
+    one = bare()
+    host, port = "127.0.0.1", int(listener.url.rpartition(":")[2])
+    with ExitStack() as crowd:
+        made = [crowd.enter_context(socket.create_connection((host, port), 20)) for _ in range(40)]
+        for knocking in made[20:]:  # there are at most 16, one of them alice
+            while True:
+                try:
+                    if not knocking.recv(4096):
+                        break
+                except ConnectionResetError:
+                    break
+        assert one.quiet()
+    while listener.do(lambda: len(listener.listener._connections)) > 1:
+        assert one.quiet()  # libzmq says one by one that they have gone
+    with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as honest:
+        assert honest.live()
+
+
+def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBroker) -> None:
+    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
+        listener = ListenerThread(Path(folder), broker.lane, LIMITS)
+        with Bare(listener, "alice") as one:
+            one.send([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
+            peer, infer, frames = broker.parked.get(timeout=20)
+            listener.begin_to_stop()
+            while not listener.do(lambda: listener.listener.stopping):
+                pass
+            one.send([7, 6, "echo", 0, [["x", "UINT8", [1], b"a"]]])
+            assert one.receive() == [34, 6, Unavailable.code, "the gateway is stopping"]
+            broker.do(lambda: echo(broker, peer, infer, frames))
+            assert one.receive()[:2] == [33, 5]
+        listener.join()
+
+
+def test_several_doors_may_share_a_port(broker: FakeBroker, tmp_path: Path) -> None:
+    with ExitStack() as made:
+        endpoints = [ListenerThread(tmp_path, broker.lane, LIMITS) for _ in range(2)]
+        for listener in endpoints:
+            made.callback(listener.stop)
+        port = endpoints[0].do(lambda: endpoints[0].listener.open("tcp://[::1]:0", share=True))
+        assert endpoints[1].do(lambda: endpoints[1].listener.open(f"tcp://[::1]:{port}", share=True)) == port
+        with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
+            endpoints[1].do(lambda: endpoints[1].listener.open(f"tcp://[::1]:{port}"))
+        with ExitStack() as clients:
+            for _ in range(4):
+                url, keys_of_alice = f"tcp://[::1]:{port}", endpoints[0].keys("alice")
+                assert clients.enter_context(shmserve.Client(url, **keys_of_alice, timeout=20)).live()
+            assert sum(listener.listener.peers for listener in endpoints) == 4

@@ -1,0 +1,367 @@
+"""Defaults, and what a model says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from onnx import TensorProto, helper
+
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model, needs_completion
+from shmserve.repo.config.problems import ConfigError
+from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
+from shmserve.repo.gpus import Numbers
+from shmserve.repo.load import load, parse
+from shmserve.repo.rules.completed import verify
+from tests.support.hypothesis_profiles import examples
+from tests.support.repo.texts import ALL, BACKENDS, SMALL
+
+ONNX = complete(ModelConfig(backend="onnxruntime"), "m")
+
+
+def facts(name: str, *dims: int, dtype: str = "FP32") -> TensorFacts:
+    return TensorFacts(name, dtype, dims)
+
+
+# ---------------------------------------------------------------------------------------------------------- defaults
+
+
+def test_the_name_is_the_directory() -> None:
+    assert complete(ModelConfig(), "m").name == "m"
+    assert complete(ModelConfig(name="other"), "m").name == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "files", "backend", "platform", "file"),
+    [
+        ('backend: "onnxruntime"', "m", (), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        ('platform: "onnxruntime_onnx"', "m", (), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        ('platform: "tensorrt_plan"', "m", (), "tensorrt", "tensorrt_plan", "model.plan"),
+        ('platform: "pytorch_libtorch"', "m", (), "pytorch", "pytorch_libtorch", "model.pt"),
+        ('platform: "torch_aoti"', "m", (), "pytorch", "torch_aoti", "model.pt2"),
+        ('backend: "pytorch"', "m", (), "pytorch", "pytorch_libtorch", "model.pt"),
+        ('backend: "pytorch"', "m", ("model.pt2",), "pytorch", "torch_aoti", "model.pt2"),
+        ('platform: "tensorflow_savedmodel"', "m", (), "tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+        ('backend: "python"', "m", (), "python", "", "model.py"),
+        ('backend: "identity"', "m", (), "identity", "", ""),
+        ('backend: "nosuch"', "m", ("model.onnx",), "nosuch", "", ""),
+        ("", "m", ("model.onnx",), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+        ("", "m", ("readme", "model.py"), "python", "", "model.py"),
+        ("", "m", ("model.xml", "model.bin"), "openvino", "", "model.xml"),
+        ("", "m.identity", (), "identity", "", ""),
+        ("", "m.python", ("other",), "python", "", "model.py"),
+        ("", "m.onnx", (), "", "", ""),
+        ("", "m", (), "", "", ""),
+        ('platform: "nosuch"', "m", ("model.onnx",), "", "nosuch", ""),
+        (
+            'backend: "onnxruntime" default_model_filename: "a.onnx"',
+            "m",
+            (),
+            "onnxruntime",
+            "onnxruntime_onnx",
+            "a.onnx",
+        ),
+    ],
+)
+def test_backend(text: str, name: str, files: tuple[str, ...], backend: str, platform: str, file: str) -> None:
+    config = complete(parse(text), name, files, BACKENDS)
+    assert (config.backend, config.platform, config.default_model_filename) == (backend, platform, file)
+
+
+@pytest.mark.parametrize(
+    ("text", "latest"),
+    [
+        ("", 1),
+        ("version_policy { }", 1),
+        ("version_policy { latest { } }", 1),
+        ("version_policy { latest { num_versions: 3 } }", 3),
+    ],
+)
+def test_version_policy(text: str, latest: int) -> None:
+    policy = complete(parse(text), "m").version_policy
+    assert policy is not None
+    assert policy.latest is not None
+    assert policy.latest.num_versions == latest
+
+
+def test_other_version_policies_stay() -> None:
+    given = parse("version_policy { all { } }")
+    assert complete(given, "m").version_policy == given.version_policy
+
+
+@pytest.mark.parametrize(
+    ("text", "preferred"),
+    [
+        ("max_batch_size: 8 dynamic_batching { }", (8,)),
+        ("max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }", (2, 4)),
+        ("dynamic_batching { }", ()),
+    ],
+)
+def test_preferred_batch_size(text: str, preferred: tuple[int, ...]) -> None:
+    dynamic = complete(parse(text), "m").dynamic_batching
+    assert dynamic is not None
+    assert dynamic.preferred_batch_size == preferred
+
+
+def test_no_scheduler_stays_none() -> None:
+    assert complete(parse("max_batch_size: 8"), "m").dynamic_batching is None
+
+
+def test_sequence_idle() -> None:
+    sequence = complete(parse("sequence_batching { }"), "m").sequence_batching
+    assert sequence is not None
+    assert sequence.max_sequence_idle_microseconds == 1_000_000
+
+
+def groups(text: str, gpus: tuple[int, ...] = ()) -> list[Any]:
+    config = complete(parse(text), "m", (), BACKENDS, gpus)
+    return [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group]
+
+
+def test_a_backend_that_cannot_use_a_gpu_stays_on_the_cpu() -> None:
+    """Unless it was told to: then the load says what it lacks."""
+    gpus = Numbers.of((0, 1), ("onnxruntime",))
+    assert groups('backend: "onnxruntime"', gpus) == [("m_0", "KIND_CPU", 2, ())]
+    assert groups('backend: "python"', gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
+    text = 'backend: "onnxruntime" instance_group { kind: KIND_GPU }'
+    assert groups(text, gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "wanted"),
+    [
+        ('backend: "python"', (), [("m_0", "KIND_CPU", 1, ())]),
+        ('backend: "onnxruntime"', (), [("m_0", "KIND_CPU", 2, ())]),
+        ('backend: "onnxruntime" instance_group { count: 1 }', (), [("m_0", "KIND_CPU", 1, ())]),
+        ('backend: "onnxruntime" instance_group { kind: KIND_MODEL }', (), [("m_0", "KIND_MODEL", 1, ())]),
+        ('backend: "python" instance_group { gpus: 0 }', (), [("m_0", "KIND_CPU", 1, ())]),
+        ('backend: "python"', (0, 1), [("m_0", "KIND_GPU", 1, (0, 1))]),
+        ('backend: "python" instance_group { gpus: 1 count: 2 }', (0, 1), [("m_0", "KIND_GPU", 2, (1,))]),
+        ('backend: "python" instance_group { gpus: 7 }', (0, 1), [("m_0", "KIND_CPU", 1, ())]),
+        (
+            'backend: "python" instance_group { count: 3 } instance_group { name: "big" } instance_group { }',
+            (),
+            [("m_0", "KIND_CPU", 3, ()), ("big", "KIND_CPU", 1, ()), ("m_2", "KIND_CPU", 1, ())],
+        ),
+    ],
+)
+def test_instance_groups(text: str, gpus: tuple[int, ...], wanted: list[Any]) -> None:
+    assert groups(text, gpus) == wanted
+
+
+def test_names_of_groups_fit_for_the_longest_model() -> None:
+    config = load(SMALL, name="x" * 128, backends=BACKENDS).config
+    assert config.instance_group[0].name == "x" * 112 + "_0"
+
+
+def test_pinned_memory_is_on_unless_off() -> None:
+    on = complete(parse(""), "m").optimization
+    off = complete(parse("optimization { input_pinned_memory { } eager_batching: true }"), "m").optimization
+    assert on is not None
+    assert on.input_pinned_memory is not None
+    assert on.input_pinned_memory.enable
+    assert off is not None
+    assert off.input_pinned_memory is not None
+    assert not off.input_pinned_memory.enable
+    assert off.eager_batching
+
+
+def test_an_ensemble_gets_no_instances() -> None:
+    config = complete(parse('platform: "ensemble"'), "e", ("model.onnx",))
+    assert config.instance_group == ()
+    assert config.optimization is None
+    assert config.backend == ""
+
+
+@pytest.mark.parametrize("text", ["", SMALL, *ALL])
+@pytest.mark.parametrize("gpus", [(), (0, 1)])
+def test_completing_twice_changes_nothing(text: str, gpus: tuple[int, ...]) -> None:
+    once = complete(parse(text), "m", ("model.py",), BACKENDS, gpus)
+    assert complete(once, "m", ("model.py",), BACKENDS, gpus) == once
+
+
+# ---------------------------------------------------------------------------------------------- what the model says
+
+
+def test_who_has_to_be_asked() -> None:
+    assert needs_completion(ONNX)
+    assert needs_completion(complete(parse('backend: "onnxruntime" input { name: "x" }'), "m"))
+    assert needs_completion(complete(parse('backend: "python"'), "m"))
+    assert not needs_completion(complete(parse('backend: "onnxruntime" input { } output { }'), "m"))
+    assert not needs_completion(complete(parse('backend: "identity"'), "m"))
+
+
+def test_a_model_that_can_batch() -> None:
+    config = complete_from_model(ONNX, [facts("x", -1, 3, 244, 244)], [facts("y", -1, -1, dtype="BYTES")])
+    assert config.max_batch_size == 4
+    assert config.dynamic_batching is not None
+    assert config.dynamic_batching.preferred_batch_size == (4,)
+    assert [(t.name, t.data_type, t.dims, t.reshape) for t in config.input] == [("x", "TYPE_FP32", (3, 244, 244), None)]
+    assert [(t.name, t.data_type, t.dims, t.reshape) for t in config.output] == [("y", "TYPE_STRING", (-1,), None)]
+    verify(config, backends=BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "batching"),
+    [
+        ("max_batch_size: 16", 16, True),
+        ("max_batch_size: 1", 1, False),
+        ("max_batch_size: 1 dynamic_batching { }", 1, True),
+        ("dynamic_batching { max_queue_delay_microseconds: 5 }", 4, True),
+    ],
+)
+def test_what_was_given_stays(text: str, size: int, batching: bool) -> None:
+    given = complete(parse('backend: "onnxruntime"' + text), "m")
+    config = complete_from_model(given, [facts("x", -1, 3)], [facts("y", -1, 3)])
+    assert config.max_batch_size == size
+    assert (config.dynamic_batching is not None) is batching
+    if config.dynamic_batching is not None:
+        assert config.dynamic_batching.preferred_batch_size == (size,)
+    if "delay" in text:
+        assert config.dynamic_batching is not None
+        assert config.dynamic_batching.max_queue_delay_microseconds == 5
+
+
+def test_another_scheduler_is_kept() -> None:
+    given = complete(parse('backend: "onnxruntime" sequence_batching { }'), "m")
+    config = complete_from_model(given, [facts("x", -1, 3)], [facts("y", -1, 3)])
+    assert config.max_batch_size == 4
+    assert config.dynamic_batching is None
+
+
+def test_the_default_size_can_be_set() -> None:
+    tensors = [facts("x", -1, 3)]
+    assert complete_from_model(ONNX, tensors, tensors, default_max_batch=32).max_batch_size == 32
+    none = complete_from_model(ONNX, tensors, tensors, default_max_batch=0)
+    assert none.max_batch_size == 0
+    assert none.dynamic_batching is None
+    assert none.input[0].dims == (-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ([facts("x", 1, 3)], [facts("y", -1, 3)]),
+        ([facts("x", -1, 3)], [facts("y", 3)]),
+        ([facts("x", -1, 3), facts("z")], [facts("y", -1, 3)]),
+    ],
+)
+def test_a_model_that_cannot_batch(inputs: list[TensorFacts], outputs: list[TensorFacts]) -> None:
+    config = complete_from_model(ONNX, inputs, outputs)
+    assert config.max_batch_size == 0
+    assert config.dynamic_batching is None
+    assert [tensor.dims for tensor in config.input] == [tensor.dims or (1,) for tensor in inputs]
+    assert [tensor.dims for tensor in config.output] == [tensor.dims for tensor in outputs]
+    given = complete(parse('backend: "onnxruntime" max_batch_size: 8'), "m")
+    with pytest.raises(InvalidRequest, match="model does not support batching while non-zero max_batch_size") as caught:
+        complete_from_model(given, inputs, outputs)
+    assert "Set max_batch_size: 0 (it is 8)" in str(caught.value)
+
+
+def test_the_error_names_the_tensor() -> None:
+    given = complete(parse('backend: "onnxruntime" max_batch_size: 8'), "m")
+    with pytest.raises(InvalidRequest, match="first dimension of tensor 'x' is 3"):
+        complete_from_model(given, [facts("a", -1), facts("x", 3)], [])
+    with pytest.raises(InvalidRequest, match="first dimension of tensor 'y' does not exist"):
+        complete_from_model(given, [facts("a", -1)], [facts("y")])
+
+
+def test_the_caller_may_know_better() -> None:
+    config = complete_from_model(ONNX, [facts("x", -1, 3)], [facts("y", -1)], can_batch=False)
+    assert config.max_batch_size == 0
+    assert config.input[0].dims == (-1, 3)
+
+
+def test_a_tensor_with_no_dims_left_gets_one() -> None:
+    config = complete_from_model(ONNX, [facts("x", -1)], [facts("y", -1)])
+    assert config.input[0].dims == (1,)
+    assert config.input[0].reshape == ModelTensorReshape()
+    assert config.output[0].dims == (1,)
+    assert config.output[0].reshape == ModelTensorReshape()
+    verify(config, backends=BACKENDS)
+
+
+def test_only_the_missing_list_is_filled() -> None:
+    text = 'backend: "onnxruntime" max_batch_size: 2 input { name: "x" data_type: TYPE_FP32 dims: 7 }'
+    given = complete(parse(text), "m")
+    config = complete_from_model(given, [facts("x", -1, 3)], [facts("y", -1, 5)])
+    assert config.input == given.input
+    assert config.output[0].dims == (5,)
+    both = complete(parse(text + 'output { name: "y" data_type: TYPE_FP32 dims: 5 }'), "m")
+    assert complete_from_model(both, [facts("x", 1)], [facts("y", 1)]) == both
+
+
+def test_what_a_model_adds_gets_its_defaults() -> None:
+    """A python model may add a scheduler and a batch size."""
+    given = load('backend: "python"', name="m", backends=BACKENDS).config
+    added = replace(given, max_batch_size=6, dynamic_batching=ModelDynamicBatching())
+    config = verify(added, backends=BACKENDS)
+    assert config.dynamic_batching == ModelDynamicBatching(preferred_batch_size=(6,))
+    assert verify(config, backends=BACKENDS) == config
+    with pytest.raises(ConfigError, match="m, as completed by the model: max_batch_size: found -1"):
+        verify(replace(given, max_batch_size=-1), backends=BACKENDS)
+
+
+def test_a_type_that_does_not_exist_here() -> None:
+    with pytest.raises(Unsupported, match=r"tensor 'x' has the data type COMPLEX64"):
+        complete_from_model(ONNX, [facts("x", -1, dtype="COMPLEX64")], [])
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.lists(st.integers(1, 9) | st.just(-1), max_size=5), min_size=2, max_size=5),
+    st.integers(0, 9),
+)
+def test_a_completed_configuration_is_valid_and_stays(shapes: list[list[int]], max_batch: int) -> None:
+    tensors = [facts(f"t{index}", *shape) for index, shape in enumerate(shapes)]
+    given_config = complete(ModelConfig(backend="onnxruntime", max_batch_size=max_batch), "m")
+    try:
+        config = complete_from_model(given_config, tensors[:1], tensors[1:])
+    except InvalidRequest:
+        assert max_batch
+        assert not all(shape and shape[0] == -1 for shape in shapes)
+        return
+    skip = 1 if config.max_batch_size else 0
+    dims = [tensor.dims for tensor in config.input] + [tensor.dims for tensor in config.output]
+    assert dims == [tuple(shape[skip:]) or (1,) for shape in shapes]
+    assert complete_from_model(config, [], []) == config
+    verify(config, backends=BACKENDS)
+
+
+def onnx_model(path: Path, batch: str | int) -> Path:
+    shape = [batch, 3]
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(path))
+    return path
+
+
+@pytest.mark.parametrize(("batch", "size"), [("n", 4), (2, 0)])
+def test_with_what_the_engine_reports(tmp_path: Path, batch: str | int, size: int) -> None:
+    """The shapes of a real model; it then runs with the largest batch that the configuration promises."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    file = onnx_model(tmp_path / "model.onnx", batch)
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+    def reported(tensors: Any) -> list[TensorFacts]:
+        return [facts(t.name, *(dim if isinstance(dim, int) else -1 for dim in t.shape)) for t in tensors]
+
+    config = complete_from_model(ONNX, reported(session.get_inputs()), reported(session.get_outputs()))
+    assert config.max_batch_size == size
+    shape = (size, *config.input[0].dims) if size else config.input[0].dims
+    given_array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    np.testing.assert_array_equal(session.run(None, {"x": given_array})[0], -given_array)

@@ -1,0 +1,215 @@
+"""The schema: .proto, descriptor, structs and JSON say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from google.protobuf import descriptor_pool, json_format, text_format
+
+from shmserve.repo.config import protos, schema
+from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config, from_triton_json
+from shmserve.repo.load import parse
+from tests.support.repo.texts import ALL, DYNAMIC
+
+PROTO = (Path(protos.__file__).parent / "model_config.proto").read_text()
+
+
+def proto_source() -> dict[str, dict[str, int]]:
+    """message or enum -> name -> number, read from the .proto with a few lines of its own."""
+    found: dict[str, dict[str, int]] = {}
+    stack: list[tuple[str, str]] = []
+    for line in PROTO.splitlines():
+        code = line.split("//")[0].strip()
+        opened = re.match(r"(message|enum|oneof) (\w+) \{(\})?$", code)
+        member = re.match(r"(?:[\w<>, .]+ )?(\w+) = (\d+);$", code)
+        if opened:
+            kind, name, closed = opened.groups()
+            stack.append((kind, name))
+            if kind != "oneof":
+                found[".".join(part for outer, part in stack if outer != "oneof")] = {}
+            if closed:
+                stack.pop()
+        elif code == "}":
+            stack.pop()
+        elif member and stack:
+            path = ".".join(part for outer, part in stack if outer != "oneof")
+            found[path][member.group(1)] = int(member.group(2))
+    return found
+
+
+def descriptors() -> list[Any]:
+    """Every message, nested ones too, but map entries."""
+    found: list[Any] = []
+    todo = list(protos.CONFIG.file.message_types_by_name.values())
+    while todo:
+        message = todo.pop()
+        if not message.GetOptions().map_entry:
+            found.append(message)
+            todo += message.nested_types
+    return found
+
+
+def test_descriptor_is_of_this_proto() -> None:
+    enums = {e.full_name: e for message in descriptors() for e in message.enum_types}
+    enums |= {e.full_name: e for e in protos.CONFIG.file.enum_types_by_name.values()}
+    built = {protos.local_name(message): {f.name: f.number for f in message.fields} for message in descriptors()}
+    built |= {protos.local_name(enum): {v.name: v.number for v in enum.values} for enum in enums.values()}
+    assert built == proto_source()
+
+
+def test_numbers_that_the_world_uses() -> None:
+    """A few that everybody's files depend on, from memory of the format."""
+    source = proto_source()
+    assert len([name for name in source if source[name].keys() & {"TYPE_FP32"}]) == 1
+    assert source["ModelConfig"]["backend"] == 17
+    assert source["ModelConfig"]["dynamic_batching"] == 11
+    assert source["ModelConfig"]["runtime"] == 25
+    assert source["ModelInstanceGroup"]["kind"] == 4
+    assert source["ModelInput"]["dims"] == 4
+    assert source["ModelOutput"]["dims"] == 3
+    assert source["DataType"]["TYPE_BF16"] == 14
+
+
+def test_structs_are_the_messages() -> None:
+    for message in descriptors():
+        struct = getattr(schema, protos.local_name(message).replace(".", ""))
+        fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+        assert list(fields) == [field.name for field in message.fields], struct
+        for field in message.fields:
+            assert_type(field, fields[field.name])
+
+
+def assert_type(field: Any, found: msgspec.structs.FieldInfo) -> None:
+    kind: Any = found.type
+    if protos.is_map(field):
+        assert typing.get_origin(kind) is dict
+        kind = typing.get_args(kind)[1]
+        field = field.message_type.fields_by_name["value"]
+    elif protos.is_repeated(field):
+        assert typing.get_origin(kind) is tuple
+        assert found.default == ()
+        kind = typing.get_args(kind)[0]
+    elif field.has_presence:
+        assert found.default is None
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    if field.message_type is not None:
+        assert kind.__name__ == protos.local_name(field.message_type).replace(".", "")
+    elif field.enum_type is not None:
+        assert list(typing.get_args(kind)) == [value.name for value in field.enum_type.values]
+    else:
+        scalars = {field.CPPTYPE_BOOL: bool, field.CPPTYPE_STRING: str}
+        floats = (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE)
+        assert kind is scalars.get(field.cpp_type, float if field.cpp_type in floats else int)
+
+
+def test_texts_give_every_field() -> None:
+    """So that what follows is about all of the schema."""
+    given: set[str] = set()
+
+    def walk(message: Any) -> None:
+        for field, value in message.ListFields():
+            given.add(field.full_name)
+            if field.message_type is None:
+                continue
+            if protos.is_map(field):
+                if field.message_type.fields_by_name["value"].message_type is not None:
+                    for item in value.values():
+                        walk(item)
+            elif protos.is_repeated(field):
+                for item in value:
+                    walk(item)
+            else:
+                walk(value)
+
+    for text in ALL:
+        walk(text_format.Parse(text, protos.new_config(), descriptor_pool=protos.POOL))
+    wanted = {
+        field.full_name
+        for message in descriptors()
+        for field in message.fields
+        # A field whose only value is its default cannot be seen.
+        if field.enum_type is None or len(field.enum_type.values) > 1
+    }
+    assert given == wanted
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_json_is_what_protobuf_prints(text: str) -> None:
+    message = text_format.Parse(text, protos.new_config(), descriptor_pool=protos.POOL)
+    wanted = json_format.MessageToDict(
+        message,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        descriptor_pool=protos.POOL,
+    )
+    found = as_triton_json(parse(text))
+    assert from_triton_json(found) == from_triton_json(wanted)
+    assert_same(found, wanted)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Equal, in the same order; a number may be a string in protobuf's form."""
+    if isinstance(wanted, dict):
+        assert sorted(found) == sorted(wanted)
+        for key, item in wanted.items():
+            assert_same(found[key], item)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for mine, item in zip(found, wanted, strict=True):
+            assert_same(mine, item)
+    elif isinstance(found, int) and isinstance(wanted, str):
+        assert str(found) == wanted
+    else:
+        assert found == wanted
+        assert type(found) is type(wanted) or isinstance(found, float)
+
+
+@pytest.mark.parametrize("text", ["", *ALL])
+def test_round_trips(text: str) -> None:
+    config = parse(text)
+    assert decode_config(encode_config(config)) == config
+    assert from_triton_json(json.loads(json.dumps(as_triton_json(config)))) == config
+
+
+def test_json_of_nothing_prints_the_defaults() -> None:
+    plain = as_triton_json(ModelConfig(name="m"))
+    assert plain["name"] == "m"
+    assert plain["max_batch_size"] == 0
+    assert plain["input"] == []
+    assert plain["parameters"] == {}
+    assert "dynamic_batching" not in plain
+
+
+def test_json_names() -> None:
+    plain = as_triton_json(parse(DYNAMIC))
+    assert plain["input"][0]["data_type"] == "TYPE_UINT8"
+    assert plain["instance_group"][0]["rate_limiter"]["resources"] == [{"name": "R", "global": True, "count": 10}]
+    assert plain["dynamic_batching"]["max_queue_delay_microseconds"] == 2**64 - 1
+    assert list(plain["dynamic_batching"]["priority_queue_policy"]) == ["3"]
+    assert plain["parameters"]["umlaut"] == {"string_value": "\u00fc\n"}
+    assert plain["default_model_filename"] == "weights.onnx"
+
+
+def test_override_takes_numbers_as_strings_and_refuses_unknown_fields() -> None:
+    assert from_triton_json({"max_batch_size": "16"}).max_batch_size == 16
+    with pytest.raises(msgspec.ValidationError, match="unknown field `max_batch`"):
+        from_triton_json({"max_batch": 16})
+    with pytest.raises(msgspec.ValidationError, match="data_type"):
+        from_triton_json({"input": [{"data_type": "TYPE_FP23"}]})
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"name": 5}', b'{"nam": ""}'])
+def test_decode_refuses(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_config(data)
+
+
+def test_the_process_wide_pool_is_left_alone() -> None:
+    """Other packages have an `inference.ModelConfig` there."""
+    assert protos.CONFIG.file.pool is not descriptor_pool.Default()

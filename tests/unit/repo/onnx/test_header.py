@@ -1,0 +1,203 @@
+"""What an ONNX file declares, read without its weights: against the `onnx` package, and a configuration held against it
+against what a worker says with the engine's own facts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.dtypes import FROM_CONFIG
+from shmserve.errors import ServeError
+from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.load import parse
+from shmserve.repo.onnx import header as onnx_header
+from shmserve.repo.onnx.differences import differences
+from shmserve.repo.onnx.header import Declared, Header, NotOnnx, TooLarge, read_header
+from tests.support.hypothesis_profiles import examples
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+helper, kinds = onnx.helper, onnx.TensorProto
+
+
+class Counting(io.FileIO):
+    """A file that counts what is read of it."""
+
+    count = 0
+
+    def readinto(self, buffer: Any) -> int | None:
+        found = super().readinto(buffer)
+        self.count += found or 0
+        return found
+
+
+def header_of(data: bytes, tmp_path: Path) -> Header:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        return read_header(file)
+
+
+def made(inputs: Sequence[Any], outputs: Sequence[Any], initializers: Sequence[Any] = ()) -> bytes:
+    graph = helper.make_graph([], "g", inputs, outputs, initializers)
+    return bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+
+
+def value(name: str, kind: int = 1, dims: Sequence[int | str] | None = ("n", 3)) -> Any:
+    return helper.make_tensor_value_info(name, kind, dims)
+
+
+def test_what_is_declared(tmp_path: Path) -> None:
+    types = [kind for kind in kinds.DataType.values() if kind]
+    inputs = [value(f"t{kind}", kind, ["n", kind]) for kind in types]
+    inputs += [value("scalar", 1, []), value("any", 1, None), value("w"), helper.make_empty_tensor_value_info("none")]
+    inputs.append(helper.make_tensor_sequence_value_info("sequence", 1, [2]))
+    weights = helper.make_tensor("w", kinds.FLOAT, [1, 3], [1.0, 2.0, 3.0])
+    found = header_of(made(inputs, [value("y\u00e4", 7, [2, 5])], [weights]), tmp_path)
+    assert found.outputs == (Declared("y\u00e4", "INT64", (2, 5)),)
+    assert found.initialized == {"w"}
+    by_name = {tensor.name: tensor for tensor in found.inputs}
+    assert [tensor.name for tensor in found.inputs] == [tensor.name for tensor in inputs]
+    assert by_name["scalar"] == ("scalar", "FP32", ())
+    assert by_name["any"] == ("any", "FP32", None)
+    assert by_name["none"] == ("none", "", None)
+    assert by_name["sequence"] == ("sequence", "", None)
+    served = {kind: by_name[f"t{kind}"].dtype for kind in types if by_name[f"t{kind}"].dtype}
+    assert len(served) == len(set(served.values())) == len(FROM_CONFIG)
+    assert all(by_name[f"t{kind}"].dims == (-1, kind) for kind in types)
+
+
+def test_every_truncation_is_found(tmp_path: Path) -> None:
+    data = made([value("x")], [value("y")], [helper.make_tensor("w", 1, [100], [0.5] * 100)])
+    whole = header_of(data, tmp_path)
+    model = onnx.load_model_from_string(data)
+    after = len(data) - len(b"".join(opset.SerializeToString() for opset in model.opset_import)) - 2
+    for end in range(len(data)):
+        if end == after:  # the graph is there, and only what follows it is not
+            assert header_of(data[:end], tmp_path) == whole
+        else:
+            with pytest.raises(NotOnnx, match=r"truncated|has no graph"):
+                header_of(data[:end], tmp_path)
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda data: b"\x3a" + bytes([len(data)]) + data))
+def test_whatever_is_in_a_file(data: bytes) -> None:
+    descriptor = os.memfd_create("onnx")
+    with os.fdopen(descriptor, "r+b") as file:
+        file.write(data)
+        file.flush()
+        with contextlib.suppress(NotOnnx, TooLarge):
+            read_header(file)
+
+
+def test_weights_are_not_read(tmp_path: Path) -> None:
+    """A sparse file of 1 GiB."""
+    size = 1 << 30
+    weights = helper.make_tensor("w", kinds.UINT8, [0], b"", raw=True).SerializeToString() + b"\x4a" + varint(size)
+    graph = onnx.load_model_from_string(made([value("x")], [value("y")])).graph.SerializeToString()
+    initializer = b"\x2a" + varint(len(weights) + size) + weights
+    path = tmp_path / "model.onnx"
+    with path.open("wb") as file:
+        file.write(b"\x3a" + varint(len(graph) + len(initializer) + size) + initializer)
+        file.seek(size, os.SEEK_CUR)
+        file.write(graph)
+    with Counting(path) as raw, io.BufferedReader(raw) as buffered:
+        found = read_header(buffered)
+        assert raw.count < 64 << 10
+    assert found == Header((Declared("x", "FP32", (-1, 3)),), (Declared("y", "FP32", (-1, 3)),), frozenset({"w"}))
+
+
+def varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])
+
+
+def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = made([value(f"x{number}") for number in range(100)], [value("y")])
+    assert len(header_of(data, tmp_path).inputs) == 100
+    monkeypatch.setattr(onnx_header, "FIELDS", 50)
+    with pytest.raises(TooLarge):
+        header_of(data, tmp_path)
+    monkeypatch.setattr(onnx_header, "FIELDS", 10_000)
+    with pytest.raises(TooLarge):
+        header_of(made([value("x" * (onnx_header.MESSAGE_BYTES + 1))], [value("y")]), tmp_path)
+
+
+# ------------------------------------------------------------------------------------------ and the configuration
+
+ENGINE = helper.make_model(
+    helper.make_graph(
+        [helper.make_node("Add", ["a", "b"], ["s"]), helper.make_node("Identity", ["a"], ["t"])],
+        "g",
+        [value("a"), value("b", 1, ["n", 3])],
+        [value("s"), value("t", 1, ["n", 3])],
+    ),
+    opset_imports=[helper.make_opsetid("", 17)],
+    ir_version=8,
+).SerializeToString()
+
+NAMES = st.sampled_from(["a", "b", "s", "t", "other"])
+TYPES = st.sampled_from(["TYPE_FP32", "TYPE_FP32", "TYPE_INT64"])
+DIMS = st.sampled_from(["3", "3", "-1", "4", "3, 1", "-1, 3", "2, 3"])
+
+
+@st.composite
+def tensors(draw: st.DrawFn, field: str, usual: str) -> str:
+    names = draw(st.just(list(usual)) | st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    entries = [f'{{ name: "{name}" data_type: {draw(TYPES)} dims: [ {draw(DIMS)} ] }}' for name in names]
+    return f"{field} [ {', '.join(entries)} ]\n"
+
+
+@given(st.sampled_from([0, 8]), tensors("input", "ab"), tensors("output", "st"))
+@settings(max_examples=examples(300))
+def test_differences_are_those_of_a_worker(batch: int, inputs: str, outputs: str) -> None:
+    config = parse(f'name: "m" backend: "onnxruntime" max_batch_size: {batch}\n{inputs}{outputs}')
+    descriptor = os.memfd_create("onnx")
+    with os.fdopen(descriptor, "r+b") as file:
+        file.write(ENGINE)
+        file.flush()
+        found = list(differences(config, read_header(file)))
+    assert bool(found) == (worker_says(config) != ""), (found, worker_says(config))
+
+
+def test_a_right_configuration_has_no_differences(tmp_path: Path) -> None:
+    header = header_of(ENGINE, tmp_path)
+    for text in (
+        'max_batch_size: 8 input [ { name: "a" data_type: TYPE_FP32 dims: [ -1 ] },'
+        ' { name: "b" data_type: TYPE_FP32 dims: [ 3, 1 ] reshape: { shape: [ 3 ] } } ]'
+        ' output [ { name: "t" data_type: TYPE_FP32 dims: [ 3 ] } ]',
+        'input [ { name: "b" data_type: TYPE_FP32 dims: [ 5, 3 ] },'
+        ' { name: "a" data_type: TYPE_FP32 dims: [ -1, 3 ] } ]',
+        "max_batch_size: 8",
+        "",
+    ):
+        assert list(differences(parse(text), header)) == []
+
+
+SESSION = ort.InferenceSession(ENGINE, providers=["CPUExecutionProvider"])
+
+
+def worker_says(config: ModelConfig) -> str:
+    from shmserve.workers.backends.model_facts import match, none_missing
+    from shmserve.workers.backends.onnx.facts import facts_of
+    from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
+
+    needed = facts_of(SESSION.get_inputs())
+    try:
+        match("m", "input", model_inputs_of(config), needed, flat=(-1,))
+        none_missing("m", model_inputs_of(config), needed)
+        match("m", "output", model_outputs_of(config), facts_of(SESSION.get_outputs()))
+    except ServeError as error:
+        return str(error)
+    return ""

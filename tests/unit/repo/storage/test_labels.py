@@ -1,0 +1,113 @@
+"""Label files, and what of a model's files may be read at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.files import labels
+from shmserve.repo.files.labels import read_labels
+from shmserve.repo.files.safe_paths import read_inside
+from tests.support.hypothesis_profiles import examples
+
+LABEL = st.text(st.characters(exclude_characters="\n\r\0\ufeff", exclude_categories=["Cs"]), max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", ()),
+        (b"cat", ("cat",)),
+        (b"cat\n", ("cat",)),
+        (b"cat\ndog", ("cat", "dog")),
+        (b"cat\r\ndog\r\n", ("cat", "dog")),
+        (b"cat\n\ndog\n", ("cat", "", "dog")),
+        (b"cat\n\n", ("cat", "")),
+        (b" a cat \n", (" a cat ",)),
+        (b"a:b\n", ("a:b",)),
+        ("\ufeffK\u00e4tzchen\n\u732b\n".encode(), ("K\u00e4tzchen", "\u732b")),
+        (b"a\x0bb\x0cc\x1cd\xc2\x85e\n", ("a\x0bb\x0cc\x1cd\x85e",)),
+    ],
+)
+def test_labels_are_the_lines(tmp_path: Path, data: bytes, expected: tuple[str, ...]) -> None:
+    (tmp_path / "labels.txt").write_bytes(data)
+    assert read_labels(tmp_path, "labels.txt") == expected
+
+
+@settings(max_examples=examples(50))
+@given(st.lists(LABEL, max_size=20), st.sampled_from(["\n", "\r\n"]))
+def test_what_is_written_is_read(tmp_path: Path, given_labels: list[str], end: str) -> None:
+    (tmp_path / "labels.txt").write_bytes("".join(label + end for label in given_labels).encode())
+    assert read_labels(tmp_path, "labels.txt") == tuple(given_labels)
+
+
+def refused(folder: Path, name: str, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text) as found:
+        read_labels(folder, name)
+    assert str(folder.parent) not in str(found.value)
+    assert f"label file '{name}'" in str(found.value)
+
+
+def test_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_bytes(b"cat\ndog\n\xff\xfe\n")
+    refused(tmp_path, "labels.txt", "line 3 is not UTF-8")
+    (tmp_path / "labels.txt").write_bytes(b"cat\nd\0g\n")
+    refused(tmp_path, "labels.txt", "line 2 has a NUL")
+
+
+def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels, "LIMIT_BYTES", 8)
+    (tmp_path / "labels.txt").write_bytes(b"12345678")
+    assert read_labels(tmp_path, "labels.txt") == ("12345678",)
+    (tmp_path / "labels.txt").write_bytes(b"123456789")
+    refused(tmp_path, "labels.txt", "has 9 bytes; the limit is 8")
+
+
+def test_only_files_of_the_model(tmp_path: Path) -> None:
+    model, other = tmp_path / "m", tmp_path / "other"
+    (model / "sub").mkdir(parents=True)
+    other.mkdir()
+    (other / "labels.txt").write_bytes(b"secret")
+    (model / "labels.txt").write_bytes(b"cat")
+    (model / "linked.txt").symlink_to("labels.txt")
+    (model / "out.txt").symlink_to(other / "labels.txt")
+    (model / "outdir").symlink_to(other)
+    (model / "broken.txt").symlink_to("nothing")
+    (model / "circle.txt").symlink_to("circle.txt")
+    os.mkfifo(model / "pipe.txt")
+    assert read_labels(model, "linked.txt") == read_labels(model, "./labels.txt") == ("cat",)
+    for name in ("", "/etc/passwd", "../other/labels.txt", "sub/../labels.txt", "la\0bels"):
+        refused(model, name, "a file in the model directory")
+    for name in ("out.txt", "outdir/labels.txt"):
+        refused(model, name, "is a link to a path outside the model's directory")
+    for name in ("nothing.txt", "broken.txt"):
+        refused(model, name, "no such file")
+    refused(model, "circle.txt", "cannot be read")
+    for name in ("sub", "pipe.txt"):
+        refused(model, name, "not a regular file")
+    refused(model, "labels.txt/x", "cannot be read")
+
+
+def test_a_repository_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "labels.txt").write_bytes(b"cat")
+    (tmp_path / "link").symlink_to("real")
+    assert read_labels(tmp_path / "link", "labels.txt") == ("cat",)
+
+
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    """Told by the errno, as those who run tests as root may read everything."""
+    (tmp_path / "f").write_bytes(b"1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", _denied)
+        with pytest.raises(InvalidRequest, match="thing cannot be read: Permission denied"):
+            read_inside(tmp_path, "f", "thing", 10)
+
+
+def _denied(*_: object, **__: object) -> int:
+    raise PermissionError(13, os.strerror(13))

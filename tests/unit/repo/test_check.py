@@ -1,0 +1,218 @@
+"""`check` of whole repositories: what is no mistake, what cannot be read, ensembles, and the form for programs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.check import as_json, check
+from shmserve.repo.load import parse
+from tests.support.repo.models import BACKENDS, ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, lines, model, network, run, told
+
+
+def test_a_repository_without_mistakes(tmp_path: Path) -> None:
+    model(tmp_path, "good")
+    model(tmp_path, "python", PYTHON, {"1/model.py": SOURCE})
+    (tmp_path / "README.md").write_text("")
+    (tmp_path / ".git").mkdir()
+    checked = run(tmp_path)
+    assert lines(checked) == []
+    assert [(entry.name, entry.ok, entry.versions, entry.groups) for entry in checked.models] == [
+        ("good", True, (1,), ("good_0",)),
+        ("python", True, (1,), ("python_0",)),
+    ]
+
+
+def test_a_model_in_two_repositories(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    model(one, "same")
+    model(two, "same", GOOD.replace("max_batch_size", "max_batch"))
+    model(two, "other")
+    checked = run(one, two, one)
+    text = "error: same: model appears in two or more repositories: 'same' is also in"
+    assert lines(checked) == [
+        f"{text} {two}",
+        f"{text} {one}",
+        'error: same/config.pbtxt:2: max_batch: ModelConfig has no such field; did you mean "max_batch_size"?',
+    ], "and what is wrong with each of them, too"
+    assert [(entry.name, entry.repository) for entry in checked.models] == [
+        ("other", two),
+        ("same", one),
+        ("same", two),
+    ]
+    assert [finding.where for finding in checked.all()][-1] == f"{two}/same/config.pbtxt:2:1"
+
+
+def test_a_model_where_a_repository_was_expected(tmp_path: Path) -> None:
+    folder = model(tmp_path, "good")
+    for root in (folder, tmp_path / "bare"):
+        (root / "1").mkdir(parents=True, exist_ok=True)
+        (root / "1" / "model.onnx").write_bytes(b"x")
+        checked = run(root)
+        assert lines(checked) == ["error: this is a model directory; a repository is its parent"]
+        assert checked.findings[0].hint == f"check its parent: {tmp_path}"
+        assert checked.models == ()
+
+
+def test_an_empty_repository_and_none(tmp_path: Path) -> None:
+    assert lines(run(tmp_path)) == ["warning: it contains no models"]
+    with pytest.raises(InvalidRequest, match="is not a directory"):
+        run(tmp_path / "nowhere")
+    with pytest.raises(InvalidRequest, match="model-config-name"):
+        run(tmp_path, config_name="../x")
+
+
+def test_another_configuration(tmp_path: Path) -> None:
+    model(tmp_path, "good", files={"configs/small.pbtxt": GOOD.replace("TYPE_FP32", "TYPE_FP23", 1)})
+    assert lines(run(tmp_path)) == []
+    (found,) = run(tmp_path, config_name="small").all()
+    assert (found.file, found.line, found.path) == ("good/configs/small.pbtxt", 3, "input[0].data_type")
+
+
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run as root, whom nothing stops; so the answer of the kernel is made here."""
+    folder = model(tmp_path, "locked", files={"1/weights": "x", "notes": "x"})
+    (folder / "2").mkdir()
+    closed = {str(folder / "1" / "weights"), str(folder / "notes"), str(folder / "2")}
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, *args, **kw: str(path) not in closed and allowed(path, *args, **kw))
+    found = run(tmp_path).all()
+    assert [told(finding) for finding in found] == [
+        "warning: locked/1/weights: cannot be read: Permission denied",
+        "error: locked/2: cannot be read: Permission denied",
+        "warning: locked/notes: cannot be read: Permission denied",
+    ], "version 2 is the one that is served"
+    assert "chmod u+rx" in found[1].hint
+
+
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    folder = model(tmp_path, "net")
+    for circle in (tmp_path / "around", folder / "3", folder / "1" / "around"):
+        circle.symlink_to(circle.name)
+    assert lines(run(tmp_path)) == [
+        "error: around: broken link: around",
+        "error: net/1/around: broken link: around",
+        "warning: net/3: broken link: 3",
+    ]
+
+
+def test_links_are_followed_and_circles_are_no_trap(tmp_path: Path) -> None:
+    real = tmp_path / "store" / "real"
+    model(tmp_path / "store", "real")
+    (real / "1" / "again").symlink_to("..")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "linked").symlink_to(real)
+    assert lines(run(root)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from helper import TritonPythonModel\n",
+        "from helper import *\n",
+        "from base import Base\nclass TritonPythonModel(Base):\n    pass\n",
+        "def make():\n    pass\nTritonPythonModel = make()\n",
+        "if True:\n    class TritonPythonModel:\n        async def execute(self, requests): pass\n",
+        "class TritonPythonModel:\n    execute = lambda self, requests: []\n",
+        "class TritonPythonModel:\n    from helper import execute\n",
+        "class TritonPythonModel:\n    pattern = '\\d'\n    def execute(self, requests): pass\n",
+    ],
+)
+def test_python_that_may_be_right_is_not_complained_of(tmp_path: Path, source: str) -> None:
+    model(tmp_path, "python", PYTHON, {"1/model.py": source})
+    assert lines(run(tmp_path)) == []
+
+
+def test_a_python_model_that_everyone_may_change(tmp_path: Path) -> None:
+    folder = model(tmp_path, "open", PYTHON, {"1/model.py": SOURCE})
+    (folder / "1" / "model.py").chmod(0o666)
+    assert lines(run(tmp_path)) == ["warning: open/1/model.py: it is writable by every user of this machine"]
+
+
+# --------------------------------------------------------------------------------------------------- ensembles
+
+
+def test_an_ensemble_of_a_model_that_has_problems(tmp_path: Path) -> None:
+    model(tmp_path, "good", GOOD + "max_queue: 1\n")
+    model(tmp_path, "e", ENSEMBLE)
+    found = lines(run(tmp_path))
+    assert (
+        f'error: e/config.pbtxt:8: {STEP}.model_name: model "good" cannot be served: it has 1 problem itself' in found
+    )
+    assert len(found) == 2
+
+
+def test_an_ensemble_that_fits(tmp_path: Path) -> None:
+    model(tmp_path, "good")
+    model(tmp_path, "e", ENSEMBLE)
+    checked = run(tmp_path)
+    assert lines(checked) == []
+    assert [(entry.name, entry.ok, entry.ensemble) for entry in checked.models] == [
+        ("e", True, True),
+        ("good", True, False),
+    ]
+
+
+def test_an_ensemble_of_a_model_that_tells_more_when_it_is_loaded(tmp_path: Path) -> None:
+    """Once it is loaded it is known, and then the mistake is found."""
+    source = SOURCE + "    @staticmethod\n    def auto_complete_config(config):\n        return config\n"
+    model(tmp_path, "good", 'backend: "python"', {"1/model.py": source})
+    model(tmp_path, "e", ENSEMBLE)
+    assert lines(run(tmp_path)) == []
+    completed = parse(f'name: "good" max_batch_size: 8 {GOOD[GOOD.index("input") :].replace("x", "z")}')
+    checked = check([tmp_path], backends=BACKENDS, completed={"good": completed})
+    assert any('"good" has no input "x"' in line for line in lines(checked))
+
+
+def test_what_a_model_has_made_of_its_configuration(tmp_path: Path) -> None:
+    model(tmp_path, "net", 'backend: "onnxruntime"\n', {"1/model.onnx": network()})
+    completed = parse(f'name: "net" {GOOD.replace("identity", "onnxruntime")} dynamic_batching {{ }}')
+    checked = check([tmp_path], backends=BACKENDS, completed={"net": completed})
+    (line,) = lines(checked)
+    assert line.startswith("warning: net/config.pbtxt: max_batch_size: max_batch_size was not given, or 0; the model")
+
+
+# ------------------------------------------------------------------------------------------------ for programs
+
+
+def test_json(tmp_path: Path) -> None:
+    model(tmp_path, "good", GOOD + "metric_tags { key: 'a' value: 'b' }\n")
+    (tmp_path / "notes.txt").write_text("")
+    empty = {"line": 0, "column": 0, "path": "", "log": [], "repository": str(tmp_path), "severity": "warning"}
+    assert as_json(run(tmp_path)) == {
+        "models": [
+            {
+                "name": "good",
+                "repository": str(tmp_path),
+                "ok": True,
+                "versions": [1],
+                "problems": [
+                    {
+                        **empty,
+                        "model": "good",
+                        "file": "good/config.pbtxt",
+                        "line": 5,
+                        "column": 1,
+                        "path": "metric_tags",
+                        "text": "has no effect: metrics do not have model-specific labels yet",
+                        "hint": "",
+                    }
+                ],
+            }
+        ],
+        "problems": [
+            {
+                **empty,
+                "model": "",
+                "file": "notes.txt",
+                "text": "not a directory, ignored",
+                "hint": "a model is a directory: NAME/config.pbtxt and NAME/1/",
+            }
+        ],
+        "errors": 0,
+        "warnings": 2,
+    }

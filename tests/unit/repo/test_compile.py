@@ -1,0 +1,217 @@
+"""From configuration to policy and instances."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.core.policy import (
+    BatchPolicy,
+    IdControl,
+    InstanceSpec,
+    QueuePolicy,
+    Resource,
+    SequencePolicy,
+    TensorSpec,
+    TimeoutAction,
+)
+from shmserve.protocol.messages import NAME_LENGTH
+from shmserve.repo.compile import compile_instances, compile_policy, environment, memory_limit
+from shmserve.repo.config.complete import complete
+from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.load import load, parse
+from tests.support.repo.texts import BACKENDS, SMALL
+
+
+def loaded(text: str, name: str = "m") -> ModelConfig:
+    return load(text, name=name, backends=BACKENDS).config
+
+
+def test_a_small_model() -> None:
+    policy = compile_policy(loaded(SMALL), 7)
+    assert (policy.name, policy.version, policy.max_batch) == ("m", 7, 8)
+    assert policy.inputs == (TensorSpec("x", "FP32", (3,)),)
+    assert policy.outputs == (TensorSpec("y", "FP32", (3,)),)
+    assert policy.batching is None
+
+
+def test_types_and_optional_inputs() -> None:
+    text = """backend: "identity"
+    input { name: "a" data_type: TYPE_STRING dims: [ -1, 2 ] optional: true }
+    input { name: "b" data_type: TYPE_BF16 dims: 1 reshape { shape: [ 1, 1 ] } }
+    output { name: "c" data_type: TYPE_BOOL dims: -1 }"""
+    policy = compile_policy(loaded(text), 1)
+    assert policy.max_batch == 0
+    assert policy.inputs == (TensorSpec("a", "BYTES", (-1, 2), optional=True), TensorSpec("b", "BF16", (1,)))
+    assert policy.outputs == (TensorSpec("c", "BOOL", (-1,)),)
+
+
+def test_batching_without_a_word() -> None:
+    policy = compile_policy(loaded(SMALL + "dynamic_batching { }"), 1)
+    assert policy.batching == BatchPolicy(preferred=(8,))
+
+
+def test_everything_of_batching() -> None:
+    text = """dynamic_batching {
+      preferred_batch_size: [ 6, 2, 6 ] max_queue_delay_microseconds: 1500 priority_levels: 3 default_priority_level: 2
+      default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 10 max_queue_size: 5 }
+      priority_queue_policy { key: 1 value { allow_timeout_override: true } }
+      priority_queue_policy { key: 3 value { default_timeout_microseconds: 7 } }
+    }"""
+    policy = compile_policy(loaded(SMALL + text), 1)
+    assert policy.batching == BatchPolicy(
+        preferred=(2, 6),
+        delay_ns=1_500_000,
+        levels=3,
+        default_level=2,
+        default_policy=QueuePolicy(TimeoutAction.DELAY, 10_000, False, 5),
+        level_policies={1: QueuePolicy(allow_override=True), 3: QueuePolicy(timeout_ns=7_000)},
+    )
+    ordered = compile_policy(loaded(SMALL + "dynamic_batching { preserve_ordering: true }"), 1)
+    assert ordered.batching is not None
+    assert ordered.batching.preserve_ordering
+
+
+def test_buckets_of_the_first_response() -> None:
+    text = """model_metrics { metric_control: [
+        { metric_identifier: { family: "another" } histogram_options: { buckets: [ 9 ] } },
+        { metric_identifier: { family: "nv_inference_first_response_histogram_ms" } }
+    ] }"""
+    assert compile_policy(loaded(SMALL + text), 1).first_response_ms == ()
+    text = text.replace('histogram_ms" }', 'histogram_ms" } histogram_options: { buckets: [ 1, 2.5 ] }')
+    assert compile_policy(loaded(SMALL + text), 1).first_response_ms == (1.0, 2.5)
+
+
+def test_what_the_server_reads_of_the_parameters() -> None:
+    plain = compile_policy(loaded(SMALL), 1)
+    assert (plain.execution_limit_ns, plain.retry, plain.crash_limit) == (None, True, None)
+    text = """parameters { key: "execution_limit_secs" value { string_value: "2.5" } }
+    parameters { key: "crash_limit" value { string_value: "0" } }
+    parameters { key: "retry_alone" value { string_value: "False" } }"""
+    policy = compile_policy(loaded(SMALL + text), 1)
+    assert (policy.execution_limit_ns, policy.retry, policy.crash_limit) == (2_500_000_000, False, 0)
+
+
+def test_what_a_process_is_given_by_the_parameters() -> None:
+    assert (memory_limit(loaded(SMALL)), environment(loaded(SMALL), "/m")) == (None, "")
+    text = """parameters { key: "memory_limit_mb" value { string_value: "%s" } }
+    parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env.tar.gz" } }"""
+    config = loaded(SMALL + text % "512")
+    assert (memory_limit(config), environment(config, "/m")) == (512 << 20, "/m/env.tar.gz")
+    assert memory_limit(loaded(SMALL + text % "0")) == 0
+
+
+def test_ragged() -> None:
+    text = 'input { name: "r" data_type: TYPE_INT8 dims: -1 allow_ragged_batch: true }'
+    assert compile_policy(complete(parse(text), "m"), 1).inputs[0].ragged
+
+
+CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'
+START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }'
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
+        (START, SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
+        (
+            "direct { max_queue_delay_microseconds: 30 minimum_slot_utilization: 0.75 }"
+            " max_sequence_idle_microseconds: 5",
+            SequencePolicy(direct=True, slots=8, idle_ns=5_000, delay_ns=30_000, utilization=0.75),
+        ),
+        (
+            "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 4, 2, 4 ] preserve_ordering: true"
+            " max_queue_delay_microseconds: 30 }" + START + CORRID % "STRING",
+            SequencePolicy(
+                direct=False,
+                slots=4,
+                idle_ns=10**9,
+                batching=BatchPolicy((2, 4), delay_ns=30_000, preserve_ordering=True),
+                id_control=IdControl("ID", "BYTES"),
+            ),
+        ),
+        (
+            "oldest { } iterative_sequence: true " + CORRID % "UINT32",
+            SequencePolicy(
+                direct=False,
+                slots=1,
+                idle_ns=10**9,
+                batching=BatchPolicy((8,)),
+                iterative=True,
+                id_control=IdControl("ID", "UINT32"),
+            ),
+        ),
+    ],
+)
+def test_sequences(text: str, wanted: SequencePolicy) -> None:
+    policy = compile_policy(complete(parse(f"{SMALL} sequence_batching {{ {text} }}"), "m"), 1)
+    assert policy.sequence == wanted
+    assert policy.batching is None
+
+
+def test_a_sequence_without_a_batch_dimension_has_one_slot() -> None:
+    policy = compile_policy(complete(parse('backend: "identity" sequence_batching { direct { } }'), "m"), 1)
+    assert policy.sequence == SequencePolicy(direct=True, slots=1, idle_ns=10**9)
+    policy = compile_policy(complete(parse('backend: "identity" sequence_batching { oldest { } }'), "m"), 1)
+    assert policy.sequence == SequencePolicy(direct=False, slots=1, idle_ns=10**9)
+
+
+def test_answers_that_are_many_or_kept() -> None:
+    plain = compile_policy(loaded(SMALL), 1)
+    assert (plain.sequence, plain.decoupled, plain.cached) == (None, False, False)
+    text = "model_transaction_policy { decoupled: %s } response_cache { enable: %s }"
+    for decoupled, cached in (("true", "false"), ("false", "true")):
+        policy = compile_policy(complete(parse(SMALL + text % (decoupled, cached)), "m"), 1)
+        assert (policy.decoupled, policy.cached) == (decoupled == "true", cached == "true")
+
+
+def test_what_instances_need_to_run() -> None:
+    text = """instance_group { count: 2 rate_limiter {
+      resources { name: "R1" count: 4 } resources { name: "R2" global: true count: 2 } priority: 3 } }
+    instance_group { rate_limiter { } } instance_group { }"""
+    two, more, other, last = compile_instances(loaded(SMALL + text))
+    assert two.resources == more.resources == (Resource("R1", 4), Resource("R2", 2, shared=True))
+    assert (two.turn, more.turn) == (3, 3)
+    assert [(spec.resources, spec.turn) for spec in (other, last)] == [((), 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", [InstanceSpec("m_0_0")]),
+        ("instance_group { count: 2 }", [InstanceSpec("m_0_0"), InstanceSpec("m_0_1")]),
+        (
+            'instance_group { } instance_group { name: "spare" count: 2 kind: KIND_MODEL passive: true }',
+            [
+                InstanceSpec("m_0_0"),
+                InstanceSpec("spare_0", "KIND_MODEL", passive=True),
+                InstanceSpec("spare_1", "KIND_MODEL", passive=True),
+            ],
+        ),
+        (
+            'instance_group { name: "a" count: 2 } instance_group { name: "a" }',
+            [InstanceSpec("a_0"), InstanceSpec("a_1"), InstanceSpec("a_2")],
+        ),
+    ],
+)
+def test_instances(text: str, wanted: list[InstanceSpec]) -> None:
+    assert list(compile_instances(loaded(SMALL + text))) == wanted
+
+
+def test_instances_on_gpus() -> None:
+    text = SMALL + "instance_group { count: 2 gpus: [ 1, 0 ] }"
+    found = compile_instances(load(text, name="m", backends=BACKENDS, gpus=(0, 1)).config)
+    assert [(spec.name, spec.kind, spec.device) for spec in found] == [
+        ("m_0_0", "KIND_GPU", 1),
+        ("m_0_1", "KIND_GPU", 1),
+        ("m_0_2", "KIND_GPU", 0),
+        ("m_0_3", "KIND_GPU", 0),
+    ]
+
+
+def test_names_of_instances_are_unique_and_fit() -> None:
+    groups = 'instance_group { count: 500 name: "%s" } instance_group { count: 500 } instance_group { }' % ("g" * 120)
+    found = compile_instances(loaded(SMALL + groups, name="x" * 128))
+    names = [spec.name for spec in found]
+    assert len(names) == len(set(names)) == 1001
+    assert max(map(len, names)) <= NAME_LENGTH

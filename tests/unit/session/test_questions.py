@@ -1,0 +1,291 @@
+"""Operations in the session, without a link: what is sent when, and what a loss leaves. The oracle is the codec."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest
+from shmserve.protocol.messages import (
+    FIELD_BYTES,
+    PACKET_BYTES,
+    PROTOCOL,
+    Answer,
+    Ask,
+    Cancel,
+    Fail,
+    Goodbye,
+    Ping,
+    Pong,
+    Welcome,
+)
+from shmserve.session import Session
+from shmserve.session.queries import WINDOW_BYTES, WINDOWS
+from shmserve.session.uploads import Body, of_json, of_load
+from tests.unit.session.test_session import Noted, connected, decode, feed, said
+
+CONFIG = {"backend": "onnxruntime"}
+
+
+def operate(session: Session, body: Body, what: str = "load", **options: Any) -> Noted:
+    ticket = Noted()
+    session.ask(ticket, what, 100.0, "m", body=body, **options)
+    return ticket
+
+
+def drained(body: Body) -> bytes:
+    pieces = []
+    while body.left:
+        pieces.append(body.take())
+        assert len(pieces[-1]) <= FIELD_BYTES
+        assert len(pieces[-1]) == FIELD_BYTES or not body.left, "pieces are full but for the last"
+    assert body.take() == b""
+    return b"".join(pieces)
+
+
+def sent_to_the_end(session: Session) -> list[Ask]:
+    """All Asks, with a Pong for each Ping."""
+    asks: list[Ask] = []
+    while packets := session.take():
+        for packet in packets:
+            assert len(packet.data) <= PACKET_BYTES
+        messages = said(packets)
+        asks += [message for message in messages if isinstance(message, Ask)]
+        feed(session, *[Pong(message.number) for message in messages if isinstance(message, Ping)])
+    return asks
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ------------------------------------------------------------------------------------------------ bodies
+
+
+sizes = st.lists(st.integers(0, 3 * FIELD_BYTES) | st.sampled_from([0, FIELD_BYTES, FIELD_BYTES + 1]), max_size=5)
+
+
+@given(sizes, st.booleans())
+def test_a_body_is_its_parts_one_after_another(sizes: list[int], in_files: bool) -> None:
+    values = [os.urandom(size) for size in sizes]
+    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
+        files: dict[str, Any] = {}
+        for number, value in enumerate(values):
+            path = Path(folder) / str(number)
+            path.write_bytes(value)
+            files[f"1/{number}"] = path if in_files else value
+        whole = drained(of_load(CONFIG, files))
+    line, _, rest = whole.partition(b"\n")
+    header = json.loads(line)
+    assert header["config"] == CONFIG
+    assert header.get("files", []) == [[f"1/{number}", size] for number, size in enumerate(sizes)]
+    assert rest == b"".join(values)
+
+
+def test_what_a_body_is_made_of() -> None:
+    assert drained(of_load(None, None)) == b""
+    assert drained(of_load(None, {})) == b""
+    assert json.loads(drained(of_json({"wait": False}))) == {"wait": False}
+    assert json.loads(drained(of_load('{"name": "ü\\n"}', None))) == {"config": {"name": "ü\n"}}
+    bare = '{"a:b" : "c:d", direct: {max_queue : 1, "e": "\\" f: g"}, h:[]}'
+    named = {"a:b": "c:d", "direct": {"max_queue": 1, "e": '" f: g'}, "h": []}
+    assert json.loads(drained(of_load(bare, None))) == {"config": named}, "names without quotes, as Triton accepts them"
+    whole = drained(of_load({}, {"1/a": memoryview(b"abcd")[1:3], "1/b": bytearray(b"xy")}))
+    assert whole.endswith(b"\nbcxy")
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "text"),
+    [
+        (None, {"1/a": b""}, "files= needs config="),
+        ("{", None, "config is not JSON"),
+        ("[]", None, "config must be a mapping, or the JSON of one, not list"),
+        ({"x": object()}, None, "config cannot be written as JSON"),
+        ({"x": float("nan")}, None, "config cannot be written as JSON"),
+        ({}, {"1/a": "text"}, "file '1/a' must be bytes, or the path of a file"),
+        ({}, {"": b""}, "a file name must be a path in the model directory"),
+        ({}, {"1/a": Path("/no/such")}, "file '1/a' cannot be read from /no/such: No such file or directory"),
+        ({}, {"1/a": Path("/proc")}, "not a regular file"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_at_once(config: Any, files: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        of_load(config, files)
+
+
+# ------------------------------------------------------------------------------------------------ sending
+
+
+def test_a_short_operation_is_one_message() -> None:
+    session = connected()
+    ticket = operate(session, of_json({"wait": True}), "unload")
+    assert said(session.take()) == [Ask(1, "unload", "m", 0, b'{"wait": true}')]
+    assert feed(session, Answer(1, b'{"model": "m"}')) == 1
+    assert ticket.answer == {"model": "m"}
+    empty = operate(session, of_load(None, None))
+    assert said(session.take()) == [Ask(2, "load", "m")]
+    assert feed(session, Fail(2, "UNAVAILABLE", "no")) == 1
+    assert empty.error is not None
+
+
+def test_a_long_body_keeps_pace_with_the_server() -> None:
+    session = connected()
+    data = os.urandom(5 * WINDOWS * WINDOW_BYTES + 12345)
+    ticket = operate(session, of_load(CONFIG, {"1/a": data}))
+    messages = said(session.take())
+    pings = [message for message in messages if isinstance(message, Ping)]
+    asks = [message for message in messages if isinstance(message, Ask)]
+    assert len(pings) == WINDOWS
+    assert sum(len(ask.body) for ask in asks) == WINDOWS * WINDOW_BYTES
+    assert session.take() == []
+    feed(session, Pong(pings[0].number))
+    assert session.urgent
+    more = [message for message in said(session.take()) if isinstance(message, Ask)]
+    assert sum(len(ask.body) for ask in more) == WINDOW_BYTES
+    feed(session, Pong(pings[1].number), Pong(pings[1].number + 1))
+    asks += more + sent_to_the_end(session)
+    assert [ask.more for ask in asks] == [True] * (len(asks) - 1) + [False]
+    assert asks[0].what == "load"
+    assert asks[0].model == "m"
+    assert {(ask.request, ask.what, ask.model) for ask in asks[1:]} == {(1, "", "")}
+    assert b"".join(ask.body for ask in asks).partition(b"\n")[2] == data
+    feed(session, Answer(1, b"{}"))
+    assert ticket.answer == {}
+    assert session.tickets == {}
+
+
+def test_requests_go_between_the_pieces() -> None:
+    session = connected()
+    operate(session, of_load(CONFIG, {"1/a": bytes(4 * WINDOWS * WINDOW_BYTES)}))
+    session.take()
+    session.infer(Noted(), "m", {}, 0.0)
+    (infer,) = said(session.take())
+    assert infer.request == 2
+    assert len(sent_to_the_end(session)) == 0, "nothing without a Pong"
+
+
+def test_operations_follow_each_other() -> None:
+    session = connected()
+    for _ in range(3):
+        operate(session, of_load(CONFIG, {"1/a": bytes(WINDOWS * WINDOW_BYTES)}))
+    asks = sent_to_the_end(session)
+    assert not asks[-1].more
+    requests = [ask.request for ask in asks]
+    assert requests == sorted(requests)
+    assert set(requests) == {1, 2, 3}
+
+
+# ------------------------------------------------------------------------------------------------ ends
+
+
+def large(size: int = 4 * WINDOWS * WINDOW_BYTES) -> Body:
+    return of_load(CONFIG, {"1/a": bytes(size)})
+
+
+def test_a_file_that_changes_is_an_error_and_the_rest_is_taken_back(tmp_path: Path) -> None:
+    before = descriptors()
+    session = connected()
+    path = tmp_path / "model"
+    path.write_bytes(bytes(4 * WINDOWS * WINDOW_BYTES))
+    ticket = operate(session, of_load(CONFIG, {"1/a": path}))
+    session.take()
+    assert descriptors() > before
+    os.truncate(path, 10)
+    feed(session, Pong(1))
+    assert said(session.take())[-1] == Cancel(1)
+    assert isinstance(ticket.error, InvalidRequest)
+    assert "changed while it was sent" in str(ticket.error)
+    assert session.tickets == {}
+    longer = operate(session, of_load(CONFIG, {"1/a": path}))
+    path.write_bytes(bytes(11))
+    session.take()
+    assert str(longer.error) == "file '1/a' changed while it was sent: it had 10 bytes and now has 11"
+    session.close()
+    assert descriptors() == before
+
+
+def test_a_refusal_in_the_middle_ends_the_sending() -> None:
+    session = connected()
+    ticket = operate(session, large())
+    session.take()
+    feed(session, Fail(1, "INVALID_ARG", "too large"))
+    assert isinstance(ticket.error, InvalidRequest)
+    assert session.urgent
+    assert said(session.take()) == [Cancel(1)]
+    feed(session, Pong(1), Pong(2))
+    assert session.take() == []
+
+
+def test_cancelled_in_the_middle_and_at_the_end() -> None:
+    session = connected()
+    ticket = operate(session, large())
+    session.take()
+    assert session.cancel(ticket)
+    assert session.tickets == {}
+    assert said(session.take()) == [Cancel(1)]
+    complete = operate(session, of_load(None, None))
+    feed(session, Pong(1), Pong(2))
+    session.take()
+    assert session.cancel(complete)
+    assert session.take() == [], "the server continues it"
+    feed(session, Answer(2, b"{}"))
+    assert (complete.told, session.tickets) == (0, {})
+
+
+def test_timeouts_say_what_has_become_of_it() -> None:
+    session = connected()
+    complete = operate(session, of_load(None, None), timeout=1.0)
+    session.take()
+    cut = operate(session, large(), timeout=1.0)
+    session.take()
+    session.tick(101.1)
+    assert isinstance(complete.error, DeadlineExceeded)
+    assert str(complete.error) == "'load' of model 'm' did not finish within its timeout; the server continues it"
+    assert str(cut.error) == "'load' of model 'm' could not be sent within its timeout; nothing was changed"
+    assert said(session.take()) == [Cancel(2)]
+
+
+def again(session: Session) -> list[Any]:
+    decode(session.hello(7, "test").data)
+    feed(session, Welcome(PROTOCOL, 2, "server"))
+    return said(session.take())
+
+
+def test_what_the_server_may_have_seen_is_never_sent_again() -> None:
+    session = connected()
+    complete = operate(session, of_load(None, None))
+    cut = operate(session, large())
+    waiting = operate(session, of_json({}), "restart")
+    session.take()
+    assert waiting.told == 0
+    session.disconnected()
+    assert isinstance(complete.error, ConnectionLost)
+    assert "it may have taken effect: check the models" in str(complete.error)
+    assert isinstance(cut.error, ConnectionLost)
+    assert "before 'load' of model 'm' was sent completely; nothing was changed" in str(cut.error)
+    assert again(session) == [Ask(3, "restart", "m", 0, b"{}")], "of which nothing had been sent"
+    feed(session, Answer(3, b"{}"))
+    assert waiting.answer == {}
+
+
+def test_the_reason_of_the_end_is_told() -> None:
+    session = connected()
+    ticket = operate(session, of_load(None, None))
+    session.take()
+    feed(session, Goodbye("UNAVAILABLE", "the server stops"))
+    session.disconnected()
+    assert "the connection ended (the server stops) before" in str(ticket.error)
+
+
+def test_asked_before_there_is_a_connection() -> None:
+    session = Session()
+    operate(session, of_load(None, None))
+    assert again(session) == [Ask(1, "load", "m")]
+    session.close()

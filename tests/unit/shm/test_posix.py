@@ -1,0 +1,295 @@
+"""Named segments: who may open them, and that the sweep takes what the dead left and nothing else."""
+
+from __future__ import annotations
+
+import grp
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import posix_ipc
+import pytest
+
+from shmserve.errors import Denied, InvalidRequest, NotFound, Unavailable
+from shmserve.shm.extents import posix
+from tests.support.leaks import own_names
+
+SIZE = 1 << 16
+SHM = Path("/dev/shm")
+
+
+def path(name: str | None) -> Path:
+    assert name is not None
+    return SHM / name[1:]
+
+
+def python(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def leftover() -> Iterator[list[Path]]:
+    """Names that a test makes by hand."""
+    made: list[Path] = []
+    yield made
+    for one in made:
+        one.unlink(missing_ok=True)
+
+
+def test_names_are_random_and_tell_their_owner() -> None:
+    extents = [posix.create(SIZE) for _ in range(3)]
+    names = [extent.name or "" for extent in extents]
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    for name in names:
+        found = re.fullmatch(r"/shmserve-(\d+)-(\d+)-\d+-([0-9a-f]{32})", name)
+        assert found is not None
+        assert (int(found[1]), found[2]) == (os.getpid(), started)
+    assert len({name[-32:] for name in names}) == 3
+    for extent in extents:
+        extent.close()
+
+
+def test_the_mode_is_exact_whatever_the_umask_says() -> None:
+    mask = os.umask(0o077)
+    try:
+        private, grouped = posix.create(SIZE), posix.create(SIZE, 0o660, os.getgid())
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path(private.name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(path(grouped.name).stat().st_mode) == 0o660
+    assert path(grouped.name).stat().st_gid == os.getgid()
+    private.close()
+    grouped.close()
+
+
+def test_the_group_is_given_before_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In between, no group that was not meant may open it."""
+    seen: list[tuple[str, int]] = []
+    fchown, fchmod = os.fchown, os.fchmod
+
+    def note_chown(fd: int, uid: int, gid: int) -> None:
+        seen.append(("group", stat.S_IMODE(os.fstat(fd).st_mode)))
+        fchown(fd, uid, gid)
+
+    def note_chmod(fd: int, mode: int) -> None:
+        seen.append(("mode", mode))
+        fchmod(fd, mode)
+
+    monkeypatch.setattr(os, "fchown", note_chown)
+    monkeypatch.setattr(os, "fchmod", note_chmod)
+    posix.create(SIZE, 0o640, os.getgid()).close()
+    assert seen == [("group", 0o600), ("mode", 0o640)]
+
+
+def test_a_group_that_cannot_be_given_is_denied_and_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    before = own_names()
+    group = max(entry.gr_gid for entry in grp.getgrall())
+    monkeypatch.setattr(os, "fchown", denied)
+    with pytest.raises(Denied, match=f"group {group} with mode 660"):
+        posix.create(SIZE, 0o660, group)
+    assert own_names() == before
+
+
+@pytest.mark.parametrize("name", ["", "/", "..", "/..", "a/b", "/a/../b", "x" * 300, "a b", "a\0b", "ä", "//x", "a\n"])
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="characters"):
+        posix.attach(name, SIZE, False)
+
+
+def test_a_name_that_nobody_has_is_not_found() -> None:
+    with pytest.raises(NotFound, match="no such shared memory object") as caught:
+        posix.attach("/shmserve-nobody", SIZE, False)
+    assert "nobody" not in str(caught.value)
+
+
+def test_a_link_is_not_followed(leftover: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(SIZE))
+    leftover.append(SHM / f"test-link-{os.getpid()}")
+    leftover[0].symlink_to(tmp_path / "file")
+    with pytest.raises(Unavailable, match="cannot open"):
+        posix.attach(leftover[0].name, SIZE, False)
+
+
+def test_what_belongs_to_another_user_is_denied_where_that_matters() -> None:
+    extent = posix.create(SIZE)
+    assert extent.name is not None
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Denied, match=f"does not belong to user {os.getuid() + 1}"):
+        posix.attach(extent.name, SIZE, False, uid=os.getuid() + 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    posix.attach(extent.name[1:], SIZE, False, uid=os.getuid()).close()
+    extent.close()
+
+
+def test_where_only_reading_is_allowed_only_writing_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    extent = posix.create(SIZE)
+    assert extent.name is not None
+    real = posix_ipc.SharedMemory
+
+    def readable(name: str, *, read_only: bool = False, **options: int) -> object:
+        if not read_only:
+            raise posix_ipc.PermissionsError("No permission")
+        return real(name, read_only=True, **options)
+
+    monkeypatch.setattr(posix_ipc, "SharedMemory", readable)
+    with pytest.raises(Denied, match="permission denied"):
+        posix.attach(extent.name, SIZE, True)
+    other = posix.attach(extent.name, SIZE, False)
+    assert other.pages.writable_twin() is None
+    other.close()
+    extent.close()
+
+
+def test_part_of_a_larger_object_may_be_mapped() -> None:
+    extent = posix.create(SIZE)
+    assert extent.name is not None
+    other = posix.attach(extent.name, 100, False)
+    assert len(other.memory) == 100
+    other.close()
+    extent.close()
+
+
+def test_unlinking_keeps_the_pages_and_a_name_removed_by_hand_is_no_error() -> None:
+    first, second = posix.create(SIZE), posix.create(SIZE)
+    first.unlink()
+    assert not path(first.name).exists()
+    first.memory[0] = 1
+    path(second.name).unlink()
+    first.close()
+    second.close()
+
+
+def test_a_forked_child_does_not_take_the_name_away() -> None:
+    code = """if True:
+        import os
+        from shmserve.shm.extents import posix
+        extent = posix.create(4096)
+        name = "/dev/shm" + extent.name
+        child = os.fork()
+        if not child:
+            extent.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(os.path.exists(name))
+        extent.close()
+        print(os.path.exists(name))
+    """
+    assert python(code).split() == ["True", "False"]
+
+
+OWN = os.getpid() << 32
+"""Instead of the number of the pid namespace: a server beside these tests does not sweep such names."""
+LEAVE = f"""if True:
+    import os
+    from shmserve.shm.extents import posix
+    posix._namespace = lambda: {OWN}
+    extent = posix.create(4096)
+    print(extent.name, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "_namespace", lambda: OWN)
+
+
+@pytest.mark.usefixtures("namespace")
+def test_the_sweep_takes_what_the_dead_left_and_nothing_else(leftover: list[Path]) -> None:
+    dead = path(python(LEAVE))
+    mine = posix.create(SIZE)
+    tail = "0" * 32
+    mark = path(mine.name).name.split("-")
+    strangers = [
+        f"shmserve-{os.getpid()}",
+        f"shmserve-{mark[1]}-{mark[2]}-{mark[3]}-{tail}x",
+        f"test-shmserve-999999-1-{mark[3]}-{tail}",
+        f"shmserve-{dead.name.split('-')[1]}-{dead.name.split('-')[2]}-1-{tail}",  # of another pid namespace
+    ]
+    recycled = SHM / f"shmserve-{mark[1]}-{int(mark[2]) + 1}-{mark[3]}-{tail}"
+    leftover += [dead, recycled, *(SHM / name for name in strangers)]
+    for made in leftover:
+        made.touch()
+    assert posix.sweep() == 2
+    assert not dead.exists()
+    assert not recycled.exists(), "the pid lives, but it is another process"
+    assert path(mine.name).exists()
+    assert all((SHM / name).exists() for name in strangers)
+    assert posix.sweep() == 0
+    mine.close()
+
+
+@pytest.mark.usefixtures("namespace")
+def test_the_sweep_takes_what_one_of_the_dead_left(leftover: list[Path]) -> None:
+    one, other = (path(python(LEAVE)) for _ in range(2))
+    leftover += [one, other]
+    pid = int(one.name.split("-")[1])
+    assert posix.sweep(pid, keep=("/" + one.name,)) == 0
+    assert posix.sweep(pid) == 1
+    assert not one.exists()
+    assert other.exists()
+    mine = posix.create(SIZE)
+    assert posix.sweep(os.getpid()) == 0
+    mine.close()
+
+
+@pytest.mark.usefixtures("namespace")
+def test_the_sweep_leaves_a_living_child_alone() -> None:
+    code = LEAVE.replace("os._exit(0)", "input()")
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        name = path(child.stdout.readline().strip())
+        assert posix.sweep() == 0
+        assert name.exists()
+        child.kill()
+        child.wait()
+    assert posix.sweep() == 1
+    assert not name.exists()
+
+
+@pytest.mark.usefixtures("namespace")
+def test_a_process_that_waits_to_be_reaped_is_dead(leftover: list[Path]) -> None:
+    with subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        name = path(child.stdout.readline().strip())
+        leftover.append(name)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays as it is
+        assert posix.sweep() == 1
+        assert not name.exists()
+
+
+@pytest.mark.usefixtures("namespace")
+def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(pid: int) -> int:
+        raise FileNotFoundError(2, "hidden")
+
+    extent = posix.create(SIZE)
+    monkeypatch.setattr(posix, "_start_time", hidden)
+    assert posix.sweep() == 0
+    assert path(extent.name).exists()
+    extent.close()
+
+
+@pytest.mark.usefixtures("namespace")
+def test_what_the_sweep_may_not_remove_stays(monkeypatch: pytest.MonkeyPatch, leftover: list[Path]) -> None:
+    def denied(name: str) -> None:
+        raise posix_ipc.PermissionsError(name)
+
+    dead = path(python(LEAVE))
+    leftover.append(dead)
+    with monkeypatch.context() as patch:
+        patch.setattr(posix_ipc, "unlink_shared_memory", denied)
+        assert posix.sweep() == 0
+    assert dead.exists()
+    assert posix.sweep() == 1

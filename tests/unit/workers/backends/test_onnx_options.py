@@ -1,0 +1,434 @@
+"""Configurations to plans, as tables: no engine is needed to know what it would be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.repo.config.schema import (
+    ModelConfig,
+    ModelInstanceGroup,
+    ModelOptimizationPolicy,
+    ModelOptimizationPolicyExecutionAccelerators,
+    ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
+    ModelOptimizationPolicyGraph,
+    ModelParameter,
+)
+from shmserve.workers.backends.onnx.facts import engine_text
+from shmserve.workers.backends.onnx.options import (
+    PARAMETERS,
+    SETTINGS,
+    SessionPlan,
+    default_max_batch,
+    plan,
+    visible,
+)
+from shmserve.workers.backends.onnx.providers import (
+    CPU,
+    CUDA,
+    CUDA_OPTIONS,
+    DNNL,
+    OPENVINO,
+    TENSORRT,
+    TENSORRT_OPTIONS,
+    XNNPACK,
+)
+from shmserve.workers.process.device import device_of
+from tests import ROOT
+from tests.support.hypothesis_profiles import examples
+
+ALL = (TENSORRT, CUDA, OPENVINO, XNNPACK, DNNL, CPU)
+Accelerator = ModelOptimizationPolicyExecutionAcceleratorsAccelerator
+
+
+def config(
+    parameters: dict[str, str] | None = None,
+    *,
+    gpu: tuple[tuple[str, dict[str, str]], ...] = (),
+    cpu: tuple[tuple[str, dict[str, str]], ...] = (),
+    level: int | None = None,
+) -> ModelConfig:
+    accelerators = ModelOptimizationPolicyExecutionAccelerators(
+        gpu_execution_accelerator=tuple(Accelerator(*entry) for entry in gpu),
+        cpu_execution_accelerator=tuple(Accelerator(*entry) for entry in cpu),
+    )
+    return ModelConfig(
+        name="m",
+        parameters={key: ModelParameter(string_value=value) for key, value in (parameters or {}).items()},
+        optimization=ModelOptimizationPolicy(
+            execution_accelerators=accelerators,
+            graph=None if level is None else ModelOptimizationPolicyGraph(level=level),
+        ),
+    )
+
+
+def planned(
+    wanted: ModelConfig,
+    kind: str = "KIND_CPU",
+    *,
+    device: int = 0,
+    available: tuple[str, ...] = ALL,
+    settings: dict[str, str] | None = None,
+) -> SessionPlan:
+    return plan(wanted, kind, device, available, 3, lambda key: (settings or {}).get(key, ""))
+
+
+def test_without_any_parameter() -> None:
+    found = planned(ModelConfig(name="m"))
+    assert found.providers == ((CPU, {}),)
+    assert found.attributes == {
+        "intra_op_num_threads": 3,
+        "inter_op_num_threads": 0,
+        "execution_mode": "ORT_SEQUENTIAL",
+        "enable_cpu_mem_arena": 1,
+        "enable_mem_pattern": 1,
+        "graph_optimization_level": "ORT_ENABLE_ALL",
+    }
+    assert found.entries == {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
+    assert (found.required, found.run, found.pool, found.arena, found.notes) == ((), {}, None, None, ())
+    assert found.on_host
+    assert not found.captures
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "attribute", "expected"),
+    [
+        ("intra_op_thread_count", "2", "intra_op_num_threads", 2),
+        ("intra_op_thread_count", "0", "intra_op_num_threads", 3),
+        ("inter_op_thread_count", "4", "inter_op_num_threads", 4),
+        ("execution_mode", "0", "execution_mode", "ORT_SEQUENTIAL"),
+        ("execution_mode", "1", "execution_mode", "ORT_PARALLEL"),
+        ("execution_mode", "1", "enable_mem_pattern", 0),
+        ("enable_mem_arena", "0", "enable_cpu_mem_arena", 0),
+        ("enable_mem_arena", "true", "enable_cpu_mem_arena", 1),
+        ("enable_mem_pattern", "0", "enable_mem_pattern", 0),
+    ],
+)
+def test_parameters_of_the_session(key: str, value: str, attribute: str, expected: Any) -> None:
+    assert planned(config({key: value})).attributes[attribute] == expected
+
+
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [
+        (-1, "ORT_ENABLE_BASIC"),
+        (None, "ORT_ENABLE_ALL"),
+        (0, "ORT_ENABLE_ALL"),
+        (1, "ORT_ENABLE_EXTENDED"),
+        (2, "ORT_DISABLE_ALL"),
+    ],
+)
+def test_the_level_of_the_graph(level: int | None, name: str) -> None:
+    assert planned(config(level=level)).attributes["graph_optimization_level"] == name
+
+
+def test_entries_of_the_session_go_through_and_count_more() -> None:
+    entries = {"session.intra_op.allow_spinning": "1", "session.disable_prepacking": "1", "other": "x"}
+    assert planned(config(entries)).entries == {
+        "session.intra_op.allow_spinning": "1",
+        "session.inter_op.allow_spinning": "0",
+        "session.disable_prepacking": "1",
+    }
+
+
+def test_settings_are_for_models_that_do_not_say() -> None:
+    settings = {"intra_op_thread_count": "5", "inter_op_thread_count": "6"}
+    found = planned(config({"intra_op_thread_count": "2"}), settings=settings)
+    assert (found.attributes["intra_op_num_threads"], found.attributes["inter_op_num_threads"]) == (2, 6)
+    found = planned(config(), settings=settings | {"enable-global-threadpool": "true"})
+    assert found.pool == (5, 6)
+    assert found.attributes["use_per_session_threads"] == 0
+    assert default_max_batch(lambda key: "") == 4
+    assert default_max_batch(lambda key: "7") == 7
+
+
+def test_the_limit_of_host_memory() -> None:
+    found = planned(config({"cpu_mem_limit": "1048576"}))
+    assert found.arena == {"max_mem": 1 << 20, "arena_extend_strategy": 0}
+    assert found.entries["session.use_env_allocators"] == "1"
+    found = planned(config({"cpu_mem_limit": "1048576", "arena_extend_strategy": "kSameAsRequested"}))
+    assert found.arena == {"max_mem": 1 << 20, "arena_extend_strategy": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "run"),
+    [
+        ("KIND_CPU", "cpu:0", "cpu:0"),
+        ("KIND_CPU", "gpu:0; cpu:0", "cpu:0"),
+        ("KIND_CPU", "gpu:0", None),
+        ("KIND_GPU", "gpu:0;cpu:0", "cpu:0;gpu:2"),
+        ("KIND_GPU", "gpu:0;gpu:1", "gpu:2"),
+    ],
+)
+def test_pools_that_shrink_are_those_that_the_instance_has(kind: str, text: str, run: str | None) -> None:
+    key = "memory.enable_memory_arena_shrinkage"
+    assert planned(config({key: text}), kind, device=2).run.get(key) == run
+
+
+@pytest.mark.parametrize(
+    ("gpu", "parameters", "expected"),
+    [
+        ((), {}, [(CUDA, {})]),
+        (
+            (),
+            {
+                "gpu_mem_limit": "1000",
+                "arena_extend_strategy": "1",
+                "cudnn_conv_algo_search": "1",
+                "cudnn_conv_use_max_workspace": "0",
+                "do_copy_in_default_stream": "1",
+            },
+            [
+                (
+                    CUDA,
+                    {
+                        "gpu_mem_limit": "1000",
+                        "arena_extend_strategy": "kSameAsRequested",
+                        "cudnn_conv_algo_search": "HEURISTIC",
+                        "cudnn_conv_use_max_workspace": "0",
+                        "do_copy_in_default_stream": "1",
+                    },
+                )
+            ],
+        ),
+        (
+            (("cuda", {"cudnn_conv_algo_search": "default", "use_tf32": "false", "some_new_option": "x"}),),
+            {"cudnn_conv_algo_search": "0"},
+            [(CUDA, {"cudnn_conv_algo_search": "DEFAULT", "use_tf32": "0", "some_new_option": "x"})],
+        ),
+        (
+            (("tensorrt", {"precision_mode": "FP16", "max_workspace_size_bytes": "1073741824"}),),
+            {},
+            [(TENSORRT, {"trt_fp16_enable": "1", "trt_max_workspace_size": "1073741824"}), (CUDA, {})],
+        ),
+        (
+            (
+                ("CUDA", {"prefer_nhwc": "1"}),
+                (
+                    "TensorRT",
+                    {
+                        "precision_mode": "int8",
+                        "int8_calibration_table_name": "t",
+                        "int8_use_native_calibration_table": "True",
+                        "trt_engine_cache_enable": "true",
+                        "trt_profile_min_shapes": "x:1x3x8x8,y:1",
+                        "trt_some_new_option": "7",
+                    },
+                ),
+            ),
+            {},
+            [
+                (
+                    TENSORRT,
+                    {
+                        "trt_int8_enable": "1",
+                        "trt_int8_calibration_table_name": "t",
+                        "trt_int8_use_native_calibration_table": "1",
+                        "trt_engine_cache_enable": "1",
+                        "trt_profile_min_shapes": "x:1x3x8x8,y:1",
+                        "trt_some_new_option": "7",
+                    },
+                ),
+                (CUDA, {"prefer_nhwc": "1"}),
+            ],
+        ),
+        ((("tensorrt", {"precision_mode": "FP32"}),), {}, [(TENSORRT, {}), (CUDA, {})]),
+    ],
+    ids=["nothing", "old parameters", "cuda", "tensorrt", "both", "FP32"],
+)
+def test_providers_on_a_gpu(gpu: Any, parameters: dict[str, str], expected: list[Any]) -> None:
+    found = planned(config(parameters, gpu=gpu, cpu=(("openvino", {}),)), "KIND_GPU", device=2)
+    assert found.providers == (*((name, {"device_id": "2"} | options) for name, options in expected), (CPU, {}))
+    assert found.required == tuple(name for name, _ in expected)
+    assert not found.on_host
+
+
+@pytest.mark.parametrize(
+    ("cpu", "expected", "threads"),
+    [
+        ("openvino", (OPENVINO, {"device_type": "CPU", "num_of_threads": "3", "precision": "FP32"}), 3),
+        ("xnnpack", (XNNPACK, {"intra_op_num_threads": "3", "precision": "FP32"}), 1),
+        ("dnnl", (DNNL, {"precision": "FP32"}), 3),
+    ],
+)
+def test_providers_on_the_cpu(cpu: str, expected: Any, threads: int) -> None:
+    found = planned(config(cpu=((cpu, {"precision": "FP32"}),), gpu=(("tensorrt", {}),)))
+    assert found.providers == (expected, (CPU, {}))
+    assert found.required == (expected[0],)
+    assert found.attributes["intra_op_num_threads"] == threads
+    assert found.on_host
+
+
+@pytest.mark.parametrize(
+    ("gpu", "captures"),
+    [
+        ((("cuda", {"enable_cuda_graph": "1"}),), True),
+        ((("tensorrt", {"trt_cuda_graph_enable": "True"}),), True),
+        ((("cuda", {"enable_cuda_graph": "0"}),), False),
+    ],
+)
+def test_cuda_graphs(gpu: Any, captures: bool) -> None:
+    found = planned(config(gpu=gpu), "KIND_GPU")
+    assert found.captures is captures
+    # What is run as usual is not recorded.
+    assert found.run == ({"gpu_graph_id": "-1"} if captures else {})
+
+
+def test_any_kind_is_the_gpu_where_the_engine_has_it() -> None:
+    found = planned(config(), "KIND_AUTO")
+    assert [name for name, _ in found.providers] == [CUDA, CPU]
+    assert found.required == ()
+    assert planned(config(), "KIND_AUTO", available=(CPU,)).providers == ((CPU, {}),)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"intra_op_thread_count": "many"}, "parameter intra_op_thread_count must be a whole number from 0 on, not"),
+        ({"intra_op_thread_count": "-1"}, "must be a whole number from 0 on, not '-1'"),
+        ({"intra_op_thread_count": "5000"}, "parameter intra_op_thread_count is 5000; it can be 0 to 1024"),
+        ({"gpu_mem_limit": "9" * 40}, "it can be 0 to 9223372036854775807"),
+        ({"gpu_mem_limit": "2G"}, "parameter gpu_mem_limit must be a whole number"),
+        ({"execution_mode": "2"}, "parameter execution_mode must be one of 0, 1, not '2'"),
+        ({"enable_mem_arena": "maybe"}, "parameter enable_mem_arena must be 0 or 1, not 'maybe'"),
+        ({"cudnn_conv_algo_search": "3"}, r"one of 0 \(EXHAUSTIVE\), 1 \(HEURISTIC\), 2 \(DEFAULT\), not '3'"),
+        ({"arena_extend_strategy": "x"}, r"0 \(kNextPowerOfTwo\), 1 \(kSameAsRequested\)"),
+        ({"memory.enable_memory_arena_shrinkage": "cpu"}, "must be devices like 'gpu:0;cpu:0', not 'cpu'"),
+        ({"memory.enable_memory_arena_shrinkage": "cpu:0", "enable_mem_arena": "0"}, "which enable_mem_arena 0 turns"),
+        ({"cpu_mem_limit": "5", "enable_mem_arena": "0"}, "remove one of the two"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["KIND_CPU", "KIND_GPU"])
+def test_values_that_are_wrong(kind: str, parameters: dict[str, str], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        planned(config(parameters), kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "text"),
+    [
+        ("KIND_GPU", "openvino", {}, "unknown Execution Accelerator 'openvino' is requested; on the GPU onnxruntime"),
+        ("KIND_CPU", "cuda", {}, "unknown Execution Accelerator 'cuda' is requested; on the CPU onnxruntime has: open"),
+        ("KIND_GPU", "tensorrt", {"precision_mode": "FP8"}, "must be one of FP32, FP16, BF16, INT8, not 'FP8'"),
+        ("KIND_GPU", "tensorrt", {"workspace": "1"}, "unknown parameter 'workspace' is provided for TensorRT"),
+        ("KIND_GPU", "tensorrt", {"max_workspace_size_bytes": "x"}, "parameter max_workspace_size_bytes must be a"),
+        ("KIND_GPU", "tensorrt", {"trt_builder_optimization_level": "6"}, "it can be 0 to 5"),
+        ("KIND_GPU", "tensorrt", {"trt_profile_opt_shapes": "1x3"}, "must be shapes like"),
+        ("KIND_GPU", "tensorrt", {"trt_onnx_bytestream": "1"}, "it is an address in the process"),
+        ("KIND_GPU", "cuda", {"gpu_external_alloc": "1"}, "it is an address in the process"),
+        ("KIND_GPU", "cuda", {"user_compute_stream": "1"}, "it is an address in the process"),
+        ("KIND_GPU", "cuda", {"device_id": "1"}, "`gpus` of the instance_group says the device"),
+        ("KIND_GPU", "cuda", {"use_tf32": "2"}, "cuda parameter use_tf32 must be 0 or 1, not '2'"),
+    ],
+)
+def test_accelerators_that_are_wrong(kind: str, name: str, options: dict[str, str], text: str) -> None:
+    listed = ((name, options),)
+    with pytest.raises(InvalidRequest, match=text):
+        planned(config(gpu=listed) if kind == "KIND_GPU" else config(cpu=listed), kind)
+    with pytest.raises(InvalidRequest, match="requested twice"):
+        planned(config(gpu=(("cuda", {}), ("cuda", {}))), "KIND_GPU")
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "cpu", "text"),
+    [
+        ("KIND_GPU", (), (), "instance_group kind KIND_GPU needs CUDAExecutionProvider, and the onnxruntime that is"),
+        ("KIND_GPU", (), (), "has only CPUExecutionProvider: pip install onnxruntime-gpu in place of onnxruntime"),
+        ("KIND_GPU", (("tensorrt", {}),), (), "it needs TensorrtExecutionProvider.*onnxruntime-gpu.*tensorrt"),
+        ("KIND_CPU", (), (("openvino", {}),), "it needs OpenVINOExecutionProvider.*onnxruntime-openvino"),
+        ("KIND_CPU", (), (("xnnpack", {}),), "it needs XnnpackExecutionProvider.*needs a build of onnxruntime"),
+    ],
+)
+def test_providers_that_are_not_installed(kind: str, gpu: Any, cpu: Any, text: str) -> None:
+    with pytest.raises(Unsupported, match=text):
+        planned(config(gpu=gpu, cpu=cpu), kind, available=("AzureExecutionProvider", CPU))
+
+
+@pytest.mark.parametrize("level", [-2, 3])
+def test_levels_that_there_are_not(level: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"optimization.graph.level {level} is not one of"):
+        planned(config(level=level))
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_settings_that_are_wrong(key: str) -> None:
+    with pytest.raises(ServeError, match=f"--backend-config onnxruntime,{key} must be"):
+        planned(config(), settings={key: "?"})
+
+
+VALUES = st.one_of(
+    st.text(max_size=8), st.integers().map(str), st.sampled_from(["true", "FP16", "cpu:0", "1;2", "x:1x2"])
+)
+GPU_KEYS = (*CUDA_OPTIONS, *TENSORRT_OPTIONS, "precision_mode", "max_workspace_size_bytes", "device_id", "other")
+
+
+@settings(max_examples=examples(50))
+@given(
+    parameters=st.dictionaries(st.sampled_from([*PARAMETERS, "session.x", "other"]), VALUES, max_size=4),
+    cuda=st.dictionaries(st.sampled_from(GPU_KEYS), VALUES, max_size=3),
+    tensorrt=st.dictionaries(st.sampled_from(GPU_KEYS), VALUES, max_size=3),
+    kind=st.sampled_from(["KIND_CPU", "KIND_GPU", "KIND_AUTO", "KIND_MODEL"]),
+)
+def test_whatever_is_given_is_a_plan_or_said_to_be_wrong(
+    parameters: dict[str, str], cuda: dict[str, str], tensorrt: dict[str, str], kind: str
+) -> None:
+    try:
+        found = planned(config(parameters, gpu=(("cuda", cuda), ("tensorrt", tensorrt))), kind)
+    except ServeError:
+        return
+    for _, options in found.providers:
+        assert all(isinstance(value, str) for value in options.values())
+        assert options.get("device_id", "0") == "0"
+    threads = found.attributes["intra_op_num_threads"]
+    assert isinstance(threads, int)
+    assert 1 <= threads <= 1024
+
+
+def test_a_slip_of_the_pen_is_noted() -> None:
+    found = planned(config({"intra_op_thread_coun": "1", "my_own": "x", "session.x": "1"}))
+    assert len(found.notes) == 1
+    assert "did you mean 'intra_op_thread_count'?" in found.notes[0]
+
+
+def test_the_place_of_an_instance() -> None:
+    groups = (
+        ModelInstanceGroup(name="a", kind="KIND_GPU", gpus=(2, 5), count=2),
+        ModelInstanceGroup(name="b", kind="KIND_CPU", count=1),
+    )
+    grouped = ModelConfig(name="m", instance_group=groups)
+    found = [device_of(grouped, name) for name in ("a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "x", "a_?")]
+    places = [(f"KIND_{kind}", number) for kind, number in found]
+    assert places == [("KIND_GPU", n) for n in (2, 2, 5, 5)] + [("KIND_CPU", 0)] * 4
+
+
+@pytest.mark.parametrize(("variable", "number"), [("", 3), ("0,1,2,3", 3), ("GPU-5f2c", 0), ("7", 0), ("7, ", 0)])
+def test_a_process_that_sees_one_device_only(variable: str, number: int) -> None:
+    assert visible(3, variable) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[ONNXRuntimeError] : 1 : FAIL : Load failed", "[ONNXRuntimeError] : 1 : FAIL : Load failed"),
+        (
+            "Status Message: /src/onnxruntime/core/bfc_arena.cc:360 void* onnxruntime::BFCArena::Allocate(size_t, bool)"
+            " Available memory of 5 is smaller than requested bytes of 9\n",
+            "Status Message: Available memory of 5 is smaller than requested bytes of 9",
+        ),
+        (
+            "/build/a.cc:10 std::shared_ptr<T> f(const A&, const B&) Invalid OpenVINO EP option: bad",
+            "Invalid OpenVINO EP option: bad",
+        ),
+    ],
+)
+def test_what_the_engine_says(text: str, expected: str) -> None:
+    assert engine_text(RuntimeError(text)) == expected
+
+
+def test_the_page_has_each_parameter() -> None:
+    page = (ROOT / "docs" / "onnx.md").read_text()
+    assert all(f"`{key}`" in page for key in (*PARAMETERS, *SETTINGS))

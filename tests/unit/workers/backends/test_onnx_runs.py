@@ -1,0 +1,438 @@
+"""ONNX models on the memory of requests, without a process: where the engine reads and writes, counted by addresses."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from bench.weights import make, prepack
+from shmserve.errors import ModelFailed, Unsupported
+from shmserve.protocol.messages import Handle, Row, Tensor, Wanted, Work
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.base import Context
+from shmserve.workers.backends.onnx.backend import Onnx
+from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, OnnxGraphs
+from shmserve.workers.backends.onnx.providers import CPU, CUDA
+from shmserve.workers.backends.onnx.run import Binding, OutputTarget, address_of, needs_own_binding
+from shmserve.workers.batch.specs import inputs_of, outputs_of
+from tests.support.hypothesis_profiles import examples
+from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_models import Graph
+from tests.unit.workers.batch.test_arrays import Parts, parts_of
+
+Array = np.ndarray[Any, np.dtype[Any]]
+WIDTH = 4096
+
+
+class Watched:
+    """A backend, and where its engine has read and written: the addresses of each run."""
+
+    def __init__(self, folder: Path, model: ModelConfig, parts: Parts) -> None:
+        self.backend = Onnx(Context("m", 1, "m_0_0", folder, folder / "1", {}, 1))
+        self.backend.load(model)
+        self.parts = parts
+        self.read: list[int] = []
+        self.written: list[int] = []
+        self.plain = 0
+        self._numbers = iter(range(1, 1000))
+        binding: Any = self.backend._binding
+        bound, run = binding.run, self.backend._run
+
+        def watched_bound(inputs: Any, targets: Any, options: Any) -> Any:
+            self.read += [address_of(array) for _, array in inputs]
+            self.written += [address_of(target.array) for target in targets if target.array is not None]
+            return bound(inputs, targets, options)
+
+        def watched_run(names: Any, feeds: Any, options: Any) -> Any:
+            self.plain += 1
+            self.read += [address_of(array) for array in feeds.values()]
+            return run(names, feeds, options)
+
+        binding.run = watched_bound
+        self.backend._run = watched_run
+
+    def run(self, arrays: Sequence[Array], places: Sequence[Handle] = ()) -> tuple[list[Row], list[int]]:
+        """The rows of one batch, and where its inputs are."""
+        works, lie = [], []
+        for place, array in enumerate(arrays):
+            block = self.parts.client.allocate(array.nbytes)
+            block.memory()[: array.nbytes] = array.tobytes()
+            handle = Handle(block.segment, block.offset, array.nbytes)
+            lie.append(address_of(self.parts.mapped.view(handle, np.dtype(np.float32), array.shape)))
+            outputs = (Wanted("y", places[place]),) if places else None
+            tensor = Tensor("x", "FP32", array.shape, (handle,))
+            works.append(Work(next(self._numbers), array.shape[0], (tensor,), outputs, "internal"))
+        self.read, self.written, self.plain = [], [], 0
+        (group,), failures = self.parts.gather.groups(works)
+        assert not failures
+        results = self.parts.scatter.results(group.works, group.rows)
+        self.backend.execute(group, results)
+        return results.rows(), lie
+
+    def lies(self, tensor: Tensor) -> int:
+        """Where an output is, in the mapping in which it was written."""
+        assert isinstance(tensor.data, tuple)
+        (handle,) = tensor.data
+        arena = self.parts.arenas._by_segment[handle.segment]
+        segment = next(segment for segment in arena.segments if segment.id == handle.segment)
+        return address_of(np.frombuffer(segment.memory, np.uint8)) + handle.offset
+
+    def values(self, tensor: Tensor) -> Array:
+        assert isinstance(tensor.data, tuple)
+        return self.parts.mapped.view(tensor.data[0], np.dtype(np.float32), tensor.shape)
+
+
+def negative(folder: Path, dims: Sequence[int] = (-1, WIDTH)) -> None:
+    graph = Graph().input("x", "FP32", dims).output("y", "FP32", dims)
+    graph.node("Neg", ["x"], ["y"]).save(folder)
+
+
+@contextmanager
+def watched(folder: Path, width: int = WIDTH) -> Iterator[Watched]:
+    model = config("onnxruntime", {"x": ("FP32", (width,))}, {"y": ("FP32", (width,))}, max_batch=16)
+    with parts_of(model) as parts:
+        one = Watched(folder, model, parts)
+        yield one
+        one.backend.close()
+
+
+def arrays_of(*rows: int) -> list[Array]:
+    random = np.random.default_rng(7)
+    return [random.standard_normal((count, WIDTH)).astype(np.float32) for count in rows]
+
+
+def test_nothing_is_copied_for_one_request(tmp_path: Path) -> None:
+    """The engine reads where the caller has the input, and writes where the caller reads the output."""
+    negative(tmp_path)
+    with watched(tmp_path) as one:
+        for (x,) in (arrays_of(1), arrays_of(3)):
+            (row,), lie = one.run([x])
+            assert one.read == lie
+            assert one.written == [one.lies(row.outputs[0])]
+            assert one.plain == 0
+            assert (one.values(row.outputs[0]) == -x).all()
+
+
+def test_nothing_is_copied_into_the_memory_of_the_caller(tmp_path: Path) -> None:
+    negative(tmp_path)
+    with watched(tmp_path) as one:
+        (x,) = arrays_of(2)
+        block = one.parts.client.allocate(x.nbytes)
+        (row,), lie = one.run([x], [Handle(block.segment, block.offset, x.nbytes)])
+        (handle,) = row.outputs[0].data  # type: ignore[misc]
+        found = one.parts.mapped.writable(handle, np.dtype(np.float32), x.shape)  # type: ignore[arg-type]
+        assert (one.read, one.written) == (lie, [address_of(found)])
+        assert (found == -x).all()
+
+
+def test_a_batch_is_gathered_once_into_the_same_buffer(tmp_path: Path) -> None:
+    negative(tmp_path)
+    with watched(tmp_path) as one:
+        buffers = set()
+        for rows in ((1, 2, 3), (2, 2, 2), (1, 1)):
+            xs = arrays_of(*rows)
+            found, lie = one.run(xs)
+            assert len(one.read) == 1
+            assert one.read[0] not in lie
+            buffers.add(one.read[0])
+            # One output for all, of which each request holds its part: nothing is copied out.
+            assert one.written == [one.lies(found[0].outputs[0])]
+            start = one.written[0]
+            for row, x in zip(found, xs, strict=True):
+                assert one.lies(row.outputs[0]) == start
+                assert (one.values(row.outputs[0]) == -x).all()
+                start += x.nbytes
+        assert len(buffers) == 1
+
+
+def test_an_output_of_a_size_that_nobody_knows_is_copied_once(tmp_path: Path) -> None:
+    negative(tmp_path, (-1, -1))
+    with watched(tmp_path, -1) as one:
+        (x,) = arrays_of(2)
+        (row,), lie = one.run([x])
+        assert (one.read, one.written, one.plain) == (lie, [], 1)
+        assert (one.values(row.outputs[0]) == -x).all()
+
+
+class Lone:
+    """A group of one request whose input is larger than any memory."""
+
+    rows = 0
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def array(self, index: int) -> Array:
+        return self._array
+
+    def computing(self) -> None:
+        """Nobody measures."""
+
+
+@pytest.mark.parametrize("count", [1, 2000], ids=["plain", "bound"])
+def test_the_engine_does_not_copy_either(tmp_path: Path, count: int) -> None:
+    """An input of a terabyte, of which no page but those that the model looks at exists."""
+    graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [count])
+    graph.weight("at", np.arange(5, 5 + count)).node("Gather", ["x", "at"], ["y"]).save(tmp_path)
+    model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (count,))})
+    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    backend.load(model)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, 1 << 40, flags=flags)
+    x = np.ndarray((1 << 38,), np.float32, memory)
+    x[5 : 5 + count] = np.arange(count)
+    x.flags.writeable = False
+    with parts_of(model) as parts:
+        work = Work(1, 0, (Tensor("x", "FP32", (1,), b"1234"),), None, "internal")
+        results = parts.scatter.results([work], 0)
+        backend.execute(Lone(x), results)  # type: ignore[arg-type]
+        data = results.rows()[0].outputs[0].data
+        found = data if isinstance(data, bytes) else parts.mapped.memory(data[0]).tobytes()  # type: ignore[index]
+        assert np.frombuffer(found, np.float32).tolist() == list(range(count))
+    backend.close()
+    del x
+    memory.close()
+
+
+# ---------------------------------------------------------------------------------------------- one binding
+
+
+def session_of(folder: Path) -> Any:
+    """sum = x + w, of a size that is known; where = the places at which x is not zero."""
+    graph = Graph().input("x", "FP32", [-1]).input("w", "FP32", [1])
+    graph.output("sum", "FP32", [-1]).output("where", "INT64", [1, -1]).weight("w", np.array([10], np.float32))
+    path = graph.node("Add", ["x", "w"], ["sum"]).node("NonZero", ["x"], ["where"]).save(folder)
+    return engine(path)
+
+
+def engine(path: Path) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+SPECS = config(
+    "onnxruntime",
+    {"x": ("FP32", (-1,)), "w": ("FP32", (1,))},
+    {"sum": ("FP32", (-1,)), "where": ("INT64", (1, -1))},
+)
+steps = st.tuples(
+    st.integers(0, 5),  # how long x is
+    st.booleans(),  # the same memory as before
+    st.booleans(),  # with w
+    st.sampled_from([(0,), (1,), (0, 1)]),  # what is wanted
+    st.booleans(),  # sum into memory that is given
+)
+
+
+@settings(max_examples=examples(60))
+@given(run=st.lists(steps, min_size=1, max_size=8))
+def test_runs_of_one_binding_know_nothing_of_each_other(tmp_path_factory: pytest.TempPathFactory, run: Any) -> None:
+    binding = Binding(_session(tmp_path_factory), True)
+    x_spec, w_spec = inputs_of(SPECS)
+    specs = outputs_of(SPECS)
+    xs, sums = np.zeros(5, np.float32), np.zeros(5, np.float32)
+    kept: list[tuple[Array, list[Any]]] = []
+    for number, (length, same, with_w, wanted, given_place) in enumerate(run):
+        x = xs[:length] if same else np.empty(length, np.float32)
+        x[:] = np.arange(length) * (number % 3)
+        w = np.array([number], np.float32)
+        target = sums[:length] if same else np.empty(length, np.float32)
+        targets = [OutputTarget(specs[index], target if index == 0 and given_place else None) for index in wanted]
+        made = binding.run([(x_spec, x), (w_spec, w)] if with_w else [(x_spec, x)], targets, None)
+        expected = [x + (w if with_w else 10), np.array(x.nonzero())]
+        values = iter(made)
+        for index, one in zip(wanted, targets, strict=True):
+            found: Any = next(values) if one.array is None else one.array
+            assert found.tolist() == expected[index].tolist()
+            if one.array is None:
+                kept.append((found, found.tolist()))
+    # What the engine has made stays as it was, whatever ran after it.
+    assert all(found.tolist() == before for found, before in kept)
+
+
+_SESSIONS: list[Any] = []
+
+
+def _session(folders: pytest.TempPathFactory) -> Any:
+    if not _SESSIONS:
+        _SESSIONS.append(session_of(folders.mktemp("model")))
+    return _SESSIONS[0]
+
+
+class Counting:
+    """A binding that counts what is bound."""
+
+    def __init__(self, bound: Any) -> None:
+        self._bound = bound
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.count += name in ("bind_input", "bind_output")
+        return getattr(self._bound, name)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["host", "device"])
+def test_what_has_not_moved_is_not_bound_again(tmp_path: Path, keeps: bool) -> None:
+    """Unless binding is what copies it to the device."""
+    binding: Any = Binding(session_of(tmp_path), keeps)
+    binding._bound = counting = Counting(binding._bound)
+    (x_spec, _), (spec, _) = inputs_of(SPECS), outputs_of(SPECS)
+    x, y = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    counts = []
+    for number in range(3):
+        x[:] = number
+        assert binding.run([(x_spec, x)], [OutputTarget(spec, y)], None) == []
+        assert y.tolist() == [10 + number] * 4
+        counts.append(counting.count)
+    assert counts == ([2, 2, 2] if keeps else [2, 3, 4])
+
+
+def test_after_a_run_that_failed(tmp_path: Path) -> None:
+    binding = Binding(session_of(tmp_path), True)
+    (x_spec, _), (spec, _) = inputs_of(SPECS), outputs_of(SPECS)
+    x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
+    binding.run([(x_spec, x)], [OutputTarget(spec, y)], None)
+    with pytest.raises(RuntimeError):
+        binding.run([(x_spec, x)], [OutputTarget(spec, np.zeros(3, np.float32))], None)
+    y[:] = 0
+    binding.run([(x_spec, x)], [OutputTarget(spec, y)], None)
+    assert y.tolist() == [11] * 4
+
+
+def test_what_the_engine_made_is_kept_with_its_binding(tmp_path: Path) -> None:
+    """For bfloat16, of which numpy's own arrays know nothing."""
+    Graph().input("x", "BF16", [-1]).output("y", "BF16", [-1]).node("Identity", ["x"], ["y"]).save(tmp_path)
+    model = config("onnxruntime", {"x": ("BF16", (-1,))}, {"y": ("BF16", (-1,))})
+    (x_spec,), (spec,) = inputs_of(model), outputs_of(model)
+    session = engine(tmp_path / "1" / "model.onnx")
+    kept = []
+    for number in range(1, 20):
+        x = np.full(1000, number, np.uint16)
+        targets = [OutputTarget(spec, None)]
+        assert needs_own_binding(targets)
+        (y,) = Binding(session, True, once=True).run([(x_spec, x.view(x_spec.numpy))], targets, None)
+        kept.append(y)
+    assert [set(y.view(np.uint16).tolist()) for y in kept] == [{number} for number in range(1, 20)]
+
+
+# ---------------------------------------------------------------------------------------------- recorded runs
+
+
+def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
+    """On the host, where the engine records nothing: what is copied in and out, and when, is the same."""
+    graph = Graph().input("x", "FP32", [-1, 3]).input("z", "FP32", [-1, 3]).output("y", "FP32", [-1, 3])
+    path = graph.node("Sub", ["x", "z"], ["y"]).save(tmp_path)
+    model = config("onnxruntime", {"x": ("FP32", (3,)), "z": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=64)
+    graphs = OnnxGraphs("m", engine(path), ("cpu", 0), inputs_of(model), outputs_of(model))
+    random = np.random.default_rng(1)
+    seen: dict[int, Any] = {}
+    for rows in (1, 4, 1, 4, 4):
+        x, z = (random.standard_normal((rows, 3)).astype(np.float32) for _ in range(2))
+        recorded = graphs.of([x, z], rows)
+        assert recorded is not None
+        assert seen.setdefault(rows, recorded) is recorded
+        (y,) = recorded.run([x, z])
+        assert y.tolist() == (x - z).tolist()
+    assert graphs.of([x, None], 4) is None
+    assert graphs.of([x[:0], z[:0]], 0) is None
+    for rows in range(1, 40):
+        x = np.zeros((rows, 3), np.float32)
+        assert (graphs.of([x, x], rows) is None) == (rows > MOST_SHAPES and rows not in seen)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "text"),
+    [("FP32", (-1,), "is not known before"), ("STRING", (1,), "is BYTES"), ("BF16", (1,), "is BF16")],
+)
+def test_runs_that_cannot_be_recorded(dtype: str, dims: Sequence[int], text: str) -> None:
+    model = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": (dtype, dims)}, max_batch=2)
+    with pytest.raises(Unsupported, match=f"output 'y'.*{text}"):
+        OnnxGraphs("m", None, ("cuda", 0), inputs_of(model), outputs_of(model))
+
+
+# ---------------------------------------------------------------------------------------------- the session
+
+
+def test_options_reach_the_engine(tmp_path: Path) -> None:
+    negative(tmp_path)
+    parameters = {
+        "intra_op_thread_count": "2",
+        "inter_op_thread_count": "3",
+        "execution_mode": "1",
+        "enable_mem_arena": "0",
+        "enable_mem_pattern": "0",
+        "session.set_denormal_as_zero": "1",
+    }
+    model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=2, parameters=parameters)
+    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    backend.load(model)
+    options = backend._session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 3)
+    assert options.execution_mode == ort.ExecutionMode.ORT_PARALLEL
+    assert not options.enable_cpu_mem_arena
+    assert not options.enable_mem_pattern
+    assert options.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    assert options.get_session_config_entry("session.set_denormal_as_zero") == "1"
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    backend.close()
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.onnx").write_bytes(b"no model")
+    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    with pytest.raises(ModelFailed, match="unable to load model 'm': "):
+        backend.load(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}))
+    backend.close()
+
+
+def test_a_provider_that_does_not_start_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    negative(tmp_path)
+    asked: dict[str, Any] = {}
+
+    class Fallen:
+        """What the engine gives when the libraries of CUDA are not there."""
+
+        def __init__(self, path: str, options: Any, **how: Any) -> None:
+            asked.update(how)
+
+        def get_providers(self) -> list[str]:
+            return [CPU]
+
+    monkeypatch.setattr(ort, "InferenceSession", Fallen)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
+    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(3,))
+    model = replace(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}), instance_group=(group,))
+    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    with pytest.raises(Unsupported, match=r"CUDAExecutionProvider did not start\. It needs the libraries of CUDA"):
+        backend.load(model)
+    assert asked == {"providers": [(CUDA, {"device_id": "0"}), (CPU, {})], "enable_fallback": 0}
+    backend.close()
+
+
+def test_a_model_that_the_engine_has_packed_is_mapped(tmp_path: Path) -> None:
+    """As the page of ONNX models and bench.weights have it: the results stay, and the weights are the file's."""
+    make(tmp_path / "plain" / "model.onnx", 2, external=True)
+    prepack(tmp_path / "plain" / "model.onnx", tmp_path / "packed" / "1" / "model.onnx")
+    width = {"x": ("FP32", (-1, 1024))}, {"y": ("FP32", (-1, 1024))}
+    backend = Onnx(Context("m", 1, "m_0_0", tmp_path / "packed", tmp_path / "packed" / "1", {}, 1))
+    backend.load(config("onnxruntime", *width))
+    x = np.random.default_rng(5).standard_normal((4, 1024)).astype(np.float32)
+    (expected,) = engine(tmp_path / "plain" / "model.onnx").run(None, {"x": x})
+    (found,) = backend._run(["y"], {"x": x}, None)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert str(tmp_path / "packed" / "1" / "weights.bin") in Path("/proc/self/maps").read_text()
+    backend.close()

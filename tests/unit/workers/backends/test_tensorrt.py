@@ -1,0 +1,330 @@
+"""The TensorRT backend on stand-ins for its libraries. numpy says what is right, the stand-in what was asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.dtypes import to_numpy
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import Wanted
+from shmserve.repo.config import schema
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from tests.support.workers.gpu_harness import adder, plan, tensor
+from tests.support.workers.tensorrt_harness import Cuda, Gpu, Spec, check, config, on_gpu, rows, tuned
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with on_gpu() as found:
+        yield found
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def test_what_the_engine_says_completes_the_configuration(gpu: Gpu, tmp_path: Path) -> None:
+    adder(tmp_path)
+    with gpu.load(tmp_path) as instance:
+        found = instance.config
+        assert found.max_batch_size == 8
+        assert [(entry.name, entry.data_type, entry.dims) for entry in found.input] == [("x", "TYPE_FP32", (4,))]
+        assert [(entry.name, entry.data_type, entry.dims) for entry in found.output] == [("y", "TYPE_FP32", (4,))]
+        assert found.dynamic_batching is not None
+        assert gpu.trt.calls[0] == ("init_libnvinfer_plugins", "")
+
+
+@pytest.mark.parametrize("shares", [(1,), (3,), (1, 1, 1), (2, 1, 5)], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("width", [4, 5000, 40_000])
+def test_every_request_gets_its_rows(
+    gpu: Gpu, tmp_path: Path, shares: tuple[int, ...], shared: bool, width: int
+) -> None:
+    adder(tmp_path, width)
+    with gpu.load(tmp_path) as instance:
+        for _ in range(2):
+            check(instance, *shares, width=width, shared=shared or width > 4)
+
+
+def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None:
+    """They go from the callers' memory to the device, and from there to where the callers read them."""
+    width = 40_000
+    adder(tmp_path, width)
+    with gpu.load(tmp_path) as instance:
+        gpu.clear()
+        check(instance, 1, 2, 1, width=width)
+        size = width * 4
+        assert gpu.copies() == [(size, 1), (2 * size, 1), (size, 1), (4 * size, 2)]
+        assert gpu.state.named("malloc") == gpu.state.named("hostAlloc") == []
+        assert len(gpu.state.registered) == 2  # the caller's segment, and the one for outputs
+        order = [call[0] for call in gpu.state.calls if call[0] != "hostRegister"]
+        assert order == ["memcpyAsync"] * 4 + ["eventRecord", "eventSynchronize"]
+        gpu.clear()
+        check(instance, 1, 2, 1, width=width)
+        assert gpu.state.named("hostRegister") == []
+        assert [call for call in gpu.trt.calls if call[0] != "execute_async_v3"] == []  # the same shapes as before
+        assert instance.backend._feed.direct == 8 * size
+
+
+def test_small_rows_go_in_one_copy(gpu: Gpu, tmp_path: Path) -> None:
+    adder(tmp_path)
+    with gpu.load(tmp_path) as instance:
+        gpu.clear()
+        check(instance, 1, 1, 1, shared=True)
+        assert gpu.copies() == [(48, 1), (48, 2)]
+
+
+def test_a_request_by_many_pieces_and_small_ones_between(gpu: Gpu, tmp_path: Path) -> None:
+    width = 10_000  # 40 kB a row: one is small, two are not
+    adder(tmp_path, width)
+    with gpu.load(tmp_path) as instance:
+        gpu.clear()
+        check(instance, 1, 1, 2, 1, 2, 1, width=width)
+        row = width * 4
+        assert gpu.copies() == [(2 * row, 1), (2 * row, 1), (row, 1), (2 * row, 1), (row, 1), (8 * row, 2)]
+
+
+def test_a_threshold_of_pieces(gpu: Gpu, tmp_path: Path) -> None:
+    width = 40_000
+    adder(tmp_path, width)
+    with gpu.load(tmp_path, tuned(gather_kernel_buffer_threshold=3)) as instance:
+        gpu.clear()
+        check(instance, 1, 1, width=width)
+        check(instance, 1, 1, 1, width=width)
+        assert [size // 160_000 for size, kind in gpu.copies() if kind == 1] == [1, 1, 3]
+
+
+def test_outputs_where_the_caller_wants_them(gpu: Gpu, tmp_path: Path) -> None:
+    width = 40_000
+    adder(tmp_path, width)
+    with gpu.load(tmp_path) as instance:
+        (x,) = rows(1, width=width)
+        block = instance.client.allocate(x.nbytes)
+        (row,) = instance.run(instance.work(x=x, outputs=(Wanted("y", block.handle()),)))
+        assert row.outputs[0].data == (block.handle(),)
+        np.testing.assert_array_equal(instance.array(row), x + 1)
+
+
+def test_only_what_is_wanted_comes_back(gpu: Gpu, tmp_path: Path) -> None:
+    tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4]), tensor("output", "z", [-1, 4])]
+    plan(tmp_path, tensors, {"y": ["add", "x", 1], "z": ["copy", "x"]}, {"x": [[1, 4], [1, 4], [8, 4]]})
+    with gpu.load(tmp_path) as instance:
+        gpu.clear()
+        (x,) = rows(2)
+        (row,) = instance.run(instance.work(x=x, outputs=(Wanted("z"),)))
+        np.testing.assert_array_equal(instance.array(row), x)
+        assert gpu.copies() == [(32, 1), (32, 2)]
+        gpu.clear()
+        assert instance.run(instance.work(x=x, outputs=()))[0].outputs == ()
+        assert gpu.state.calls == []
+    only = config(
+        max_batch_size=8,
+        input=(schema.ModelInput(name="x", data_type="TYPE_FP32", dims=(4,)),),
+        output=(schema.ModelOutput(name="y", data_type="TYPE_FP32", dims=(4,)),),
+    )
+    with gpu.load(tmp_path, only) as instance:  # the engine writes z all the same
+        check(instance, 1)
+
+
+def test_without_a_batch_dimension(gpu: Gpu, tmp_path: Path) -> None:
+    tensors = [tensor("input", "x", [2, 3], "HALF"), tensor("output", "y", [2, 3], "HALF")]
+    plan(tmp_path, tensors, {"y": ["add", "x", 1]})
+    with gpu.load(tmp_path) as instance:
+        assert instance.config.max_batch_size == 0
+        x = np.arange(6, dtype=np.float16).reshape(2, 3)
+        found = instance.run(instance.work(x=x), instance.work(x=x + 1))
+        np.testing.assert_array_equal([instance.array(row) for row in found], [x + 1, x + 2])
+
+
+DTYPES = {
+    "FLOAT": "FP32", "HALF": "FP16", "BF16": "BF16", "INT8": "INT8", "INT32": "INT32", "INT64": "INT64", "BOOL": "BOOL",
+    "UINT8": "UINT8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 50_000])
+def test_every_data_type(gpu: Gpu, tmp_path: Path, width: int) -> None:
+    tensors = [tensor("input", f"x{kind}", [-1, -1], kind) for kind in DTYPES]
+    tensors += [tensor("output", f"y{kind}", [-1, -1], kind) for kind in DTYPES]
+    ranges = {f"x{kind}": [[1, 0], [2, 100], [4, 50_000]] for kind in DTYPES}
+    plan(tmp_path, tensors, {f"y{kind}": ["copy", f"x{kind}"] for kind in DTYPES}, ranges)
+    random = np.random.default_rng(1)
+    with gpu.load(tmp_path) as instance:
+        assert [entry.data_type for entry in instance.config.input] == [f"TYPE_{dtype}" for dtype in DTYPES.values()]
+        given: list[dict[str, Any]] = [
+            {f"x{kind}": random.integers(0, 2, (rows, width)).astype(to_numpy(dtype)) for kind, dtype in DTYPES.items()}
+            for rows in (1, 3)
+        ]
+        found = instance.run(*[instance.work(**arrays) for arrays in given])
+        for row, arrays in zip(found, given, strict=True):
+            for index, array in enumerate(arrays.values()):
+                assert row.error is None, row.error
+                assert instance.array(row, index).tolist() == array.tolist()
+
+
+def test_shapes_that_only_the_run_tells(gpu: Gpu, tmp_path: Path) -> None:
+    tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
+    plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
+    given = config(
+        input=(schema.ModelInput(name="x", data_type="TYPE_INT32", dims=(-1,)),),
+        output=(schema.ModelOutput(name="where", data_type="TYPE_INT64", dims=(-1,)),),
+    )
+    with gpu.load(tmp_path, given) as instance:
+        for size in (3, 50_000, 10):
+            x = np.arange(size, dtype=np.int32) % 3
+            (row,) = instance.run(instance.work(x=x))
+            np.testing.assert_array_equal(instance.array(row), np.nonzero(x)[0])
+        (row,) = instance.run(instance.work(x=np.zeros(5, np.int32)))
+        assert row.outputs[0].shape == (0,)
+
+
+def test_shape_tensors(gpu: Gpu, tmp_path: Path) -> None:
+    tensors = [
+        tensor("input", "x", [6]),
+        tensor("input", "shape", [2], "INT64", location="HOST", shape_io=True),
+        tensor("output", "y", [-1, -1]),
+    ]
+    plan(tmp_path, tensors, {"y": ["shaped", "x", "shape"]})
+    given = config(
+        input=(
+            schema.ModelInput(name="x", data_type="TYPE_FP32", dims=(6,)),
+            schema.ModelInput(name="shape", data_type="TYPE_INT64", dims=(2,), is_shape_tensor=True),
+        ),
+        output=(schema.ModelOutput(name="y", data_type="TYPE_FP32", dims=(-1, -1)),),
+    )
+    x = np.arange(6, dtype=np.float32)
+    with gpu.load(tmp_path, given) as instance:
+        for shape in ([2, 3], [3, 2], [3, 2], [1, 6]):
+            (row,) = instance.run(instance.work(x=x, shape=np.array(shape)))
+            np.testing.assert_array_equal(instance.array(row), x.reshape(shape))
+    with pytest.raises(InvalidRequest, match="tensor 'shape' is a shape tensor in the engine, is_shape_tensor: false"):
+        gpu.load(tmp_path, config())
+
+
+def test_shapes_that_no_profile_allows(gpu: Gpu, tmp_path: Path) -> None:
+    """Requests whose shapes no profile allows fail alone, and say what is allowed."""
+    tensors = [tensor("input", "x", [-1, -1]), tensor("output", "y", [-1, -1])]
+    plan(tmp_path, tensors, {"y": ["add", "x", 1]}, {"x": [[1, 2], [4, 8], [8, 16]]})
+    with gpu.load(tmp_path) as instance:
+        good, wide = np.ones((1, 3), np.float32), np.ones((1, 17), np.float32)
+        found = instance.run(instance.work(x=good), instance.work(x=wide), instance.work(x=good))
+        assert [row.error is None for row in found] == [True, False, True]
+        assert found[1].error is not None
+        assert found[1].error.code == "INVALID_ARG"
+        assert found[1].error.text == (
+            "inputs of model 'm' are outside of what its engine was built for: 'x' [1, 17]; "
+            "profile 0: 'x' [1, 2] to [8, 16]"
+        )
+        for row in (found[0], found[2]):
+            np.testing.assert_array_equal(instance.array(row), good + 1)
+
+
+# ---------------------------------------------------------------------------------------------- profiles
+
+
+def profiled(folder: Path) -> None:
+    tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4])]
+    shapes = [[[1, 4], [1, 4], [2, 4]], [[1, 4], [8, 4], [16, 4]], [[1, 4], [2, 4], [4, 4]]]
+    plan(folder, tensors, {"y": ["add", "x", 1]}, *[{"x": shape} for shape in shapes])
+
+
+def grouped(*groups: tuple[str, ...]) -> ModelConfig:
+    return config(
+        instance_group=tuple(
+            ModelInstanceGroup(name=f"m_{number}", kind="KIND_GPU", count=2, gpus=(0,), profile=profile)
+            for number, profile in enumerate(groups)
+        )
+    )
+
+
+def test_the_profile_that_is_nearest(gpu: Gpu, tmp_path: Path) -> None:
+    profiled(tmp_path)
+    with gpu.load(tmp_path, grouped(("0", "1", "2"))) as instance:
+        assert instance.config.max_batch_size == 16
+        chosen = [call[1] for call in gpu.trt.calls if call[0] == "set_optimization_profile_async"]
+        assert chosen == [0, 1, 2]
+        for count, wanted in ((1, 0), (2, 2), (3, 2), (4, 2), (6, 1), (16, 1)):
+            gpu.clear()
+            check(instance, count)
+            assert [call[2] for call in gpu.trt.calls if call[0] == "execute_async_v3"] == [wanted]
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("m_0_1", [2]), ("m_1_0", [0, 1]), ("m_1_1", [0, 1]), ("odd", [0])])
+def test_each_instance_has_its_profiles(gpu: Gpu, tmp_path: Path, name: str, wanted: list[int]) -> None:
+    profiled(tmp_path)
+    given = grouped(("2",), ("0", "1"))
+    if name == "odd":
+        given = grouped(("0",))
+    with gpu.load(tmp_path, given, name=name) as instance:
+        # What is completed is one for all: the fewest rows of any group.
+        assert instance.config.max_batch_size == (2 if name == "odd" else 4)
+        assert [profile.number for profile in instance.backend._profiles] == wanted
+
+
+def test_profiles_that_do_not_exist_or_are_too_small(gpu: Gpu, tmp_path: Path) -> None:
+    profiled(tmp_path)
+    with pytest.raises(InvalidRequest, match="names profile 3; the engine has 3, numbered from 0"):
+        gpu.load(tmp_path, grouped(("3",)))
+    io = {
+        "input": (schema.ModelInput(name="x", data_type="TYPE_FP32", dims=(4,)),),
+        "output": (schema.ModelOutput(name="y", data_type="TYPE_FP32", dims=(4,)),),
+    }
+    with pytest.raises(InvalidRequest, match=r"max_batch_size is 3, and profile\(s\) 0 of the engine .* up to 2"):
+        gpu.load(tmp_path, config(max_batch_size=3, **io))
+
+
+# ---------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def test_graphs_of_the_preferred_batches(gpu: Gpu, tmp_path: Path) -> None:
+    adder(tmp_path)
+    with gpu.load(tmp_path, tuned(Cuda(graphs=True))) as instance:
+        assert len(instance.backend._graphs) == 2  # of 1 and of 8 rows
+        calls = [call[0] for call in gpu.state.calls if "apture" in call[0] or "raph" in call[0]]
+        assert calls == ["streamBeginCapture", "streamEndCapture", "graphInstantiate", "graphDestroy"] * 2
+        for shares, launches in (((1,), 1), ((3,), 0), ((4, 4), 1), ((1, 1), 0), ((1,), 1)):
+            gpu.clear()
+            check(instance, *shares)
+            assert len(gpu.state.named("graphLaunch")) == launches
+            assert len([call for call in gpu.trt.calls if call[0] == "execute_async_v3"]) == 1 - launches
+
+
+def test_a_graph_that_serves_smaller_batches(gpu: Gpu, tmp_path: Path) -> None:
+    bound = schema.ModelOptimizationPolicyCudaGraphSpecLowerBound
+    specs = (
+        Spec(batch_size=8, graph_lower_bound=bound(batch_size=5)),
+        Spec(batch_size=4, graph_lower_bound=bound(batch_size=2)),
+    )
+    adder(tmp_path)
+    with gpu.load(tmp_path, tuned(Cuda(graphs=True, graph_spec=specs))) as instance:
+        gpu.clear()
+        for count in range(1, 9):
+            check(instance, count)
+        assert len(gpu.state.named("graphLaunch")) == 7
+        assert [size for size, kind in gpu.copies() if kind == 2] == [count * 16 for count in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (Spec(batch_size=9), "batch_size is 9, expected 1 to 8"),
+        (Spec(batch_size=0), "batch_size is 0, expected 1 to 8"),
+        (Spec(batch_size=1, input={"q": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(4,))}), "no input q"),
+        (
+            Spec(batch_size=1, input={"x": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(5,))}),
+            r"shape \[1, 5\] of input 'x' is outside of profile 0, which allows \[1, 4\] to \[8, 4\]",
+        ),
+        (
+            Spec(batch_size=2, graph_lower_bound=schema.ModelOptimizationPolicyCudaGraphSpecLowerBound(batch_size=3)),
+            "batch_size of graph_lower_bound is 3, expected 1 to 2",
+        ),
+    ],
+)
+def test_graphs_that_cannot_be(gpu: Gpu, tmp_path: Path, spec: Any, text: str) -> None:
+    adder(tmp_path)
+    with pytest.raises(InvalidRequest, match=text):
+        gpu.load(tmp_path, tuned(Cuda(graphs=True, graph_spec=(spec,))))

@@ -1,0 +1,176 @@
+"""Requests of different lengths in one batch: padded on the way in, cut back on the way out. numpy is the judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.protocol.messages import Handle, Wanted, Work
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter
+from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.workers.batch.gather import GatherGroup
+from shmserve.workers.batch.padding import PaddedResults
+from tests.unit.workers.batch.test_arrays import Array, Parts, parts_of, read, tensor
+
+
+def model(**parameters: str) -> ModelConfig:
+    """a: [rows, length], m: [rows, length, length, 2], s: strings, b: of one size; an output for each."""
+    inputs = (
+        ModelInput(name="a", data_type="TYPE_FP32", dims=(-1,)),
+        ModelInput(name="m", data_type="TYPE_INT16", dims=(-1, -1, 2)),
+        ModelInput(name="s", data_type="TYPE_STRING", dims=(-1,), optional=True),
+        ModelInput(name="b", data_type="TYPE_INT16", dims=(2,)),
+    )
+    outputs = (
+        ModelOutput(name="a", data_type="TYPE_FP32", dims=(-1,)),
+        ModelOutput(name="m", data_type="TYPE_INT16", dims=(-1, -1, 2)),
+        ModelOutput(name="s", data_type="TYPE_STRING", dims=(-1,)),
+        ModelOutput(name="b", data_type="TYPE_INT16", dims=(2,)),
+    )
+    given = {"padding": "a=-1.5 m[0]=7 m[1]=7 s=none", "padding_outputs": "a m[0] m[1] s"} | parameters
+    settings = {key: ModelParameter(string_value=value) for key, value in given.items()}
+    return ModelConfig(name="m", max_batch_size=64, input=inputs, output=outputs, parameters=settings)
+
+
+def arrays_of(number: int, rows: int, length: int) -> dict[str, Array]:
+    random = np.random.default_rng(number)
+    strings = np.array([b"%d" % value for value in range(rows * length)], object).reshape(rows, length)
+    return {
+        "a": random.random((rows, length), np.float32),
+        "m": random.integers(0, 99, (rows, length, length, 2)).astype(np.int16),
+        "s": strings,
+        "b": random.integers(0, 99, (rows, 2)).astype(np.int16),
+    }
+
+
+def work_of(made: Parts, number: int, arrays: dict[str, Array], places: list[int], outputs: Any = None) -> Work:
+    kinds = {"a": "FP32", "m": "INT16", "b": "INT16"}
+    inputs = [tensor(made.client, name, arrays[name], kind, places) for name, kind in kinds.items()]
+    if "s" in arrays:
+        given = np.frombuffer(encode_bytes(arrays["s"]), np.uint8)
+        inputs.append(replace(tensor(made.client, "s", given, "BYTES", []), shape=arrays["s"].shape))
+    return Work(number, len(arrays["a"]), tuple(inputs), outputs, "internal")
+
+
+def run(made: Parts, group: GatherGroup, direct: bool) -> dict[int, Any]:
+    """Echoes all inputs, which must be what numpy pads them to."""
+    results = PaddedResults(made.scatter, group.works, group.rows, group.lengths, group.length)
+    for index in range(4):
+        array = group.array(index)
+        if array is None:
+            results.omit(index)
+            continue
+        copied: Array = np.empty(array.shape, array.dtype)
+        group.copy(index, copied)
+        assert (copied == array).all()
+        if direct:
+            results.place(index, array.shape)[...] = array
+        else:
+            results.put(index, array.copy())
+    return {work.request: row for work, row in zip(group.works, results.rows(), strict=True)}
+
+
+@given(
+    batch=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
+    multiple=st.sampled_from([1, 8]),
+    strings=st.booleans(),
+    direct=st.booleans(),
+)
+def test_each_request_is_padded_and_gets_back_what_it_would_alone(
+    batch: list[tuple[int, int, bool]], multiple: int, strings: bool, direct: bool
+) -> None:
+    with parts_of(model(padding_multiple=str(multiple))) as made:
+        requests = [arrays_of(number, rows, length) for number, (rows, length, _) in enumerate(batch)]
+        works = []
+        for number, (arrays, (_, length, shared)) in enumerate(zip(requests, batch, strict=True)):
+            if not strings:
+                del arrays["s"]
+            works.append(work_of(made, number, arrays, [0] if shared and length else []))
+        ((group,), failures) = made.gather.groups(works)
+        assert not failures
+        longest = -(-max(length for _, length, _ in batch) // multiple) * multiple
+        assert group.length == longest
+        padded = [
+            np.pad(each["a"], ((0, 0), (0, longest - each["a"].shape[1])), constant_values=-1.5) for each in requests
+        ]
+        assert np.array_equal(group.array(0), np.concatenate(padded))  # type: ignore[arg-type]
+        if strings:
+            found = group.array(2)
+            assert found is not None
+            assert found.shape == (group.rows, longest)
+            assert set(found[0, requests[0]["s"].shape[1] :].tolist()) <= {b"none"}
+        rows = run(made, group, direct)
+        for number, arrays in enumerate(requests):
+            row = rows[number]
+            assert row.error is None
+            assert [output.name for output in row.outputs] == [name for name in "amsb" if name in arrays]
+            for output in row.outputs:
+                right = arrays[output.name]
+                assert output.shape == right.shape
+                if output.name == "s":
+                    assert decode_bytes(output.data, output.shape, "s").tolist() == right.tolist()
+                else:
+                    assert np.array_equal(read(made, output, right.dtype), right)
+
+
+def test_inputs_of_one_request_must_have_one_length() -> None:
+    with parts_of(model()) as made:
+        good, bad = arrays_of(1, 1, 4), arrays_of(2, 1, 4)
+        bad["a"] = np.zeros((1, 5), np.float32)
+        groups, failures = made.gather.groups([work_of(made, 1, good, []), work_of(made, 2, bad, [])])
+        assert [group.lengths for group in groups] == [(4,)]
+        ((place, error),) = failures
+        assert place == 1
+        assert isinstance(error, InvalidRequest)
+        assert "must have one length" in str(error)
+
+
+def test_an_output_that_is_not_as_long_as_the_batch_is_the_models_mistake() -> None:
+    """Also where nothing would be cut, so that it does not wait for the first batch of different lengths."""
+    with parts_of(model()) as made:
+        for lengths in ((4, 6), (6, 6)):
+            works = [work_of(made, n, arrays_of(n, 1, length), []) for n, length in enumerate(lengths)]
+            ((group,), _) = made.gather.groups(works)
+            results = PaddedResults(made.scatter, group.works, group.rows, group.lengths, group.length)
+            with pytest.raises(ModelFailed, match=r"cannot be cut back from length 6 along axis 1.*padding_outputs"):
+                results.put(0, np.zeros((2, 5), np.float32))
+            results.abandon()
+
+
+def test_a_request_alone_is_not_copied_to_be_padded() -> None:
+    with parts_of(model()) as made:
+        ((group,), _) = made.gather.groups([work_of(made, 1, arrays_of(1, 2, 5), [0])])
+        pieces = group.pieces(0)
+        assert pieces is not None
+        assert group.array(0) is pieces[0]
+        assert not pieces[0].flags.owndata
+
+
+def test_a_request_gets_its_share_where_it_wants_it() -> None:
+    with parts_of(model()) as made:
+        place = made.client.allocate(16)
+        wanted = (Wanted("a", Handle(place.segment, place.offset, 16)),)
+        requests = [arrays_of(1, 1, 4), arrays_of(2, 1, 9)]
+        works = [work_of(made, 1, requests[0], [], wanted), work_of(made, 2, requests[1], [])]
+        ((group,), _) = made.gather.groups(works)
+        rows = run(made, group, False)
+        (output,) = rows[1].outputs
+        assert output.data == (wanted[0].place,)
+        assert np.array_equal(place.array(np.dtype(np.float32), (1, 4)), requests[0]["a"])
+
+
+@pytest.mark.parametrize(("length", "shape"), [(0, (1, 3)), (3, (1, 3)), (8, (1, 8))])
+def test_models_that_get_requests_one_by_one_get_them_padded(length: int, shape: tuple[int, ...]) -> None:
+    with parts_of(model()) as made:
+        arrays = arrays_of(1, 1, 3)
+        found = made.gather.read(work_of(made, 1, arrays, [0]), length)[0]
+        assert found is not None
+        assert found.shape == shape
+        assert np.array_equal(found[:, :3], arrays["a"])
+        assert set(found[:, 3:].ravel().tolist()) <= {-1.5}

@@ -1,0 +1,431 @@
+"""Controls, states and slots of sequences, without a process. A dict of sums says what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import Options, Row, Tensor, Work
+from shmserve.repo.config.schema import (
+    ModelConfig,
+    ModelInput,
+    ModelOutput,
+    ModelSequenceBatching,
+    ModelSequenceBatchingControl,
+    ModelSequenceBatchingControlInput,
+    ModelSequenceBatchingInitialState,
+    ModelSequenceBatchingState,
+)
+from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
+from shmserve.workers.batch import sequence_inputs
+from shmserve.workers.batch.gather import Gather, GatherGroup
+from shmserve.workers.batch.scatter import Results, Scatter
+from shmserve.workers.batch.specs import inputs_of, outputs_of
+from shmserve.workers.extended import extension_of
+from shmserve.workers.model_calls.answer import Answer, Request
+from shmserve.workers.runner import Runner
+from tests.unit.workers.batch.test_arrays import parts_of
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Key = int | str
+
+
+def control(name: str, kind: str, **pair: Any) -> ModelSequenceBatchingControlInput:
+    made = ModelSequenceBatchingControl(kind=f"CONTROL_SEQUENCE_{kind}", **pair)  # type: ignore[arg-type]
+    return ModelSequenceBatchingControlInput(name=name, control=(made,))
+
+
+CONTROLS = (
+    control("start", "START", int32_false_true=(0, 7)),
+    control("end", "END", fp32_false_true=(-1.0, 1.0)),
+    control("ready", "READY", bool_false_true=(False, True)),
+    control("id", "CORRID", data_type="TYPE_UINT64"),
+)
+TOTAL = ModelSequenceBatchingState(input_name="s", output_name="t", data_type="TYPE_INT64", dims=(2,))
+
+
+def config_of(
+    max_batch: int = 8,
+    controls: Sequence[ModelSequenceBatchingControlInput] = CONTROLS,
+    state: Sequence[ModelSequenceBatchingState] = (TOTAL,),
+    **more: Any,
+) -> ModelConfig:
+    return ModelConfig(
+        name="m",
+        max_batch_size=max_batch,
+        input=(ModelInput(name="x", data_type="TYPE_INT64", dims=(-1,)),),
+        output=(ModelOutput(name="y", data_type="TYPE_INT64", dims=(-1,)),),
+        sequence_batching=ModelSequenceBatching(control_input=tuple(controls), state=tuple(state), **more),
+    )
+
+
+class Stacked(StackedBackend):
+    """y = x + the first number of its state; the state grows by (sum of x, 1). Remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
+        self.seen: list[list[Array]] = []
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        arrays = [inputs.array(index) for index in range(6)]
+        assert [inputs.shape(index) for index in range(6)] == [a.shape for a in arrays if a is not None]
+        self.seen.append([a.copy() for a in arrays if a is not None])
+        inputs.computing()
+        x, *_, state = arrays
+        assert x is not None
+        assert state is not None
+        if (x < 0).any():
+            raise ValueError("below zero")
+        assert outputs.needed(1)
+        assert not outputs.direct(1, state.shape)
+        assert outputs.near(1, state.shape) is None
+        if outputs.needed(0):
+            outputs.put(0, x + state[..., :1])
+        target = outputs.place(1, state.shape)
+        target[...] = state
+        target[..., 0] += x.sum(axis=-1)
+        target[..., 1] += 1
+
+
+@contextmanager
+def runner_for(config: ModelConfig, backend: Backend, folder: Path = Path()) -> Iterator[Runner]:
+    with parts_of(config) as parts:
+        gather = Gather("m", inputs_of(config), parts.mapped, backend.text)
+        scatter = Scatter("m", outputs_of(config), parts.arenas, parts.mapped)
+        extension = extension_of(config, folder, backend)
+        yield Runner("m_0", "", backend, gather, scatter, lambda *_: None, extension)
+        assert parts.arenas.used == 0
+
+
+def step(
+    request: int, key: Key, x: Sequence[int], *, start: bool = False, end: bool = False, slot: int = -1, rows: int = 1
+) -> Work:
+    shape = (1, len(x)) if rows else (len(x),)
+    tensor = Tensor("x", "INT64", shape, np.array(x, np.int64).tobytes())
+    return Work(
+        request, rows, (tensor,), None, "internal", Options(sequence=key, sequence_start=start, sequence_end=end), slot
+    )
+
+
+def values(row: Row) -> list[int]:
+    assert row.error is None, row.error
+    data = row.outputs[0].data
+    assert isinstance(data, bytes)
+    found: list[int] = np.frombuffer(data, np.int64).tolist()
+    return found
+
+
+def test_controls_and_gaps() -> None:
+    """Slots 1 and 3 of a batch: rows 0 and 2 are there for the model alone."""
+    backend = Stacked()
+    with runner_for(config_of(), backend) as runner:
+        rows, times, again = runner.run(
+            [step(4, 40, [1, 2], start=True, slot=3), step(2, 2**63, [5, 6], start=True, end=True, slot=1)]
+        )
+    assert again == ()
+    assert list(times) == sorted(times)
+    assert [row.request for row in rows] == [4, 2]
+    assert [values(row) for row in rows] == [[1, 2], [5, 6]]
+    x, start, end, ready, key, state = backend.seen[0]
+    assert x.tolist() == [[0, 0], [5, 6], [0, 0], [1, 2]]
+    assert start.dtype == np.int32
+    assert start.tolist() == [[0], [7], [0], [7]]
+    assert end.dtype == np.float32
+    assert end.tolist() == [[-1], [1], [-1], [-1]]
+    assert ready.dtype == np.bool_
+    assert ready.tolist() == [[False], [True], [False], [True]]
+    assert key.dtype == np.uint64
+    assert key.tolist() == [[0], [2**63], [0], [40]]
+    assert state.tolist() == [[0, 0]] * 4
+
+
+def test_shapes_that_do_not_stack_keep_their_slots() -> None:
+    backend = Stacked()
+    with runner_for(config_of(), backend) as runner:
+        works = [step(1, 1, [1], start=True, slot=0), step(2, 2, [2, 2], start=True, slot=1)]
+        works.append(step(3, 3, [3], start=True, slot=2))
+        bad = replace(step(4, 4, [4], start=True, slot=3), inputs=())
+        rows, _, _ = runner.run([*works, bad])
+    assert [values(row) for row in rows[:3]] == [[1], [2, 2], [3]]
+    assert rows[3].error is not None
+    assert rows[3].error.code == "INVALID_ARG"
+    assert [seen[0].tolist() for seen in backend.seen] == [[[1], [0], [3]], [[0, 0], [2, 2]]]
+    assert [seen[4].ravel().tolist() for seen in backend.seen] == [[1, 0, 3], [0, 2]]
+
+
+def test_without_a_batch_dimension() -> None:
+    backend = Stacked()
+    with runner_for(config_of(0), backend) as runner:
+        for number, (key, start) in enumerate([(1, True), (2, True), (1, False), (2, False), (2, False)]):
+            rows, _, _ = runner.run([step(number, key, [number], start=start, slot=0, rows=0)])
+            assert values(rows[0]) == [[0], [1], [0 + 2], [1 + 3], [1 + 3 + 4]][number]
+    assert [a.shape for a in backend.seen[0]] == [(1,), (1,), (1,), (1,), (1,), (2,)]
+
+
+def test_one_sequence_twice_in_a_batch_runs_in_order() -> None:
+    backend = Stacked()
+    with runner_for(config_of(), backend) as runner:
+        works = [step(1, 9, [1], start=True, slot=0), step(2, 9, [10], end=True, slot=0)]
+        works += [step(3, 8, [100], start=True, slot=0), step(4, 7, [5], start=True, slot=1)]
+        rows, _, _ = runner.run(works)
+    assert [values(row) for row in rows] == [[1], [11], [100], [5]]
+    assert [seen[4].ravel().tolist() for seen in backend.seen] == [[9, 7], [9], [8]]
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (Work(1, 1, (), None, "internal"), "must specify a non-zero or non-empty correlation ID"),
+        (step(1, "", [1]), "must specify a non-zero or non-empty correlation ID"),
+        (step(1, "a", [1]), "control input 'id' has type UINT64: it must be an integer"),
+        (replace(step(1, 3, [1]), rows=2), "must specify batch-size 1"),
+    ],
+)
+def test_what_a_request_must_say(work: Work, text: str) -> None:
+    with runner_for(config_of(), Stacked()) as runner:
+        good = step(7, 3, [1], start=True)
+        rows, _, _ = runner.run([work, good])
+        assert rows[0].error is not None
+        assert rows[0].error.code == "INVALID_ARG"
+        assert text in rows[0].error.text
+        assert values(rows[1]) == [1]
+
+
+@pytest.mark.parametrize(("dtype", "key", "good"), [("INT32", 2**31, False), ("INT32", 2**31 - 1, True)])
+def test_ids_that_fit(dtype: str, key: int, good: bool) -> None:
+    controls = (*CONTROLS[:3], control("id", "CORRID", data_type=f"TYPE_{dtype}"))
+    with runner_for(config_of(controls=controls), Stacked()) as runner:
+        rows, _, _ = runner.run([step(1, key, [1], start=True)])
+        assert (rows[0].error is None) == good
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(True, "abc"), (False, b"abc")])
+def test_ids_that_are_strings(text: bool, wanted: Any) -> None:
+    controls = (*CONTROLS[:3], control("id", "CORRID", data_type="TYPE_STRING"))
+    backend = Stacked()
+    backend.text = text
+    with runner_for(config_of(controls=controls), backend) as runner:
+        rows, _, _ = runner.run([step(1, "abc", [1], start=True, slot=1), step(2, 5, [1], start=True)])
+        assert values(rows[0]) == [1]
+        assert rows[1].error is not None
+    assert backend.seen[0][4].tolist() == [[wanted[:0]], [wanted]]
+
+
+# ------------------------------------------------------------------------------------------ random sequences
+
+
+class Asked(NamedTuple):
+    key: int
+    x: int  # below 0: the batch fails
+    start: bool
+    end: bool
+    width: int
+
+
+asked = st.builds(
+    Asked, st.integers(1, 5), st.sampled_from([-1, *range(1, 12)]), st.booleans(), st.booleans(), st.integers(1, 2)
+)
+batches = st.lists(st.tuples(st.lists(asked, min_size=1, max_size=5), st.integers(0, 5)), min_size=1, max_size=8)
+
+
+@given(batches=batches, slotted=st.booleans(), whole=st.sampled_from([0, 1 << 20]))
+def test_random_sequences(batches: list[tuple[list[Asked], int]], slotted: bool, whole: int) -> None:
+    """`whole`: states that stay together, and those that are taken apart. A batch has a sequence once; requests of one
+    width run together, and fail together."""
+    backend = Stacked()
+    totals: dict[int, int] = {}
+    number = 0
+    before, sequence_inputs.WHOLE_BYTES = sequence_inputs.WHOLE_BYTES, whole
+    try:
+        with runner_for(config_of(), backend) as runner:
+            for requests, over in batches:
+                once = {request.key: request for request in requests}
+                works = []
+                for request in once.values():
+                    number += 1
+                    slot = request.key - 1 if slotted else -1
+                    x = [request.x] * request.width
+                    works.append(step(number, request.key, x, start=request.start, end=request.end, slot=slot))
+                rows, _, _ = runner.run(works)
+                failing = {request.width for request in once.values() if request.x < 0}
+                for row, request in zip(rows, once.values(), strict=True):
+                    if request.width in failing:
+                        assert row.error is not None
+                        assert "below zero" in row.error.text
+                        totals.pop(request.key, None)
+                        continue
+                    total = 0 if request.start else totals.get(request.key, 0)
+                    assert values(row) == [request.x + total] * request.width
+                    totals[request.key] = total + request.x * request.width
+                    if request.end:
+                        del totals[request.key]
+                runner.forget([over])
+                totals.pop(over, None)
+    finally:
+        sequence_inputs.WHOLE_BYTES = before
+
+
+def test_states_are_not_copied_where_the_same_sequences_come_again() -> None:
+    class Keeping(Stacked):
+        def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+            super().execute(inputs, outputs)
+            self.states = inputs.array(5), outputs._late[1]  # type: ignore[attr-defined]
+
+    backend = Keeping()
+    with runner_for(config_of(), backend) as runner:
+        made = None
+        for turn in range(3):
+            runner.run([step(10 * turn + key, key, [1], start=not turn, slot=key) for key in (1, 3)])
+            got, made_now = backend.states
+            assert (got is made) == (turn > 0)
+            made = made_now
+
+
+# ------------------------------------------------------------------------------------------ first states
+
+
+def test_first_states(tmp_path: Path) -> None:
+    (tmp_path / "initial_state").mkdir()
+    (tmp_path / "initial_state" / "two.bin").write_bytes(np.array([30, 4], np.int64).tobytes())
+    first = ModelSequenceBatchingInitialState(name="f", data_type="TYPE_INT64", dims=(2,), data_file="two.bin")
+    backend = Stacked()
+    with runner_for(config_of(state=[replace(TOTAL, initial_state=(first,))]), backend, tmp_path) as runner:
+        assert values(runner.run([step(1, 1, [1], start=True)])[0][0]) == [31]
+        assert values(runner.run([step(2, 1, [1])])[0][0]) == [32]
+        assert values(runner.run([step(3, 1, [1], start=True)])[0][0]) == [31]
+    assert [seen[5].tolist() for seen in backend.seen] == [[[30, 4]], [[31, 5]], [[30, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"data_file": "gone.bin"}, "no such file"),
+        ({"data_file": "short.bin"}, "must have 16 bytes for INT64 \\[1, 2\\]; it has 8"),
+        ({"data_file": "/short.bin"}, "initial_state directory"),
+        ({"data_file": "../initial_state/short.bin"}, "without .."),
+        ({"dims": (3,)}, "has dims \\[3\\]; the state's are \\[2\\]"),
+        ({"data_type": "TYPE_FP32"}, "has data_type TYPE_FP32; the state's is TYPE_INT64"),
+    ],
+)
+def test_first_states_that_are_wrong(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    (tmp_path / "initial_state").mkdir()
+    (tmp_path / "initial_state" / "short.bin").write_bytes(bytes(8))
+    first = ModelSequenceBatchingInitialState(name="f", data_type="TYPE_INT64", dims=(2,), zero_data=True)
+    config = config_of(state=[replace(TOTAL, initial_state=(replace(first, **change),))])
+    with pytest.raises(InvalidRequest, match=text):
+        extension_of(config, tmp_path, Stacked())
+
+
+class Growing(StackedBackend):
+    """Each state is what was said so far: strings, one more each time."""
+
+    def __init__(self) -> None:
+        super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
+        self.sizes: list[tuple[int, ...]] = []
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        x, state = inputs.array(0), inputs.array(1)
+        assert x is not None
+        assert state is not None
+        self.sizes.append(state.shape)
+        now = x[:, :1].astype(str).astype(object)
+        outputs.put(0, x + state.shape[1])
+        outputs.put(1, np.concatenate([state, now], axis=1))
+
+
+def test_states_of_different_shapes_run_apart() -> None:
+    said = ModelSequenceBatchingState(input_name="s", output_name="t", data_type="TYPE_STRING", dims=(-1,))
+    backend = Growing()
+    with runner_for(config_of(controls=(), state=[said]), backend) as runner:
+        runner.run([step(1, 1, [5], start=True, slot=0)])
+        rows, _, _ = runner.run([step(2, 1, [6], slot=0), step(3, 2, [7], start=True, slot=1)])
+        assert [values(row) for row in rows] == [[6 + 2], [7 + 1]]
+        rows, _, _ = runner.run([step(4, 1, [6], slot=0), step(5, 2, [7], slot=1)])
+        assert [values(row) for row in rows] == [[6 + 3], [7 + 2]]
+    # Without initial_state a dim of any size is 1; slot 0 is empty where only slot 1 runs.
+    assert backend.sizes == [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
+
+
+# ------------------------------------------------------------------------------------------ request by request
+
+
+class Separate(SeparateBackend):
+    """The same model; 99 runs again until it has been run three times."""
+
+    def __init__(self) -> None:
+        super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
+        self.seen: list[list[Any]] = []
+
+    def execute(self, requests: list[Request]) -> list[Answer | None]:
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> Answer | None:
+        x, start, end, ready, key, state = request.arrays
+        assert x is not None
+        assert state is not None
+        assert not state.flags.writeable
+        self.seen.append([a.ravel().tolist() for a in (start, end, ready, key, state) if a is not None])
+        new = state + np.array([x.sum(), 1])
+        states = ("t", new)
+        first = int(x.ravel()[0])
+        if first == -1:
+            return Answer([states, ("t", new[:, :1])])
+        if first == -2:
+            return Answer([states, ("unknown", x)])
+        if first == -3:
+            return None
+        if first == 99 and state.ravel()[1] < 2:
+            return Answer([states], again=True)
+        if first == 5:
+            return Answer([("y", x + state[..., :1])])
+        return Answer([("y", x + state[..., :1]), states])
+
+
+def test_models_that_answer_request_by_request() -> None:
+    backend = Separate()
+    with runner_for(config_of(), backend) as runner:
+        rows, _, _ = runner.run([step(1, 1, [1], start=True, slot=2), step(2, 2, [2], start=True, end=True, slot=0)])
+        assert [values(row) for row in rows] == [[1], [2]]
+        assert backend.seen[0] == [[7], [-1], [True], [1], [0, 0]]
+        rows, _, _ = runner.run([step(3, 1, [3], slot=2), step(4, 1, [4], slot=2)])
+        assert [values(row) for row in rows] == [[4], [8]]
+        assert values(runner.run([step(5, 1, [5])])[0][0]) == [13]  # says nothing of its state, which stays
+        assert values(runner.run([step(6, 1, [6], end=True)])[0][0]) == [14]
+        assert values(runner.run([step(7, 1, [7])])[0][0]) == [7]
+        for wrong, text in ((-1, "state output 't'"), (-2, "unexpected output 'unknown'")):
+            rows, _, _ = runner.run([step(8, 1, [wrong]), step(9, 2, [1], start=True)])
+            assert rows[0].error is not None
+            assert text in rows[0].error.text
+            assert values(rows[1]) == [1]
+        assert runner.run([step(10, 1, [-3])])[0] == []
+
+
+def test_requests_that_are_run_again() -> None:
+    backend = Separate()
+    with runner_for(config_of(iterative_sequence=True), backend) as runner:
+        asked = step(1, 6, [99], start=True, end=True)
+        for _ in range(2):
+            rows, _, again = runner.run([asked, step(2, 7, [1], start=True)])
+            assert again == (1,)
+            assert [row.request for row in rows] == [2]
+        rows, _, again = runner.run([asked])
+        assert again == ()
+        assert values(rows[0]) == [99 + 2 * 99]
+        starts = [seen[0] for seen in backend.seen if seen[3] == [6]]
+        assert starts == [[7], [0], [0]]
+        # A request without an id is a sequence of its own.
+        lone = replace(step(3, 1, [99]), options=None)
+        for turn in range(3):
+            rows, _, again = runner.run([lone])
+            assert again == ((3,) if turn < 2 else ())
+        assert values(rows[0]) == [99 + 2 * 99]
+        assert values(runner.run([step(4, 6, [1])])[0][0]) == [1]
