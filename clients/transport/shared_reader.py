@@ -115,7 +115,8 @@ class SharedLink(ThreadedLink):
 
     def _open(self, gate: Any) -> None:
         """Wake up the thread that sleeps on the gate. Does nothing if it has been woken already."""
-        if self._gates.pop(gate, self) is None:
+        if gate in self._gates:
+            del self._gates[gate]  # an interrupt cannot come between the two, as it could after a call of pop
             gate.release()
 
     def _leave(self) -> None:
@@ -217,8 +218,7 @@ class SharedLink(ThreadedLink):
             self.reader = threading.Thread(target=self._read, name="shmserve-reader", daemon=True)
             self.reader.start()
         elif self._parked is not None:
-            self._parked.release()
-            self._parked = None
+            self._unpark()
         else:
             self.nudge()  # it may sleep while the request is still in the outbox
 
@@ -281,6 +281,10 @@ class SharedLink(ThreadedLink):
             self._parked = None
         return self._needing_reader > 0
 
+    def _unpark(self) -> None:
+        gate, self._parked = self._parked, None
+        gate.release()
+
     # ------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
@@ -301,8 +305,7 @@ class SharedLink(ThreadedLink):
                 self._closing.set()
                 self.session.fail_all(Cancelled(CLOSED))
                 if self._parked is not None:
-                    self._parked.release()
-                    self._parked = None
+                    self._unpark()
                 reader = self.reader
                 busy = link or self._dialed
                 if busy is not None and self._leading:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import shmserve
+from shmserve.clients.transport.shared_reader import SharedLink
 from shmserve.protocol.messages import Bye, Cancel, Goodbye, Hello, Infer, Reply, Return
 from shmserve.session.memory import FLUSH_BYTES
 from tests.support.broker.fake_broker import MODELS, FakeBroker, Peer, echo
@@ -409,7 +410,15 @@ def test_a_callback_may_fork(client: shmserve.Client, broker: FakeBroker, monkey
         if children[0]:
             answered.set()
 
-    monkeypatch.setattr(threading, "excepthook", lambda args: os._exit(1))
+    def read(link: SharedLink) -> None:
+        try:
+            original(link)
+        finally:
+            if children[:1] == [0]:
+                os._exit(1 if sys.exc_info()[0] else 0)
+
+    original = SharedLink._read
+    monkeypatch.setattr(SharedLink, "_read", read)
     client.submit("echo", {"x": X}).add_done_callback(fork)
     assert answered.wait(20)
     assert os.waitpid(children[0], 0)[1] == 0
