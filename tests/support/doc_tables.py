@@ -1,7 +1,7 @@
 """The tables and diagrams of docs/ that are made from tables in the source.
 
 `make docs` (`python -m tests.support.doc_tables`) writes them between the markers of their pages, and
-tests/unit/test_doc_tables.py checks that they are current.
+tests/unit/docs/test_doc_tables.py checks that they are current.
 """
 
 from __future__ import annotations
