@@ -1,4 +1,4 @@
-"""The chaos soak: half a minute of it here, ten with `make chaos`.
+"""The chaos soak: half a minute of it here, ten with `make stress`.
 
 The rule: a failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
 """
