@@ -160,7 +160,9 @@ def test_steps_on_one_gpu_hand_over_on_it(journal: Path, client: shmserve.Client
             np.testing.assert_array_equal(future.result()["y"], x + 3)
         done = {path.name.partition("_")[0]: Counter(path.read_text().splitlines()) for path in journal.iterdir()}
         copies = {
-            name: {kind for kind in ("1", "2", "3") if calls[f"memcpyAsync {kind}"]} for name, calls in done.items()
+            name: {kind for kind in ("1", "2", "3") if calls[f"memcpyAsync {kind}"]}
+            for name, calls in done.items()
+            if name in ("first", "second", "other", "third")  # another test's model may still be freeing memory
         }
         if ensemble == "apart":
             assert copies == {"first": {"1", "2"}, "other": {"1", "2"}, "third": {"1", "2"}}
