@@ -18,7 +18,7 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test tritonclient triton-qa check fmt docs stress bench bench-doors proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test tritonclient triton-qa check fmt docs stress bench bench-endpoints proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -32,7 +32,7 @@ help:
 	@echo 'make docs        write the tables of docs/ that are made from the source'
 	@echo 'make stress      run the long tests for half an hour: kill -9, chaos, fuzz, hostile clients; SHMSERVE_SEED=N sets the seed'
 	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
-	@echo 'make bench-doors  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
+	@echo 'make bench-endpoints  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
 	@echo 'make proto       regenerate the files made from the .proto files'
 	@echo 'make install-systemd     as root: install the server as a service in PREFIX=$(PREFIX); docs/operations.md'
 	@echo 'make uninstall-systemd   as root: remove the service; settings and models are kept'
@@ -79,8 +79,8 @@ stress: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench.run $(ARGS)
 
-bench-doors: $(VENV)/.dev tritonclient $(TRITON)/.made
-	@$(BIN)/python -m bench.doors --triton-python $(TRITON)/bin/python $(ARGS)
+bench-endpoints: $(VENV)/.dev tritonclient $(TRITON)/.made
+	@$(BIN)/python -m bench.endpoints --triton-python $(TRITON)/bin/python $(ARGS)
 
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools

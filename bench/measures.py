@@ -11,15 +11,15 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from bench import models, processes
-from bench.child import Child, Team
-from bench.clock import in_turn
-from bench.lengths import lengths
-from bench.overload import overload
-from bench.python import python
-from bench.setting import Served, Setting, serving
-from bench.simulated import simulator
-from bench.table import Row, micros
+from bench.lib import models, processes
+from bench.lib.child import Child, Team
+from bench.lib.clock import in_turn
+from bench.lib.setting import Served, Setting, serving
+from bench.lib.table import Row, micros
+from bench.suites.lengths import lengths
+from bench.suites.overload import overload
+from bench.suites.python import python
+from bench.suites.simulated import simulator
 from shmserve.repo import samples
 
 Measure = Callable[[Setting], list[Row]]
@@ -49,10 +49,10 @@ def throughput(setting: Setting) -> list[Row]:
     path = setting.onnx("mlp")
     repository = setting.repository("mlp")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
-    load = partial(Child, "bench.load:stream", model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
+    load = partial(Child, "bench.lib.load:stream", model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
     with (
         serving(repository) as server,
-        Child("bench.engine:engine", model=str(path), batch=32, shape=models.MLP_SHAPE) as bare,
+        Child("bench.lib.bare_engine:engine", model=str(path), batch=32, shape=models.MLP_SHAPE) as bare,
         load(url=server.lane, flight=64) as lane,
         load(url=server.zmq, flight=64) as zmq,
         Team([load(url=server.lane, flight=8) for _ in range(8)]) as eight,
@@ -80,19 +80,19 @@ def cnn(setting: Setting) -> list[Row]:
     with (
         serving(repository) as server,
         Team([_bare_cnn(str(path)) for _ in range(2)]) as bare,
-        Child("bench.load:stream", url=server.lane, model="cnn", flight=16, **oracle) as load,
+        Child("bench.lib.load:stream", url=server.lane, model="cnn", flight=16, **oracle) as load,
     ):
         bares, rates = in_turn(setting.rounds, _team_rate(bare, setting), _rate(load, setting))
     return [_share("CNN, 600 KB inputs, 2 instances, 16 in flight", rates, bares, 0.95)]
 
 
 def _bare_cnn(path: str) -> Child:
-    return Child("bench.engine:engine", model=path, batch=1, shape=models.CNN_SHAPE)
+    return Child("bench.lib.bare_engine:engine", model=path, batch=1, shape=models.CNN_SHAPE)
 
 
 RELAYS = {
-    "seqpacket": [("bench.relays:seqpacket", way) for way in ("blocking", "epoll")],
-    "zeromq": [("bench.relays:zeromq", way) for way in ("blocking", "poll")],
+    "seqpacket": [("bench.lib.relays:seqpacket", way) for way in ("blocking", "epoll")],
+    "zeromq": [("bench.lib.relays:zeromq", way) for way in ("blocking", "poll")],
 }
 
 
@@ -101,12 +101,12 @@ def lone(setting: Setting) -> list[Row]:
     path = setting.onnx("mlp")
     repository = setting.repository("lone")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
-    call = partial(Child, "bench.load:lone", model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
+    call = partial(Child, "bench.lib.load:lone", model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
     sides = [("lane", "seqpacket", 3.0), ("zmq", "zeromq", 1.5)]
     rows = []
     with (
         serving(repository) as server,
-        Child("bench.engine:engine", model=str(path), batch=1, shape=models.MLP_SHAPE) as bare,
+        Child("bench.lib.bare_engine:engine", model=str(path), batch=1, shape=models.MLP_SHAPE) as bare,
     ):
         for link, kind, at_most in sides:
             ways = [Child(target, size=size, relay=way) for target, way in RELAYS[kind] for size in (60, 1024)]
@@ -133,7 +133,10 @@ def large_input(setting: Setting) -> list[Row]:
     repository = setting.repository("first")
     models.write(repository, "first", models.first_element(), {"model.py": models.FIRST})
     sizes = [64 * MIB, 4096]
-    with serving(repository) as server, Child("bench.load:first", url=server.lane, model="first", sizes=sizes) as load:
+    with (
+        serving(repository) as server,
+        Child("bench.lib.load:first", url=server.lane, model="first", sizes=sizes) as load,
+    ):
         times = in_turn(setting.rounds, *(_median(load, setting, size=size) for size in sizes))
     large, small = (median(values) for values in times)
     beside = f"64 MiB {micros(large)}, 4 KiB {micros(small)}"
@@ -146,8 +149,8 @@ def large_identity(setting: Setting) -> list[Row]:
     models.write(repository, "identity", models.identity(), {})
     with (
         serving(repository) as server,
-        Child("bench.engine:memcpy", size=16 * MIB) as copy,
-        Child("bench.load:whole", url=server.lane, model="identity", size=16 * MIB) as load,
+        Child("bench.lib.bare_engine:memcpy", size=16 * MIB) as copy,
+        Child("bench.lib.load:whole", url=server.lane, model="identity", size=16 * MIB) as load,
     ):
         copies, times = in_turn(setting.rounds, _median(copy, setting), _median(load, setting))
     beside = f"request {micros(median(times))}, memcpy {micros(median(copies))}"
@@ -158,7 +161,7 @@ def large_identity(setting: Setting) -> list[Row]:
 
 def ensemble(setting: Setting) -> list[Row]:
     """Three identities of 16 MiB in a row, as an ensemble: compared with one of them, three calls, and other sizes."""
-    from bench.ensemble import READ, SIZES, run_ensemble
+    from bench.suites.ensemble import READ, SIZES, run_ensemble
 
     found = run_ensemble(setting)
     small, middle, large = SIZES
@@ -193,7 +196,7 @@ def memory(setting: Setting) -> list[Row]:
 
 
 def _sixteen(server: Served, names: list[str]) -> Child:
-    return Child("bench.load:many", urls=[server.lane, server.zmq], models=names, each=16)
+    return Child("bench.lib.load:many", urls=[server.lane, server.zmq], models=names, each=16)
 
 
 def startup(setting: Setting) -> list[Row]:
@@ -208,7 +211,7 @@ def startup(setting: Setting) -> list[Row]:
 
     def script() -> float:
         start = perf_counter()
-        with Child("bench.engine:create_sessions", repository=str(examples)) as child:
+        with Child("bench.lib.bare_engine:create_sessions", repository=str(examples)) as child:
             child.ready()
             return perf_counter() - start
 
@@ -222,7 +225,7 @@ def loading(setting: Setting) -> list[Row]:
     """Loading and reloading models beside one caller: its p99 compared with the same work outside the server,
     failures.
     """
-    from bench.loading import run_loading
+    from bench.suites.loading import run_loading
 
     found = run_loading(setting)
     other, own = (found.loads, found.loads_outside), (found.reloads, found.reloads_outside)
@@ -236,7 +239,7 @@ def loading(setting: Setting) -> list[Row]:
 
 def soak(setting: Setting) -> list[Row]:
     """Mixed soak, 8 client processes: requests lost, answered twice or answered wrongly, and leaked resources."""
-    from bench.soak import run_soak
+    from bench.soak.run import run_soak
 
     found = run_soak(setting.repository("soak"), setting.soak_seconds)
     bad = found.lost + found.twice + found.wrong
@@ -249,8 +252,8 @@ def hostile(setting: Setting) -> list[Row]:
     """Hostile clients, 200,000 messages or the time of the soak: wrong answers to an honest client beside them, its
     p99.
     """
-    from bench.hostile import run_hostile
-    from bench.hostile_felt import run_felt
+    from bench.hostile.latency import run_felt
+    from bench.hostile.run import run_hostile
 
     found = run_hostile(setting.repository("hostile"), 200_000, setting.soak_seconds)
     felt = run_felt(setting)

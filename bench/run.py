@@ -15,8 +15,9 @@ import traceback
 from pathlib import Path
 from time import perf_counter
 
-from bench import measures, processes, table
-from bench.setting import Setting
+from bench import measures
+from bench.lib import processes, table
+from bench.lib.setting import Setting
 
 QUIET = 0.15
 """Cores that other processes may use before a warning is printed."""

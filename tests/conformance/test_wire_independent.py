@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import zmq
 
-from bench import models
-from bench.setting import serving
+from bench.lib import models
+from bench.lib.setting import serving
 
 pytestmark = pytest.mark.process
 

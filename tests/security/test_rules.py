@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shmserve
-from bench.hostile_client import SECRETS
-from bench.raw import Ended, Lane, Segment
+from bench.hostile.client import SECRETS
+from bench.lib.raw_client import Ended, Lane, Segment
 from shmserve.broker.config import settings
 from shmserve.core.ledger import Ledger
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import shmserve
-from bench import models
-from bench.raw import Lane, Segment, Zmq
+from bench.lib import models
+from bench.lib.raw_client import Lane, Segment, Zmq
 from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
 from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from bench.child import Answer, Handler
-from bench.raw import Zmq
+from bench.lib.child import Answer, Handler
+from bench.lib.raw_client import Zmq
 from shmserve import Client, ServeError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Infer, Tensor

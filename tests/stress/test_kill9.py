@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import models, processes
-from bench.child import Child
-from bench.hostile import Picture, compare
-from bench.raw import Lane, Zmq
-from bench.setting import Served
-from bench.soak import SLOW
+from bench.hostile.run import Picture, compare
+from bench.lib import models, processes
+from bench.lib.child import Child
+from bench.lib.raw_client import Lane, Zmq
+from bench.lib.setting import Served
+from bench.soak.run import SLOW
 from shmserve import Client, ModelFailed
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Fail, Infer, Ping, Pong, Reply, Tensor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.soak import run_soak
+from bench.soak.run import run_soak
 
 pytestmark = pytest.mark.process
 

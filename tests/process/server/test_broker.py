@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.raw import Ended, Lane, Zmq
+from bench.lib.raw_client import Ended, Lane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from tests.support.launch import Launched, await_end, identity

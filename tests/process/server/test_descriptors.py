@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import shmserve
-from bench import models
-from bench.raw import Lane, Segment
+from bench.lib import models
+from bench.lib.raw_client import Lane, Segment
 from shmserve.clients.transport.lane import Lane as ClientLane
 from shmserve.errors import ConnectionLost
 from shmserve.protocol import codec

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from bench import models
+from bench.lib import models
 from tests.support.launch import Launched
 
 pytestmark = pytest.mark.process

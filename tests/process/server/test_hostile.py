@@ -16,10 +16,10 @@ import msgpack
 import numpy as np
 import pytest
 
-from bench.hostile import Picture, compare, run_hostile, write_repository
-from bench.hostile_client import SECRETS
-from bench.raw import Ended, Lane, Link, Segment, Zmq
-from bench.setting import Served, serving
+from bench.hostile.client import SECRETS
+from bench.hostile.run import Picture, compare, run_hostile, write_repository
+from bench.lib.raw_client import Ended, Lane, Link, Segment, Zmq
+from bench.lib.setting import Served, serving
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Hello, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from bench import models, processes
-from bench.child import Child, ChildFailed
-from bench.hostile import Picture
-from bench.soak import BATCH, SLOW, batch_of
+from bench.hostile.run import Picture
+from bench.lib import models, processes
+from bench.lib.child import Child, ChildFailed
+from bench.soak.run import BATCH, SLOW, batch_of
 from shmserve.testing import Server
 from tests.stress.chaos import scheduled
 
@@ -137,8 +137,8 @@ class Director:
         public = {"largest": LARGEST, "dtypes": DTYPES, "allowed": ALLOWED, "reconnect_timeout": PATIENCE}
         bare = {"dtypes": DTYPES, "allowed": ALLOWED}
         waiting, awaiting, raw = (
-            "bench.soak_client:waiting",
-            "bench.soak_client:awaiting",
+            "bench.soak.clients:waiting",
+            "bench.soak.clients:awaiting",
             "tests.stress.chaos.clients:raw",
         )
         self._members = [

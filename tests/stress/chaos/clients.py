@@ -17,10 +17,10 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
-from bench.child import Answer, Handler
-from bench.raw import Ended, Lane, Zmq
-from bench.soak_client import Allowed
-from bench.soak_raw import PATIENCE, Asker, LaneAsker, ZmqAsker
+from bench.lib.child import Answer, Handler
+from bench.lib.raw_client import Ended, Lane, Zmq
+from bench.soak.clients import Allowed
+from bench.soak.raw_clients import PATIENCE, Asker, LaneAsker, ZmqAsker
 from shmserve.protocol.messages import Goodbye, Ping
 
 PAUSE_S = 0.05
@@ -149,7 +149,7 @@ class Operator:
         self._log: list[tuple[float, str]] = []
 
     def _do(self, what: str, act: Callable[[], Any]) -> bool:
-        from bench.soak_client import permitted
+        from bench.soak.clients import permitted
         from shmserve.errors import ServeError
 
         self._counts["operations"] += 1

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.child import Answer, Handler
-from bench.soak_client import PATIENCE, Allowed, Call, Tally
+from bench.lib.child import Answer, Handler
+from bench.soak.clients import PATIENCE, Allowed, Call, Tally
 from shmserve import errors
 
 MODELS = ("spread", "rows", "sums", "repeat", "calls")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from bench.mischief import Mischief
+from bench.hostile.packets import Mischief
 from shmserve.errors import ProtocolError, ServeError
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http import bodies, heads

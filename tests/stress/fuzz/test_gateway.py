@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from bench.hostile_client import SECRETS
+from bench.hostile.client import SECRETS
 from shmserve.testing import Server
 from tests.process.gateway.test_http import Gateway, model
 

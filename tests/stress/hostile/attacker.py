@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.random import default_rng
 
-from bench.child import Answer, Handler
-from bench.raw import Ended, Lane, Segment
+from bench.lib.child import Answer, Handler
+from bench.lib.raw_client import Ended, Lane, Segment
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     Ask,

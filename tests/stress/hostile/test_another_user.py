@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import models
-from bench.child import Child
-from bench.hostile import Picture, compare
-from bench.hostile_client import SECRETS
-from bench.raw import Lane, Segment, Zmq
-from bench.setting import Served
-from bench.soak import SLOW
+from bench.hostile.client import SECRETS
+from bench.hostile.run import Picture, compare
+from bench.lib import models
+from bench.lib.child import Child
+from bench.lib.raw_client import Lane, Segment, Zmq
+from bench.lib.setting import Served
+from bench.soak.run import SLOW
 from shmserve import Client
 from shmserve.protocol.messages import Fail, Handle, Infer, Map, Reply, Tensor
 from shmserve.shm.extents import posix

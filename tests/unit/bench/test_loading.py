@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from bench.loading import SPACING_NS, Found, Party, again, paced
-from bench.processes import busy_seconds
+from bench.lib.processes import busy_seconds
+from bench.suites.loading import SPACING_NS, Found, Party, again, paced
 
 MS = 1_000_000
 

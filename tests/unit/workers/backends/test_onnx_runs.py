@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bench.weights import make, prepack
+from bench.suites.weights import make, prepack
 from shmserve.errors import ModelFailed, Unsupported
 from shmserve.protocol.messages import Handle, Row, Tensor, Wanted, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
@@ -424,7 +424,7 @@ def test_a_provider_that_does_not_start_is_not_replaced(tmp_path: Path, monkeypa
 
 
 def test_a_model_that_the_engine_has_packed_is_mapped(tmp_path: Path) -> None:
-    """As the page of ONNX models and bench.weights have it: the results stay, and the weights are the file's."""
+    """As the page of ONNX models and bench.suites.weights have it: the results stay, and the weights are the file's."""
     make(tmp_path / "plain" / "model.onnx", 2, external=True)
     prepack(tmp_path / "plain" / "model.onnx", tmp_path / "packed" / "1" / "model.onnx")
     width = {"x": ("FP32", (-1, 1024))}, {"y": ("FP32", (-1, 1024))}

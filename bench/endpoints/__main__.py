@@ -1,0 +1,249 @@
+"""`python -m bench.endpoints`: the network endpoints compared with Triton's, with the same models, in turn.
+
+A point that misses its bound, or cannot be measured, stays in the table. Each point shows the processor time of a
+request in every process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from bench.endpoints import perf_analyzer
+from bench.endpoints.clients import LONE, MANY, Elsewhere
+from bench.endpoints.perf_analyzer import Ran
+from bench.endpoints.servers import ROW, Serving, ours, repository, triton
+from bench.lib import models, processes, table
+from bench.lib.child import Child
+from bench.lib.clock import in_turn
+from bench.lib.setting import Setting
+from bench.lib.table import Row, micros
+from tests.tritonclient import models as client_models
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "build" / "tritonclient-env" / "bin" / "perf_analyzer"
+FLIGHT = 64
+MIB = 1 << 20
+TINY, LARGE = 0.6, 1.0
+"""Required share of Triton's throughput, measured with its own tool."""
+SIZES = {"identity": ROW, "mlp": models.MLP_SHAPE[0]}
+
+
+@dataclass
+class Point:
+    """One load, measured at both servers."""
+
+    text: str
+    model: str
+    protocol: str
+    at_least: float
+    options: list[str] = field(default_factory=list)
+
+
+def points(quick: bool) -> Iterator[Point]:
+    for model in SIZES:
+        for protocol in ("http", "grpc"):
+            for flight in (1, 8, 32, 64):
+                load = ["--concurrency-range", str(flight)]
+                yield Point(f"{model}, {protocol}, {flight} in flight", model, protocol, TINY, load)
+    for protocol in ("http", "grpc"):
+        for flight in (1, 8):
+            load = ["--concurrency-range", str(flight), "--shape", "x:150528"]
+            yield Point(f"first of 600 KB, {protocol}, {flight} in flight", "first", protocol, LARGE, load)
+    for size in (1, 16):
+        for protocol in ("http", "grpc"):
+            for flight in (1,) if quick else (1, 8):
+                load = ["--concurrency-range", str(flight), "--shape", f"x:{size * MIB // 4}"]
+                load += ["--shared-memory", "system", "--output-shared-memory-size", str(size * MIB)]
+                text = f"identity of {size} MiB, {protocol}, shared memory, {flight} in flight"
+                yield Point(text, "whole", protocol, LARGE, load)
+
+
+WAYS: dict[str, tuple[str, str, list[str]]] = {
+    "http, sync, one to four in flight": ("simple", "http", ["--sync", "--concurrency-range", "1:4:3"]),
+    "http, async": ("simple", "http", ["--async", "--concurrency-range", "4"]),
+    "http, rates": ("simple", "http", ["--request-rate-range", "100:200:100"]),
+    "http, shared memory": ("simple", "http", ["--shared-memory", "system", "--concurrency-range", "2"]),
+    "http, sequences": ("simple_sequence", "http", ["--concurrency-range", "2", "--sequence-length", "5"]),
+    "grpc, sync, one to four in flight": ("simple", "grpc", ["--sync", "--concurrency-range", "1:4:3"]),
+    "grpc, async": ("simple", "grpc", ["--async", "--concurrency-range", "4"]),
+    "grpc, streaming": ("simple", "grpc", ["--async", "--streaming", "--concurrency-range", "4"]),
+    "grpc, rates": ("simple", "grpc", ["--request-rate-range", "100:200:100"]),
+    "grpc, shared memory": ("simple", "grpc", ["--shared-memory", "system", "--concurrency-range", "2"]),
+    "grpc, sequences by streaming": (
+        "simple_sequence", "grpc", ["--async", "--streaming", "--concurrency-range", "2", "--sequence-length", "5"],
+    ),
+    "grpc, sequences by rate": (
+        "simple_sequence", "grpc",
+        ["--async", "--streaming", "--request-rate-range", "100", "--num-of-sequences", "2", "--sequence-length", "5"],
+    ),
+}  # fmt: skip
+"""Modes of perf_analyzer, each run once at shmserve alone: model, protocol, options."""
+
+
+class Doors:
+    """The measures and their shared parameters."""
+
+    def __init__(self, chosen: argparse.Namespace, work: Path) -> None:
+        self.tool: Path = chosen.perf_analyzer
+        self.python: Path | None = chosen.triton_python
+        self.quick: bool = chosen.quick
+        self.only: str = chosen.only
+        self.seconds: float = 1.0 if chosen.quick else chosen.seconds
+        self.rounds: int = 2 if chosen.quick else chosen.rounds
+        self.setting = Setting(work, self.seconds, self.rounds, 0.0)
+
+    def rows(self) -> Iterator[Row]:
+        yield from self.ways()
+        if self.python is None:
+            print("no --triton-python: nothing to compare with", file=sys.stderr)
+            return
+        root = repository(self.setting.work, self.setting.onnx("mlp"))
+        with ExitStack() as stack:
+            server = stack.enter_context(ours(root))
+            other = stack.enter_context(triton(root, self.python, self.setting.work))
+            for point in points(self.quick):
+                if self.wants(point.text):
+                    yield self.taken(point.text, partial(self.compared, point, server, other))
+            for model in SIZES:
+                if self.wants(f"{model}, native"):  # includes both rows
+                    yield from self.native(model, server, other)
+
+    def wants(self, text: str) -> bool:
+        return self.only in text
+
+    def taken(self, text: str, take: Callable[[], Row]) -> Row:
+        others = processes.Others()
+        try:
+            row = take()
+        except Exception as error:
+            traceback.print_exc()
+            row = Row(text, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        row.others = others.cores()
+        print("  ".join(cell for cell in table.cells(row) if cell), file=sys.stderr, flush=True)
+        return row
+
+    # ------------------------------------------------------------------------------------ with perf_analyzer
+
+    def ways(self) -> Iterator[Row]:
+        wanted = {f"perf_analyzer: {name}": way for name, way in WAYS.items() if self.wants(f"perf_analyzer: {name}")}
+        if not wanted:
+            return
+        root = self.setting.repository("ways")
+        client_models.build(root, ["simple", "simple_sequence"])
+        with ours(root) as server:
+            for text, (model, protocol, options) in wanted.items():
+                yield self.taken(text, partial(self.way, text, server, model, protocol, options))
+
+    def way(self, text: str, server: Serving, model: str, protocol: str, options: list[str]) -> Row:
+        found = perf_analyzer.rows(self.tool, server, model, protocol, options, min(self.seconds, 0.9))
+        expected = 2 if any(":" in option for option in options) else 1
+        silent = [ran for ran in found if not ran.server_us.get("model")]
+        failed = f"{len(silent)} of {len(found)} loads without times of the server" if silent else ""
+        if len(found) != expected:
+            failed = f"{len(found)} loads reported, not {expected}"
+        parts = "; ".join(f"{ran.per_s:,.0f}/s, {_parts(ran.server_us)}" for ran in found)
+        return Row(text, found[0].per_s, "/s", beside=f"server's own times: {parts}", failed=failed)
+
+    def compared(self, point: Point, server: Serving, other: Serving) -> Row:
+        took: dict[str, list[Ran]] = {}
+
+        def party(at: Serving) -> float:
+            ran = perf_analyzer.run(self.tool, at, point.model, point.protocol, point.options, self.seconds)
+            took.setdefault(at.name, []).append(ran)
+            return ran.per_s
+
+        mine, theirs = in_turn(self.rounds, lambda: party(server), lambda: party(other))
+        beside = "; ".join(_said(name, runs) for name, runs in took.items())
+        return Row(point.text, median(mine) / median(theirs), "of Triton", at_least=point.at_least, beside=beside)
+
+    # ------------------------------------------------------------------------------------ with Python clients
+
+    def native(self, model: str, server: Serving, other: Serving) -> Iterator[Row]:
+        """The native client, and the best of Triton's, each at its own server."""
+        common = {"model": model, "size": SIZES[model], "flight": FLIGHT}
+        with (
+            Child("bench.endpoints.clients:native", url=server.lane, **common) as mine,
+            Elsewhere(str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc,
+                      **common) as theirs,
+        ):  # fmt: skip
+            yield self.taken(f"{model}, native", partial(self.many, model, mine, theirs))
+            yield self.taken(f"{model}, native", partial(self.lone, model, mine, theirs))
+
+    def asking(self, child: Child, way: str, answer: str) -> Callable[[], float]:
+        return lambda: float(child.ask(seconds=self.seconds, way=way)[answer])
+
+    def many(self, model: str, mine: Child, theirs: Child) -> Row:
+        parties = [self.asking(mine, "many", "per_s"), *(self.asking(theirs, way, "per_s") for way in MANY)]
+        rate, *others = (median(values) for values in in_turn(self.rounds, *parties))
+        beside = f"{rate:,.0f}/s; " + ", ".join(
+            f"{way} {per_s:,.0f}/s" for way, per_s in zip(MANY, others, strict=True)
+        )
+        text = f"{model}, native AsyncClient, {FLIGHT} in flight"
+        return Row(text, rate / max(others), "of Triton's best client", at_least=3.0, beside=beside)
+
+    def lone(self, model: str, mine: Child, theirs: Child) -> Row:
+        parties = [self.asking(mine, "lone", "median_us"), *(self.asking(theirs, way, "median_us") for way in LONE)]
+        took, *others = (median(values) for values in in_turn(self.rounds, *parties))
+        beside = f"{micros(took)}; " + ", ".join(f"{way} {micros(us)}" for way, us in zip(LONE, others, strict=True))
+        text = f"{model}, native Client, one request"
+        return Row(text, took / min(others), "of the time of Triton's best client", at_most=0.4, beside=beside)
+
+
+def _parts(parts: dict[str, float]) -> str:
+    return " ".join(f"{name} {value:.0f} us" for name, value in parts.items())
+
+
+def _said(name: str, runs: list[Ran]) -> str:
+    cpu = " + ".join(f"{part} {median(ran.cpu_us[part] for ran in runs):.0f}" for part in runs[0].cpu_us)
+    rate, p50 = median(ran.per_s for ran in runs), median(ran.p50_us for ran in runs)
+    server = " + ".join(f"{part} {median(ran.server_us[part] for ran in runs):.0f}" for part in runs[0].server_us)
+    return f"{name} {rate:,.0f}/s, p50 {micros(p50)} (server's: {server}), processors a request: {cpu} us"
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.endpoints", description=__doc__)
+    option = parser.add_argument
+    option("--triton-python", type=Path, metavar="PATH", help="a Python that has nvidia-pytriton, tritonclient[all] "
+           "and onnxruntime; without it only perf_analyzer is tried")  # fmt: skip
+    option("--perf-analyzer", type=Path, metavar="PATH", default=TOOL, help="(default: %(default)s)")
+    option("--only", default="", metavar="TEXT", help="points with this in their name")
+    option("--seconds", type=float, default=3.0, help="length of one turn (default 3)")
+    option("--rounds", type=int, default=3, help="turns of each server (default 3)")
+    option("--quick", action="store_true", help="two short turns each, fewer points: under six minutes")
+    option("--save", action="store_true", help="keep the result also of a run with --only or --quick")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    chosen = arguments(words)
+    if not chosen.perf_analyzer.exists():
+        print(f"there is no perf_analyzer at {chosen.perf_analyzer}: docs/performance.md", file=sys.stderr)
+        return 2
+    started = perf_counter()
+    with tempfile.TemporaryDirectory(prefix="bench-") as work:
+        found = list(Doors(chosen, Path(work)).rows())
+    print(table.plain(found))
+    print(f"{perf_counter() - started:.0f} s", file=sys.stderr)
+    if (chosen.triton_python and not chosen.only and not chosen.quick) or chosen.save:
+        shown = [word for word in words if word not in (str(chosen.triton_python), str(chosen.perf_analyzer))]
+        turns = "two of 1 s each, in turn" if chosen.quick else f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"
+        loud = max((row.others for row in found), default=0.0)
+        notes = {"others": f"used up to {loud:.2f} cores during a point", "turns": turns}
+        path = table.save(found, shlex.join(["python", "-m", "bench.endpoints", *shown]), notes, "-endpoints")
+        print(f"kept in bench/results/{path.name}")
+    return 1 if any(row.verdict == "FAILED" for row in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

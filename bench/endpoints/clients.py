@@ -1,0 +1,146 @@
+"""Client processes of `bench.endpoints`: the native client, and each of Triton's Python clients.
+
+Handlers run in different environments, so imports are local. One answer is converted to an array before the clock
+starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from bench.lib.child import Answer, Child, Handler
+from bench.lib.clock import durations, summary
+
+
+class Elsewhere(Child):
+    """A child that runs another Python interpreter."""
+
+    def __init__(self, python: str, target: str, **setup: Any) -> None:
+        self.python = python
+        super().__init__(target, **setup)
+
+
+def _input(size: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(3).standard_normal((1, size)).astype(np.float32)
+
+
+def native(url: str, model: str, size: int, flight: int) -> Handler:
+    """Orders: `way` is lone (Client) or many (AsyncClient with `flight` tasks)."""
+    from shmserve import AsyncClient, Client
+
+    x = _input(size)
+    feed = {"x": x}
+    client = Client(url)
+
+    async def many(seconds: float) -> float:
+        async with AsyncClient(url) as connected:
+            return await _keep_asking(lambda: connected.infer(model, feed), lambda found: found["y"], seconds, flight)
+
+    def handle(seconds: float, way: str) -> Answer:
+        if way == "many":
+            return {"per_s": asyncio.run(many(seconds))}
+        return {**summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=50))}
+
+    return handle
+
+
+async def _keep_asking(ask: Callable[[], Any], take: Callable[[Any], Any], seconds: float, flight: int) -> float:
+    """Answers per second of `flight` tasks, each of which sends its next request after its answer."""
+    count, end = 0, 0.0
+
+    async def task() -> None:
+        nonlocal count
+        while perf_counter() < end:
+            take(await ask())
+            count += 1
+
+    await ask()
+    start = perf_counter()
+    end = start + seconds
+    await asyncio.gather(*(task() for _ in range(flight)))
+    return count / (perf_counter() - start)
+
+
+LONE = ("http", "grpc")
+MANY = ("grpc callbacks", "grpc.aio", "http.aio", "http greenlets")
+
+
+def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Handler:
+    """Orders: `way` is one of LONE or MANY."""
+    import importlib
+
+    x = _input(size)
+
+    def made(kind: str, **options: Any) -> tuple[Any, Any, Any]:
+        module = importlib.import_module(f"tritonclient.{kind}")
+        given = module.InferInput("x", list(x.shape), "FP32")
+        given.set_data_from_numpy(x)
+        wanted = module.InferRequestedOutput("y")
+        return module.InferenceServerClient(http if kind.startswith("http") else grpc, **options), given, wanted
+
+    async def by_asyncio(kind: str, seconds: float) -> float:
+        client, given, wanted = made(kind)
+        try:
+            return await _keep_asking(
+                lambda: client.infer(model, [given], outputs=[wanted]),
+                lambda found: found.as_numpy("y"),
+                seconds,
+                flight,
+            )
+        finally:
+            await client.close()
+
+    def handle(seconds: float, way: str) -> Answer:
+        if way.endswith(".aio"):
+            return {"per_s": asyncio.run(by_asyncio(way, seconds))}
+        client, given, wanted = made(way.split()[0], **({"concurrency": flight} if "greenlets" in way else {}))
+        try:
+            if way == "grpc callbacks":
+                return {"per_s": _by_callbacks(client, model, given, wanted, seconds, flight)}
+            if way == "http greenlets":
+                return {"per_s": _by_greenlets(client, model, given, wanted, seconds, flight)}
+            ask = lambda: client.infer(model, [given], outputs=[wanted]).as_numpy("y")  # noqa: E731
+            return {**summary(durations(ask, seconds, warm=50))}
+        finally:
+            client.close()
+
+    return handle
+
+
+def _by_callbacks(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        client.async_infer(model, [given], lambda result, error: answers.put(result), outputs=[wanted])
+
+    for _ in range(flight):
+        ask()
+    count, start = 0, perf_counter()
+    end = start + seconds
+    while (now := perf_counter()) < end:
+        answers.get().as_numpy("y")
+        ask()
+        count += 1
+    for _ in range(flight):
+        answers.get()
+    return count / (now - start)
+
+
+def _by_greenlets(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
+    waiting = deque(client.async_infer(model, [given], outputs=[wanted]) for _ in range(flight))
+    count, start = 0, perf_counter()
+    end = start + seconds
+    while (now := perf_counter()) < end:
+        waiting.popleft().get_result().as_numpy("y")
+        waiting.append(client.async_infer(model, [given], outputs=[wanted]))
+        count += 1
+    while waiting:
+        waiting.popleft().get_result()
+    return count / (now - start)

@@ -1,0 +1,223 @@
+"""The two servers that `bench.endpoints` compares, on one repository: shmserve with a gateway, and Triton.
+
+Both run with their defaults, on free ports. The processor time of each process is read from /proc and assigned to its
+role.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from urllib.error import URLError
+
+from bench.lib import models
+from bench.lib.processes import descendants, own_seconds
+from bench.lib.setting import serving
+
+START_S, END_S, LOOK_S = 90.0, 60.0, 0.05
+_SITE = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_config_var('LIBDIR'))"
+
+IDENTITY = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
+            ])
+            for request in requests
+        ]
+"""
+MLP = """\
+import os
+
+import numpy as np
+import onnxruntime
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        path = os.path.join(args["model_repository"], args["model_version"], "model.onnx")
+        self.run = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]).run
+
+    def execute(self, requests):
+        parts = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        y = self.run(None, {"x": parts[0] if len(parts) == 1 else np.concatenate(parts)})[0]
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", part)]) for part in np.split(y, ends)]
+"""
+ROW = 16
+"""Elements per row of identity."""
+BATCH = 32
+
+
+def repository(work: Path, mlp: Path) -> Path:
+    """Write the models: identity and mlp in batches of up to 32, and two for large tensors: `whole` (identity) and
+    `first` (first element).
+    """
+    root = work / "endpoints"
+    sizes = {"identity": (ROW, ROW, IDENTITY), "mlp": (models.MLP_SHAPE[0], 64, MLP)}
+    for name, (inner, outer, source) in sizes.items():
+        tensors = {"x": ("FP32", [inner])}, {"y": ("FP32", [outer])}
+        files: dict[str, str | Path] = {"model.py": source} | ({"model.onnx": mlp} if name == "mlp" else {})
+        models.write(root, name, models.Model("python", *tensors, max_batch=BATCH, dynamic=True), files)
+    whole = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])})
+    models.write(root, "whole", whole, {"model.py": IDENTITY})
+    models.write(root, "first", models.first_element(), {"model.py": models.FIRST})
+    return root
+
+
+@dataclass
+class Serving:
+    """A running server. Only shmserve has a `lane`."""
+
+    name: str
+    pids: dict[str, int]
+    """Role -> pid. Their other descendants have the role `model`."""
+    http: str
+    grpc: str = ""
+    lane: str = ""
+
+    def busy(self) -> dict[str, float]:
+        """Role -> processor time so far, in seconds."""
+        named = {pid: part for part, pid in self.pids.items()}
+        below = {pid for top in self.pids.values() for pid in descendants(top)}
+        found = dict.fromkeys([*self.pids, "model"], 0.0)
+        for pid in {*below, *named}:
+            found[named.get(pid, "model")] += own_seconds(pid)
+        return found
+
+    def answered(self, model: str) -> int:
+        """Successful requests of the model since the start."""
+        with urllib.request.urlopen(f"http://{self.http}/v2/models/{model}/stats", timeout=END_S) as answer:
+            (stats,) = json.load(answer)["model_stats"]
+        return int(stats["inference_stats"]["success"]["count"])
+
+
+# ---------------------------------------------------------------------------------------- shmserve
+
+
+@contextmanager
+def ours(root: Path, *options: str) -> Iterator[Serving]:
+    """A server with all of these models, and a gateway."""
+    with serving(root, *options) as server:
+        reader, writer = os.pipe()
+        command = [
+            sys.executable,
+            "-m",
+            "shmserve.clients.cli.main",
+            "gateway",
+            "--runtime-dir",
+            str(server.runtime_dir),
+        ]
+        command += [
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--metrics-port",
+            "0",
+            "--allow-client-shm",
+            "--ready-fd",
+            str(writer),
+        ]
+        process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        try:
+            with open(reader) as ready:
+                words = ready.readline().split()
+            if words[:1] != ["READY"]:
+                raise RuntimeError(f"the gateway has not come up: {process.communicate()[1]}")
+            ports = {door: f"127.0.0.1:{port}" for door, _, port in (word.partition("=") for word in words[1:])}
+            pids = {"broker": server.broker_pid(), "gateway": process.pid}
+            yield Serving("shmserve", pids, ports["http"], ports.get("grpc", ""), server.lane)
+        finally:
+            _stop(process)
+
+
+# ---------------------------------------------------------------------------------------- Triton
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
+
+
+@contextmanager
+def triton(root: Path, python: Path, work: Path) -> Iterator[Serving]:
+    """The server from the wheel `nvidia-pytriton`, installed for `python`, with the wheel's Python backend."""
+    said = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True).stdout
+    site, libraries = map(Path, said.split())
+    inside = site / "pytriton" / "tritonserver"
+    ports = {name: free_port() for name in ("http", "grpc", "metrics")}
+    command = [str(inside / "bin" / "tritonserver"), f"--model-repository={root}", "--allow-gpu-metrics=false",
+               f"--backend-directory={_backends(inside, python, work)}"]  # fmt: skip
+    for name, port in ports.items():
+        command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
+    environment = dict(os.environ, PYTHONPATH=str(site), OMP_NUM_THREADS="1")
+    environment["LD_LIBRARY_PATH"] = f"{site / 'nvidia_pytriton.libs'}:{libraries}"
+    environment["PATH"] = f"{python.parent}:{environment['PATH']}"  # models run with the first python3 in PATH
+    with (work / "triton.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        url = f"127.0.0.1:{ports['http']}"
+        _await(process, url, work / "triton.log")
+        yield Serving("Triton", {"tritonserver": process.pid}, url, f"127.0.0.1:{ports['grpc']}")
+    finally:
+        _stop(process)
+
+
+def _backends(inside: Path, python: Path, work: Path) -> Path:
+    """A backend directory with the Python backend and the stub for this Python version."""
+    version = subprocess.run(
+        [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    made = work / "backends" / "python"
+    shutil.copytree(inside / "backends" / "python", made)
+    shutil.copy2(inside / "python_backend_stubs" / version / "triton_python_backend_stub", made)
+    return made.parent
+
+
+def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Poll until the server is ready; it offers no other notification."""
+    end, ended = monotonic() + START_S, os.pidfd_open(process.pid)
+    try:
+        while monotonic() < end and not select.select([ended], [], [], LOOK_S)[0]:
+            try:
+                with urllib.request.urlopen(f"http://{url}/v2/health/ready", timeout=START_S):
+                    return
+            except (URLError, ConnectionError):
+                continue  # not up yet
+    finally:
+        os.close(ended)
+    raise RuntimeError(f"Triton has not come up: {log.read_text(errors='replace')[-2000:]}")
+
+
+def _stop(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stderr is not None:
+        process.stderr.close()

@@ -1,0 +1,135 @@
+"""A hostile client on each link, an honest one beside them, and differences in the server afterwards.
+
+Invariant: the server is only examined from outside (its answers, /proc), before and after.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+from bench.hostile.client import settle
+from bench.lib import models, processes
+from bench.lib.child import Child, Team
+from bench.lib.raw_client import Lane
+from bench.lib.setting import Served, serving
+from shmserve.core.internal_errors import SIGN
+
+SETTLE = 20.0
+"""Seconds within which the server must have released everything: a limit for detecting a hang, not a test of speed."""
+MIB = 1 << 20
+
+
+@dataclass
+class Hostile:
+    sent: int = 0
+    right: int = 0
+    harm: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def blame(self, text: str, times: int = 1) -> None:
+        self.harm += times
+        self.examples.append(text)
+
+    def text(self) -> str:
+        counts = ", ".join(f"{key} {count:,}" for key, count in self.counts.most_common())
+        words = f"{self.sent:,} hostile packets ({counts}); honest client right {self.right:,} times"
+        return "; ".join([words, *self.examples[:5]])
+
+
+@dataclass
+class Picture:
+    """The server's state according to /proc."""
+
+    workers: set[int]
+    descriptors: Counter[str]
+    segments: set[str]
+    resident: int
+
+    @classmethod
+    def of(cls, broker: int) -> Picture:
+        return cls(
+            set(processes.descendants(broker)),
+            Counter(processes.descriptors(broker)),
+            processes.segments(),
+            processes.resident_bytes(broker),
+        )
+
+    def worse(self, before: Picture) -> list[str]:
+        """What was not there before."""
+        found = []
+        if self.workers != before.workers:
+            found.append(f"{len(self.workers ^ before.workers)} worker processes ended or came")
+        if more := self.descriptors - before.descriptors:
+            found.append(f"descriptors more than before: {dict(more)}")
+        if more_segments := self.segments - before.segments:
+            found.append(f"{len(more_segments)} segments more than before")
+        return found
+
+
+def write_repository(root: Path) -> None:
+    models.write(root, "identity", models.identity(max_batch=8), {})
+    models.write(root, "strings", models.identity("STRING", max_batch=8), {})
+
+
+def compare(server: Served, before: Picture, seconds: float = SETTLE) -> tuple[Picture, list[str]]:
+    """Compare until nothing is worse, or until the timeout. Each comparison waits for a round trip through the
+    server.
+    """
+    end = monotonic() + seconds
+    broker = server.broker_pid()
+    with Lane(str(server.runtime_dir / "lane.sock")) as lane:
+        lane.hello("memfd")
+        extra = Counter({"socket": 1})  # the connection of this check
+        while True:
+            alive = settle(lane, 5.0)
+            now = Picture.of(broker)
+            now.descriptors -= extra
+            worse = now.worse(before)
+            if not alive:
+                worse.append("the server does not answer")
+            if not worse or monotonic() > end:
+                return now, worse
+
+
+def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, ...] = ("lane", "zmq")) -> Hostile:
+    write_repository(repository)
+    found = Hostile()
+    # otherwise it would soon be disconnected for good
+    with serving(repository, "--limit", "client_errors=0") as server:
+        broker = server.broker_pid()
+        paths = {"lane": str(server.runtime_dir / "lane.sock"), "zmq": str(server.runtime_dir / "broker.sock")}
+        with Team([Child("bench.hostile.client:honest", url=server.lane, model="identity")]) as honest:
+            honest.ask(seconds=0.5)
+            before = Picture.of(broker)
+            attacks = [
+                Child("bench.hostile.client:attack", link=link, path=paths[link], seed=seed, model="identity")
+                for seed, link in enumerate(links)
+            ]
+            with Team(attacks) as team:
+                # The honest client runs for the attackers' maximum time; they stop after their count.
+                honest.children[0].tell(seconds=seconds)
+                answers = team.ask(count=count // len(links), seconds=seconds)
+                beside = honest.children[0].answer()
+            now, worse = compare(server, before)
+            if worse:
+                worse += [line for line in server.log().splitlines() if " ERROR " in line][:5]
+            worse += [line for line in server.log().splitlines() if SIGN in line][:5]
+            after = honest.ask(seconds=0.5)[0]
+    for link, answer in zip(links, answers, strict=True):
+        found.sent += answer["sent"]
+        found.counts.update(answer["counts"])
+        for text in answer["leaks"]:
+            found.blame(f"{link}: a text tells too much: {text}")
+    for text in worse:
+        found.blame(text)
+    found.right = beside["right"]
+    wrong = beside["wrong"] + after["wrong"]
+    if wrong:
+        found.blame(f"honest client: {(beside['examples'] + after['examples'])[0]}", wrong)
+    if now.resident > before.resident + 256 * MIB:
+        found.blame(f"the broker grew from {before.resident // MIB} to {now.resident // MIB} MiB")
+    return found

@@ -1,0 +1,128 @@
+"""The cost of an instance as a process: memory of one and of four, time to READY. `python -m bench.suites.instances`.
+
+Memory is the kernel's PSS after each instance has run a request; a page shared by several processes is divided among
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shmserve
+from shmserve.testing import Server
+
+ROUNDS = 5
+SIDE = 4096
+"""Rows and columns of the matrix of weights: 64 MiB."""
+CONFIG = """
+backend: "{backend}" max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {side} ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {side} ] }} ]
+instance_group [ {{ count: {count} kind: KIND_CPU }} ]
+"""
+PYTHON = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+                for r in requests]
+"""
+
+
+def identity(folder: Path) -> None:
+    return
+
+
+def python(folder: Path) -> None:
+    (folder / "model.py").write_text(PYTHON)
+
+
+def onnx(folder: Path, external: bool = False) -> None:
+    import onnx
+
+    made, tensor, numbers = onnx.helper, onnx.helper.make_tensor_value_info, onnx.numpy_helper
+    shape: list[str | int | None] = ["n", SIDE]
+    inputs, outputs = [tensor("x", 1, shape)], [tensor("y", 1, shape)]
+    weights = numbers.from_array(np.zeros((SIDE, SIDE), np.float32), "w")
+    graph = made.make_graph([made.make_node("MatMul", ["x", "w"], ["y"])], "g", inputs, outputs, [weights])
+    model = made.make_model(graph, opset_imports=[made.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, folder / "model.onnx", save_as_external_data=external, location="weights.bin")
+
+
+def onnx_external(folder: Path) -> None:
+    onnx(folder, external=True)
+
+
+MODELS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "identity": ("identity", identity),
+    "python": ("python", python),
+    "onnx, 64 MiB in the file": ("onnxruntime", onnx),
+    "onnx, 64 MiB beside it": ("onnxruntime", onnx_external),
+}
+
+
+def main() -> None:
+    rows = [measure(name, prepared) for name in MODELS for prepared in (False, True)]
+    print(json.dumps(rows, indent=1))
+    print("| model | workers are | PSS of 1, MiB | of 4 | ratio | READY, 1, ms | READY, 4, ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        kind = "forked" if row["prepared"] else "fresh"
+        memory = f"{row['pss_1']:.0f} | {row['pss_4']:.0f} | {row['pss_4'] / row['pss_1']:.1f}"
+        print(f"| {row['model']} | {kind} | {memory} | {row['ready_1']:.0f} | {row['ready_4']:.0f} |")
+
+
+def measure(name: str, prepared: bool) -> dict[str, Any]:
+    backend, make = MODELS[name]
+    found: dict[str, Any] = {"model": name, "prepared": prepared}
+    with tempfile.TemporaryDirectory() as place:
+        for count in (1, 4):
+            folder = Path(place, f"m{count}")
+            (folder / "1").mkdir(parents=True)
+            (folder / "config.pbtxt").write_text(CONFIG.format(backend=backend, count=count, side=SIDE))
+            make(folder / "1")
+        options = ("--model-control-mode", "explicit", "--prepared-process", str(prepared).lower())
+        with Server(place, *options) as server, shmserve.Client(server.url) as client:
+            for count in (1, 4):
+                found[f"ready_{count}"], found[f"pss_{count}"] = of(server, client, f"m{count}", count)
+    return found
+
+
+def of(server: Server, client: shmserve.Client, model: str, count: int) -> tuple[float, float]:
+    """The shortest time to READY in ms, and the memory of all workers and the zygote, in MiB."""
+    times = []
+    for round_ in range(ROUNDS + 1):
+        began = time.perf_counter()
+        client.load(model)
+        times.append(time.perf_counter() - began)
+        if round_ < ROUNDS:
+            client.unload(model)
+    x = np.zeros((1, SIDE), np.float32)
+    for future in [client.submit(model, {"x": x}) for _ in range(count * 4)]:
+        future.result(60)
+    memory = sum(pss(pid) for pid in children(server.pid))
+    client.unload(model)
+    return min(times) * 1e3, memory / 1024
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def pss(pid: int) -> int:
+    """PSS in KiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Texts of random length for a small transformer: without padding, padded by the server, and padded by the caller.
+
+32 requests of 8 to 128 tokens are always in flight; the engine has one thread. Each answer of the padding model is
+compared with that of the bare engine for the request alone. The variants take turns in one run, as only rates of the
+same run are comparable.
+
+What padding gains depends on the fixed cost of a batch. On a CPU it is small: run alone, the engine computes a batch of
+32 hardly faster than 32 batches of one. On a GPU it is most of the cost; a model that takes 2 ms for each batch, of any
+size, stands for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from bench.lib import models
+from bench.lib.child import Answer, Child, Handler
+from bench.lib.clock import in_turn
+from bench.lib.setting import Setting, serving
+from bench.lib.table import Row
+
+SHORTEST, LONGEST = 8, 128
+FLIGHT = 32
+BATCH = 32
+KINDS = 512
+"""Number of different requests, which are created before the clock starts."""
+HIDDEN = 32
+NEAR = 1e-5
+FIXED_US = 2000
+WAYS = ("as they are", "padded by the server", f"padded to {LONGEST} by the caller")
+
+
+def lengths(setting: Setting) -> list[Row]:
+    """Requests of random length, 8 to 128, for a transformer: without padding, with it, and all padded to 128."""
+    repository = setting.repository("lengths")
+    path = setting.work / "onnx" / "transformer.onnx"
+    models.make_transformer(path, HIDDEN)
+    inputs = {"input_ids": ("INT64", [-1]), "attention_mask": ("INT64", [-1])}
+    outputs = {"text": ("FP32", [HIDDEN]), "tokens": ("FP32", [-1, HIDDEN])}
+    for name, parameters in (("plain", {}), ("padding", {"padding": "input_ids attention_mask"})):
+        model = models.Model("onnxruntime", inputs, outputs, BATCH, True, parameters=parameters)
+        model.parameters["intra_op_thread_count"] = "1"
+        models.write(repository, name, model, {"model.onnx": path})
+        fixed = models.Model(
+            "identity", inputs, inputs, BATCH, True, parameters=parameters | {"delay_us": str(FIXED_US)}
+        )
+        models.write(repository, f"fixed_{name}", fixed, {})
+    seconds = max(2.0, setting.seconds)
+    with serving(repository) as server, Child("bench.suites.lengths:caller", url=server.lane, path=str(path)) as caller:
+        worst = caller.ask(seconds=seconds, model="padding", whole=False, check=True)["worst"]
+        on_cpu = in_turn(setting.rounds, *_parties(caller, seconds, ""))
+        on_gpu = in_turn(setting.rounds, *_parties(caller, seconds, "fixed_"))
+    return [
+        *_rows("on a CPU", on_cpu, None),
+        Row("largest difference to the bare engine", worst, "", at_most=NEAR),
+        *_rows(f"{FIXED_US / 1000:g} ms a batch", on_gpu, 3.0),
+    ]
+
+
+def _parties(caller: Child, seconds: float, prefix: str) -> list[Callable[[], float]]:
+    ways = ((f"{prefix}plain", 0), (f"{prefix}padding", 0), (f"{prefix}plain", 1))
+    return [partial(_rate, caller, seconds, *way) for way in ways]
+
+
+def _rows(model: str, rates: list[list[float]], at_least: float | None) -> list[Row]:
+    rows = [
+        Row(f"{FLIGHT} of {SHORTEST} to {LONGEST} tokens, {model}, {way}", median(found), "/s", beside=_range(found))
+        for way, found in zip(WAYS, rates, strict=True)
+    ]
+    factor = [after / before for before, after in zip(rates[0], rates[1], strict=True)]
+    name = f"rate with padding, {model}"
+    return [*rows, Row(name, median(factor), "x without", at_least=at_least, beside=_range(factor))]
+
+
+def _range(found: list[float]) -> str:
+    return f"{min(found):,.4g} to {max(found):,.4g}"
+
+
+def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
+    return float(caller.ask(seconds=seconds, model=model, whole=bool(whole), check=False)["per_s"])
+
+
+# ------------------------------------------------------------------------------------------------ the client
+
+
+def caller(url: str, path: str) -> Handler:
+    """Order: 32 requests in flight for `seconds`; `whole`: all padded to the maximum length; `check`: each is compared
+    with the bare engine before the next is sent.
+    """
+    import numpy as np
+
+    from bench.lib.bare_engine import session
+    from shmserve import AsyncClient
+
+    draws = Random(14)
+    texts = [np.array([[draws.randrange(1000) for _ in range(draws.randint(SHORTEST, LONGEST))]]) for _ in range(KINDS)]
+    alone = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in texts]
+    room = [(0, LONGEST - ids.shape[1]) for ids in texts]
+    filled = [
+        {key: np.pad(array, ((0, 0), add)) for key, array in feed.items()}
+        for feed, add in zip(alone, room, strict=True)
+    ]
+    engine = session(path)
+
+    async def one(
+        client: Any, model: str, names: list[str], feeds: Any, end: float, check: bool, turns: Iterator[int]
+    ) -> Answer:
+        done, worst = 0, 0.0
+        while perf_counter() < end:
+            which = next(turns) % KINDS
+            found = await client.submit(model, feeds[which], outputs=None if check else names[:1])
+            done += 1
+            if check:
+                for name, right in zip(("text", "tokens"), engine.run(["text", "tokens"], alone[which]), strict=True):
+                    assert found[name].shape == right.shape
+                    worst = max(worst, float(np.abs(found[name] - right).max()))
+        return {"done": done, "worst": worst}
+
+    async def load(seconds: float, model: str, feeds: Any, check: bool) -> Answer:
+        turns = itertools.count()
+        async with AsyncClient(url) as client:
+            names = [output["name"] for output in (await client.metadata(model))["outputs"]]
+            start = perf_counter()
+            found = await asyncio.gather(
+                *(one(client, model, names, feeds, start + seconds, check, turns) for _ in range(FLIGHT))
+            )
+            rate = sum(each["done"] for each in found) / (perf_counter() - start)
+        return {"per_s": rate, "worst": max(each["worst"] for each in found)}
+
+    def handle(seconds: float, model: str, whole: bool, check: bool) -> Answer:
+        return asyncio.run(load(seconds, model, filled if whole else alone, check))
+
+    return handle
