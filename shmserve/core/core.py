@@ -402,7 +402,7 @@ class Core:
         assert request.state in (RequestState.CHAINED, RequestState.LINGERING), story
         assert run.spots.keys() == run.out.keys(), story
         assert run.over == (request.state is RequestState.LINGERING), story
-        assert run.out or run.mapped or run.waits_for_room, f"nothing is under way for it: {story}"
+        assert run.out or run.mapped or run.waits_for_room, f"nothing is in flight for it: {story}"
         assert not run.results, story
         assert not run.ready or run.over, story
         assert not run.mapped or run.over or run in self.state.mapped.members(), story
@@ -410,7 +410,7 @@ class Core:
             assert self.state.requests[number] is step, story
         for iteration in run.iterations():
             for name, kept in iteration.tensors.items():
-                assert kept.readers > 0, f"'{name}' is kept for nobody: {story}"
+                assert kept.readers > 0, f"'{name}' is kept without a reader: {story}"
 
     def _check_sequences(self) -> None:
         for key, sequence in self.state.sequences.items():
@@ -436,7 +436,7 @@ class Core:
 
     def _check_operation(self, model: Model) -> None:
         operation = model.operation
-        assert not model.coming or operation is not None, f"nobody waits for what is coming of '{model.name}'"
+        assert not model.coming or operation is not None, f"versions of '{model.name}' are coming without an operation"
         if operation is not None:
             assert operation.loading or operation.starting, f"an operation on '{model.name}' waits for nothing"
             for version in operation.loading:
@@ -447,16 +447,20 @@ class Core:
     def _check_alive(self, version: Version) -> None:
         """A READY version has an instance that is alive, and no request waits for a version that cannot run it."""
         if version.state is VersionState.READY and version.instances and not self.state.draining:
-            assert not all(instance.over for instance in version.instances), f"{version.label} is READY without any"
+            assert not all(instance.over for instance in version.instances), (
+                f"{version.label} is READY without any instance"
+            )
         serving = [instance for instance in version.instances if not (instance.over or instance.spec.passive)]
         lost = [instance for instance in serving if instance.lost]
         if version.state is VersionState.READY and lost:
             assert version.alive, f"{version.label} is READY: {version.trouble}"
         if version.state is VersionState.UNAVAILABLE:
-            assert not version.waits, f"{version.label}: nothing will run what waits"
+            assert not version.waits, f"{version.label}: no instance will run its queued requests"
             assert not any(instance.usable for instance in serving), f"{version.label}: {version.trouble}"
         if version.state in (VersionState.READY, VersionState.UNAVAILABLE) and not self.state.draining:
-            assert all(i.peer or i.state in (_I.BACKOFF, _I.WAITING) for i in serving), f"{version.label} forgets one"
+            assert all(i.peer or i.state in (_I.BACKOFF, _I.WAITING) for i in serving), (
+                f"{version.label} has an instance that is not restarted"
+            )
 
     def _check_instance(self, idle: list[Instance], instance: Instance) -> None:
         story = instance.story()

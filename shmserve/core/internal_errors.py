@@ -14,7 +14,7 @@ from shmserve.core.requests.admission import Admission
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.errors import Internal
 
-SIGN = "a fault of the server's own"
+SIGN = "an internal error of the server"
 """Marks each such error in the log."""
 MANY = 100
 """More errors than this in one turn are raised."""
@@ -39,7 +39,9 @@ class InternalErrors:
             if known is not None:
                 kill(self._state, *known, f"{SIGN} in its {what}")
         else:
-            self._admission.part_with(peer, Internal(f"{SIGN} ended this connection; connect again. The log has more"))
+            self._admission.part_with(
+                peer, Internal(f"{SIGN} ended this connection; reconnect, and see the server's log")
+            )
 
     def report(self, where: str) -> None:
         if not self._survive:

@@ -75,10 +75,10 @@ class Ledger:
         if number >> OWNER_SHIFT != owner:
             raise InvalidRequest(
                 f"segment {number} is not in this connection's range: its upper bits must be {owner}, "
-                f"the owner number from Welcome"
+                "the owner number from Welcome"
             )
         if number in self.segments:
-            raise InvalidRequest(f"segment {number} has been announced already; numbers are never used again")
+            raise InvalidRequest(f"segment {number} has already been announced; numbers are never reused")
         segment = self.segments[number] = LedgerSegment(number, message.size, owner, audience, message)
         return segment
 
@@ -86,7 +86,7 @@ class Ledger:
         """The owner no longer uses this segment."""
         segment = self.segments.get(number)
         if segment is None or segment.owner != owner:
-            raise InvalidRequest(f"segment {number} is not one that this connection has announced")
+            raise InvalidRequest(f"segment {number} was not announced by this connection")
         segment.orphan = True
         self._drop_if_over(segment)
 
@@ -133,7 +133,7 @@ class Ledger:
         place = self.held(client, handle)
         if segment is None or place is None:
             raise InvalidRequest(
-                f"handle ({number}, {offset}, {size}) is neither in a segment of this client nor one that it holds"
+                f"handle ({number}, {offset}, {size}) is neither in a segment of this client nor held by it"
             )
         return place
 
@@ -214,8 +214,8 @@ class Ledger:
                     del hold.slices[part]
                 return place, hold
         raise InvalidRequest(
-            f"handle ({handle.segment}, {handle.offset}, {handle.size}) was returned by one that does not hold it; "
-            f"a handle is returned once, as it was given"
+            f"handle ({handle.segment}, {handle.offset}, {handle.size}) was returned by a client that does not hold "
+            "it; return each handle once, unchanged"
         )
 
     def pin(self, place: Place) -> Handle:
@@ -308,14 +308,14 @@ class Ledger:
         """Checks every invariant between segments, holds and clients."""
         counted: dict[int, list[int]] = {}
         for place, hold in self.holds.items():
-            assert hold.clients or hold.pins, f"hold {place} is held by nobody"
+            assert hold.clients or hold.pins, f"hold {place} has no holders"
             assert hold.pins >= 0
             assert place == (hold.handle.segment, hold.handle.offset)
             counted.setdefault(place[0], []).append(place[1])
             for number, count in hold.clients.items():
                 assert count > 0
                 assert count >= sum(given for (one, _), given in hold.slices.items() if one == number)
-                assert place in clients[number].holds, f"client {number} does not know of its hold {place}"
+                assert place in clients[number].holds, f"client {number} lacks its hold {place}"
         for number, segment in self.segments.items():
             assert segment.blocks == sorted(counted.get(number, [])), f"segment {number} miscounts its holds"
             assert segment.uses >= 0

@@ -366,7 +366,7 @@ class Sequence(Struct, eq=False):
         self.requests.remove(request)
         self.places.gone(request)
         self.mark_changed()
-        self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was given up, and so is all of it")
+        self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was cancelled, which ended the sequence")
 
     def run_again(self, request: Request) -> None:
         """An iterative model reschedules the request: it returns to the head of the sequence."""
@@ -477,7 +477,7 @@ class Places:
         """Fails the sequences of the instance (None: of all), which can no longer run them. The caller dispatches the
         version."""
         for sequence in self.all() if instance is None else self.at(instance):
-            sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: {text}; send START again")
+            sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: {text}; send START again")
             sequence.mark_changed()
 
     def end(self, sequence: Sequence) -> None:

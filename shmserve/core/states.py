@@ -116,7 +116,7 @@ class IllegalMove(AssertionError):
     """An illegal transition, which is an internal error of the core. The message ends with the object's story."""
 
     def __init__(self, what: str, start: Enum, finish: Enum, story: str) -> None:
-        super().__init__(f"{what}: {start.name} -> {finish.name} is not a legal move; story: {story}")
+        super().__init__(f"{what}: {start.name} -> {finish.name} is not a legal transition; story: {story}")
 
 
 def legal(moves: dict[S, set[S]], what: str, start: S, finish: S, story: str) -> S:

@@ -64,7 +64,7 @@ class Codec:
             raws = self._raws(packet)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if "of length <=" in str(error):
-                raise ProtocolError(f"the packet has more messages than the limit of {self._most}") from None
+                raise ProtocolError(f"the packet has more than {self._most} messages, the limit") from None
             raise ProtocolError(f"invalid packet, expected a MessagePack array of messages: {error}") from None
         found: list[Message] = []
         refused = 0

@@ -188,7 +188,7 @@ class Dispatcher:
             version.spread_ns -= version.spread_ns >> 3
         for request in late:
             took = f"that takes about {(done - now) / 1e6:.1f} ms"
-            text = f"Request timeout expired: it cannot be answered before its own timeout passes: {took}"
+            text = f"Request timeout expired: it cannot be answered before its own timeout: {took}"
             version.queue.remove(request)
             self._completion.end_early(request, "DEADLINE_EXCEEDED", text, now)
         return bool(late)
@@ -294,7 +294,7 @@ class Dispatcher:
         if batch.left:
             for request in batch.requests():
                 self._completion.end_failed(
-                    request, "INTERNAL", f"{version.label} did not answer this request of its batch", now
+                    request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now
                 )
         version.count_padding(batch)
         batch.end()
@@ -321,7 +321,7 @@ class Dispatcher:
         instance.deaths = instance.crashes = 0
         if instance.quarantined:
             instance.quarantined = False
-            text = f"instance '{instance.spec.name}' of {version.label} has answered, and leaves quarantine"
+            text = f"instance '{instance.spec.name}' of {version.label} completed a batch and leaves quarantine"
             about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
             self._state.log("info", text, **about)
 
@@ -341,7 +341,7 @@ class Dispatcher:
 
     def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
         if instance.revoked:
-            kill(self._state, version, instance, "it has started requests that it was to give back for a restart")
+            kill(self._state, version, instance, "it started requests that it had to return for a restart")
             return
         batch = instance.waiting
         if batch is None or instance.running is not None or not batch.known_as(number):
@@ -416,9 +416,9 @@ class Dispatcher:
             self._answers.send_back(instance, row)
             self._completion.end_failed(request, row.error.code, row.error.text, now)
         elif not self._reply(version, instance, request, row, now, taken):
-            text = f"{version.label} answered with memory that is not its own"
+            text = f"{version.label} sent a response with memory that it does not own"
             self._completion.end_failed(request, "INTERNAL", text, now)
-            kill_for_protocol_error(self._state, version, instance, "memory in an answer")
+            kill_for_protocol_error(self._state, version, instance, "memory in a response")
 
     def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
         """Sends the answer. False, without any change: it refers to memory that the worker may not give."""

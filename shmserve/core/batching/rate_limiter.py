@@ -117,7 +117,7 @@ def lacking(specs: Iterable[InstanceSpec], given: Iterable[tuple[str, int, int]]
             total = limiter.total(_place(spec, resource))
             if total < resource.count:
                 return (
-                    f"instance '{spec.name}' needs {resource.count} of resource '{resource.name}', and there "
-                    f"are {total} (--rate-limit-resource)"
+                    f"instance '{spec.name}' needs {resource.count} of resource '{resource.name}', but there are only "
+                    f"{total} (--rate-limit-resource)"
                 )
     return ""

@@ -100,10 +100,10 @@ class ModelCalls:
         try:
             for handle in message.handles:
                 if instance.caller is None:
-                    raise InvalidRequest("a handle was returned by one that holds none")
+                    raise InvalidRequest("a handle was returned that is not held")
                 self._state.ledger.take_back(instance.caller, handle)
         except InvalidRequest:
-            kill_for_protocol_error(self._state, version, instance, "Return of what it does not hold")
+            kill_for_protocol_error(self._state, version, instance, "Return of a handle that it does not hold")
 
     def ask(self, peer: int, message: Ask, now: int) -> None:
         """A model's query about the server, or an operation. An instance that waits for another model to load does not
@@ -180,8 +180,8 @@ class ModelCalls:
         limit = self._state.limits.client_requests
         if len(caller.requests) >= limit:
             raise Unavailable(
-                f"{len(caller.requests)} calls of this instance are in flight, the limit (client_requests); "
-                f"wait for answers first"
+                f"{len(caller.requests)} calls of this instance are in flight, the limit (client_requests); wait for "
+                "responses first"
             )
         if caller.held_bytes > self._quotas.heavy:
             text = self._quotas.held(caller)
@@ -193,12 +193,12 @@ class ModelCalls:
         if version.decoupled and not window:
             raise Unsupported(
                 f"Model {version.model} is using the decoupled. The current BLS request call doesn't support models "
-                f"using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
-                f"'async_exec' calls for decoupled models.'"
+                "using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
+                "'async_exec' calls for decoupled models.'"
             )
         for wanted in message.outputs or ():
             if wanted.place is not None:
-                raise InvalidRequest(f"output '{wanted.name}' of a call cannot be placed")
+                raise InvalidRequest(f"output '{wanted.name}' of a call cannot be written to memory of the caller")
 
     # ------------------------------------------------------------------------------------ memory
 

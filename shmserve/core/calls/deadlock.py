@@ -122,9 +122,9 @@ class DeadlockDetector:
             if version.model != names[-1]:  # a step of an ensemble, or an earlier request in order
                 names.append(version.model)
         return (
-            f"model '{names[0]}' would wait for ever for '{names[1]}': {' -> '.join(names)}, and every instance there "
-            f"waits for the next one; raise instance_group.count of one of them, or let a decoupled model call from a "
-            f"thread of its own, which holds no instance"
+            f"deadlock: model '{names[0]}' calls '{names[1]}', but all instances of {' -> '.join(names)} wait for the "
+            "next model; raise instance_group.count of one of them, or call from a separate thread of a decoupled "
+            "model, which blocks no instance"
         )
 
     def _caller(self, request: Request) -> tuple[Version, Instance]:

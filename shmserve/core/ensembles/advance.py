@@ -125,7 +125,7 @@ class Ensembles:
                 tensors.setdefault(tensor.name, []).append(tensor)
         for name, found in tensors.items():
             if len(found) != len(rows):
-                raise InvalidRequest(f"'{name}' of step {index} came for {len(found)} of {len(rows)} rows only")
+                raise InvalidRequest(f"'{name}' of step {index} exists for only {len(found)} of {len(rows)} rows")
         return [graph.together(found, policy.max_batch > 0) for found in tensors.values()]
 
     def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
@@ -188,7 +188,7 @@ class Ensembles:
             return
         over = run.find(iteration, step.mapped)
         if over is None:
-            raise InvalidRequest(f"step {index} is mapped over '{step.mapped}', which is not there")
+            raise InvalidRequest(f"step {index} is mapped over '{step.mapped}', which is missing")
         count, rows = graph.rows_of(over.tensor)
         if not count:
             specs = {spec.name: spec for spec in policy.outputs}

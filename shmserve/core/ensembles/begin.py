@@ -53,9 +53,9 @@ def _take_members(state: State, run: Run) -> None:
         return
     names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
     if request.options is None or not request.options.window:  # it has only become decoupled in this turn
-        raise Unavailable(f"{names} of a step may answer a request many times from now on; call it with stream()")
+        raise Unavailable(f"{names} of a step has become decoupled; call the ensemble with stream()")
     if any(run.graph.steps[index].mapped for index in many):
-        raise Unavailable(f"{names} may answer a request many times from now on; a step that does cannot be mapped")
+        raise Unavailable(f"{names} has become decoupled; a decoupled step cannot be mapped")
     run.levels = run.graph.levels(run.needed, many)
     run.room = request.options.window
 

@@ -92,7 +92,7 @@ class Levels:
                 found[index] = max((found[maker] + (maker in many) for maker in makers), default=0)
                 for _, name in graph.steps[index].outputs:
                     self.tensors[name] = found[index] + (index in many)
-            assert len(later) < len(waiting), "steps that wait for each other"
+            assert len(later) < len(waiting), "cyclic steps"
             waiting = later
         count = 1 + max([0, *self.tensors.values()])
         self.steps = tuple(tuple(index for index in sorted(needed) if found[index] == level) for level in range(count))
@@ -102,7 +102,7 @@ class Levels:
             sources = [index for index in self.steps[level] if index in many]
             if len(sources) > 1:
                 names = " and ".join(f"'{graph.steps[index].model}'" for index in sources)
-                raise Unavailable(f"{names} answer a request many times, and what is asked for is made of both")
+                raise Unavailable(f"{names} are both decoupled, and the requested outputs depend on both")
             self.sources += tuple(sources)
         self.waits = {index: sum(name in graph.maker for name in graph.waits[index]) for index in needed}
         """For each step: how many of the tensors that it waits for are made by other steps."""
@@ -163,12 +163,11 @@ def is_true(tensor: Tensor) -> bool:
     """The value of a condition, which must be a single BOOL."""
     if tensor.dtype == "BOOL" and not isinstance(tensor.data, bytes):
         raise InvalidRequest(
-            f"condition '{tensor.name}' lies in shared memory, where the server does not look; send it as an ordinary "
-            f"array"
+            f"condition '{tensor.name}' is in shared memory, which the server does not read; send it inside the message"
         )
     if tensor.dtype != "BOOL" or prod(tensor.shape) != 1 or not isinstance(tensor.data, bytes):
         raise InvalidRequest(
-            f"condition '{tensor.name}' must be one BOOL, and is {tensor.dtype} of shape {list(tensor.shape)}"
+            f"condition '{tensor.name}' must be a single BOOL, but is {tensor.dtype} of shape {list(tensor.shape)}"
         )
     return tensor.data != b"\0"
 
@@ -181,10 +180,10 @@ def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
     if tensor.shape[:1] == (0,):
         return 0, iter(())
     if not tensor.shape:
-        raise InvalidRequest(f"'{tensor.name}' is mapped, but has no dimension to be mapped over")
+        raise InvalidRequest(f"'{tensor.name}' is mapped, but has no dimensions")
     count, rest = tensor.shape[0], tensor.shape[1:]
     if count > ROWS:
-        raise InvalidRequest(f"'{tensor.name}' has {count} rows; a step is mapped over {ROWS} at most")
+        raise InvalidRequest(f"'{tensor.name}' has {count} rows; the limit of a mapped step is {ROWS}")
     if count == 1:
         return 1, iter((tensor,))
     item = ITEM_BYTES[tensor.dtype]
@@ -198,8 +197,8 @@ def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
     assert isinstance(tensor.data, tuple)
     if not item:
         raise Unsupported(
-            f"'{tensor.name}' is mapped, and is {sum(part.size for part in tensor.data)} bytes of strings in shared "
-            f"memory; strings are mapped up to 4096 bytes"
+            f"'{tensor.name}' is mapped, but has {sum(part.size for part in tensor.data)} bytes of strings in shared "
+            "memory; the limit for mapped strings is 4096 bytes"
         )
     size = prod(rest) * item
     given = sum(part.size for part in tensor.data)
@@ -215,11 +214,11 @@ def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
     for _ in range(rows):
         for _ in range(each):
             if at + _LENGTH > len(data):
-                raise InvalidRequest("strings that are mapped end in the middle of one")
+                raise InvalidRequest("the mapped strings end inside an element")
             at += _LENGTH + unpack_from("<I", data, at)[0]
         completion.append(at)
     if at != len(data):
-        raise InvalidRequest(f"strings that are mapped take {at} bytes, not {len(data)}")
+        raise InvalidRequest(f"the mapped strings take {at} bytes, not {len(data)}")
     return completion
 
 
@@ -249,11 +248,11 @@ def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
         if shape[1:] != shapes[0][1:]:
             raise InvalidRequest(
                 f"row {row} has shape {list(tensor.shape)} for '{first.name}', and row 0 {list(first.shape)}: they "
-                f"cannot be put together"
+                "cannot be combined"
             )
         if tensor.dtype != first.dtype:
             raise InvalidRequest(
-                f"row {row} is {tensor.dtype} for '{first.name}', and row 0 {first.dtype}: they cannot be put together"
+                f"row {row} is {tensor.dtype} for '{first.name}', and row 0 {first.dtype}: they cannot be combined"
             )
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     if len(tensors) == 1:
@@ -262,7 +261,7 @@ def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
     size = sum(map(len, inside))
     parts = tuple(handles_of(tensors))
     if size and (parts or size > INLINE_BYTES):
-        raise InvalidRequest(f"rows of '{first.name}' lie inside of messages, though shared memory was asked for")
+        raise InvalidRequest(f"rows of '{first.name}' are inside messages, although shared memory was requested")
     return Tensor(first.name, first.dtype, shape, parts or b"".join(inside))
 
 
@@ -272,7 +271,7 @@ def check_parts(tensors: Sequence[Tensor]) -> list[int]:
     if len(segments) > PARTS:
         names = ", ".join(f"'{tensor.name}'" for tensor in tensors)
         raise Unsupported(
-            f"{names} lie in {len(segments)} parts, as rows of a mapped step do; {PARTS} can be passed on at a time"
+            f"{names} consist of {len(segments)} parts, one per row of a mapped step; the limit is {PARTS}"
         )
     return segments
 

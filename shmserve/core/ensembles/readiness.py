@@ -49,7 +49,7 @@ class EnsembleReadiness:
             if member is None:
                 circle = self._circle(version)
                 if circle:
-                    self._lost(version, f"ensemble '{version.model}' needs itself: {circle}", now)
+                    self._lost(version, f"ensemble '{version.model}' depends on itself: {circle}", now)
                 elif why:
                     text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
                     self._lost(version, f"{text}{why}", now, recovers)
@@ -79,7 +79,7 @@ class EnsembleReadiness:
         without intervention."""
         model = self._state.models.get(name)
         if model is None:
-            return None, ": there is no model of that name, or it has not been loaded yet", False
+            return None, ": no such model, or it is not loaded yet", False
         version = model.versions.get(number) if number else model.default()
         if version is not None and version.state is _V.READY:
             return version, "", False

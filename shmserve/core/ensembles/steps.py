@@ -34,8 +34,8 @@ class StepRequests:
         member = self._enqueuer.sequencer.version_of(run.request.client, step.model, step.version, options)
         if member is not None and member is not run.members[index]:
             if member.decoupled and not run.members[index].decoupled:
-                text = f"'{member.model}' of a step may answer a request many times, unlike what has replaced it"
-                raise Unavailable(f"{text}; the ensemble cannot follow that")
+                text = f"'{member.model}' of a step is decoupled, unlike its replacement"
+                raise Unavailable(f"{text}; the request cannot continue")
             run.members[index] = member
             if member not in run.held:  # in addition to those held by name
                 run.held[member] = member
@@ -67,7 +67,7 @@ class StepRequests:
         options = _passed_on(parent.options, self._window(run) if source else 0)
         client = parent.client
         if member.graph is None and all(instance.over for instance in member.instances):
-            raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
+            raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
         self._enqueuer.check_step(client, member, inline, now)
         level = 0
         if not member.plain:
@@ -112,13 +112,15 @@ class StepRequests:
                     found.append(Wanted(own, optional=not needed))
                 continue
             if wanted.classes and name in run.graph.readers:
-                raise Unsupported(f"output '{name}' is read by other steps, and cannot come as classes")
+                raise Unsupported(f"output '{name}' is read by other steps and cannot be returned as classes")
             if wanted.place is not None and step.mapped:
                 raise Unsupported(
-                    f"output '{name}' comes in parts of a mapped step, and cannot be placed by the caller"
+                    f"output '{name}' is produced by a mapped step and cannot be written to memory of the caller"
                 )
             if wanted.place is not None and run.levels.tensors[name]:
-                raise Unsupported(f"output '{name}' may come many times, and cannot be placed by the caller")
+                raise Unsupported(
+                    f"output '{name}' may be produced several times and cannot be written to memory of the caller"
+                )
             found.append(Wanted(own, wanted.place, wanted.classes))
         return tuple(found), final
 

@@ -164,7 +164,7 @@ class Deployments:
             which = f"version {event.version} of model '{event.model}'" if event.version else f"model '{event.model}'"
             self._report(event.operation, "NOT_FOUND", f"cannot restart {which}: it is not served")
         elif model.operation is not None:
-            text = f"cannot restart model '{model.name}' now: it is being loaded; try again when that is over"
+            text = f"cannot restart model '{model.name}' while it is loading; try again later"
             self._report(event.operation, "UNAVAILABLE", text)
         elif event.instance:
             self._replace(model, chosen, event)
@@ -289,7 +289,7 @@ class Deployments:
             model.failed = FailedChange(why, self._state.now)
             text = f"load failed for model '{model.name}': {why}"
             if operation.beside and model.default() is not None:
-                text += "; what was served before goes on"
+                text += "; the previous version is still served"
                 more = {"traceback": operation.traceback} if operation.traceback else {}
                 self._state.log("error", text, model=model.name, **more)
         else:
@@ -365,7 +365,7 @@ class Deployments:
         elif instance.state is _I.READY:
             state.parting.pop(instance, None)
             if version.places is not None and version.places.at(instance):
-                version.places.lose(instance, f"instance '{instance.spec.name}' is not served any more")
+                version.places.lose(instance, f"instance '{instance.spec.name}' is no longer served")
                 state.dirty[version] = None
             if instance in version.idle:
                 version.idle.remove(instance)
@@ -376,7 +376,7 @@ class Deployments:
                 state.set_timer(instance.due, Timer.OVERDUE, instance)
         elif instance.state is _I.STARTING:
             instance.move(_I.STOPPING)
-            state.effects.append(Kill(instance.peer, "it is not wanted any more"))
+            state.effects.append(Kill(instance.peer, "it is no longer needed"))
             self.load_over(instance)
         elif instance.state is _I.KILLED:
             instance.leaving = instance.closing = True
@@ -418,7 +418,7 @@ class Deployments:
         continue."""
         if subject is None:
             for sequence in [sequence for sequence in self._state.sequences.values() if sequence.idle]:
-                sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: the server is stopping")
+                sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: the server is stopping")
                 sequence.mark_changed()
                 self._state.dirty[sequence.version] = None
             return
@@ -428,7 +428,7 @@ class Deployments:
         if isinstance(subject, Instance):
             self.stop(version, subject)
         else:
-            version.places.lose(None, "its version is not served any more")
+            version.places.lose(None, "its version is no longer served")
             self._state.dirty[version] = None
 
     def remove_stopped(self, version: Version, instance: Instance) -> None:

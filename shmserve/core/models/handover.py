@@ -105,18 +105,18 @@ class Handover:
             return
         after = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
         text = (
-            f"{version.label}: instance '{instance.spec.name}' was restarted while it ran this request; it had not "
-            f"finished after {after}"
+            f"{version.label}: instance '{instance.spec.name}' was restarted while it ran this request, which did not "
+            f"finish within {after}"
         )
         for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
             self._fail(request, "MODEL_FAILED", text, now)
-        kill(self._state, version, instance, f"it was restarted, and has not ended after {after}")
+        kill(self._state, version, instance, f"it was restarted and did not exit within {after}")
 
     # ------------------------------------------------------------------------------------ unload by force
 
     def _end(self, version: Version, now: int) -> None:
         """Fails all requests of the version and kills its processes."""
-        text = f"{version.label} was unloaded by force before it had answered this request"
+        text = f"{version.label} was unloaded by force before this request completed"
         for request in list(self._state.requests.values()):
             chain = self._state.runs.get(request.number)
             if request.version is version or (chain is not None and version in chain.members.values()):
@@ -125,7 +125,7 @@ class Handover:
             version.places.lose(None, text)
         for instance in version.instances:
             if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
-                kill(self._state, version, instance, "its model is unloaded by force")
+                kill(self._state, version, instance, "its model was unloaded by force")
         self._state.dirty[version] = None
 
     def _fail(self, request: Request, code: str, text: str, now: int) -> None:

@@ -111,7 +111,7 @@ class Lifecycle:
             self._operations.has_failed(version, reason, instance)
         elif version.retries < self._state.limits.load_retries:
             version.retries += 1
-            text = f"{version.label} is tried again (--model-load-retry-count): {reason}"
+            text = f"{version.label} failed to load and will be retried (--model-load-retry-count): {reason}"
             self._state.log("warning", text, **_about(version, instance))
             self._back_off(instance, self._state.limits.backoff_ns, now)
         else:
@@ -174,9 +174,7 @@ class Lifecycle:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
                 self._state.log("error", text, **_about(version, instance))
             elif event.reason.startswith("signal "):  # not one that we have sent
-                text = (
-                    f"worker of {version.label} instance '{instance.spec.name}' ended while it stopped: {event.reason}"
-                )
+                text = f"worker of {version.label} instance '{instance.spec.name}' ended while stopping: {event.reason}"
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
             self._operations.remove_stopped(version, instance)
@@ -227,7 +225,7 @@ class Lifecycle:
         if instance.streams:
             self._streams.lost(version, instance, reason, now)
         if version.places is not None:
-            version.places.lose(instance, f"the worker process that kept its state ended ({reason})")
+            version.places.lose(instance, f"the worker process with its state ended ({reason})")
         if version.order is not None:
             self._completion.answer_in_order(version)
         return explained
@@ -279,7 +277,7 @@ class Lifecycle:
         if instance.lost and others_answer and not instance.quarantined:
             instance.quarantined = True
             ready, wanted = version.counts
-            again += f"; it is quarantined (READY {ready}/{wanted}), as other instances answer meanwhile"
+            again += f"; it is quarantined (READY {ready}/{wanted}), as other instances complete batches"
             self._tell_restart(version, instance, "critical", text + again)
         else:
             self._tell_restart(version, instance, "error", text + again)
@@ -340,16 +338,16 @@ class Lifecycle:
         try:
             self._state.ledger.announce(peer, message, message.audience)
         except ServeError as error:
-            self._kill(peer, f"it broke the protocol: {error}")
+            self._kill(peer, f"it violated the protocol: {error}")
 
     def unmap(self, peer: int, message: Unmap, now: int) -> None:
         try:
             self._state.ledger.withdraw(peer, message.segment)
         except ServeError as error:
-            self._kill(peer, f"it broke the protocol: {error}")
+            self._kill(peer, f"it violated the protocol: {error}")
 
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
-        self._kill(peer, f"it broke the protocol: {event.text}")
+        self._kill(peer, f"it violated the protocol: {event.text}")
 
     def _kill(self, peer: int, reason: str) -> None:
         version, instance = self._state.instances[peer]
@@ -375,7 +373,7 @@ class Lifecycle:
         """The grace period is over: fails all remaining requests and kills all workers."""
         for request in list(self._state.requests.values()):
             if request.state not in (RequestState.LINGERING, RequestState.ENDED):
-                text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
+                text = "the server stopped before this request completed (--exit-timeout-secs)"
                 self._completion.fail_early(request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):
             kill(self._state, version, instance, "it did not stop in time")

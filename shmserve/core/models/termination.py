@@ -17,11 +17,11 @@ def kill(state: State, version: Version, instance: Instance, reason: str) -> Non
     instance.reason = reason
     if instance in version.idle:
         version.idle.remove(instance)
-    text = f"{instance.spec.name} of {version.label} is killed: {reason}"
+    text = f"killing instance '{instance.spec.name}' of {version.label}: {reason}"
     state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
     state.effects.append(Kill(instance.peer, reason))
 
 
 def kill_for_protocol_error(state: State, version: Version, instance: Instance, what: str) -> None:
     """Kills the worker, because a protocol error may mean that its memory is corrupted."""
-    kill(state, version, instance, f"it broke the protocol: unexpected {what}")
+    kill(state, version, instance, f"it violated the protocol: unexpected {what}")

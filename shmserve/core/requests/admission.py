@@ -111,13 +111,15 @@ class Admission:
         if not client.granted:
             self._goodbye(client, roles.stranger())
         elif message.protocol != PROTOCOL:
-            text = f"protocol {message.protocol} is not spoken here, only {PROTOCOL}; use a client of this version"
+            text = (
+                f"protocol {message.protocol} is not supported, only {PROTOCOL}; use a client of the server's version"
+            )
             self._goodbye(client, ProtocolError(text))
         elif client.outputs:
-            self._goodbye(client, ProtocolError("Hello was said twice on one connection"))
+            self._goodbye(client, ProtocolError("Hello was sent twice on one connection"))
         elif message.outputs not in _PLANES[client.plane]:
             allowed = " or ".join(_PLANES[client.plane])
-            text = f"outputs '{message.outputs}' cannot come over this kind of link; ask for {allowed}"
+            text = f"outputs '{message.outputs}' are not possible over this kind of link; use {allowed}"
             self._goodbye(client, ProtocolError(text))
         else:
             client.outputs = message.outputs
@@ -156,7 +158,7 @@ class Admission:
         requests = self._state.requests
         for request in [requests[number] for number in client.requests.values()]:
             if request.state in (RequestState.QUEUED, RequestState.CHAINED):
-                self._completion.fail_early(request, "CANCELLED", "its client has gone", now)
+                self._completion.fail_early(request, "CANCELLED", "its client has disconnected", now)
             elif request.state in (RequestState.SENT, RequestState.OPEN):
                 self._completion.linger(request)
             elif request.state is RequestState.DONE:  # else it was just delivered, as earlier ones were dropped
@@ -172,7 +174,7 @@ class Admission:
         client.leaving = True
         self.questions.gone(client.number)
         client.roles = roles.NOBODY
-        self._tell_operator("info", client, f"is sent away: {error.message}")
+        self._tell_operator("info", client, f"disconnected: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))
 
@@ -221,7 +223,7 @@ class Admission:
         error = roles.refusal(action, client.roles)
         if not client.denied:
             client.denied = True
-            self._tell_operator("warning", client, f"was refused: {error.message}")
+            self._tell_operator("warning", client, f"was denied: {error.message}")
         raise error
 
     def _tell_operator(self, level: str, client: ClientState, text: str) -> None:
@@ -266,7 +268,7 @@ class Admission:
         if not client.roles & _INFER:
             self._check_role(client, "infer")
         if number == 0 or number in client.requests:
-            raise InvalidRequest(f"request number {number} is 0, or that of a request in flight")
+            raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
         inputs, outputs, options = message.inputs, message.outputs, message.options
         version = None if message.version else state.ready.get(message.model)
         going_on = None
@@ -277,8 +279,8 @@ class Admission:
             raise Unavailable(STOPPING)
         if len(client.requests) >= self._client_requests:
             raise Unavailable(
-                f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); "
-                f"wait for answers first"
+                f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); wait for "
+                "responses first"
             )
         if version is None:
             version = state.look_up(message.model, message.version)
@@ -297,14 +299,13 @@ class Admission:
         streamed = version.decoupled or (options is not None and bool(options.window))
         if streamed and (options is None or not options.window):
             raise Unsupported(
-                f"model '{version.model}' has a decoupled transaction policy: it may answer a request many times; "
-                f"call it with stream()"
+                f"model '{version.model}' has a decoupled transaction policy: it may send several responses; "
+                "call it with stream()"
             )
         if streamed and state.abandoned[client.user] >= self._client_requests:
             raise Unavailable(
-                f"{state.abandoned[client.user]} streams that this user does not wait for any more have not been ended "
-                f"by their models, the limit (client_requests); try again later, and let the models look for "
-                f"cancellation"
+                f"{state.abandoned[client.user]} cancelled streams of this user have not been ended by their models, "
+                "the limit (client_requests); try again later, and make the models check for cancellation"
             )
         segments, pins = self._memory(client, message, blocks) if shared else _NOTHING  # no rejections after this
         special = streamed or bool(segments)
@@ -352,7 +353,7 @@ class Admission:
         for wanted in message.outputs or ():
             if wanted.place is not None:
                 if wanted.place.segment >> OWNER_SHIFT != client.number:
-                    raise InvalidRequest(f"output '{wanted.name}' can only be placed in memory of the caller's own")
+                    raise InvalidRequest(f"output '{wanted.name}' can only be written to memory that the caller owns")
                 ledger.resolve(client, wanted.place)
                 segments.append(wanted.place.segment)
         if not segments:
@@ -406,7 +407,7 @@ class Admission:
             elif message.name is not None:
                 self._check_segment_name(client, message.name)
             elif client.plane != "lane":
-                raise InvalidRequest("over ZeroMQ a segment comes by its name")
+                raise InvalidRequest("over ZeroMQ a segment must be announced by name")
             self._state.ledger.announce(peer, message, client.audience)
             client.segments.add(message.segment)
         except ServeError as error:
@@ -424,22 +425,20 @@ class Admission:
     def _check_device_segment(self, client: ClientState, message: Map) -> None:
         """Workers open device memory by this name alone, so it must have exactly the expected form."""
         if client.plane != "lane":
-            raise InvalidRequest("memory on a GPU is announced over the lane only")
+            raise InvalidRequest("GPU memory can only be announced over the lane")
         if not _DEVICE_NAME.fullmatch(message.name or "") or not message.size:
             raise InvalidRequest("the name of a segment on a GPU does not contain an exported handle and a device UUID")
 
     def _check_segment_name(self, client: ClientState, name: str) -> None:
         """A client must not make a worker open memory of the server or of another client."""
         if not _SEGMENT_NAME.fullmatch(name):
-            raise InvalidRequest(
-                f"the name of a segment is a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -; this one is not"
-            )
+            raise InvalidRequest(f"a segment name must be a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -")
         for segment in self._state.ledger.segments.values():
             # The same name from the same user is a client that reconnected before its old connection was found dead.
             if segment.announcement.name == name and (
                 segment.owner >= WORKERS_FROM or segment.audience != client.audience
             ):
-                raise InvalidRequest("a segment of this name is announced already")
+                raise InvalidRequest("a segment of this name has already been announced")
 
     def unmap(self, peer: int, message: Unmap, now: int) -> None:
         client = self._greeted(peer)

@@ -233,7 +233,7 @@ class Completion:
         if is_stream(request):
             self._state.abandoned[request.client.user] += 1
         if request.sequence is not None:
-            text = f"an earlier request of sequence {request.sequence.id!r} was given up, and so is all of it"
+            text = f"an earlier request of sequence {request.sequence.id!r} was cancelled, which ended the sequence"
             request.sequence.fail("CANCELLED", text)
             request.sequence.mark_changed()
             self._state.dirty[request.version] = None

@@ -39,7 +39,9 @@ class Enqueuer:
             self.sequencer.check(client, version, number, options, rows)
             return 0
         if options is not None and options.sequence and version.graph is None:
-            raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
+            raise Unsupported(
+                f"model '{version.model}' does not use sequence batching; send the request without a sequence"
+            )
         queue = version.queue
         number = queue.level_of(options.priority) if options is not None else queue.default_level
         level = queue.level(number)
@@ -48,8 +50,8 @@ class Enqueuer:
             self._dispatcher.dispatch(version, now)  # earlier requests of this turn may leave the queue
         if limit and len(level) >= limit:
             raise Unavailable(
-                f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
-                f"raise max_queue_size or add instances"
+                f"Exceeds maximum queue size: {limit} requests are queued for model '{version.model}'; raise "
+                "max_queue_size or add instances"
             )
         return number
 

@@ -53,11 +53,11 @@ class Questions:
         if mine is None:
             mine = self._unanswered[peer] = set()
         if ask.request in mine:
-            raise InvalidRequest(f"request number {ask.request} is that of a question in flight")
+            raise InvalidRequest(f"request number {ask.request} is already in use by a query in flight")
         if len(mine) >= self._limit:
             raise Unavailable(
-                f"{len(mine)} questions of this client are in flight, its limit (client_questions); wait for answers "
-                f"first"
+                f"{len(mine)} queries of this client are in flight, its limit (client_questions); wait for responses "
+                "first"
             )
         mine.add(ask.request)
         ask.body = b""  # no query has a body; do not keep its bytes queued

@@ -47,9 +47,13 @@ class Quotas:
         limits, count = self._limits, len(self._state.clients)
         mine = self._users.get(client.user, 0)
         if count >= limits.connections and not client.granted & OPERATE:
-            raise Unavailable(f"{count} clients are connected, the limit (connections); {_retry('one has left')}")
+            raise Unavailable(
+                f"{count} clients are connected, the limit (connections); {_retry('one has disconnected')}"
+            )
         if mine >= limits.uid_connections:
-            raise Unavailable(f"this user has {mine} connections, the limit (uid_connections); close some or share")
+            raise Unavailable(
+                f"this user has {mine} connections, the limit (uid_connections); close some, or share them"
+            )
         self._users[client.user] = mine + 1
         pause_until = self._expelled.get(client.user, 0) - EXPULSIONS * EXPELLED_NS
         if pause_until > self._state.now:
@@ -78,8 +82,8 @@ class Quotas:
         known = len(self._state.ledger.segments)
         if known >= limits.segments and self._has_share(len(client.segments), limits.segments):
             raise Unavailable(
-                f"there are {known} segments, the limit (segments), and this client has {len(client.segments)} of "
-                f"them; {_retry('others have gone')}"
+                f"there are {known} segments, the limit (segments), {len(client.segments)} of them of this client; "
+                f"{_retry('others have been removed')}"
             )
 
     # ------------------------------------------------------------------------------------ requests
@@ -94,18 +98,18 @@ class Quotas:
         if total >= limits.requests and self._has_share(mine, limits.requests):
             raise Unavailable(
                 f"{total} requests are in flight, the limit (requests), {mine} of them of this client; "
-                f"{_retry('answers have come')}"
+                f"{_retry('responses have arrived')}"
             )
         if waits >= limits.model_queue and self._has_share(mine, limits.model_queue):
             raise Unavailable(
-                f"{waits} requests wait for model '{version.model}', the limit (model_queue); "
-                f"{_retry('answers have come')}, or add instances"
+                f"{waits} requests are queued for model '{version.model}', the limit (model_queue); "
+                f"{_retry('responses have arrived')}, or add instances"
             )
         if waiting + inline > limits.model_queue_bytes:
             if self._has_share(client.bytes + inline, limits.model_queue_bytes):
                 raise Unavailable(
-                    f"{waiting} bytes wait for model '{version.model}', the limit is {limits.model_queue_bytes} "
-                    f"(model_queue_bytes); {_retry('answers have come')}, or send less inside messages"
+                    f"{waiting} bytes are queued for model '{version.model}', the limit is {limits.model_queue_bytes} "
+                    f"(model_queue_bytes); {_retry('responses have arrived')}, or send less inside messages"
                 )
         if self._counted_at != now:  # once per turn; requests of the turn are added
             self._counted_at = now
@@ -114,7 +118,7 @@ class Quotas:
         if self._queued > limits.queue_bytes and self._has_share(client.bytes + inline, limits.queue_bytes):
             raise Unavailable(
                 f"{self._queued} bytes are inside requests in flight, the limit is {limits.queue_bytes} (queue_bytes); "
-                f"{_retry('answers have come')}, or send less inside messages"
+                f"{_retry('responses have arrived')}, or send less inside messages"
             )
 
     def held(self, client: ClientState) -> str:
@@ -122,11 +126,11 @@ class Quotas:
         limits, mine, total = self._limits, client.held_bytes, self._state.ledger.held_bytes
         if mine > limits.client_held_bytes:
             limit = f"the limit of {limits.client_held_bytes} (client_held_bytes)"
-            return f"this client holds {mine} bytes of answers, over {limit}; drop arrays that are no longer needed"
+            return f"this client holds {mine} bytes of responses, over {limit}; drop results that are no longer needed"
         if total > limits.held_bytes and self._has_share(mine, limits.held_bytes):
             return (
-                f"clients hold {total} bytes of answers, over the limit of {limits.held_bytes} (held_bytes), and this "
-                f"one {mine} of them; drop arrays that are no longer needed"
+                f"clients hold {total} bytes of responses, over the limit of {limits.held_bytes} (held_bytes), {mine} "
+                "of them this client; drop results that are no longer needed"
             )
         return ""
 
@@ -147,8 +151,8 @@ class Quotas:
                 self._state.effects.append(Pause(client.number, pause_until))
             return ""
         return (
-            f"this client makes more than {rate} mistakes a second, its limit (client_errors); "
-            f"{_retry('its fault is mended')}"
+            f"this client makes more than {rate} protocol errors per second, its limit (client_errors); "
+            f"{_retry('the client is fixed')}"
         )
 
 

@@ -33,7 +33,7 @@ class ResponseStreams:
 
     def streamed(self, version: Version, instance: Instance, message: Streamed, now: int) -> None:
         if not version.decoupled:
-            kill_for_protocol_error(self._state, version, instance, "answers by the way")
+            kill_for_protocol_error(self._state, version, instance, "responses during a batch")
             return
         for row in message.rows:
             self._row(version, instance, row, now)
@@ -45,7 +45,7 @@ class ResponseStreams:
             row.request in instance.streams or (batch is not None and request.batch is batch)
         )
         if request is None or not here:
-            kill_for_protocol_error(self._state, version, instance, f"answer to request {row.request}")
+            kill_for_protocol_error(self._state, version, instance, f"response to request {row.request}")
             return
         taken = request.state is not _LINGERING and row.error is None and self._answers.take(instance, request, row)
         if not taken:
@@ -61,9 +61,9 @@ class ResponseStreams:
         elif row.error is not None:
             self._completion.end_failed(request, row.error.code, row.error.text, now)
         elif not taken:
-            text = f"{version.label} answered with memory that is not its own"
+            text = f"{version.label} sent a response with memory that it does not own"
             self._completion.end_failed(request, "INTERNAL", text, now)
-            kill_for_protocol_error(self._state, version, instance, "memory in an answer")
+            kill_for_protocol_error(self._state, version, instance, "memory in a response")
         else:
             version.statistics.answered_early(request.arrived, request.cost, now)
             if batch is not None and request.batch is batch:
@@ -99,7 +99,7 @@ class ResponseStreams:
     def lost(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         """Fails the open streams of a worker that has ended."""
         for request in list(instance.streams.values()):
-            count = f"{request.parts} answer{'' if request.parts == 1 else 's'}"
+            count = f"{request.parts} response{'' if request.parts == 1 else 's'}"
             text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
             self._completion.end_failed(request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
         instance.streams.clear()

@@ -48,7 +48,7 @@ def options_bytes(options: Options) -> int:
             if size > FIELD_BYTES:
                 raise InvalidRequest(
                     f"the value of parameter '{name}' has {size} bytes, over the limit of {FIELD_BYTES}; send large "
-                    f"values as a tensor"
+                    "values as tensors"
                 )
             total += size
     return total
@@ -103,7 +103,7 @@ class Checker:
         if inline > FIELD_BYTES:
             raise InvalidRequest(
                 f"{inline} bytes of tensors are inside the message, over the limit of {FIELD_BYTES}; "
-                f"put large ones into shared memory"
+                "put large ones into shared memory"
             )
         rows = rows if rows > 0 else 0
         if self._padded:
@@ -166,7 +166,9 @@ class Checker:
         item = ITEM_BYTES[spec.dtype]
         count = elements(shape)
         if count * max(item, 4) > _MAX_BYTES:
-            raise InvalidRequest(f"input '{name}' of shape {_dims(shape)} has {count} elements: too many to exist here")
+            raise InvalidRequest(
+                f"input '{name}' of shape {_dims(shape)} has {count} elements, more than any memory can hold"
+            )
         good = Good(self._bits[name], rows if policy.max_batch else -1, count * item if item else -1)
         if len(self._good) < _REMEMBERED:
             self._good[name, tensor.dtype, shape] = good
@@ -203,8 +205,8 @@ class Checker:
     def _size_of_parts(self, tensor: Tensor) -> int:
         if isinstance(tensor.data, int):
             raise InvalidRequest(
-                f"input '{tensor.name}' refers to frame {tensor.data}, but no such frame came with the message; "
-                f"frames travel over ZeroMQ only"
+                f"input '{tensor.name}' refers to frame {tensor.data}, but the message has no such frame; frames are "
+                "only for ZeroMQ"
             )
         assert isinstance(tensor.data, tuple)
         return sum(handle.size for handle in tensor.data)
@@ -262,8 +264,8 @@ class Checker:
             )
         if wanted.place is not None:
             raise InvalidRequest(
-                f"output '{wanted.name}' of model '{self._policy.name}' is wanted as {wanted.classes} classes, which "
-                f"are strings: they cannot be written into shared memory of the caller"
+                f"output '{wanted.name}' of model '{self._policy.name}' is requested as {wanted.classes} classes, "
+                "which are strings: they cannot be written to shared memory of the caller"
             )
 
 

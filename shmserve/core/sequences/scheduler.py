@@ -84,11 +84,11 @@ class Sequencer:
                 f"'{control.dtype}': found correlation ID {key!r}"
             )
         if isinstance(key, int) and key < 0:
-            raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' takes those above 0")
+            raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' needs one above 0")
         owner = _owner(client, options)
         sequence = self._find(model, number, key, owner)
         if sequence is not None and sequence.broken is None and sequence.own:
-            raise InvalidRequest(f"sequence {key} of model '{model}' is that of a request that named none")
+            raise InvalidRequest(f"sequence {key} of model '{model}' belongs to a request without a correlation ID")
         if options.sequence_start:
             if self._state.draining:
                 raise Unavailable(STOPPING)
@@ -285,7 +285,7 @@ class Sequencer:
             until = now + places.policy.idle_ns
         elif until <= now:
             idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
-            sequence.fail(InvalidRequest.code, f"the last one was ended, as no request came for it for {idle}")
+            sequence.fail(InvalidRequest.code, f"the last one ended because it had no request for {idle}")
             sequence.mark_changed()
             self._state.dirty[sequence.version] = None
             return

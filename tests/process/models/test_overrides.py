@@ -142,7 +142,9 @@ def test_the_old_one_goes_on_and_is_not_loaded_again(client: shmserve.Client) ->
     before = pids(client, "m")
     broken = CONFIG | {"parameters": {"delay_us": {"string_value": "soon"}}}
     for _ in range(2):
-        with pytest.raises(shmserve.Unavailable, match=r"delay_us must be a number.*what was served before goes on"):
+        with pytest.raises(
+            shmserve.Unavailable, match=r"delay_us must be a number.*the previous version is still served"
+        ):
             client.load("m", config=broken)
     assert pids(client, "m") == before
     assert client.load("m")["changed"] is False

@@ -228,11 +228,11 @@ LOADING = "load failed for model '{name}': version 1 is at UNAVAILABLE state: "
 @pytest.mark.parametrize(
     ("break_it", "reason"),
     [
-        (raises, rf"{LOADING}.*could not convert string to float: 'three'.*; what was served before goes on"),
-        (does_not_parse, rf"{LOADING}.*invalid syntax \(model\.py, line 1\).*; what was served before goes on"),
+        (raises, rf"{LOADING}.*could not convert string to float: 'three'.*; the previous version is still served"),
+        (does_not_parse, rf"{LOADING}.*invalid syntax \(model\.py, line 1\).*; the previous version is still served"),
         (lacks_its_file, rf"{LOADING}.*model\.py"),
-        (fails_its_warmup, rf"{LOADING}.*zeros are not for me.*; what was served before goes on"),
-        (ends, rf"{LOADING}.*exit code 3.*; what was served before goes on"),
+        (fails_its_warmup, rf"{LOADING}.*zeros are not for me.*; the previous version is still served"),
+        (ends, rf"{LOADING}.*exit code 3.*; the previous version is still served"),
         (is_misspelt, r"failed to load '{name}': m/config\.pbtxt:2.*max_bach_size.*max_batch_size"),
     ],
 )

@@ -259,7 +259,7 @@ def test_rows_of_rows(client: shmserve.Client) -> None:
 def test_as_many_rows_as_there_may_be(client: shmserve.Client) -> None:
     x = numbers(4096, 1)
     assert (client.infer("twice", {"x": x}, timeout=PATIENCE_S)["y"] == x + 2).all()
-    with pytest.raises(shmserve.InvalidRequest, match="4097 rows; a step is mapped over 4096 at most"):
+    with pytest.raises(shmserve.InvalidRequest, match="4097 rows; the limit of a mapped step is 4096"):
         client.infer("each", {"x": numbers(4097, 1)})
 
 
@@ -274,7 +274,7 @@ def test_rows_have_no_place(client: shmserve.Client) -> None:
     place = client.empty((2, 2), "float32")
     error = client.submit("each", {"x": numbers(2, 2)}, outputs={"y": place}).exception(PATIENCE_S)
     assert isinstance(error, shmserve.Unsupported)
-    assert "'y' comes in parts of a mapped step" in str(error)
+    assert "'y' is produced by a mapped step" in str(error)
 
 
 @pytest.mark.parametrize("size", [3, 50_000])
@@ -300,7 +300,7 @@ def test_conditions_in_rows(client: shmserve.Client) -> None:
     x[20] *= -1
     assert (client.infer("judged", {"x": x}, outputs=["s"])["s"] == x).all()
     assert set(client.infer("judged", {"x": -np.abs(x)})) == {"s"}
-    with pytest.raises(shmserve.InvalidRequest, match=r"'z' of step 0 came for 29 of 30 rows only"):
+    with pytest.raises(shmserve.InvalidRequest, match=r"'z' of step 0 exists for only 29 of 30 rows"):
         client.infer("judged", {"x": x})
 
 
@@ -309,7 +309,7 @@ def test_classes(client: shmserve.Client) -> None:
     x = np.array([3, 9, 5], np.float32)
     best = client.infer("chain", {"x": x}, outputs={"z": TopK(2)})["z"]
     assert best.tolist() == [b"9.000000:1", b"5.000000:2"]
-    with pytest.raises(shmserve.Unsupported, match="'s' is read by other steps, and cannot come as classes"):
+    with pytest.raises(shmserve.Unsupported, match="'s' is read by other steps and cannot be returned as classes"):
         client.infer("perhaps", {"x": x}, outputs={"s": TopK(2), "z": None})
 
 

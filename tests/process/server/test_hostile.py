@@ -356,9 +356,9 @@ def test_a_handle_is_returned_once_and_whole(lane: Lane, segment: Segment) -> No
         Handle(held.segment, held.offset + 64, held.size),
         Handle(segment.id, 0, 16),
     ):
-        assert "once, as it was given" in refused(lane, messages.Return((wrong,)), request=0).text
+        assert "once, unchanged" in refused(lane, messages.Return((wrong,)), request=0).text
     lane.send(messages.Return((held,)))
-    assert "once, as it was given" in refused(lane, messages.Return((held,)), request=0).text
+    assert "once, unchanged" in refused(lane, messages.Return((held,)), request=0).text
 
 
 def test_an_unsealed_segment_is_not_taken(lane: Lane) -> None:

@@ -90,7 +90,7 @@ def test_a_failed_load_is_one_record(root: Path, tmp_path: Path) -> None:
     again = "load failed for model 'm': version 1 is at UNAVAILABLE state: "
     for found, text in ((first, "model 'm' version 1 is UNAVAILABLE: "), (second, again)):
         retry, end = found
-        assert " WARNING model 'm' version 1 is tried again (--model-load-retry-count): " in retry
+        assert " WARNING model 'm' version 1 failed to load and will be retried (--model-load-retry-count): " in retry
         assert f" ERROR {text}failed to load: JSONDecodeError" in end
         both = retry + end
         assert both.count("Traceback") == 1

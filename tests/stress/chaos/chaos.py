@@ -48,10 +48,10 @@ END_S = 5.0
 """Without events at the end, so that what was begun can be answered."""
 
 ALLOWED = {
-    "MODEL_FAILED": r"worker process of instance .* ended (while it|after \d+ answers? to this request) .*SIGKILL",
-    "UNAVAILABLE": "no room for |it is loading$|worker process that kept its state ended"
+    "MODEL_FAILED": r"worker process of instance .* ended (while it|after \d+ responses? to this request) .*SIGKILL",
+    "UNAVAILABLE": "no room for |it is loading$|worker process with its state ended"
     rf"|^{AWAY}: .*(unload|not at ready state|no available versions|not found)"
-    "|^calls: .*before its own timeout passes",
+    "|^calls: .*before its own timeout:",
     "NOT_FOUND": rf"^{AWAY}: .*(not found|no available versions)",
     **scheduled.ALLOWED,
 }

@@ -143,7 +143,7 @@ def test_r13_a_handle_that_was_given_back_is_nothing(server: Server, attacker: C
         found = attacker.ask(do="replay")
         honest(client)
     assert found["first"] == []
-    assert "once, as it was given" in found["again"][0]
+    assert "once, unchanged" in found["again"][0]
     assert found["used"][0].startswith("INVALID_ARG")
     assert "neither" in found["used"][0]
 

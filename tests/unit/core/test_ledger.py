@@ -77,7 +77,7 @@ def test_segments_of_others_and_of_nobody(told: Told) -> None:
     number = told.own(told.a)
     held = told.given(told.a)
     for handle in (Handle(number, 0, 1), held, Handle(LAST, LAST, LAST), Handle(0, 0, 0), Handle(1, 0, 0)):
-        with pytest.raises(InvalidRequest, match="neither in a segment of this client nor one that it holds"):
+        with pytest.raises(InvalidRequest, match="neither in a segment of this client nor held by it"):
             told.ledger.resolve(told.b, handle)
 
 
@@ -109,10 +109,10 @@ def test_a_slice_that_is_given_on(told: Told) -> None:
     told.said()
     ledger.take_back(told.a, whole)
     for wrong in (Handle(SEGMENT, 80, 16), Handle(SEGMENT, 96, 8), Handle(SEGMENT, 64, 16)):
-        with pytest.raises(InvalidRequest, match="a handle is returned once, as it was given"):
+        with pytest.raises(InvalidRequest, match="return each handle once, unchanged"):
             ledger.take_back(told.b, wrong)
     ledger.take_back(told.b, whole)
-    with pytest.raises(InvalidRequest, match="a handle is returned once, as it was given"):
+    with pytest.raises(InvalidRequest, match="return each handle once, unchanged"):
         ledger.take_back(told.b, whole)
     ledger.take_back(told.b, Handle(SEGMENT, 64, 8))
     ledger.take_back(told.b, part)
@@ -150,15 +150,15 @@ def test_a_block_of_the_brokers_own_is_freed(told: Told) -> None:
 
 def test_announcing(told: Told) -> None:
     number = told.own(told.a)
-    with pytest.raises(InvalidRequest, match="has been announced already"):
+    with pytest.raises(InvalidRequest, match="has already been announced"):
         told.own(told.a)
     with pytest.raises(InvalidRequest, match="not in this connection's range"):
         told.ledger.announce(2, Map(number + 1, 10), "uid:1000")
-    with pytest.raises(InvalidRequest, match="not one that this connection has announced"):
+    with pytest.raises(InvalidRequest, match="not announced by this connection"):
         told.ledger.withdraw(2, number)
     told.ledger.withdraw(1, number)
     assert told.said() == [Forget(number)]
-    with pytest.raises(InvalidRequest, match="not one that this connection has announced"):
+    with pytest.raises(InvalidRequest, match="not announced by this connection"):
         told.ledger.withdraw(1, number)
 
 
@@ -179,7 +179,7 @@ def test_giving_back_exactly_once(told: Told) -> None:
     handle = told.given(told.a)
     told.said()
     for wrong in (Handle(SEGMENT, 0, 63), Handle(SEGMENT, 0, 65), Handle(SEGMENT, 1, 63), Handle(SEGMENT + 1, 0, 64)):
-        with pytest.raises(InvalidRequest, match="returned by one that does not hold it"):
+        with pytest.raises(InvalidRequest, match="returned by a client that does not hold it"):
             told.ledger.take_back(told.a, wrong)
     with pytest.raises(InvalidRequest):
         told.ledger.take_back(told.b, handle)

@@ -34,9 +34,7 @@ class Operated(Slow):
         self.settled: dict[int, str] = {}
 
     def tell(self, effect: Any) -> None:
-        if isinstance(effect, Kill) and effect.reason.startswith(
-            ("it is not wanted any more", "it was restarted, and")
-        ):
+        if isinstance(effect, Kill) and effect.reason.startswith(("it is no longer needed", "it was restarted and")):
             return
         if isinstance(effect, Settled):
             assert effect.operation not in self.settled, f"operation {effect.operation} is over twice"

@@ -58,7 +58,7 @@ def test_every_move(start: Any, finish: Any) -> None:
         moving.move(finish)
         assert moving.state is finish
         return
-    with pytest.raises(IllegalMove, match=f"{start.name} -> {finish.name} is not a legal move; story: "):
+    with pytest.raises(IllegalMove, match=f"{start.name} -> {finish.name} is not a legal transition; story: "):
         moving.move(finish)
     assert moving.state is start
 

@@ -73,7 +73,7 @@ def test_a_load_that_needs_too_much_of_a_resource_fails(tmp_path: Path) -> None:
     shell = Shell(tmp_path, f"{GOOD}\n{group}")
     try:
         shell.ask("load")
-        why = "instance 'm_0_0' needs 4 of resource 'r', and there are 3 (--rate-limit-resource)"
+        why = "instance 'm_0_0' needs 4 of resource 'r', but there are only 3 (--rate-limit-resource)"
         assert shell.said == [Fail(1, "INVALID_ARG", f"failed to load 'm': {why}")]
         assert [type(event) for _, event in shell.inbox] == [events.Refuse]
     finally:

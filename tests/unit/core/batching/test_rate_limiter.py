@@ -124,7 +124,7 @@ def test_a_worker_that_dies_gives_back_what_it_had() -> None:
     [
         ((), ""),
         ((("r", ANY, 4),), ""),
-        ((("r", ANY, 3),), "instance 'm_0' needs 4 of resource 'r', and there are 3 (--rate-limit-resource)"),
+        ((("r", ANY, 3),), "instance 'm_0' needs 4 of resource 'r', but there are only 3 (--rate-limit-resource)"),
         ((("r", ANY, 3), ("r", 0, 4)), ""),
         ((("r", 1, 1),), ""),
         ((("r", SHARED, 1),), ""),

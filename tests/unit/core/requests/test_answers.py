@@ -111,7 +111,10 @@ def test_memory_that_a_worker_may_not_give_away(case: str) -> None:
     answer(bytes(4), WRONG[case](world, worker, other))
     assert isinstance(client.answers[2], Reply), "the others of its batch are answered"
     failed = client.answers[3]
-    assert (failed.code, failed.text) == ("INTERNAL", "model 'm' version 1 answered with memory that is not its own")
+    assert (failed.code, failed.text) == (
+        "INTERNAL",
+        "model 'm' version 1 sent a response with memory that it does not own",
+    )
     assert [effect.peer for effect in world.effects if isinstance(effect, Kill)] == [worker.peer]
 
 
@@ -128,10 +131,10 @@ def test_an_honest_answer_with_two_blocks() -> None:
 @pytest.mark.parametrize(
     ("hello", "code", "part"),
     [
-        (Hello(2, 1, "a", "memfd"), "PROTOCOL", "protocol 2 is not spoken here, only 1"),
-        (Hello(0, 1, "a", "memfd"), "PROTOCOL", "protocol 0 is not spoken here"),
-        (Hello(1, 1, "a", "posix"), "PROTOCOL", "outputs 'posix' cannot come over this kind of link; ask for memfd"),
-        (Hello(1, 1, "a", ""), "PROTOCOL", "outputs '' cannot come"),
+        (Hello(2, 1, "a", "memfd"), "PROTOCOL", "protocol 2 is not supported, only 1"),
+        (Hello(0, 1, "a", "memfd"), "PROTOCOL", "protocol 0 is not supported"),
+        (Hello(1, 1, "a", "posix"), "PROTOCOL", "outputs 'posix' are not possible over this kind of link; use memfd"),
+        (Hello(1, 1, "a", ""), "PROTOCOL", "outputs '' are not possible"),
         (Infer(1, "m", 0, ()), "CONNECTION_LOST", "the first message of a connection must be Hello"),
         (Cancel(1), "CONNECTION_LOST", "must be Hello"),
         (Ask(1, "live"), "CONNECTION_LOST", "must be Hello"),
@@ -166,7 +169,7 @@ def test_hello_twice() -> None:
     client = world.connect("a")
     assert len(world.sent(client.peer, Welcome)) == 1
     world.turn([(client.peer, Hello(1, 1, "a", "memfd"))])
-    assert "said twice" in world.sent(client.peer, Goodbye)[0].text
+    assert "sent twice" in world.sent(client.peer, Goodbye)[0].text
     assert client.peer not in world.clients
 
 
@@ -217,7 +220,7 @@ def test_a_message_that_could_not_be_read() -> None:
     [
         (Map((2 << 32) + 1, 10), "not in this connection's range"),
         (Map(7, 10), "not in this connection's range"),
-        (Map((1 << 32) + 1, 10, "named"), "the name of a segment is a slash"),
+        (Map((1 << 32) + 1, 10, "named"), "a segment name must be a slash"),
     ],
 )
 def test_segments_that_cannot_be_announced(message: Map, part: str) -> None:

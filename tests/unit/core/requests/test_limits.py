@@ -81,7 +81,7 @@ def told(answers: list[Any], name: str, *numbers: int) -> None:
         assert answer.code == "UNAVAILABLE"
         assert f"({name})" in answer.text
         assert set(map(str, numbers)) <= set(re.findall(r"\d+", answer.text)), answer.text
-        assert re.search(r"try again when|wait for|drop arrays|use larger|close some", answer.text), answer.text
+        assert re.search(r"try again when|wait for|drop results|use larger|close some", answer.text), answer.text
 
 
 # ---------------------------------------------------------------------------------------------- connections

@@ -131,7 +131,7 @@ def test_the_limit_counts_until_the_answer() -> None:
     effects = core.handle([(1, Ask(n, "live")) for n in range(1, 6)] + [(2, Ask(1, "live"))], 0)
     fails = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Fail)]
     assert [(fail.request, fail.code) for fail in fails] == [(4, "UNAVAILABLE"), (5, "UNAVAILABLE")]
-    assert all("(client_questions)" in fail.text and "3 questions" in fail.text for fail in fails)
+    assert all("(client_questions)" in fail.text and "3 queries" in fail.text for fail in fails)
     assert turns(core) == []
     (fail,) = core.handle([(1, Ask(6, "live"))], 0)
     assert isinstance(fail.message, Fail)  # type: ignore[union-attr]

@@ -86,7 +86,7 @@ def test_streams_that_models_do_not_end_are_limited_by_user() -> None:
     assert len(worker.streams) == 8
     refused = begin("a once more", "uid:1000", 1).answers[1]
     assert isinstance(refused, Fail)
-    assert "8 streams that this user does not wait for any more" in refused.text
+    assert "8 cancelled streams of this user" in refused.text
     assert not begin("b", "uid:2000", 1).answers
     worker.part(next(iter(worker.streams)), last=True)
     world.turn(world.heard(worker))

@@ -92,7 +92,7 @@ def test_who_may_not_have_a_worker_open_memory_on_a_gpu() -> None:
     assert connect(core, 1, "uid:1001", "lane", INFER | OBSERVE).limits["device_memory"] == 0
     assert "needs the role operate" in farewell(announce(core, 1, ON_GPU))
     assert connect(core, 2).limits["device_memory"] == 0
-    assert "over the lane only" in farewell(announce(core, 2, ON_GPU))
+    assert "only be announced over the lane" in farewell(announce(core, 2, ON_GPU))
     connect(core, 3, plane="lane")
     assert "does not contain an exported handle" in farewell(
         core.handle([(3, Map(3 << OWNER_SHIFT | 1, 0, ON_GPU))], 0)

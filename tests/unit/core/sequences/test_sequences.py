@@ -125,7 +125,7 @@ class Sequenced(World):
 
     def tell(self, effect: Any) -> None:
         if isinstance(effect, Kill):
-            assert effect.reason == "it is not wanted any more", effect.reason
+            assert effect.reason == "it is no longer needed", effect.reason
         if isinstance(effect, Send) and isinstance(effect.message, (Reply, Fail, FailHeld)):
             message = effect.message
             assert isinstance(message, Reply) or message.code != "INTERNAL", message
