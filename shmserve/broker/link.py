@@ -129,13 +129,13 @@ class PeerLink:
         self._paused_until = max(self._paused_until, until)
         if self._waiting is None and self._sock is not None and self._parting is None:
             self._loop.remove_reader(self._fd)
-            self._waiting = self._loop.call_later((until - time.monotonic_ns()) / 1e9, self._go_on)
+            self._waiting = self._loop.call_later((until - time.monotonic_ns()) / 1e9, self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         left = self._paused_until - time.monotonic_ns()
         self._waiting = None
         if left > 0:
-            self._waiting = self._loop.call_later(left / 1e9, self._go_on)
+            self._waiting = self._loop.call_later(left / 1e9, self._resume)
         else:
             self._listen()
 

@@ -258,7 +258,7 @@ class Instance(Struct, eq=False):
     """Open streams: requests that it will still answer, although their batch has run."""
     replaces: Instance | None = None
     """The instance that this one replaces once it is READY."""
-    leaving: bool = False
+    retiring: bool = False
     """It accepts no new sequences or other requests, and stops when its sequences and streams have ended."""
     closing: bool = False
     """It leaves and gets nothing more to run; it only finishes its batches and streams."""
@@ -304,7 +304,7 @@ class Instance(Struct, eq=False):
     @property
     def over(self) -> bool:
         """It has stopped or is about to, and will not restart."""
-        return self.leaving or self.state in _OVER
+        return self.retiring or self.state in _OVER
 
     def batches(self) -> list[Batch]:
         return [batch for batch in (self.running, self.waiting) if batch is not None]
@@ -466,7 +466,7 @@ class Places:
         """The instance with the fewest sequences of those that can take another one."""
         best, fewest = None, self.policy.slots
         for instance in instances:
-            if instance.usable and not instance.leaving and not instance.waits:
+            if instance.usable and not instance.retiring and not instance.waits:
                 slots = self.bound.get(instance)
                 count = self.policy.slots - slots.count(None) if slots is not None else 0
                 if count < (min(fewest, 1) if instance.quarantined else fewest):

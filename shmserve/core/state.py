@@ -1,7 +1,7 @@
 """State shared by the parts of the core: tables of all records, work lists and effects of the current turn, and timers.
 
 Parts of the core do not call upwards. Where one causes work for a part above it, it adds to a work list here (`dirty`,
-`stirred`, `replaced` and more), which `Core` processes at the end of the turn.
+`changed_runs`, `replaced` and more), which `Core` processes at the end of the turn.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class State:
         """Sequences that further requests may continue."""
         self.ensembles: dict[Version, None] = {}
         """Deployed ensembles."""
-        self.regard = False
+        self.readiness_changed = False
         """Re-evaluate the readiness of ensembles at the end of the turn. Set when something changes that it may depend
         on."""
         self.wakes: dict[Version, int] = {}
@@ -95,20 +95,20 @@ class State:
         """Instances queued to load."""
         self.loading: dict[Instance, None] = {}
         """Instances that are loading and count towards `Limits.loading`."""
-        self.leaving: dict[Version, None] = {}
+        self.unloading: dict[Version, None] = {}
         """Versions that accept no new requests, and are removed when those that they have are answered."""
         self.replaced: list[tuple[Version, Instance | None, Version | None]] = []
         """What restarts have replaced: (version, instance, None) for one instance of a version that continues, and
         (version, None, successor) for a whole version."""
         self.forced: list[Version] = []
         """Versions to unload by force at the end of the turn."""
-        self.parting: dict[Instance, Version] = {}
+        self.retiring: dict[Instance, Version] = {}
         """Instances that their versions no longer need, kept until their sequences have ended."""
         self.waiting: dict[Instance, None] = {}
         """Instances that block until models that they called have answered."""
         self.answered_calls: list[Request] = []
         """Requests answered in this turn for which an instance has been blocking."""
-        self.doubt = False
+        self.deadlock_possible = False
         """Instances that call each other's models may have deadlocked; check at the end of the turn. Set when an
         instance leaves, and when a step starts to wait for resources."""
         self.traces = Traces()
@@ -150,7 +150,7 @@ class State:
 
     def refresh(self, name: str) -> None:
         """Updates `ready` and the readiness of ensembles. Call when the default version of a model may have changed."""
-        self.regard = True
+        self.readiness_changed = True
         model = self.models.get(name)
         default = model.default() if model else None
         if default is None:

@@ -68,7 +68,7 @@ class LaneListener:
                 self._refuse_waiting()
             if error.errno in _SHORT_OF:  # accept would fail again at once and starve other callbacks
                 self._loop.remove_reader(self._socket.fileno())
-                self._again = self._loop.call_later(AGAIN_S, self._go_on)
+                self._again = self._loop.call_later(AGAIN_S, self._resume)
             return
         principal = peer(sock)
         self._opened(sock, principal.uid, self._access.roles_of(principal))
@@ -85,7 +85,7 @@ class LaneListener:
                     sock.shutdown(socket.SHUT_RDWR)
         self._spare = _spare()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._again = None
         self._loop.add_reader(self._socket.fileno(), self._accept)
 

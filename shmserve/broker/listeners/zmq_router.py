@@ -272,13 +272,13 @@ class ZmqRouter:
         outbox.paused_until = max(outbox.paused_until, until)
         if outbox.waiting is None and self._outboxes.get(outbox.identity) is outbox:
             delay = (until - time.monotonic_ns()) / 1e9
-            outbox.waiting = self._loop.call_later(delay, self._go_on, outbox)
+            outbox.waiting = self._loop.call_later(delay, self._resume, outbox)
 
-    def _go_on(self, outbox: ZmqOutbox) -> None:
+    def _resume(self, outbox: ZmqOutbox) -> None:
         outbox.waiting = None
         left = outbox.paused_until - time.monotonic_ns()
         if left > 0:
-            outbox.waiting = self._loop.call_later(left / 1e9, self._go_on, outbox)
+            outbox.waiting = self._loop.call_later(left / 1e9, self._resume, outbox)
         else:
             self._wait_for_turn(outbox)
 

@@ -128,7 +128,7 @@ class Dispatcher:
             instance.watched = True
             self._state.set_timer(now + version.limit_ns, Timer.HANG, instance)
 
-    def look_at(self, version: Version, instance: Instance, now: int) -> None:
+    def check_hang(self, version: Version, instance: Instance, now: int) -> None:
         """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
         other models does not count; the timer is set again when they have answered."""
         instance.watched = False

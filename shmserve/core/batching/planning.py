@@ -64,7 +64,7 @@ def busy(version: Version) -> list[Instance]:
 
 def place_for(version: Version, suspect: Request) -> Instance | None:
     """The instance for a retry: preferably not the one where its worker died, and the one that can start it first."""
-    able = [i for i in version.instances if i.usable and not i.leaving and not i.waits]
+    able = [i for i in version.instances if i.usable and not i.retiring and not i.waits]
     return min(
         able,
         key=lambda i: (i.quarantined, i is suspect.suspect, not i.idle, i.waiting is not None, _began(i)),

@@ -249,13 +249,13 @@ class ModelCalls:
             for other in state.limiter.release(instance):
                 state.dirty[other] = None
 
-    def settle_answered(self) -> None:
+    def resume_answered(self) -> None:
         """Resumes the instances whose last call has been answered."""
         answered = self._state.answered_calls
         while answered:
-            self._go_on(answered.pop())
+            self._resume(answered.pop())
 
-    def _go_on(self, request: Request) -> None:
+    def _resume(self, request: Request) -> None:
         caller = request.client
         assert isinstance(caller, CallingWorker)
         caller.waits_for -= 1
@@ -270,9 +270,9 @@ class ModelCalls:
             if state.limiter is not None:
                 state.limiter.take_again(instance)
             if not instance.watched:
-                self._dispatcher.look_at(version, instance, state.now)
+                self._dispatcher.check_hang(version, instance, state.now)
 
-    def regard(self, now: int) -> None:
+    def check_deadlocks(self, now: int) -> None:
         """Fails the newest call of each cycle of waiting instances."""
         while True:
             request, text = self._waits.last_in_circle()

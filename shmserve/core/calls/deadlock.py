@@ -5,7 +5,7 @@ can continue or, while it is queued, one of those that may run it. Instances for
 deadlocked.
 
 Invariant: if there is no deadlock, a new call can only deadlock its own caller, so only that call is checked. All
-instances are checked only if something else may have formed a deadlock (`State.doubt`).
+instances are checked only if something else may have formed a deadlock (`State.deadlock_possible`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Readiness of ensembles: an ensemble is READY when the models of its steps are and fit together.
 
-Invariant: all ensembles are evaluated from scratch whenever any model changes (`State.regard`), so no change can be
-missed. Whether shapes fit is decided by the shell, which has the configurations (Compose, Composed); it is asked once
-for each set of members.
+Invariant: all ensembles are evaluated from scratch whenever any model changes (`State.readiness_changed`), so no change
+can be missed. Whether shapes fit is decided by the shell, which has the configurations (Compose, Composed); it is asked
+once for each set of members.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class EnsembleReadiness:
         self._state = state
         self._operations = operations
 
-    def regard(self, now: int) -> None:
+    def update(self, now: int) -> None:
         """Evaluates all ensembles until nothing changes, because some are steps of others."""
-        while self._state.regard:
-            self._state.regard = False
+        while self._state.readiness_changed:
+            self._state.readiness_changed = False
             for version in list(self._state.ensembles):
                 if version in self._state.ensembles:
                     self._look_at(version, now)
@@ -72,7 +72,7 @@ class EnsembleReadiness:
         if decoupled != version.decoupled:
             version.decoupled = decoupled
             self._state.cache.purge(version)
-            self._state.regard = True
+            self._state.readiness_changed = True
 
     def _member(self, name: str, number: int) -> tuple[Version | None, str, bool]:
         """The version that runs a step; or None, the reason ("": it is being loaded), and whether it will recover
@@ -132,7 +132,7 @@ class EnsembleReadiness:
         version.members, version.compose_number = (), 0
         if recovers != version.member_recovering:
             version.member_recovering = recovers
-            self._state.regard = True
+            self._state.readiness_changed = True
         if version.state is _V.UNAVAILABLE:
             version.reason = reason
             return

@@ -85,7 +85,7 @@ class Deployments:
         if target.policy is not None:
             self._state.adopt(version, target.policy)
             self._state.ensembles[version] = None
-            self._state.regard = True
+            self._state.readiness_changed = True
         operation.loading[version] = None
         if current is not None and (current.state is _V.READY or current.recovering):
             model.coming[number] = version
@@ -123,7 +123,7 @@ class Deployments:
         model = self._state.models.setdefault(event.model, Model(event.model))
         model.loads.failed += 1
         model.failed = FailedChange(event.reason, now)
-        self._state.regard = True
+        self._state.readiness_changed = True
         if not event.version:
             model.reason = event.reason
             return
@@ -345,7 +345,7 @@ class Deployments:
                 version.reason = UNLOADED
         if loading or version.state is _V.READY or version.recovering:
             version.move(_V.UNLOADING)
-            self._state.leaving[version] = None
+            self._state.unloading[version] = None
             if version.places is not None:
                 self._state.set_timer(self._state.now + self._state.limits.leaving_ns, Timer.LEAVE, version)
         if loading:
@@ -356,14 +356,14 @@ class Deployments:
         """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to
         finish."""
         state = self._state
-        state.doubt = True
+        state.deadlock_possible = True
         if instance.state in (_I.WAITING, _I.BACKOFF):
             instance.move(_I.STOPPED)
             self.remove_stopped(version, instance)
         elif instance.state is _I.READY and self._let_finish(version, instance):
             pass
         elif instance.state is _I.READY:
-            state.parting.pop(instance, None)
+            state.retiring.pop(instance, None)
             if version.places is not None and version.places.at(instance):
                 version.places.lose(instance, f"instance '{instance.spec.name}' is no longer served")
                 state.dirty[version] = None
@@ -379,7 +379,7 @@ class Deployments:
             state.effects.append(Kill(instance.peer, "it is no longer needed"))
             self.load_over(instance)
         elif instance.state is _I.KILLED:
-            instance.leaving = instance.closing = True
+            instance.retiring = instance.closing = True
         self.settle_lost(version)
 
     def settle_lost(self, version: Version) -> bool:
@@ -401,10 +401,10 @@ class Deployments:
         """An instance removed from a version that continues stays for its sequences (for a limited time) and its
         streams."""
         state = self._state
-        if version.state is not _V.READY or instance.leaving or not version.needs(instance):
+        if version.state is not _V.READY or instance.retiring or not version.needs(instance):
             return False
-        instance.leaving = True
-        state.parting[instance] = version
+        instance.retiring = True
+        state.retiring[instance] = version
         if version.places is not None:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
         else:
@@ -422,7 +422,7 @@ class Deployments:
                 sequence.mark_changed()
                 self._state.dirty[sequence.version] = None
             return
-        version = self._state.parting.get(subject) if isinstance(subject, Instance) else subject
+        version = self._state.retiring.get(subject) if isinstance(subject, Instance) else subject
         if version is None or version.places is None:
             return
         if isinstance(subject, Instance):
@@ -437,18 +437,18 @@ class Deployments:
         if goes_on and any(not other.over for other in version.instances):
             version.instances.remove(instance)
 
-    def settle_leaving(self) -> None:
+    def finish_unloads(self) -> None:
         """Stops versions and instances that have finished, and removes those whose processes have ended. Called once
         per turn."""
-        for instance, version in list(self._state.parting.items()):
+        for instance, version in list(self._state.retiring.items()):
             if not version.needs(instance):
                 self.stop(version, instance)
-        for version in list(self._state.leaving):
+        for version in list(self._state.unloading):
             if version.finished:
                 for instance in list(version.instances):
                     self.stop(version, instance)
             if version.gone and version.finished:
-                del self._state.leaving[version]
+                del self._state.unloading[version]
                 version.move(_V.UNAVAILABLE, UNLOADED)
                 model = self._state.models[version.model]
                 if model.versions.get(version.number) is version:

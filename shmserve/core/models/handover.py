@@ -35,7 +35,7 @@ class Handover:
         while state.replaced:
             version, instance, successor = state.replaced.pop()
             if instance is not None:
-                instance.leaving = True
+                instance.retiring = True
                 self._limit(version, instance, now)
             elif successor is not None:
                 self._replace(version, successor, now)
@@ -76,7 +76,7 @@ class Handover:
     def _limit(self, version: Version, instance: Instance, now: int) -> None:
         instance.due = now + self._state.limits.exit_ns
         self._state.set_timer(instance.due, Timer.OVERDUE, instance)
-        if instance.waiting is not None and (instance.leaving or version.successor is not None):
+        if instance.waiting is not None and (instance.retiring or version.successor is not None):
             self._recalls.recall(instance, instance.waiting)
             self._state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
 

@@ -141,12 +141,12 @@ class Lifecycle:
         version, instance = found
         instance.peer = 0
         instance.revoked = set()
-        self._state.parting.pop(instance, None)
+        self._state.retiring.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
         self._calls.forget_questions(event.peer)
         caller = self._calls.ended(instance)
-        self._state.doubt = True
+        self._state.deadlock_possible = True
         self._count_uptime(instance, now)
         explained = self._lose_batches(version, instance, event.reason, now)
         if caller is not None:
@@ -169,8 +169,8 @@ class Lifecycle:
         if self._state.draining:
             instance.move(_I.STOPPED)
             self._no_more(version, now)
-        elif instance.state is _I.STOPPING or instance.leaving:
-            if instance.leaving and instance.state is _I.READY:
+        elif instance.state is _I.STOPPING or instance.retiring:
+            if instance.retiring and instance.state is _I.READY:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
                 self._state.log("error", text, **_about(version, instance))
             elif event.reason.startswith("signal "):  # not one that we have sent
@@ -321,11 +321,11 @@ class Lifecycle:
         instance.retry_at = now + pause
         self._state.set_timer(instance.retry_at, Timer.RETRY, instance)
 
-    def retry(self, instance: Instance, version: Version) -> None:
+    def retry(self, version: Version, instance: Instance, now: int) -> None:
         if instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
             self._operations.spawn(version, instance)
 
-    def late(self, instance: Instance, version: Version, now: int) -> None:
+    def late(self, version: Version, instance: Instance, now: int) -> None:
         """The load timer. The process may be a later one than that for which it was set."""
         limit = self._state.limits.load_ns
         if instance.state is _I.STARTING and instance.spawned + limit <= now:
@@ -412,7 +412,7 @@ def _may_run_elsewhere(version: Version, instance: Instance) -> bool:
     """Can another instance run a request that was alone when its worker crashed? A request that hung is not retried: it
     would most likely block the other instance for the whole execution limit, too."""
     return any(
-        other.usable and not other.leaving and not other.quarantined
+        other.usable and not other.retiring and not other.quarantined
         for other in version.instances
         if other is not instance
     )

@@ -106,7 +106,7 @@ class Admission:
 
     def hello(self, peer: int, message: Hello, now: int) -> None:
         client = self._state.clients.get(peer)
-        if client is None or client.leaving:
+        if client is None or client.disconnecting:
             return
         if not client.granted:
             self._goodbye(client, roles.stranger())
@@ -171,7 +171,7 @@ class Admission:
         """Disconnect the client and ignore further input."""
         if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
             self._quotas.expelled(client, self._state.now)
-        client.leaving = True
+        client.disconnecting = True
         self.questions.gone(client.number)
         client.roles = roles.NOBODY
         self._tell_operator("info", client, f"disconnected: {error.message}")
@@ -181,7 +181,7 @@ class Admission:
     def part_with(self, peer: int, error: ServeError) -> None:
         """Disconnects the client because of an error that is not its own."""
         client = self._state.clients.get(peer)
-        if client is not None and not client.leaving:
+        if client is not None and not client.disconnecting:
             self._goodbye(client, error)
 
     def _refuse(self, client: ClientState, number: int, error: ServeError, now: int) -> None:
@@ -193,13 +193,13 @@ class Admission:
     def _fine(self, client: ClientState, now: int) -> None:
         """Counts a protocol error. Disconnects the client if there are too many in a short time."""
         text = self._quotas.fine(client, now)
-        if text and not client.leaving:
+        if text and not client.disconnecting:
             self._quotas.expelled(client, now)
             self._goodbye(client, Unavailable(text))
 
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
         client = self._state.clients.get(peer)
-        if client is not None and not client.leaving:
+        if client is not None and not client.disconnecting:
             # A request in flight gets its own response instead of this error.
             number = 0 if event.request in client.requests else event.request
             self._state.send(peer, Fail(number, event.code, event.text))
@@ -208,7 +208,7 @@ class Admission:
     def _greeted(self, peer: int) -> ClientState | None:
         """The client, if it has sent Hello. Otherwise it is disconnected with an error."""
         client = self._state.clients.get(peer)
-        if client is None or client.leaving:
+        if client is None or client.disconnecting:
             return None
         if not client.outputs:
             # This includes clients that have not noticed that the server was restarted.
@@ -459,7 +459,7 @@ class Admission:
                 self._state.ledger.take_back(client, handle)
             except ServeError as error:
                 self._refuse(client, 0, error, now)
-                if client.leaving:
+                if client.disconnecting:
                     return
 
     def ask(self, peer: int, message: Ask, now: int) -> None:

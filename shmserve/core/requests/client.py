@@ -11,7 +11,8 @@ class ClientState(Struct, eq=False):
     """`outputs` is how it receives large outputs: memfd, posix or frames; empty until it has sent Hello.
 
     Outputs are placed for its `audience`, which is everyone who may map them. `roles` are bits of
-    shmserve.protocol.roles, set from Hello until it is disconnected (`leaving`). Its connection counts for its `user`.
+    shmserve.protocol.roles, set from Hello until it is disconnected (`disconnecting`). Its connection counts for
+    its `user`.
     """
 
     number: int
@@ -34,7 +35,7 @@ class ClientState(Struct, eq=False):
     user: str = ""
     granted: int = 0
     roles: int = 0
-    leaving: bool = False
+    disconnecting: bool = False
     denied: bool = False
     fined_until: int = 0
     """Position of its protocol errors against client_errors: each one advances it by 1 s / client_errors."""

@@ -66,7 +66,7 @@ class Enqueuer:
             begin(self._state, request)
             return
         if request.step_of and (version.order is not None or version.places is not None):
-            self._state.doubt = True
+            self._state.deadlock_possible = True
         if version.places is not None:
             self.sequencer.put(version, number, request, now)
             return

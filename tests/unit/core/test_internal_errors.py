@@ -10,6 +10,7 @@ from shmserve.core.core import Core
 from shmserve.core.effects import Kill, Log, Send
 from shmserve.core.internal_errors import MANY, SIGN
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.records import Instance, Version
 from shmserve.protocol.messages import Done, Fail, Goodbye, Infer, Reply, Tensor
 from tests.support.core.fakes import FakeClient
 from tests.support.core.world import World
@@ -27,19 +28,19 @@ class Faulty(World):
         self.logs: list[str] = []
         self.parted: list[Goodbye] = []
         self.kills: list[str] = []
-        infer, done = self.core._of_clients[Infer], self.core._of_workers[Done]
+        infer, done = self.core._of_clients[Infer], self.core._of_reports[Done]
 
         def bad_infer(peer: int, message: Infer, now: int) -> None:
             if message.request == 13:
                 raise ZeroDivisionError("thirteen")
             infer(peer, message, now)
 
-        def bad_done(peer: int, message: Done, now: int) -> None:
+        def bad_done(version: Version, instance: Instance, message: Done, now: int) -> None:
             if len(message.rows) == 3:
                 raise KeyError(message.batch)
-            done(peer, message, now)
+            done(version, instance, message, now)
 
-        self.core._of_clients[Infer], self.core._of_workers[Done] = bad_infer, bad_done
+        self.core._of_clients[Infer], self.core._of_reports[Done] = bad_infer, bad_done
 
     def tell(self, effect: Any) -> None:
         super().tell(effect)

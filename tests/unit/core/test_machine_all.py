@@ -308,7 +308,7 @@ class EverythingMachine(OperatedMachine):
                 for instance in version.instances:
                     assert not instance.streams, instance.story()
         assert not state.cache.bytes
-        assert not state.parting
+        assert not state.retiring
         if state.limiter is not None:
             assert not state.limiter._running
             assert not any(state.limiter._used.values())

@@ -99,12 +99,12 @@ class OperatedMachine(CoreMachine):
         assert set(self.world.settled) == set(range(1, self.operations + 1)), "an operation that is never over"
         assert not state.loads
         assert not state.loading
-        assert not state.leaving
+        assert not state.unloading
         for model in state.models.values():
             assert model.operation is None
             assert not model.coming
             assert not model.leaving
-            assert not model.unloading
+            assert not model.leaving
             for version in model.versions.values():
                 assert version.state in (VersionState.READY, VersionState.UNAVAILABLE)
         super().teardown()

@@ -340,13 +340,13 @@ class SequenceMachine(RuleBasedStateMachine):
             if places is None or not waiting:
                 continue
             for instance in version.instances:
-                if instance.usable and not instance.leaving:
+                if instance.usable and not instance.retiring:
                     assert len(places.at(instance)) == places.policy.slots, "a slot is free, and somebody waits"
 
     @invariant()
     def who_leaves_takes_no_more(self) -> None:
         if hasattr(self, "world"):
-            for instance, version in self.world.core.state.parting.items():
+            for instance, version in self.world.core.state.retiring.items():
                 assert version.places is not None
                 now = set(version.places.at(instance))
                 assert now <= self.parting.setdefault(instance, now), "it has taken another one"

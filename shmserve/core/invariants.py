@@ -1,0 +1,176 @@
+"""The invariants that hold between two turns of the core, as assertions. Only for tests and simulations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import cast
+
+from shmserve.core.models.model import Model
+from shmserve.core.records import Instance, Places, Request, Version
+from shmserve.core.requests.completion import is_stream
+from shmserve.core.requests.questions import Questions
+from shmserve.core.state import State
+from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
+
+_I = InstanceState
+
+
+def check(state: State, questions: Questions) -> None:
+    """Asserts all invariants that must hold between turns. Only for tests and simulations: visits every request."""
+    instances = state.instances.items()
+    callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
+    state.ledger.check(state.clients | callers)
+    questions.check(state.clients.keys() | state.instances.keys())
+    for peer, caller in callers.items():
+        held = [number for number in caller.requests.values() if state.requests[number].held]
+        instance = state.instances[peer][1]
+        assert caller.number == peer
+        assert caller.waits_for == len(held), instance.story()
+        assert (instance in state.waiting) == bool(held), instance.story()
+    assert not state.dirty
+    queued: dict[object, int] = {}
+    for number, request in state.requests.items():
+        story = request.story()
+        assert request.number == number
+        if request.state is RequestState.QUEUED:
+            queued[request.version] = queued.get(request.version, 0) + 1
+            waits: Iterable[Request] = request.version.suspects if request.suspect else request.version.queue.in_order()
+            if request.sequence is not None:
+                waits = request.sequence.requests
+            assert request in waits, story
+        elif number in state.runs:
+            _check_run(state, request, story)
+        elif request.state is RequestState.DONE:
+            assert request.reply is not None, story
+            assert request.version.order, story
+            assert request in list(request.version.order)[1:], story
+        elif request.instance is not None and number in request.instance.streams:
+            assert request.state in (RequestState.OPEN, RequestState.LINGERING), story
+            assert request.batch is None, story
+        else:
+            assert request.state in (RequestState.SENT, RequestState.LINGERING), story
+            assert request.instance is not None, story
+            assert request.batch in request.instance.batches(), story
+        if request.step_of:
+            assert state.runs[request.step_of].out.get(request.number) is request, story
+        elif request.state is not RequestState.LINGERING:
+            assert request.client.requests.get(request.client_number) == request.number, story
+    abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
+    assert state.abandoned == Counter(request.client.user for request in abandoned)
+    _check_sequences(state)
+    state.cache.check()
+    if state.limiter is not None:
+        state.limiter.check()
+    for client in (*state.clients.values(), *callers.values()):
+        assert not client.gone
+        steps = [request for request in state.requests.values() if request.client is client and request.step_of]
+        own = [state.requests[number] for number in client.requests.values()]
+        assert client.bytes == sum(request.inline for request in (*own, *steps))
+    for model in state.models.values():
+        generations = model.generations()
+        assert len(generations) == len(set(generations)), model.name
+        for version in generations:
+            assert (version in state.unloading) == (version.state is VersionState.UNLOADING), version.label
+            assert version.waits == queued.get(version, 0), version.label
+            if version.trial is not None:
+                assert version.trial.running is not None, version.label
+                assert version.trial.running.count == 1, version.label
+            assert version.queue.count == len(version.queue.in_order()), version.label
+            if version.padding is not None and version.policy is not None:
+                assert all(r.passed <= version.policy.max_batch for r in version.queue.in_order()), version.label
+            for instance in version.instances:
+                _check_instance(state, version.idle, instance)
+            _check_alive(state, version)
+        _check_operation(model)
+
+
+def _check_run(state: State, request: Request, story: str) -> None:
+    run = state.runs[request.number]
+    assert run.request is request, story
+    assert request.state in (RequestState.CHAINED, RequestState.LINGERING), story
+    assert run.spots.keys() == run.out.keys(), story
+    assert run.over == (request.state is RequestState.LINGERING), story
+    assert run.out or run.mapped or run.waits_for_room, f"nothing is in flight for it: {story}"
+    assert not run.results, story
+    assert not run.ready or run.over, story
+    assert not run.mapped or run.over or run in state.mapped.members(), story
+    for number, step in run.out.items():
+        assert state.requests[number] is step, story
+    for iteration in run.iterations():
+        for name, kept in iteration.tensors.items():
+            assert kept.readers > 0, f"'{name}' is kept without a reader: {story}"
+
+
+def _check_sequences(state: State) -> None:
+    for key, sequence in state.sequences.items():
+        assert sequence.key == key
+        assert sequence.broken is None, sequence.story()
+        assert sequence in cast(Places, sequence.version.places).all(), sequence.story()
+    for instance, version in state.retiring.items():
+        assert instance.retiring, instance.story()
+        assert instance in version.instances, instance.story()
+    versions = [version for model in state.models.values() for version in model.generations()]
+    for places in [version.places for version in versions if version.places is not None]:
+        assert not places.changed
+        assert places.bytes == sum(request.inline for sequence in places.all() for request in sequence.requests)
+        for sequence in places.all():
+            assert not (sequence.over and sequence.idle), sequence.story()
+            assert (sequence.state is SequenceState.BOUND) == (sequence.instance is not None), sequence.story()
+            assert sequence.broken is None or sequence.running is not None, sequence.story()
+            for request in sequence.requests:
+                assert request.sequence is sequence, sequence.story()
+                assert request.state is RequestState.QUEUED, sequence.story()
+            if sequence.running is not None:
+                assert sequence.running.instance is sequence.instance, sequence.story()
+
+
+def _check_operation(model: Model) -> None:
+    operation = model.operation
+    assert not model.coming or operation is not None, f"versions of '{model.name}' are coming without an operation"
+    if operation is not None:
+        assert operation.loading or operation.starting, f"an operation on '{model.name}' waits for nothing"
+        for version in operation.loading:
+            assert version.state is VersionState.LOADING, version.label
+    for version in model.leaving:
+        assert version.state is VersionState.UNLOADING or not version.gone, version.label
+
+
+def _check_alive(state: State, version: Version) -> None:
+    """A READY version has an instance that is alive, and no request waits for a version that cannot run it."""
+    if version.state is VersionState.READY and version.instances and not state.draining:
+        assert not all(instance.over for instance in version.instances), (
+            f"{version.label} is READY without any instance"
+        )
+    serving = [instance for instance in version.instances if not (instance.over or instance.spec.passive)]
+    lost = [instance for instance in serving if instance.lost]
+    if version.state is VersionState.READY and lost:
+        assert version.alive, f"{version.label} is READY: {version.trouble}"
+    if version.state is VersionState.UNAVAILABLE:
+        assert not version.waits, f"{version.label}: no instance will run its queued requests"
+        assert not any(instance.usable for instance in serving), f"{version.label}: {version.trouble}"
+    if version.state in (VersionState.READY, VersionState.UNAVAILABLE) and not state.draining:
+        assert all(i.peer or i.state in (_I.BACKOFF, _I.WAITING) for i in serving), (
+            f"{version.label} has an instance that is not restarted"
+        )
+
+
+def _check_instance(state: State, idle: list[Instance], instance: Instance) -> None:
+    story = instance.story()
+    known = state.instances.get(instance.peer)
+    assert (known is not None and known[1] is instance) == bool(instance.peer), story
+    assert not instance.lost or instance.state is not _I.READY, story
+    if instance.quarantined and not instance.over:
+        assert instance.waiting is None, story
+        assert instance.running is None or instance.running.count == 1, story
+    assert idle.count(instance) == int(instance.usable and instance.idle), story
+    if instance.running is not None:
+        assert instance.running.state is BatchState.RUNNING, story
+    if instance.waiting is not None:
+        assert instance.waiting.state is BatchState.OPEN, story
+    for batch in instance.batches():
+        assert instance.peer, story
+        left = batch.requests()
+        assert batch.left == len(left), story
+        assert batch.left or batch.state is BatchState.RUNNING, story
+        assert batch.rows == sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch), story
