@@ -77,7 +77,7 @@ def test_a_restart_rescues_what_has_not_started(hung: Hung, instance: str | None
         for future in others:
             assert future.result(60)["y"] == 1
         with pytest.raises(
-            ModelFailed, match=r"restarted while it ran .* not finished after 1 s \(--exit-timeout-secs\)"
+            ModelFailed, match=r"restarted while it ran .* not finish within 1 s \(--exit-timeout-secs\)"
         ):
             first.result(60)
         until(client, lambda: len(client.models()[0]["instances"]) == 1)

@@ -94,7 +94,7 @@ def test_a_stop_while_many_load_and_unload(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert "did not stop" not in server.log
-        assert "fault of the server's own" not in server.log
+        assert "internal error of the server" not in server.log
 
 
 def test_a_core_that_never_drains(tmp_path: Path) -> None:
