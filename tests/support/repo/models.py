@@ -1,4 +1,4 @@
-"""Repositories that tests of `check` build, and what is told of them."""
+"""Models for the tests of `check`, and its findings as text."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def run(*roots: Path, config_name: str = "") -> Checked:
     return check(roots, backends=BACKENDS, config_name=config_name)
 
 
-def told(finding: Finding) -> str:
+def line_of(finding: Finding) -> str:
     place = f"{finding.file}:{finding.line}" if finding.line else finding.file
     return ": ".join(part for part in (finding.severity, place, finding.path, finding.text) if part)
 
 
 def lines(checked: Checked) -> list[str]:
-    return [told(finding) for finding in checked.all()]
+    return [line_of(finding) for finding in checked.all()]
 
 
 ENSEMBLE = f"""platform: "ensemble"

@@ -10,7 +10,19 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.repo.check import as_json, check
 from shmserve.repo.load import parse
-from tests.support.repo.models import BACKENDS, ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, lines, model, network, run, told
+from tests.support.repo.models import (
+    BACKENDS,
+    ENSEMBLE,
+    GOOD,
+    PYTHON,
+    SOURCE,
+    STEP,
+    line_of,
+    lines,
+    model,
+    network,
+    run,
+)
 
 
 def test_a_repository_without_mistakes(tmp_path: Path) -> None:
@@ -80,7 +92,7 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     allowed = os.access
     monkeypatch.setattr(os, "access", lambda path, *args, **kw: str(path) not in closed and allowed(path, *args, **kw))
     found = run(tmp_path).all()
-    assert [told(finding) for finding in found] == [
+    assert [line_of(finding) for finding in found] == [
         "warning: locked/1/weights: cannot be read: Permission denied",
         "error: locked/2: cannot be read: Permission denied",
         "warning: locked/notes: cannot be read: Permission denied",
