@@ -1,4 +1,4 @@
-"""Decoupled models at a real worker: answers from coroutines, and requests that are cancelled while they run."""
+"""Decoupled models in a worker: responses from coroutines, and requests that are cancelled while they run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Done, Execute, More, Ping, Pong, Row, Streamed, Withdraw, Withdrawn
+from shmserve.protocol.messages import Done, Execute, More, Row, Withdraw, Withdrawn
 from tests.support.workers.stream_models import (
-    COROUTINE,
     GENERATOR,
-    IN_EXECUTE,
-    IN_THREADS,
     asks,
     decoupled,
     done,
@@ -21,8 +18,11 @@ from tests.support.workers.stream_models import (
     last,
     open_gate,
     quiet,
+    rows_and_done,
+    senders,
     serving,
     values,
+    withdraw,
 )
 from tests.support.workers.worker_harness import WorkerProcess
 
@@ -32,42 +32,34 @@ pytestmark = pytest.mark.process
 # ---------------------------------------------------------------------------------------------- coroutines
 
 
-@pytest.mark.parametrize("source", [COROUTINE, GENERATOR], ids=["execute", "generator"])
-def test_coroutines_wait_for_room_beside_each_other(tmp_path: Path, source: str) -> None:
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 4, window=1), asks(2, 2, window=5), asks(3, 0))
-        seen: dict[int, list[Row]] = {1: [], 2: [], 3: []}
-        ended = False
-        while not (ended and [len(rows) for rows in seen.values()] == [1, 3, 1]):
-            message, _ = worker.next()
-            if isinstance(message, Done):
-                ended = True
-            else:
-                seen[message.rows[0].request].append(message.rows[0])
-        assert [found.more for found in seen[2]] == [True, True, False]
-        quiet(worker)
-        worker.send(More(1, 2))
-        values(worker, 1, 2, first=1)
-        worker.send(More(1, 1))
-        values(worker, 1, 1, first=3)
-        last(worker, 1)
+@senders("coroutine", "generator")
+def test_coroutines_of_a_batch_wait_for_their_windows_independently(worker: WorkerProcess) -> None:
+    worker.execute(asks(1, 4, window=1), asks(2, 2, window=5), asks(3, 0))
+    seen: dict[int, list[Row]] = {1: [], 2: [], 3: []}
+    for found in rows_and_done(worker, 5):
+        seen[found.request].append(found)
+    assert [len(rows) for rows in seen.values()] == [1, 3, 1]
+    assert [found.more for found in seen[2]] == [True, True, False]
+    quiet(worker)
+    worker.send(More(1, 2))
+    values(worker, 1, 2, first=1)
+    worker.send(More(1, 1))
+    values(worker, 1, 1, first=3)
+    last(worker, 1)
 
 
-@pytest.mark.parametrize("source", [COROUTINE, GENERATOR], ids=["execute", "generator"])
-def test_coroutines_that_fail(tmp_path: Path, source: str) -> None:
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 1, **{"raise": 1}))
-        found = [worker.next()[0] for _ in range(3)]
-        rows = [message.rows[0] for message in found if isinstance(message, Streamed)]
-        assert [one.more for one in rows] == [True, False]
-        assert rows[1].error is not None
-        assert rows[1].error.text.endswith("message: ValueError: told to")
-        quiet(worker)
-        assert "ValueError: told to" in worker.said()
+@senders("coroutine", "generator")
+def test_an_exception_of_a_coroutine_ends_its_stream(worker: WorkerProcess) -> None:
+    worker.execute(asks(1, 1, **{"raise": 1}))
+    rows = rows_and_done(worker, 2)
+    assert [one.more for one in rows] == [True, False]
+    assert rows[1].error is not None
+    assert rows[1].error.text.endswith("message: ValueError: told to")
+    assert "ValueError: told to" in worker.said()
 
 
-def test_a_coroutine_that_does_not_wait(tmp_path: Path) -> None:
-    """Its answers are kept as they were when they were sent, up to a limit."""
+def test_responses_of_a_coroutine_that_does_not_await_are_queued_up_to_a_limit(tmp_path: Path) -> None:
+    """They are queued as they were when they were sent."""
     source = """\
 class TritonPythonModel:
     async def execute(self, requests):
@@ -82,16 +74,14 @@ class TritonPythonModel:
 """
     with serving(tmp_path, source) as worker:
         worker.execute(asks(1, 5, window=1))
-        found = [worker.next()[0] for _ in range(2)]
-        assert {type(message) for message in found} == {Done, Streamed}
+        rows_and_done(worker, 1)
         worker.send(More(1, 2))
         values(worker, 1, 2, first=1)
         worker.send(More(1, 2))
         values(worker, 1, 2, first=3)
         last(worker, 1)
         worker.execute(asks(2, 2000, window=1))
-        found = [worker.next()[0] for _ in range(3)]
-        (failed,) = [message.rows[0] for message in found if isinstance(message, Streamed) and not message.rows[0].more]
+        (failed,) = [found for found in rows_and_done(worker, 2) if not found.more]
         assert failed.error is not None
         assert (failed.error.code, failed.error.text) == (
             "UNAVAILABLE",
@@ -107,7 +97,7 @@ class TritonPythonModel:
         (GENERATOR, "has a stream method and no execute: such a model needs model_transaction_policy"),
     ],
 )
-def test_what_is_not_loaded(tmp_path: Path, source: str, text: str) -> None:
+def test_a_model_without_execute_is_not_loaded(tmp_path: Path, source: str, text: str) -> None:
     given = replace(decoupled(tmp_path, source), model_transaction_policy=None)
     with WorkerProcess(given, tmp_path) as worker:
         assert text in worker.failed().text
@@ -117,97 +107,60 @@ def test_what_is_not_loaded(tmp_path: Path, source: str, text: str) -> None:
 # ---------------------------------------------------------------------------------------------- cancellation
 
 
-@pytest.mark.parametrize("source", [IN_EXECUTE, IN_THREADS], ids=["execute", "threads"])
-def test_who_waits_for_room_is_cancelled(tmp_path: Path, source: str) -> None:
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 1000, window=1))
-        found = [worker.next()[0] for _ in range(1 + (source is IN_THREADS))]
-        assert any(isinstance(message, Streamed) for message in found)
-        waiting = worker.execute(asks(2, 1), open=True) if source is IN_EXECUTE else 0
-        worker.send(Withdraw((1, 2)))
-        assert worker.expect(Withdrawn).requests == ((2,) if waiting else ())
-        last(worker, 1, "CANCELLED", "cancelled while the model answered it")
-        if waiting:
-            done(worker)
-        quiet(worker)
+@senders("execute", "threads")
+def test_a_sender_that_waits_for_its_window_is_cancelled(worker: WorkerProcess, sender: str) -> None:
+    worker.execute(asks(1, 1000, window=1))
+    if sender == "threads":
+        rows_and_done(worker, 1)
+        withdraw(worker, 1)
+        return
+    values(worker, 1, 1)
+    worker.execute(asks(2, 1), open=True)
+    worker.send(Withdraw((1, 2)))
+    assert worker.expect(Withdrawn).requests == (2,)
+    last(worker, 1, "CANCELLED", "cancelled while the model answered it")
+    done(worker)
 
 
-@pytest.mark.parametrize(
-    "source", [IN_EXECUTE, IN_THREADS, COROUTINE, GENERATOR], ids=["execute", "threads", "coroutine", "generator"]
-)
-def test_what_is_withdrawn_just_before_it_runs(tmp_path: Path, source: str) -> None:
-    """The broker takes it for running; it runs, and nobody waits for what it sends."""
-    with serving(tmp_path, source) as worker:
-        worker.send(Execute(1, 0, (asks(1, 1000, window=1),)), Withdraw((1,)))
-        found = [worker.next()[0] for _ in range(3)]
-        assert {type(message) for message in found} == {Withdrawn, Done, Streamed}
-        (row,) = [message.rows[0] for message in found if isinstance(message, Streamed)]
-        assert row.error is not None
-        assert (row.more, row.outputs, row.error.code) == (False, (), "CANCELLED")
-        worker.number = 1
-        worker.execute(asks(2, 0))
-        found = [worker.next()[0] for _ in range(2)]
-        assert {type(message) for message in found} == {Done, Streamed}
+@senders()
+def test_a_request_that_is_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProcess) -> None:
+    """The broker takes it for running; it runs, and its responses are dropped."""
+    worker.number += 1
+    worker.send(Execute(worker.number, 0, (asks(1, 1000, window=1),)), Withdraw((1,)))
+    messages = [worker.next()[0] for _ in range(3)]
+    assert sum(isinstance(message, Done) for message in messages) == 1
+    assert sum(isinstance(message, Withdrawn) for message in messages) == 1
+    (row,) = [row for message in messages if not isinstance(message, Withdrawn) for row in message.rows]
+    assert row.error is not None
+    assert (row.more, row.outputs, row.error.code) == (False, (), "CANCELLED")
+    worker.execute(asks(2, 0))
+    rows_and_done(worker, 1)
 
 
-def test_a_model_in_execute_is_told_that_it_is_cancelled(tmp_path: Path) -> None:
-    source = """\
-class TritonPythonModel:
-    def execute(self, requests):
-        (request,) = requests
-        gate(request)
-        while not request.is_cancelled():
-            pass
-        sender = request.get_response_sender()
-        assert sender.is_cancelled()
-        sender.send(response(1))
-        sender.send(response(2), FINAL)
-"""
-    gate = gate_in(tmp_path)
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 1, gate=gate))
-        worker.send(Ping(1))
-        open_gate(gate)
-        assert worker.expect(Pong).number == 1  # it reads what comes while it asks
-        worker.send(Withdraw((1,)))
-        assert worker.expect(Withdrawn).requests == ()
-        last(worker, 1, "CANCELLED")
-        done(worker)
+@senders("coroutine", "generator")
+def test_coroutines_of_several_batches_are_cancelled_one_by_one(worker: WorkerProcess, sender: str) -> None:
+    for number, name in ((1, "one"), (2, "two")):
+        worker.execute(asks(number, 1000, window=1, name=name))
+        rows_and_done(worker, 1)
+    withdraw(worker, 1)
+    worker.send(More(2, 1))
+    values(worker, 2, 1, first=1)
+    withdraw(worker, 2)
+    if sender == "generator":
+        assert "closed one True" in worker.said()
 
 
-@pytest.mark.parametrize("source", [COROUTINE, GENERATOR], ids=["execute", "generator"])
-def test_coroutines_are_cancelled(tmp_path: Path, source: str) -> None:
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 1000, window=1, name="one"))
-        worker.execute(asks(2, 1000, window=1, name="two"))
-        found = [worker.next()[0] for _ in range(4)]
-        assert sum(isinstance(message, Streamed) for message in found) == 2
-        worker.send(Withdraw((1,)))
-        assert worker.expect(Withdrawn).requests == ()
-        last(worker, 1, "CANCELLED")
-        worker.send(More(2, 1))
-        values(worker, 2, 1, first=1)
-        worker.send(Withdraw((2,)))
-        assert worker.expect(Withdrawn).requests == ()
-        last(worker, 2, "CANCELLED")
-        if source is GENERATOR:
-            assert "closed one True" in worker.said()
+@senders("coroutine")
+def test_one_request_of_a_batch_of_a_coroutine_is_cancelled(worker: WorkerProcess) -> None:
+    worker.execute(asks(1, 3, window=1), asks(2, 3, window=1))
+    rows_and_done(worker, 2)
+    withdraw(worker, 1)
+    worker.send(More(2, 2))
+    values(worker, 2, 2, first=1)
+    last(worker, 2)
 
 
-def test_part_of_a_batch_of_a_coroutine_is_cancelled(tmp_path: Path) -> None:
-    with serving(tmp_path, COROUTINE) as worker:
-        worker.execute(asks(1, 3, window=1), asks(2, 3, window=1))
-        found = [worker.next()[0] for _ in range(3)]
-        assert sum(isinstance(message, Streamed) for message in found) == 2
-        worker.send(Withdraw((1,)))
-        assert worker.expect(Withdrawn).requests == ()
-        last(worker, 1, "CANCELLED")
-        worker.send(More(2, 2))
-        values(worker, 2, 2, first=1)
-        last(worker, 2)
-
-
-def test_ordinary_models_are_told_too(tmp_path: Path) -> None:
+def test_a_model_with_one_response_sees_that_a_request_is_cancelled(tmp_path: Path) -> None:
     source = """\
 class TritonPythonModel:
     def execute(self, requests):

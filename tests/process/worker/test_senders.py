@@ -1,15 +1,16 @@
-"""Models with one answer for each request, given by senders or by a later run, at a real worker."""
+"""Models with one response for each request, sent by a response sender or by a later run, in a worker."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Failure
-from shmserve.repo.config.schema import ModelSequenceBatching
+from shmserve.protocol.messages import Failure, Row
+from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
 from tests.support.workers.stream_models import asks, decoupled
 from tests.support.workers.worker_harness import WorkerProcess
 
@@ -35,7 +36,7 @@ class TritonPythonModel:
         sender = request.get_response_sender()
         sender.send(response(2), FINAL)
 
-    def sent_before_its_end(self, request):
+    def sent_before_final(self, request):
         sender = request.get_response_sender()
         sender.send(response(3))
         sender.send(flags=FINAL)
@@ -88,68 +89,77 @@ class TritonPythonModel:
 """
 
 
-def test_senders_of_models_with_one_response(tmp_path: Path) -> None:
-    ordinary = replace(decoupled(tmp_path, SENDERS, max_batch=16), model_transaction_policy=None)
-    expected: dict[str, float | str] = {
-        "returned": 1,
-        "sent": 2,
-        "sent_before_its_end": 3,
-        "later": 2,
-        "both": 4,
-        "two": 5,
-        "forgotten": "the model dropped the request without a response",
-        "asked": 7,
-    }
-    with WorkerProcess(ordinary, tmp_path) as worker:
-        worker.loaded()
-        rows = worker.run(*[asks(number, 0, wish=wish) for number, wish in enumerate(expected, 1)])
-        for found, wanted in zip(rows, expected.values(), strict=True):
-            if isinstance(wanted, str):
-                assert found.error is not None
-                assert wanted in found.error.text
-            else:
-                assert found.error is None, found.error
-                assert found.outputs[0].data == np.float32(wanted).tobytes()
-        (late,) = worker.run(asks(20, 0, wish="too_late"))
-        assert late.error is not None
-        assert "its response sender is of no use" in late.error.text
-        assert worker.said().count("Non-decoupled model cannot send more than one response.") == 2
-
-
-ENDED = "Non-decoupled model cannot send complete final before sending a response."
+EXPECTED: dict[str, float | str] = {
+    "returned": 1,
+    "sent": 2,
+    "sent_before_final": 3,
+    "later": 2,
+    "both": 4,
+    "two": 5,
+    "forgotten": "the model dropped the request without a response",
+    "asked": 7,
+}
+FINAL_FIRST = "Non-decoupled model cannot send complete final before sending a response."
 LEAD = "Failed to process the request(s) for model instance 'm_0_0', message: "
 
 
-def test_what_was_sent_before_execute_fails_is_the_answer(tmp_path: Path) -> None:
-    ordinary = replace(decoupled(tmp_path, SENDERS, max_batch=16), model_transaction_policy=None)
-    with WorkerProcess(ordinary, tmp_path) as worker:
-        worker.loaded()
-        for wish, text in (("ended", ENDED), ("sent_and_raised", "ValueError: told to")):
-            first, second, third = worker.run(asks(1, 0, wish="sent"), asks(2, 0, wish=wish), asks(3, 0, wish="sent"))
-            assert first.outputs[0].data == np.float32(2).tobytes()
-            if wish == "sent_and_raised":
-                assert second.outputs[0].data == np.float32(8).tobytes()
-            else:
-                assert second.error is not None
-            assert third.error is not None
-            assert third.error.code == "MODEL_FAILED"
-            assert third.error.text.startswith(LEAD)
-            assert text in third.error.text
+def ordinary(folder: Path, source: str) -> ModelConfig:
+    return replace(decoupled(folder, source, max_batch=16), model_transaction_policy=None)
 
 
-def test_a_sender_is_closed_once_the_response_was_returned(tmp_path: Path) -> None:
-    ordinary = replace(decoupled(tmp_path, SENDERS, max_batch=16), model_transaction_policy=None)
-    with WorkerProcess(ordinary, tmp_path) as worker:
-        worker.loaded()
-        (row,) = worker.run(asks(1, 0, wish="returned_and_sent"))
-        assert row.outputs[0].data == np.float32(9).tobytes()
-        (row,) = worker.run(asks(2, 0, wish="too_late_to_send"))
-        assert row.error is not None
-        assert row.error.text == "Unable to send response. Response sender has been closed."
+def sent(row: Row, value: float) -> None:
+    assert row.error is None, row.error
+    assert row.outputs[0].data == np.float32(value).tobytes()
+
+
+def failed(row: Row, text: str) -> Failure:
+    assert row.error is not None
+    assert text in row.error.text
+    return row.error
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    folder = tmp_path_factory.mktemp("model")
+    with WorkerProcess(ordinary(folder, SENDERS), folder) as running:
+        running.loaded()
+        yield running
+
+
+def test_each_request_gets_its_first_response(worker: WorkerProcess) -> None:
+    rows = worker.run(*[asks(number, 0, wish=wish) for number, wish in enumerate(EXPECTED, 1)])
+    for row, expected in zip(rows, EXPECTED.values(), strict=True):
+        if isinstance(expected, str):
+            failed(row, expected)
+        else:
+            sent(row, expected)
+    (late,) = worker.run(asks(20, 0, wish="too_late"))
+    failed(late, "its response sender is of no use")
+    assert worker.said().count("Non-decoupled model cannot send more than one response.") == 2
+
+
+@pytest.mark.parametrize(("wish", "text"), [("ended", FINAL_FIRST), ("sent_and_raised", "ValueError: told to")])
+def test_a_response_that_was_sent_counts_when_execute_fails(worker: WorkerProcess, wish: str, text: str) -> None:
+    first, second, third = worker.run(asks(1, 0, wish="sent"), asks(2, 0, wish=wish), asks(3, 0, wish="sent"))
+    sent(first, 2)
+    if wish == "sent_and_raised":
+        sent(second, 8)
+    else:
+        assert second.error is not None
+    error = failed(third, text)
+    assert error.code == "MODEL_FAILED"
+    assert error.text.startswith(LEAD)
+
+
+def test_a_sender_is_closed_once_the_response_was_returned(worker: WorkerProcess) -> None:
+    (row,) = worker.run(asks(1, 0, wish="returned_and_sent"))
+    sent(row, 9)
+    (row,) = worker.run(asks(2, 0, wish="too_late_to_send"))
+    assert failed(row, "").text == "Unable to send response. Response sender has been closed."
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_execute_may_return_nothing_if_all_was_sent(tmp_path: Path, kind: str) -> None:
+def test_execute_may_return_none_if_all_responses_were_sent(tmp_path: Path, kind: str) -> None:
     source = f"""\
 class TritonPythonModel:
     {kind} execute(self, requests):
@@ -157,19 +167,16 @@ class TritonPythonModel:
             if wishes(request)["wish"] == "send":
                 request.get_response_sender().send(response(1), FINAL)
 """
-    ordinary = replace(decoupled(tmp_path, source, max_batch=16), model_transaction_policy=None)
-    with WorkerProcess(ordinary, tmp_path) as worker:
+    with WorkerProcess(ordinary(tmp_path, source), tmp_path) as worker:
         worker.loaded()
         for row in worker.run(asks(1, 0, wish="send"), asks(2, 0, wish="send")):
-            assert row.error is None, row.error
-        sent, neither = worker.run(asks(3, 0, wish="send"), asks(4, 0, wish="nothing"))
-        assert sent.error is None
-        assert neither.error is not None
-        assert "Expected an 'InferenceResponse' object in the execute function return list" in neither.error.text
+            sent(row, 1)
+        first, second = worker.run(asks(3, 0, wish="send"), asks(4, 0, wish="nothing"))
+        sent(first, 1)
+        failed(second, "Expected an 'InferenceResponse' object in the execute function return list")
 
 
-def test_requests_that_want_to_be_run_again(tmp_path: Path) -> None:
-    source = """\
+RESCHEDULING = """\
 class TritonPythonModel:
     def execute(self, requests):
         responses = []
@@ -181,18 +188,22 @@ class TritonPythonModel:
             responses.append(None if again == 1 else response(1))
         return responses
 """
-    ordinary = replace(decoupled(tmp_path, source), model_transaction_policy=None)
-    iterative = replace(ordinary, sequence_batching=ModelSequenceBatching(iterative_sequence=True))
-    with WorkerProcess(iterative, tmp_path) as worker:
+
+
+def test_a_request_of_an_iterative_model_is_run_again(tmp_path: Path) -> None:
+    given = replace(ordinary(tmp_path, RESCHEDULING), sequence_batching=ModelSequenceBatching(iterative_sequence=True))
+    with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
         worker.execute(asks(1, 0, again=1), asks(2, 0, again=0), asks(3, 0, again=1))
-        rows, ended = worker.done()
-        assert ([found.request for found in rows], ended.again) == ([2], (1, 3))
-        for row in worker.run(asks(4, 0, again=2)):
-            assert row.error is not None
-            assert "Expected a None object in the execute function return list for reschduled request" in row.error.text
-    with WorkerProcess(ordinary, tmp_path) as worker:
+        rows, done = worker.done()
+        assert ([row.request for row in rows], done.again) == ([2], (1, 3))
+        (row,) = worker.run(asks(4, 0, again=2))
+        failed(row, "Expected a None object in the execute function return list for reschduled request")
+
+
+def test_a_request_of_another_model_is_not_run_again(tmp_path: Path) -> None:
+    with WorkerProcess(ordinary(tmp_path, RESCHEDULING), tmp_path) as worker:
         worker.loaded()
         refused, answered = worker.run(asks(1, 0, again=1), asks(2, 0, again=0))
-        assert answered.error is None
+        sent(answered, 1)
         assert refused.error == Failure("INVALID_ARG", NOT_ITERATIVE)

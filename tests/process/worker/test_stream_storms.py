@@ -1,16 +1,15 @@
-"""Many streams at one worker, with room and withdrawals in any order: each is answered in order, and ends once."""
+"""Many streams at one worker, with random windows and withdrawals: each gets its responses in order and ends once."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shmserve.protocol.messages import Done, More, Ping, Pong, Row, Started, Streamed, Withdraw, Withdrawn
-from tests.support.workers.stream_models import COROUTINE, GENERATOR, IN_EXECUTE, IN_THREADS, asks, serving
+from tests.support.workers.stream_models import asks, senders
 from tests.support.workers.worker_harness import WorkerProcess
 
 pytestmark = pytest.mark.process
@@ -19,7 +18,7 @@ STREAMS = 150
 
 
 class Storm:
-    """What the broker knows: at most one batch runs at the worker and one waits."""
+    """A model of the broker: at most one batch runs at the worker and one waits."""
 
     def __init__(self, worker: WorkerProcess, seed: int) -> None:
         self.worker = worker
@@ -45,8 +44,8 @@ class Storm:
         number = self.worker.execute(*works, open=bool(self.batches))
         self.batches[number] = {work.request for work in works}
 
-    def poke(self) -> None:
-        """Gives room to one, or withdraws another."""
+    def change(self) -> None:
+        """Enlarges the window of a random stream, or withdraws its request."""
         request = self.random.choice(sorted(self.open))
         if self.random.random() < 0.1:
             self.withdrawn.add(request)
@@ -56,8 +55,8 @@ class Storm:
             self.room[request] += count
             self.worker.send(More(request, count))
 
-    def hear(self) -> None:
-        """All that has been said by now."""
+    def read_reports(self) -> None:
+        """Processes all reports that the worker has sent by now."""
         self.pings += 1
         self.worker.send(Ping(self.pings))
         while not isinstance(message := self.worker.next()[0], Pong):
@@ -75,10 +74,10 @@ class Storm:
         elif not isinstance(message, Started):
             assert isinstance(message, Streamed), message
             for row in message.rows:
-                self.heard(row.request, row)
+                self.check(row.request, row)
 
-    def heard(self, request: int, row: Row) -> None:
-        assert request in self.open, "nothing comes behind the end"
+    def check(self, request: int, row: Row) -> None:
+        assert request in self.open, "a row after the end of its stream"
         if row.outputs:
             self.room[request] -= 1
             assert self.room[request] >= 0
@@ -101,20 +100,17 @@ def value_of(row: Row) -> float:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    "source", [IN_EXECUTE, IN_THREADS, COROUTINE, GENERATOR], ids=["execute", "threads", "coroutine", "generator"]
-)
-def test_a_storm(tmp_path: Path, source: str, seed: int) -> None:
-    with serving(tmp_path, source) as worker:
-        storm = Storm(worker, seed)
-        for _ in range(5000):
-            if not (storm.to_start or storm.open or storm.batches):
-                break
-            if storm.to_start and len(storm.batches) < 2:
-                storm.start()
-            for _ in range(storm.random.randint(1, 8)):
-                if storm.open:
-                    storm.poke()
-            storm.hear()
-        left = (storm.to_start, storm.open, storm.batches)
-        assert not any(left), (*left, storm.room, worker.said())
+@senders()
+def test_random_streams_get_their_responses_in_order_and_end_once(worker: WorkerProcess, seed: int) -> None:
+    storm = Storm(worker, seed)
+    for _ in range(5000):
+        if not (storm.to_start or storm.open or storm.batches):
+            break
+        if storm.to_start and len(storm.batches) < 2:
+            storm.start()
+        for _ in range(storm.random.randint(1, 8)):
+            if storm.open:
+                storm.change()
+        storm.read_reports()
+    left = (storm.to_start, storm.open, storm.batches)
+    assert not any(left), (*left, storm.room, worker.said())

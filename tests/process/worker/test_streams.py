@@ -1,20 +1,19 @@
-"""Decoupled models at a real worker: answers from execute and from threads, the room for them, the end."""
+"""Decoupled models in a worker: responses from execute and from threads, backpressure, errors, the end."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Done, Execute, More, Row, Stop, Streamed, Withdraw, Withdrawn
+from shmserve.protocol.messages import Done, Execute, More, Ping, Pong, Stop, Streamed
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.stream_models import (
-    COROUTINE,
-    GENERATOR,
-    IN_EXECUTE,
     IN_THREADS,
+    SOURCES,
     asks,
     decoupled,
     done,
@@ -23,26 +22,29 @@ from tests.support.workers.stream_models import (
     open_gate,
     quiet,
     row,
+    rows_and_done,
+    senders,
     serving,
     values,
+    withdraw,
 )
 from tests.support.workers.worker_harness import WorkerProcess
 
 pytestmark = pytest.mark.process
 
 
-# ---------------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------------- responses
 
 
-def test_answers_are_sent_at_once_and_before_the_batch_is_done(tmp_path: Path) -> None:
-    with serving(tmp_path, IN_EXECUTE) as worker:
-        worker.execute(asks(1, 3), asks(2, 0), asks(3, 1))
-        values(worker, 1, 3)
-        last(worker, 1)
-        last(worker, 2)
-        values(worker, 3, 1)
-        last(worker, 3)
-        done(worker)
+@senders("execute")
+def test_responses_are_sent_before_the_batch_is_done(worker: WorkerProcess) -> None:
+    worker.execute(asks(1, 3), asks(2, 0), asks(3, 1))
+    values(worker, 1, 3)
+    last(worker, 1)
+    last(worker, 2)
+    values(worker, 3, 1)
+    last(worker, 3)
+    done(worker)
 
 
 def test_threads_go_on_while_further_batches_run(tmp_path: Path) -> None:
@@ -54,198 +56,214 @@ def test_threads_go_on_while_further_batches_run(tmp_path: Path) -> None:
         worker.execute(asks(1, 2, gate=gate))
         done(worker)
         worker.execute(asks(2, 1))
-        found = [worker.next()[0] for _ in range(3)]  # the thread and the end of the batch race
-        assert sum(isinstance(message, Done) for message in found) == 1
-        rows = [message.rows[0] for message in found if isinstance(message, Streamed)]
-        assert [(one.request, one.more) for one in rows] == [(2, True), (2, False)]
+        assert [(one.request, one.more) for one in rows_and_done(worker, 2)] == [(2, True), (2, False)]
         open_gate(gate)
         values(worker, 1, 2)
         last(worker, 1)
 
 
-def test_only_iterative_models_can_have_a_request_run_again(tmp_path: Path) -> None:
-    source = """\
-class TritonPythonModel:
-    def execute(self, requests):
-        for request in requests:
-            request.get_response_sender().send(response(1))
-            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-"""
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 0))
-        values(worker, 1, 1, first=1)
-        error = row(worker).error
-        assert error is not None
-        assert error.code == "INVALID_ARG"
-        assert "while the model is not configured to handle such a flag" in error.text
-        done(worker)
-
-
-def test_large_answers_are_in_shared_memory_and_freed(tmp_path: Path) -> None:
+def test_large_responses_are_in_shared_memory_and_freed(tmp_path: Path) -> None:
     with serving(tmp_path, IN_THREADS) as worker:
         worker.execute(asks(1, 3, size=5000))
-        seen: list[Row] = []
-        while len(seen) < 4:
-            message, _ = worker.next()
-            if isinstance(message, Streamed):
-                seen.append(message.rows[0])
-        for index, found in enumerate(seen[:3]):
+        for index, found in enumerate(rows_and_done(worker, 4)[:3]):
             assert isinstance(found.outputs[0].data, tuple)
             assert (worker.array(found.outputs[0], np.float32) == index).all()
         worker.mapped.close()
 
 
-def test_what_a_response_gets_wrong_ends_its_stream(tmp_path: Path) -> None:
-    source = """\
+# ---------------------------------------------------------------------------------------------- errors
+
+FAULTY = """\
 class TritonPythonModel:
     def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            sender.send(response(0))
-            wish = wishes(request)["wish"]
-            if wish == "error":
-                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("said no", 3)))
-            elif wish == "dtype":
-                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), complex))]))
-            elif wish == "other":
-                sender.send("y")
-            sender.send(response(1))  # dropped: it has ended
-            sender.send(flags=FINAL)
-"""
-    with serving(tmp_path, source) as worker:
-        for number, (wish, code, text) in enumerate(
-            [
-                ("error", "INVALID_ARG", "said no"),
-                ("dtype", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
-                ("other", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
-            ],
-            1,
-        ):
-            worker.execute(asks(number, 0, wish=wish))
-            values(worker, number, 1)
-            last(worker, number, code, text)
-            done(worker)
+        return getattr(self, wishes(requests[0])["wish"])(*requests)
 
+    def run_again(self, request):
+        request.get_response_sender().send(response(0))
+        request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
-def test_what_models_must_not_do_with_a_sender(tmp_path: Path) -> None:
-    source = """\
-class TritonPythonModel:
-    def execute(self, requests):
-        (request,) = requests
+    def send(self, request, what):
         sender = request.get_response_sender()
-        said = []
-        for what in (lambda: sender.send(), lambda: sender.send(response(0), 5), pb_utils.InferenceResponseSender):
+        sender.send(response(0))
+        sender.send(what)
+        sender.send(response(1))  # ignored: the stream has ended
+        sender.send(flags=FINAL)
+
+    def error(self, request):
+        self.send(request, pb_utils.InferenceResponse(error=pb_utils.TritonError("said no", 3)))
+
+    def data_type(self, request):
+        self.send(request, pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), complex))]))
+
+    def no_response(self, request):
+        self.send(request, "y")
+
+    def misuse(self, request):
+        sender = request.get_response_sender()
+        texts = []
+
+        def attempt(what):
             try:
                 what()
             except pb_utils.TritonModelException as error:
-                said.append(str(error))
+                texts.append(str(error))
+
+        attempt(lambda: sender.send())
+        attempt(lambda: sender.send(response(0), 5))
+        attempt(pb_utils.InferenceResponseSender)
         sender.send(response(0), FINAL)
-        try:
-            sender.send(response(1))
-        except pb_utils.TritonModelException as error:
-            said.append(str(error))
-        print(said, flush=True)
-"""
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 0))
-        found = row(worker)
-        assert (found.more, found.outputs[0].data) == (False, np.float32(0).tobytes())
-        done(worker)
-        for text in (
-            "Inference Response object must be provided when the response flags is set to zero.",
-            "Unable to send response. Unsupported flag value. It is 5, and neither 0 nor ",
-            "a response sender comes from InferenceRequest.get_response_sender()",
-            "Unable to send response. Response sender has been closed.",
-        ):
-            assert text in worker.said()
+        attempt(lambda: sender.send(response(1)))
+        print(texts, flush=True)
 
-
-def test_a_batch_that_fails_has_answered_some(tmp_path: Path) -> None:
-    source = """\
-class TritonPythonModel:
-    def execute(self, requests):
-        self.kept = requests[2].get_response_sender()
-        requests[0].get_response_sender().send(response(7), FINAL)
-        requests[1].get_response_sender().send(response(0))
-        if count_of(requests[0]):
+    def fail(self, first, second, third):
+        self.kept = third.get_response_sender()
+        first.get_response_sender().send(response(7), FINAL)
+        second.get_response_sender().send(response(0))
+        if count_of(first):
             return [response(1)]
         raise ValueError("told to")
-"""
-    with serving(tmp_path, source) as worker:
-        for count, text in (
-            (0, "ValueError: told to"),
-            (1, "is using the decoupled mode and the execute function must return None."),
-        ):
-            worker.execute(asks(1, count), asks(2, 0), asks(3, 0))
-            assert (row(worker).request, row(worker).request) == (1, 2)
-            rows = worker.expect(Done).rows
-            assert [one.request for one in rows] == [2, 3]
-            for one in rows:
-                assert one.error is not None
-                assert one.error.code == "MODEL_FAILED"
-                assert text in one.error.text
 
+    def drop(self, request):
+        pass
 
-def test_a_sender_that_is_dropped_without_an_end(tmp_path: Path) -> None:
-    source = """\
-class TritonPythonModel:
-    def execute(self, requests):
-        for request in requests:
-            if wishes(request)["wish"] == "thread":
-                threading.Thread(target=self.later, args=(request.get_response_sender(), request)).start()
-            elif wishes(request)["wish"] == "cycle":
-                circle = [request]
-                circle.append(circle)
-                del circle
-                gc.collect()
-        del request
+    def drop_later(self, request):
+        threading.Thread(target=self.send_once, args=(request.get_response_sender(), request)).start()
 
-    def later(self, sender, request):
+    def send_once(self, sender, request):
         gate(request)
         sender.send(response(0))
+
+    def wait_until_cancelled(self, request):
+        gate(request)
+        while not request.is_cancelled():
+            pass
+        sender = request.get_response_sender()
+        assert sender.is_cancelled()
+        sender.send(response(1))
+        sender.send(response(2), FINAL)
 """
+
+
+@pytest.fixture(scope="module")
+def faulty_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with serving(tmp_path_factory.mktemp("faulty"), FAULTY) as running:
+        yield running
+
+
+@pytest.fixture
+def faulty(faulty_worker: WorkerProcess) -> Iterator[WorkerProcess]:
+    yield faulty_worker
+    quiet(faulty_worker)
+
+
+@pytest.mark.parametrize(
+    ("wish", "code", "text"),
+    [
+        ("run_again", "INVALID_ARG", "while the model is not configured to handle such a flag"),
+        ("error", "INVALID_ARG", "said no"),
+        ("data_type", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
+        ("no_response", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
+    ],
+)
+def test_a_wrong_response_ends_its_stream(faulty: WorkerProcess, wish: str, code: str, text: str) -> None:
+    faulty.execute(asks(1, 0, wish=wish))
+    values(faulty, 1, 1)
+    last(faulty, 1, code, text)
+    done(faulty)
+
+
+def test_misuse_of_a_sender_raises_in_the_model(faulty: WorkerProcess) -> None:
+    faulty.execute(asks(1, 0, wish="misuse"))
+    found = row(faulty)
+    assert (found.more, found.outputs[0].data) == (False, np.float32(0).tobytes())
+    done(faulty)
+    for text in (
+        "Inference Response object must be provided when the response flags is set to zero.",
+        "Unable to send response. Unsupported flag value. It is 5, and neither 0 nor ",
+        "a response sender comes from InferenceRequest.get_response_sender()",
+        "Unable to send response. Response sender has been closed.",
+    ):
+        assert text in faulty.said()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "ValueError: told to"),
+        (1, "is using the decoupled mode and the execute function must return None."),
+    ],
+)
+def test_a_failed_batch_fails_the_streams_that_are_open(faulty: WorkerProcess, count: int, text: str) -> None:
+    faulty.execute(asks(1, count, wish="fail"), asks(2, 0), asks(3, 0))
+    assert (row(faulty).request, row(faulty).request) == (1, 2)
+    rows = faulty.expect(Done).rows
+    assert [one.request for one in rows] == [2, 3]
+    for one in rows:
+        assert one.error is not None
+        assert one.error.code == "MODEL_FAILED"
+        assert text in one.error.text
+
+
+def test_a_sender_that_is_dropped_without_a_last_response_fails_its_request(
+    faulty: WorkerProcess, tmp_path: Path
+) -> None:
     gate = gate_in(tmp_path)
     text = "the model dropped the request without a last response"
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 0, wish="nothing"))
-        last(worker, 1, "MODEL_FAILED", text)
+    faulty.execute(asks(1, 0, wish="drop"))
+    last(faulty, 1, "MODEL_FAILED", text)
+    done(faulty)
+    faulty.execute(asks(2, 0, wish="drop_later", gate=gate))
+    done(faulty)
+    open_gate(gate)
+    values(faulty, 2, 1)
+    last(faulty, 2, "MODEL_FAILED", text)
+
+
+def test_a_model_in_execute_sees_that_its_request_is_cancelled(faulty: WorkerProcess, tmp_path: Path) -> None:
+    gate = gate_in(tmp_path)
+    faulty.execute(asks(1, 1, wish="wait_until_cancelled", gate=gate))
+    faulty.send(Ping(1))
+    open_gate(gate)
+    assert faulty.expect(Pong).number == 1  # is_cancelled() reads the orders
+    withdraw(faulty, 1)
+    done(faulty)
+
+
+# ---------------------------------------------------------------------------------------------- backpressure
+
+
+@senders("execute", "threads")
+def test_no_more_responses_than_the_window_allows(worker: WorkerProcess, sender: str) -> None:
+    worker.execute(asks(1, 6, window=2))
+    threaded = sender == "threads"
+    if threaded:
+        rows_and_done(worker, 2)
+    else:
+        values(worker, 1, 2)
+    quiet(worker)
+    worker.send(More(1, 1))
+    values(worker, 1, 1, first=2)
+    quiet(worker)
+    worker.send(More(1, 2), More(1, 1))
+    values(worker, 1, 3, first=3)
+    last(worker, 1)  # without outputs it needs no window
+    if not threaded:
         done(worker)
-        worker.execute(asks(2, 0, wish="thread", gate=gate))
-        done(worker)
-        open_gate(gate)
-        values(worker, 2, 1)
-        last(worker, 2, "MODEL_FAILED", text)
+    worker.send(More(1, 5), More(99, 1))  # for a stream that has ended and for an unknown one: ignored
+    quiet(worker)
 
 
-# ---------------------------------------------------------------------------------------------- room
-
-
-@pytest.mark.parametrize("source", [IN_EXECUTE, IN_THREADS], ids=["execute", "threads"])
-def test_no_more_answers_than_there_is_room_for(tmp_path: Path, source: str) -> None:
-    with serving(tmp_path, source) as worker:
-        worker.execute(asks(1, 6, window=2))
-        threaded = source is IN_THREADS
-        found = [worker.next()[0] for _ in range(2 + threaded)]
-        assert sum(isinstance(message, Streamed) for message in found) == 2
-        quiet(worker)
-        worker.send(More(1, 1))
-        values(worker, 1, 1, first=2)
-        quiet(worker)
-        worker.send(More(1, 2), More(1, 1))
-        values(worker, 1, 3, first=3)
-        last(worker, 1)  # without outputs it needs no room
-        if not threaded:
-            done(worker)
-        worker.send(More(1, 5), More(99, 1))  # too late, and of nobody
-        quiet(worker)
-
-
-def test_room_that_is_given_before_the_model_has_the_request(tmp_path: Path) -> None:
-    with serving(tmp_path, IN_EXECUTE) as worker:
-        worker.send(Execute(1, 0, (asks(1, 5, window=2),), more=True), More(1, 2))
-        worker.send(Execute(2, 1, (asks(2, 1),)), More(1, 1))
-        values(worker, 1, 5)
-        last(worker, 1)
+@senders("execute")
+def test_a_window_may_grow_before_the_model_has_the_request(worker: WorkerProcess) -> None:
+    number = worker.number + 1
+    worker.send(Execute(number, 0, (asks(1, 5, window=2),), more=True), More(1, 2))
+    worker.send(Execute(number + 1, number, (asks(2, 1),)), More(1, 1))
+    worker.number = number + 1
+    values(worker, 1, 5)
+    last(worker, 1)
+    values(worker, 2, 1)
+    last(worker, 2)
+    done(worker)
 
 
 def test_a_thread_that_sends_for_many_need_not_wait(tmp_path: Path) -> None:
@@ -274,51 +292,28 @@ class TritonPythonModel:
         worker.execute(asks(3, 0, window=1))
         values(worker, 3, 1)
         done(worker)
-        worker.send(Withdraw((3,)))
-        assert worker.expect(Withdrawn).requests == ()
-        last(worker, 3, "CANCELLED")
-
-
-def test_many_threads_wait_for_room_of_their_own(tmp_path: Path) -> None:
-    with serving(tmp_path, IN_THREADS) as worker:
-        worker.execute(*[asks(number, 4, window=1) for number in range(1, 9)])
-        seen: dict[int, int] = dict.fromkeys(range(1, 9), 0)
-        ended = 0
-        while ended < 8:
-            message, _ = worker.next()
-            if isinstance(message, Done):
-                continue
-            for found in message.rows:
-                if found.more:
-                    assert found.outputs[0].data == np.float32(seen[found.request]).tobytes()
-                    seen[found.request] += 1
-                    worker.send(More(found.request, 1))
-                else:
-                    ended += 1
-        assert set(seen.values()) == {4}
+        withdraw(worker, 3)
 
 
 # ---------------------------------------------------------------------------------------------- the end
 
 
-@pytest.mark.parametrize("source", [IN_THREADS, COROUTINE, GENERATOR], ids=["threads", "execute", "generator"])
-def test_a_stop_ends_what_is_open(tmp_path: Path, source: str) -> None:
-    with serving(tmp_path, source) as worker:
+@pytest.mark.parametrize("sender", ["threads", "coroutine", "generator"])
+def test_a_stop_ends_open_streams(tmp_path: Path, sender: str) -> None:
+    with serving(tmp_path, SOURCES[sender]) as worker:
         worker.execute(asks(1, 1000, window=1), asks(2, 1000, window=2))
-        found = [worker.next()[0] for _ in range(4)]
-        assert sum(isinstance(message, Streamed) for message in found) == 3
+        rows_and_done(worker, 3)
         worker.send(Stop())
         for number in (1, 2):
             last(worker, number, "UNAVAILABLE", "the model is being unloaded")
         assert worker.ended() == 0
-        if source is IN_THREADS:
+        if sender == "threads":
             assert "finalized" in worker.said()
 
 
-@pytest.mark.parametrize("source", [IN_EXECUTE, IN_THREADS, GENERATOR], ids=["execute", "threads", "generator"])
-def test_the_broker_goes_while_answers_wait(tmp_path: Path, source: str) -> None:
-    with WorkerProcess(decoupled(tmp_path, source), tmp_path) as worker:
-        worker.loaded()
+@pytest.mark.parametrize("sender", ["execute", "threads", "generator"])
+def test_the_worker_ends_when_the_link_is_lost_with_responses_waiting(tmp_path: Path, sender: str) -> None:
+    with serving(tmp_path, SOURCES[sender]) as worker:
         worker.execute(asks(1, 1000, window=1))
         while not isinstance(worker.next()[0], Streamed):
             pass

@@ -1,6 +1,6 @@
-"""Models that answer when and as often as they like, and what a test of their worker says and expects.
+"""Decoupled models, and the requests and expectations of the tests of their workers.
 
-A model waits at a gate, a named pipe that the test opens, so that what shall happen in between does.
+A model waits at a gate, a named pipe that the test opens, so that the test decides what happens before it goes on.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Done, Options, Ping, Pong, Row, Streamed, Tensor
+from shmserve.protocol.messages import Done, Options, Ping, Pong, Row, Streamed, Tensor, Withdraw, Withdrawn
 from shmserve.protocol.messages import Work as WorkMessage
 from shmserve.repo.config.schema import ModelConfig, ModelTransactionPolicy
 from tests.support.workers.worker_harness import WorkerProcess, config, work
@@ -107,6 +108,13 @@ class TritonPythonModel:
         finally:
             print("closed", wishes(request).get("name"), request.is_cancelled(), flush=True)
 """
+SOURCES = {"execute": IN_EXECUTE, "threads": IN_THREADS, "coroutine": COROUTINE, "generator": GENERATOR}
+"""Each sends as many responses as the request says, and differs in where it sends them from."""
+
+
+def senders(*names: str) -> pytest.MarkDecorator:
+    """Runs a test with these models of `SOURCES`. The fixture `worker` starts each once for all tests of a file."""
+    return pytest.mark.parametrize("sender", names or tuple(SOURCES), scope="module")
 
 
 def decoupled(folder: Path, source: str, max_batch: int = 8) -> ModelConfig:
@@ -128,10 +136,26 @@ def asks(number: int, count: int, window: int = 100, **wishes: object) -> WorkMe
 
 
 def row(worker: WorkerProcess) -> Row:
-    """The next one that was streamed."""
+    """The next streamed row."""
     rows = worker.expect(Streamed).rows
     assert len(rows) == 1
     return rows[0]
+
+
+def rows_and_done(worker: WorkerProcess, count: int) -> list[Row]:
+    """The next streamed rows, and the end of their batch, which may come before, between or after them."""
+    messages = [worker.next()[0] for _ in range(count + 1)]
+    assert [message.rows for message in messages if isinstance(message, Done)] == [()]
+    rows = [message.rows for message in messages if isinstance(message, Streamed)]
+    assert [len(one) for one in rows] == [1] * count
+    return [one for (one,) in rows]
+
+
+def withdraw(worker: WorkerProcess, request: int) -> None:
+    """Cancels a request that runs: it is not taken out of its batch, and ends as cancelled."""
+    worker.send(Withdraw((request,)))
+    assert worker.expect(Withdrawn).requests == ()
+    last(worker, request, "CANCELLED", "cancelled while the model answered it")
 
 
 def values(worker: WorkerProcess, request: int, count: int, first: int = 0) -> None:
@@ -153,7 +177,7 @@ def done(worker: WorkerProcess) -> None:
 
 
 def quiet(worker: WorkerProcess) -> None:
-    """Nothing has been said that is not read yet, and the worker reads its orders."""
+    """No report is left unread, and the worker reads its orders."""
     worker.send(Ping(77))
     assert worker.expect(Pong).number == 77
 
