@@ -1,6 +1,6 @@
-"""A model in this process, as a worker has it, without the worker: for libraries that take long to be imported.
+"""A model loaded in this process as a worker loads it, for libraries that take long to import and for loads that fail.
 
-The rule: small inputs and outputs only, which travel in messages; what is about shared memory needs a real worker.
+It has no shared memory: use inputs and outputs that fit into messages, and a real worker for all others.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shmserve.protocol.messages import Load
+from shmserve.protocol.messages import Failure, Load
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.loading import THREADS, LoadedModel, load
+from shmserve.workers.loading import THREADS, LoadedModel, load, why
 from shmserve.workers.outbox import NullOutbox
 from tests.support.workers.worker_harness import WORKER
 
 
 @contextmanager
-def loaded(given: ModelConfig, folder: Path) -> Iterator[LoadedModel]:
+def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> Iterator[LoadedModel]:
     mapped = Mapped()
     threads = os.environ.get(THREADS)
     os.environ[THREADS] = "1"  # an engine with more starts threads, which stay
     path, kept, modules = list(sys.path), sys.dont_write_bytecode, set(sys.modules)
     try:
-        order = Load(WORKER, given.name, 1, "m_0_0", str(folder))
+        order = Load(WORKER, given.name, 1, "m_0_0", str(folder), settings or {})
         model = load(order, encode_config(given), NullOutbox(), mapped)
         try:
             yield model
@@ -42,3 +42,21 @@ def loaded(given: ModelConfig, folder: Path) -> Iterator[LoadedModel]:
         for name in set(sys.modules) - modules:
             if name.startswith(("shmserve_model_", "triton_python_backend", "c_python_backend")):
                 del sys.modules[name]
+
+
+def completed(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> ModelConfig:
+    """The configuration that the worker reports."""
+    with loaded(given, folder, settings) as model:
+        return model.config
+
+
+def load_failure(given: ModelConfig, folder: Path) -> Failure:
+    """The reason that the worker reports for a model that does not load."""
+    try:
+        with loaded(given, folder):
+            pass
+    except Exception as error:
+        failure = why(error, str(folder))
+        assert str(folder) not in failure.text
+        return failure
+    raise AssertionError("the model was loaded")
