@@ -1,4 +1,4 @@
-"""A worker process from start to end: what it starts with, what it says, and how it ends."""
+"""The life of a worker process: its environment, its exit codes, its shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from shmserve.protocol.messages import (
     Loaded,
     Map,
     Options,
-    Ping,
     Pong,
     Return,
     Stop,
@@ -44,15 +42,14 @@ XY = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}
 
 REPORTER = """\
 import os
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 print("loading", flush=True)
+# A thread that a model leaves running does not keep the worker from its end.
+threading.Thread(target=threading.Event().wait).start()
 
 
 class TritonPythonModel:
@@ -90,6 +87,16 @@ def facts(worker: WorkerProcess) -> dict[str, object]:
     return dict(row.parameters)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with WorkerProcess(identity(), tmp_path_factory.mktemp("model")) as worker:
+        worker.loaded()
+        # Creates the segments that the tests need, so that the leak check sees none of them appear in a test.
+        (row,) = worker.run(work(1, worker.tensor("x", np.zeros((1, 3000), np.float32))))
+        worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
+        yield worker
+
+
 def test_what_a_worker_runs_with(tmp_path: Path) -> None:
     cpu = str(min(os.sched_getaffinity(0)))
     with WorkerProcess(reporter(tmp_path), tmp_path, cpus=cpu, instance="m_0_0") as worker:
@@ -102,19 +109,15 @@ def test_what_a_worker_runs_with(tmp_path: Path) -> None:
         links = [name for name in str(found["descriptors"]).split(",") if name.startswith("socket:")]
         assert len(links) == 1
         assert worker.stop() == Exit.STOPPED
-        said = worker.said()
-        assert "loading" in said
-        assert "on stdout" in said
-        assert "info: finalized" in said
+        for line in ("loading", "on stdout", "info: finalized"):
+            assert line in worker.said()
 
 
-def test_signals_are_left_to_the_broker(tmp_path: Path) -> None:
-    with WorkerProcess(identity(), tmp_path) as worker:
-        worker.loaded()
-        worker.process.send_signal(signal.SIGTERM)
-        worker.process.send_signal(signal.SIGINT)
-        (row,) = worker.run(work(1, X))
-        assert row.outputs[0].data == X.data
+def test_signals_are_left_to_the_broker(shared: WorkerProcess) -> None:
+    shared.process.send_signal(signal.SIGTERM)
+    shared.process.send_signal(signal.SIGINT)
+    (row,) = shared.run(work(1, X))
+    assert row.outputs[0].data == X.data
 
 
 def test_the_end_of_the_link_ends_the_worker(tmp_path: Path) -> None:
@@ -125,13 +128,22 @@ def test_the_end_of_the_link_ends_the_worker(tmp_path: Path) -> None:
         assert "finalized" in worker.said()
 
 
-def test_the_end_of_the_link_before_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("orders", "code", "text"),
+    [([Stop()], Exit.BAD_ORDER, b"the first order must be Load"), ([], Exit.LINK_LOST, b"")],
+    ids=["another order", "the end of the link"],
+)
+def test_the_first_order_must_be_load(orders: list[object], code: Exit, text: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno())]
-    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
         theirs.close()
+        if orders:
+            ours.send(codec.encode(orders))
         ours.close()
-        assert process.wait(60) == Exit.LINK_LOST
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert text in stderr
 
 
 STARTER = """\
@@ -172,48 +184,27 @@ def test_a_worker_dies_with_whoever_started_it() -> None:
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:
-        return  # somebody else inherited it
+        return  # another process has inherited it
 
 
 @pytest.mark.parametrize(
-    "orders",
+    "packet",
     [
-        [Ping(1)],
-        [Execute(2, 0, (work(1, X),)), Execute(1, 0, (work(2, X),))],
-        [Execute(1, 0, ())],
-        [Load(WORKER, "m", 1, "m_0_0", "", {})],
-        [Map((CLIENT << 32) + 1, 4096)],
-        "garbage",
-        "a report",
+        codec.encode([Execute(2, 0, (work(1, X),)), Execute(1, 0, (work(2, X),))]),
+        codec.encode([Execute(1, 0, ())]),
+        codec.encode([Load(WORKER, "m", 1, "m_0_0", "", {})]),
+        codec.encode([Map((CLIENT << 32) + 1, 4096)]),
+        codec.encode([Pong(1)]),
+        b"\xc1\xc1",
     ],
-    ids=["", "falling numbers", "no requests", "load again", "no descriptor", "garbage", "report"],
+    ids=["falling numbers", "no requests", "load again", "no descriptor", "report", "garbage"],
 )
-def test_bad_orders(tmp_path: Path, orders: object) -> None:
+def test_a_broken_order_ends_the_worker(tmp_path: Path, packet: bytes) -> None:
     with WorkerProcess(identity(), tmp_path) as worker:
         worker.loaded()
-        if orders == "garbage":
-            worker.sock.send(b"\xc1\xc1")
-        elif orders == "a report":
-            worker.send(Pong(1))
-        else:
-            assert isinstance(orders, list)
-            worker.send(*orders)
-        if orders == [Ping(1)]:  # a good one, to show that the others end it
-            assert worker.expect(Pong).number == 1
-            return
+        worker.sock.send(packet)
         assert worker.ended() == Exit.BAD_ORDER
         assert "broke the protocol" in worker.said()
-
-
-def test_the_first_order_must_be_load() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno())]
-    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
-        theirs.close()
-        ours.send(codec.encode([Stop()]))
-        assert process.wait(60) == Exit.BAD_ORDER
-        assert process.stderr is not None
-        assert b"the first order must be Load" in process.stderr.read()
 
 
 @pytest.mark.parametrize("arguments", ["--link 3 --cpus 99999", "--link 0", "--link 3 --cpus x"])
@@ -232,72 +223,62 @@ def test_a_model_that_fails_at_its_end(tmp_path: Path) -> None:
         assert "at the end" in worker.said()
 
 
-def test_a_crash_ends_the_link(tmp_path: Path) -> None:
-    for trigger, code in (("crash", -signal.SIGSEGV), ("exit", 33)):
-        with WorkerProcess(identity(triggers="1"), tmp_path) as worker:
-            worker.loaded()
-            worker.execute(work(1, X, options=Options(parameters={trigger: 33})))
-            assert worker.ended() == code
-
-
-def test_a_thread_that_a_model_leaves_running_does_not_keep_the_worker(tmp_path: Path) -> None:
-    source = REPORTER.replace(
-        'print("loading", flush=True)',
-        "import threading\nthreading.Thread(target=threading.Event().wait).start()",
-    )
-    python_model(tmp_path, source)
-    with WorkerProcess(config("python", *XY, max_batch=4), tmp_path) as worker:
+@pytest.mark.parametrize(("trigger", "code"), [("crash", -signal.SIGSEGV), ("exit", 33)])
+def test_a_crash_ends_the_link(tmp_path: Path, trigger: str, code: int) -> None:
+    with WorkerProcess(identity(triggers="1"), tmp_path) as worker:
         worker.loaded()
-        assert worker.stop() == Exit.STOPPED
+        worker.execute(work(1, X, options=Options(parameters={trigger: 33})))
+        assert worker.ended() == code
 
 
 # ---------------------------------------------------------------------------------------------- memory
 
 
-@contextmanager
-def memory(size: int) -> Iterator[int]:
-    extent = memfd.create(size)
-    try:
-        yield extent.fd
-    finally:
+def test_an_unmapped_segment_leaves_nothing_in_the_worker(shared: WorkerProcess) -> None:
+    proc = Path(f"/proc/{shared.process.pid}")
+
+    def usage() -> tuple[int, int]:
+        return len(list((proc / "fd").iterdir())), (proc / "maps").read_text().count("memfd:")
+
+    shared.run(work(1, X))
+    before = usage()
+    for number in range(100, 140):
+        segment = (CLIENT << 32) + number
+        extent = memfd.create(8192)
+        shared.send(Map(segment, 8192), descriptors=[extent.fd])
         extent.close()
-
-
-def test_maps_come_and_go_and_nothing_is_left(tmp_path: Path) -> None:
-    with WorkerProcess(identity(), tmp_path) as worker:
-        worker.loaded()
-        worker.run(work(1, X))
-        proc = Path(f"/proc/{worker.process.pid}")
-        before = len(list((proc / "fd").iterdir())), (proc / "maps").read_text().count("memfd:")
-        for number in range(2, 40):
-            segment = (CLIENT << 32) + number
-            with memory(8192) as descriptor:
-                worker.send(Map(segment, 8192), descriptors=[descriptor])
-            tensor = Tensor("x", "FP32", (1, 2000), (Handle(segment, 64, 8000),))
-            (row,) = worker.run(work(number, tensor))
-            assert row.error is None
-            worker.send(Return(row.outputs[0].data), Unmap(segment))  # type: ignore[arg-type]
-            (row,) = worker.run(work(number, tensor))
-            assert row.error is not None
-            assert row.error.code == "HANDLE_LOST"
-        after = len(list((proc / "fd").iterdir())), (proc / "maps").read_text().count("memfd:")
-        # One segment of outputs (one descriptor, mapped for writing and for reading) is what there may be more.
-        assert (after[0] - before[0], after[1] - before[1]) == (1, 2)
-        worker.mapped.close()
-
-
-def test_memory_that_cannot_be_trusted_is_not_mapped(tmp_path: Path) -> None:
-    with WorkerProcess(identity(), tmp_path) as worker:
-        worker.loaded()
-        segment = (CLIENT << 32) + 1
-        descriptor = os.memfd_create("unsealed")
-        os.ftruncate(descriptor, 8192)
-        worker.send(Map(segment, 8192), descriptors=[descriptor])
-        os.close(descriptor)
-        (row,) = worker.run(work(1, Tensor("x", "FP32", (1, 2000), (Handle(segment, 0, 8000),))))
+        tensor = Tensor("x", "FP32", (1, 2000), (Handle(segment, 64, 8000),))
+        (row,) = shared.run(work(number, tensor))
+        assert row.error is None
+        shared.send(Return(row.outputs[0].data), Unmap(segment))  # type: ignore[arg-type]
+        (row,) = shared.run(work(number, tensor))
         assert row.error is not None
         assert row.error.code == "HANDLE_LOST"
-        assert "sealed" in worker.said()
+    assert usage() == before
+
+
+def test_memory_that_cannot_be_trusted_is_not_mapped(shared: WorkerProcess) -> None:
+    segment = (CLIENT << 32) + 99
+    descriptor = os.memfd_create("unsealed")
+    os.ftruncate(descriptor, 8192)
+    shared.send(Map(segment, 8192), descriptors=[descriptor])
+    os.close(descriptor)
+    (row,) = shared.run(work(1, Tensor("x", "FP32", (1, 2000), (Handle(segment, 0, 8000),))))
+    assert row.error is not None
+    assert row.error.code == "HANDLE_LOST"
+    assert "sealed" in shared.said()
+
+
+def test_the_output_of_one_batch_is_the_input_of_the_next(shared: WorkerProcess) -> None:
+    """Steps of an ensemble on the same worker: it reads its own memory."""
+    x = np.arange(3000, dtype=np.float32).reshape(1, 3000)
+    (first,) = shared.run(work(1, shared.tensor("x", x)))
+    made = first.outputs[0]
+    (second,) = shared.run(work(2, Tensor("x", "FP32", made.shape, made.data)))
+    assert second.outputs[0].data != made.data
+    assert (shared.array(second.outputs[0], np.float32) == x).all()
+    for output in (made, second.outputs[0]):
+        shared.send(Return(output.data))  # type: ignore[arg-type]
 
 
 def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
@@ -319,7 +300,7 @@ def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
         (row,) = worker.run(work(4, tensor))
         assert row.error is None
         assert row.outputs[0].data == held[0].data  # the block freed last is used first
-        # What comes back wrongly is told to the operator, and stops nothing.
+        # Wrong handles are logged and ignored.
         wrong = Handle(held[1].data[0].segment, 77, 8)  # type: ignore[union-attr, index]
         worker.send(Return((wrong, Handle(5, 0, 8), *held[1].data)))  # type: ignore[misc]
         (row,) = worker.run(work(5, tensor))
@@ -328,7 +309,7 @@ def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
         worker.mapped.close()
 
 
-def test_an_audience_gets_room_that_another_does_not_need(tmp_path: Path) -> None:
+def test_an_audience_gets_memory_that_another_has_returned(tmp_path: Path) -> None:
     settings = {KNOB: str(3 << 20)}
     with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
         worker.loaded()
@@ -340,17 +321,4 @@ def test_an_audience_gets_room_that_another_does_not_need(tmp_path: Path) -> Non
             worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
         assert [message.audience for message in worker.maps] == ["uid:1", "posix:uid:2", "uid:3", "uid:1"]
         assert len({message.segment for message in worker.maps}) == 4
-        worker.mapped.close()
-
-
-def test_the_output_of_one_batch_is_the_input_of_the_next(tmp_path: Path) -> None:
-    """Steps of an ensemble on the same worker: it reads its own memory."""
-    with WorkerProcess(identity(), tmp_path) as worker:
-        worker.loaded()
-        x = np.arange(3000, dtype=np.float32).reshape(1, 3000)
-        (first,) = worker.run(work(1, worker.tensor("x", x)))
-        made = first.outputs[0]
-        (second,) = worker.run(work(2, Tensor("x", "FP32", made.shape, made.data)))
-        assert second.outputs[0].data != made.data
-        assert (worker.array(second.outputs[0], np.float32) == x).all()
         worker.mapped.close()

@@ -1,4 +1,4 @@
-"""Python models in a worker: what they are given, what they may give back, and what they get wrong."""
+"""Python models in a worker: the requests they get, the responses they may return, and mistakes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 from shmserve.protocol.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
 from shmserve.repo.config.schema import as_triton_json
+from tests.support.workers.in_process import completed, loaded
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import PYTHON_ADD, python_model
+from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
 
@@ -55,7 +56,7 @@ class TritonPythonModel:
 
     def one(self, request):
         wish = json.loads(request.parameters()).get("wish", "double")
-        return getattr(self, wish)(request)
+        return getattr(self, wish.partition(" ")[0])(request)
 
     def answer(self, array, **how):
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", array)], **how)
@@ -63,7 +64,7 @@ class TritonPythonModel:
     def double(self, request):
         return self.answer(pb_utils.get_input_tensor_by_name(request, "x").as_numpy() * DOUBLE)
 
-    def told(self, request):
+    def facts(self, request):
         x = request.inputs()[0]
         facts = {
             "args": json.dumps(self.args),
@@ -92,18 +93,6 @@ class TritonPythonModel:
     def none(self, request):
         return None
 
-    def wrong_dtype(self, request):
-        return self.answer(np.zeros((1, 2), np.float64))
-
-    def wrong_rank(self, request):
-        return self.answer(np.zeros(2, np.float32))
-
-    def wrong_rows(self, request):
-        return self.answer(np.zeros((3, 2), np.float32))
-
-    def nothing(self, request):
-        return pb_utils.InferenceResponse([])
-
     def other(self, request):
         return pb_utils.InferenceResponse([pb_utils.Tensor("z", np.zeros((1, 2), np.float32))])
 
@@ -116,26 +105,23 @@ class TritonPythonModel:
     def large(self, request):
         return self.answer(np.arange(30000, dtype=np.float32)[None])
 
+    PARAMETERS = {
+        "list": {"list": [1]},
+        "null": {"good": 1, "null": None},
+        "key": {1: "a"},
+        "type": [],
+        "long": {"text": "x" * 20000},
+    }
+
     def parameters(self, request):
-        return self.answer(np.zeros((1, 1), np.float32), parameters={"list": [1]})
+        kind = json.loads(request.parameters())["wish"].partition(" ")[2]
+        return self.answer(np.zeros((1, 1), np.float32), parameters=self.PARAMETERS[kind])
 
-    def null_parameters(self, request):
-        return self.answer(np.zeros((1, 1), np.float32), parameters={"good": 1, "null": None})
-
-    def named_parameters(self, request):
-        return self.answer(np.zeros((1, 1), np.float32), parameters={1: "a"})
-
-    def list_parameters(self, request):
-        return self.answer(np.zeros((1, 1), np.float32), parameters=[])
-
-    def caught_parameters(self, request):
+    def caught(self, request):
         try:
-            return self.parameters(request)
+            return self.answer(np.zeros((1, 1), np.float32), parameters=[])
         except pb_utils.TritonModelException as error:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.NOT_FOUND))
-
-    def long_parameters(self, request):
-        return self.answer(np.zeros((1, 1), np.float32), parameters={"text": "x" * 20000})
 
     def write(self, request):
         request.inputs()[0].as_numpy()[:] = 5
@@ -163,7 +149,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess
     (folder / "1" / "helper.py").write_text("DOUBLE = 2\n")
     with WorkerProcess(config("python", X, Y, max_batch=8), folder, instance="scripted_0_1") as worker:
         worker.loaded()
-        # Large enough for all of these tests, so that none is blamed for a segment that stays.
+        # Creates all segments that these tests need, so that the leak check sees none of them appear in a test.
         worker.run(work(1, tensor(1.0), options=Options(parameters={"wish": "large"})))
         worker.place(1)
         yield worker
@@ -172,7 +158,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess
 
 
 def ask(worker: WorkerProcess, wish: str, **how: Any) -> Row:
-    """One request with a wish, between two that want nothing special and must get it."""
+    """One request with a wish, between two ordinary ones, which must succeed unless the batch fails."""
     options = Options(parameters={"wish": wish}, **how)
     rows = worker.run(work(1, tensor(1, 2)), work(2, tensor(3, 4), options=options), work(3, tensor(5)))
     if rows[0].error is None:
@@ -181,14 +167,14 @@ def ask(worker: WorkerProcess, wish: str, **how: Any) -> Row:
     return rows[1]
 
 
-def test_what_a_model_is_told(scripted: WorkerProcess) -> None:
+def test_what_a_request_shows_to_the_model(scripted: WorkerProcess) -> None:
     options = Options(
         id="abc",
         sequence=7,
         sequence_start=True,
         sequence_end=True,
         queue_timeout_us=5,
-        parameters={"wish": "told", "other": 1.5},
+        parameters={"wish": "facts", "other": 1.5},
     )
     (row,) = scripted.run(work(1, tensor(1, 2), options=options, outputs=[Wanted("y")]))
     assert row.parameters is not None
@@ -233,20 +219,20 @@ def test_a_request_without_options(scripted: WorkerProcess) -> None:
         (
             "none",
             "MODEL_FAILED",
-            "'InferenceResponse' object in the execute function return list, found type '<class 'NoneT",
+            "an 'InferenceResponse' object in the execute function return list, found type '<class 'NoneT",
         ),
         ("other", "MODEL_FAILED", "unexpected output 'z': the outputs of model 'm' are y"),
         ("twice", "MODEL_FAILED", "output 'y' was given twice"),
-        ("parameters", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
-        ("null_parameters", "INVALID_ARG", "values to have type bool/int/str, found type <class 'NoneType'>"),
-        ("named_parameters", "INVALID_ARG", "Expect parameters keys to have type str, found type <class 'int'>"),
-        ("list_parameters", "INVALID_ARG", "Expect dict, got <class 'list'>"),
-        ("caught_parameters", "NOT_FOUND", "Expect parameters values to have type"),
-        ("long_parameters", "INVALID_ARG", "have 20004 characters, more than 16384"),
+        ("parameters list", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
+        ("parameters null", "INVALID_ARG", "values to have type bool/int/str, found type <class 'NoneType'>"),
+        ("parameters key", "INVALID_ARG", "Expect parameters keys to have type str, found type <class 'int'>"),
+        ("parameters type", "INVALID_ARG", "Expect dict, got <class 'list'>"),
+        ("caught", "NOT_FOUND", "Expect dict, got <class 'list'>"),
+        ("parameters long", "INVALID_ARG", "have 20004 characters, more than 16384"),
         ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
     ],
 )
-def test_what_fails_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
+def test_mistakes_that_fail_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
     row = ask(scripted, wish)
     assert row.outputs == ()
     assert row.error is not None
@@ -262,7 +248,7 @@ def test_what_fails_one_request(scripted: WorkerProcess, wish: str, code: str, t
         ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
     ],
 )
-def test_what_fails_a_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
+def test_mistakes_that_fail_a_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
     row = ask(scripted, wish)
     assert row.error is not None
     assert row.error.code == "MODEL_FAILED"
@@ -276,13 +262,10 @@ def test_what_fails_a_batch(scripted: WorkerProcess, wish: str, text: str) -> No
     [
         ("none", "Expected an 'InferenceResponse' object in the execute function return list"),
         ("number", "Expected a list in the execute return, found type '<class 'int'>'."),
-        (
-            "short",
-            "InferenceResponse objects returned (0) from execute must match the number of requests (2)",
-        ),
+        ("short", "InferenceResponse objects returned (0) from execute must match the number of requests (2)"),
     ],
 )
-def test_what_execute_returns(scripted: WorkerProcess, wish: str, text: str) -> None:
+def test_wrong_results_of_execute(scripted: WorkerProcess, wish: str, text: str) -> None:
     options = Options(parameters={"batch": wish})
     for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
         assert row.error is not None
@@ -292,7 +275,7 @@ def test_what_execute_returns(scripted: WorkerProcess, wish: str, text: str) -> 
         assert row.error is None
 
 
-def test_places_of_files_are_not_told(scripted: WorkerProcess) -> None:
+def test_paths_in_errors_are_relative_to_the_model(scripted: WorkerProcess) -> None:
     row = ask(scripted, "where")
     assert row.error is not None
     assert row.error.text == "see <model>/1/model.py:12"
@@ -311,25 +294,11 @@ def test_a_large_output_in_the_callers_memory(scripted: WorkerProcess) -> None:
     assert (scripted.array(row.outputs[0], np.float32) == np.arange(30000)).all()
 
 
-def test_what_a_model_logs(scripted: WorkerProcess) -> None:
+def test_a_model_logs_lines_with_its_level(scripted: WorkerProcess) -> None:
     assert ask(scripted, "log").error is None
     said = scripted.said()
     assert "warning: first\\nsecond\n" in said
     assert "error: third\n" in said
-
-
-def test_optional_inputs(tmp_path: Path) -> None:
-    python_model(tmp_path, PYTHON_ADD)
-    inputs = {"a": ("FP32", (1,)), "b": ("FP32", (1,))}
-    given = config("python", inputs, {"sum": ("FP32", (1,))}, max_batch=8, optional=["b"])
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
-        a = Tensor("a", "FP32", (1, 1), np.float32(1).tobytes())
-        b = Tensor("b", "FP32", (1, 1), np.float32(2).tobytes())
-        rows = worker.run(work(1, a, b), work(2, a), work(3, b, a), work(4, b))
-        assert [worker.array(row.outputs[0], np.float32).item() for row in rows[:3]] == [3, 101, 3]
-        assert rows[3].error is not None
-        assert rows[3].error.code == "INVALID_ARG"
 
 
 COMPLETING = """\
@@ -352,23 +321,18 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_completes_its_configuration(tmp_path: Path) -> None:
+def test_a_model_completes_its_configuration(tmp_path: Path) -> None:
     python_model(tmp_path, COMPLETING)
-    with WorkerProcess(config("python", {}, {}), tmp_path) as worker:
-        found = worker.loaded()
+    with loaded(config("python", {}, {}), tmp_path) as model:
+        found = model.config
         assert found.max_batch_size == 6
         assert found.dynamic_batching is not None
         assert [(entry.name, entry.data_type, entry.dims) for entry in found.input] == [("x", "TYPE_FP32", (-1,))]
         assert [(entry.name, entry.data_type, entry.dims) for entry in found.output] == [("y", "TYPE_FP32", (1,))]
-        (row,) = worker.run(work(1, tensor(4, 5)))
-        assert worker.array(row.outputs[0], np.float32).tolist() == [[4]]
-
-
-def test_completing_can_be_turned_off(tmp_path: Path) -> None:
-    python_model(tmp_path, COMPLETING)
-    settings = {"disable-auto-complete-config": "true"}
-    with WorkerProcess(config("python", X, Y), tmp_path, settings=settings) as worker:
-        assert worker.loaded().max_batch_size == 0
+        ((row,), *_) = model.runner.run([work(1, tensor(4, 5))])
+        assert row.outputs[0].data == np.float32(4).tobytes()
+    found = completed(config("python", X, Y), tmp_path, {"disable-auto-complete-config": "true"})
+    assert found.max_batch_size == 0
 
 
 ASYNC = """\
@@ -404,7 +368,6 @@ class TritonPythonModel:
                 "number": np.array([[5]], object),
                 "text": np.array([["caf\u00e9"]], object),
                 "fixed": np.array([[b"abc"]]),
-                "long": np.array([["x" * 5000]], object),
                 "bytes": np.array([[b"\\xff"]], object),
             }[word]
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", made)]))
@@ -415,28 +378,29 @@ class TritonPythonModel:
 def test_strings(tmp_path: Path) -> None:
     python_model(tmp_path, STRINGS)
     given = config("python", {"x": ("STRING", (1,))}, {"y": ("STRING", (1,))}, max_batch=8)
-    words = [b"number", b"text", b"fixed", b"long", b"bytes"]
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
-        works = [work(number, worker.tensor("x", np.array([[word]], object))) for number, word in enumerate(words)]
-        found = [worker.array(row.outputs[0], object).item() for row in worker.run(*works)]
-        assert found == [b"5", "caf\u00e9".encode(), b"abc", b"x" * 5000, b"\xff"]
-        worker.mapped.close()
+    expected = {b"number": b"5", b"text": "caf\u00e9".encode(), b"fixed": b"abc", b"bytes": b"\xff"}
+    works = [work(number, Tensor("x", "BYTES", (1, 1), encoded(word))) for number, word in enumerate(expected)]
+    with loaded(given, tmp_path) as model:
+        rows, *_ = model.runner.run(works)
+    assert [row.outputs[0].data for row in rows] == [encoded(word) for word in expected.values()]
+
+
+def encoded(word: bytes) -> bytes:
+    return len(word).to_bytes(4, "little") + word
 
 
 def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
     python_model(tmp_path, ASYNC)
-    with WorkerProcess(config("python", X, Y, max_batch=2), tmp_path) as worker:
-        worker.loaded()
+    with loaded(config("python", X, Y, max_batch=2), tmp_path) as model:
         for number in (1, 2):
-            first, second = worker.run(work(number, tensor(1)), work(number + 10, tensor(5)))
+            (first, second), *_ = model.runner.run([work(number, tensor(1)), work(number + 10, tensor(5))])
             assert (first.outputs[0].data, second.outputs[0].data) == (b"\0\0\0@", b"\0\0\xc0@")
-        (failed,) = worker.run(work(3, tensor(-1)))
+        (failed,), *_ = model.runner.run([work(3, tensor(-1))])
         assert failed.error is not None
         assert failed.error.text.endswith("message: ValueError: below zero")
 
 
-def test_questions_during_is_ready_are_answered_by_it(tmp_path: Path) -> None:
+def test_probes_during_is_ready_are_answered_when_it_returns(tmp_path: Path) -> None:
     gate, calls = tmp_path / "gate", tmp_path / "calls"
     os.mkfifo(gate)
     os.mkfifo(calls)
@@ -453,11 +417,11 @@ class TritonPythonModel:
     python_model(tmp_path, source)
     given = config("python", {"x": ("FP32", (1,))}, {"y": ("FP32", (1,))})
     with WorkerProcess(given, tmp_path) as worker:
-        assert worker.expect(Probed) == Probed(0, True), "it can be asked"
+        assert worker.expect(Probed) == Probed(0, True), "the model has is_ready"
         worker.loaded()
         for number in (1, 2, 3):
             worker.send(Probe(number))
-        calls.read_bytes()  # it runs
+        calls.read_bytes()  # is_ready runs
         worker.send(Ping(1))
         worker.expect(Pong)  # and all three have been read
         gate.write_bytes(b"")

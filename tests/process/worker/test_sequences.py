@@ -1,4 +1,4 @@
-"""Sequences and ragged batches in a worker process, against bare ONNX Runtime and numpy."""
+"""Sequences and ragged batches of ONNX and Python models, against bare ONNX Runtime and numpy."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from shmserve.repo.config.schema import (
     ModelWarmup,
     ModelWarmupInput,
 )
+from tests.support.workers.in_process import load_failure, loaded
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 from tests.support.workers.worker_models import Graph, python_model
 
@@ -68,9 +69,9 @@ def recurrent(folder: Path, width: int, states: int) -> Path:
     return graph.node("Tanh", ["sum"], ["h2"]).node("MatMul", ["h2", "v"], ["y"]).save(folder)
 
 
-@pytest.mark.parametrize(("width", "states", "shown"), [(4, 8, False), (3000, 8, True), (2, 1500, True)])
-def test_interleaved_sequences_are_what_each_is_alone(tmp_path: Path, width: int, states: int, shown: bool) -> None:
-    """Outputs in messages and outputs computed in shared memory; states that callers see and that they do not."""
+@pytest.mark.parametrize(("width", "states", "shown"), [(4, 8, False), (3000, 1500, True)])
+def test_interleaved_sequences_are_independent(tmp_path: Path, width: int, states: int, shown: bool) -> None:
+    """Small outputs with a hidden state, and large ones, in shared memory, with a state that is an output as well."""
     path = recurrent(tmp_path, width, states)
     outputs: dict[str, tuple[str, Sequence[int]]] = {"y": ("FP32", (width,))}
     if shown:
@@ -149,25 +150,24 @@ def test_controls_and_the_end_of_sequences(tmp_path: Path) -> None:
         assert "it must be an integer" in refused.text
 
 
-def test_a_model_that_is_not_what_the_configuration_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["one too many", "one too few", "other data type"])
+def test_controls_that_the_model_does_not_have(tmp_path: Path, case: str) -> None:
     given = counting(tmp_path)
     known = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": ("FP32", (6,))})
-    given = replace(given, input=known.input, output=known.output)
     assert given.sequence_batching is not None
-    controls = given.sequence_batching.control_input
-    for wrong in (
-        (*controls, control("more", "START", int32_false_true=(0, 1))),
-        controls[:-1],
-        (*controls[:-1], NAME),
-    ):
-        batching = replace(given.sequence_batching, control_input=wrong)
-        with WorkerProcess(replace(given, sequence_batching=batching), tmp_path) as worker:
-            assert "unable to load model" in worker.failed().text
-            worker.ended()
+    *controls, _ = given.sequence_batching.control_input
+    wrong = {
+        "one too many": (*controls, ID, control("more", "START", int32_false_true=(0, 1))),
+        "one too few": controls,
+        "other data type": (*controls, NAME),
+    }[case]
+    batching = replace(given.sequence_batching, control_input=tuple(wrong))
+    given = replace(given, input=known.input, output=known.output, sequence_batching=batching)
+    assert "unable to load model" in load_failure(given, tmp_path).text
 
 
-def test_warm_up_of_sequences_and_first_states(tmp_path: Path) -> None:
-    """Samples have the controls; the states that they make are not those of a caller."""
+def test_warm_up_leaves_the_initial_states(tmp_path: Path) -> None:
+    """Samples contain the controls, and the states that they leave are dropped."""
     given = counting(tmp_path)
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "s.bin").write_bytes(np.array([1000], np.float32).tobytes())
@@ -181,10 +181,9 @@ def test_warm_up_of_sequences_and_first_states(tmp_path: Path) -> None:
     }
     warm = ModelWarmup(name="w", batch_size=3, count=2, inputs=inputs)
     given = replace(given, sequence_batching=replace(given.sequence_batching, state=(state,)), model_warmup=(warm,))
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
-        (row,) = worker.run(step(1, 1, number(1), slot=0))
-        assert worker.array(row.outputs[0], np.float32).tolist() == [[0, 0, 1, 1, 1, 1001]]
+    with loaded(given, tmp_path) as model:
+        ((row,), *_) = model.runner.run([step(1, 1, number(1), slot=0)])
+        assert row.outputs[0].data == np.array([0, 0, 1, 1, 1, 1001], np.float32).tobytes()
 
 
 # ---------------------------------------------------------------------------------------------- python
@@ -205,21 +204,21 @@ class TritonPythonModel:
     def one(self, request, count):
         x, state = get(request, "x"), get(request, "s")
         if x[0, 0] < 0 and state[0, 0] < 2:
-            # Three times, before there is an answer.
+            # The third run gives the response.
             self.runs = getattr(self, "runs", 0) + 1
             if self.runs < 3:
                 request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
                 return None
-        told = [get(request, "START"), get(request, "END"), get(request, "READY"), [[count]], state + x]
+        seen = [get(request, "START"), get(request, "END"), get(request, "READY"), [[count]], state + x]
         name = np.array([[get(request, "ID")[0, 0]]], object)
-        y = pb_utils.Tensor("y", np.concatenate(told, axis=1).astype(np.float32))
+        y = pb_utils.Tensor("y", np.concatenate(seen, axis=1).astype(np.float32))
         return pb_utils.InferenceResponse(
             [y, pb_utils.Tensor("name", name), pb_utils.Tensor("t", (state + x).astype(np.float32))]
         )
 """
 
 
-def test_python_models(tmp_path: Path) -> None:
+def test_a_python_model_with_controls_states_and_second_runs(tmp_path: Path) -> None:
     python_model(tmp_path, REMEMBER)
     outputs = {"y": ("FP32", (5,)), "name": ("STRING", (1,))}
     state = ModelSequenceBatchingState(input_name="s", output_name="t", data_type="TYPE_FP32", dims=(1,))
@@ -249,84 +248,59 @@ def test_python_models(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- ragged batches
 
 
-def ragged(folder: Path) -> ModelConfig:
-    """x of any length doubled; what is computed of the batch, one number or two for each request of one row."""
-    graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1]).weight("two", np.float32(2))
-    graph.node("Mul", ["x", "two"], ["y"])
-    last, first = np.array([-1]), np.array([0])
-    graph.weight("one", np.array([1])).weight("last", last).weight("first", first).weight("far", np.array([10**6]))
-    for name, kind in (("count", "INT32"), ("sums", "FP32"), ("zero", "INT32"), ("widest", "FP32"), ("flat", "INT32")):
-        graph.input(name, kind, [-1])
-    graph.input("shapes", "INT32", [-1, 2])
-    for name in ("count", "sums", "flat"):
-        graph.output(f"{name}_out", "FP32" if name == "sums" else "INT32", [-1, 2 if name == "flat" else 1])
-    graph.weight("column", np.array([-1, 1])).weight("pairs", np.array([-1, 2]))
-    graph.node("Reshape", ["count", "column"], ["count_out"]).node("Reshape", ["sums", "column"], ["sums_out"])
-    graph.node("Reshape", ["flat", "pairs"], ["flat_out"])
-    graph.output("diff_out", "INT32", [-1, 1]).output("shapes_out", "INT32", [-1, 2]).output(
-        "max_out", "INT64", [-1, 1]
-    )
-    graph.node("Slice", ["zero", "one", "far"], ["upper"]).node("Slice", ["zero", "first", "last"], ["lower"])
-    graph.node("Sub", ["upper", "lower"], ["diff"]).node("Reshape", ["diff", "column"], ["diff_out"])
-    graph.node("Identity", ["shapes"], ["shapes_out"]).node("Shape", ["widest"], ["most"])
-    graph.node("Cast", ["count_out"], ["counts"], to=7).node("Sub", ["counts", "counts"], ["none"])
-    graph.node("Add", ["none", "most"], ["max_out"]).save(folder)
-    ones = {"count_out": "INT32", "sums_out": "FP32", "diff_out": "INT32", "max_out": "INT64"}
-    outputs = {"y": ("FP32", (-1, -1)), **{name: (dtype, (1,)) for name, dtype in ones.items()}}
-    outputs |= {"flat_out": ("INT32", (2,)), "shapes_out": ("INT32", (2,))}
-    given = config("onnxruntime", {"x": ("FP32", (-1, -1))}, outputs, max_batch=8)
-    kinds = {
-        "count": ("ELEMENT_COUNT", "INT32"),
-        "sums": ("ACCUMULATED_ELEMENT_COUNT", "FP32"),
-        "zero": ("ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", "INT32"),
-        "widest": ("MAX_ELEMENT_COUNT_AS_SHAPE", "FP32"),
-        "shapes": ("ITEM_SHAPE", "INT32"),
-        "flat": ("ITEM_SHAPE_FLATTEN", "INT32"),
-    }
-    return replace(
-        given,
-        input=(replace(given.input[0], allow_ragged_batch=True),),
-        batch_input=tuple(
-            BatchInput(kind=f"BATCH_{kind}", target_name=(name,), data_type=f"TYPE_{dtype}", source_input=("x",))  # type: ignore[arg-type]
-            for name, (kind, dtype) in kinds.items()
-        ),
-        batch_output=(BatchOutput(target_name=("y",), source_input=("x",)),),
-    )
+def batch_input(kind: str, name: str, dtype: str) -> BatchInput:
+    return BatchInput(kind=f"BATCH_{kind}", target_name=(name,), data_type=f"TYPE_{dtype}", source_input=("x",))  # type: ignore[arg-type]
 
 
 def test_ragged_batches(tmp_path: Path) -> None:
-    with WorkerProcess(ragged(tmp_path), tmp_path) as worker:
+    """x of any length doubled, and what the model gets of the batch: a vector, a matrix, and a shape. The unit tests
+    have all kinds of batch inputs."""
+    graph = Graph().input("x", "FP32", [-1]).input("starts", "INT32", [-1])
+    graph.input("shapes", "INT32", [-1, 2]).input("widest", "FP32", [-1])
+    graph.output("y", "FP32", [-1]).output("count", "INT32", [-1, 1]).output("shapes_out", "INT32", [-1, 2])
+    graph.output("max", "INT64", [-1, 1])
+    for name, value in (("one", [1]), ("last", [-1]), ("first", [0]), ("far", [10**6]), ("column", [-1, 1])):
+        graph.weight(name, np.array(value))
+    graph.node("Add", ["x", "x"], ["y"]).node("Identity", ["shapes"], ["shapes_out"])
+    graph.node("Slice", ["starts", "one", "far"], ["ends"]).node("Slice", ["starts", "first", "last"], ["begins"])
+    graph.node("Sub", ["ends", "begins"], ["counts"]).node("Reshape", ["counts", "column"], ["count"])
+    graph.node("Cast", ["count"], ["long"], to=7).node("Sub", ["long", "long"], ["zeros"])
+    graph.node("Shape", ["widest"], ["most"]).node("Add", ["zeros", "most"], ["max"]).save(tmp_path)
+    outputs = {"y": ("FP32", (-1, -1)), "count": ("INT32", (1,)), "shapes_out": ("INT32", (2,)), "max": ("INT64", (1,))}
+    given = config("onnxruntime", {"x": ("FP32", (-1, -1))}, outputs, max_batch=8)
+    given = replace(
+        given,
+        input=(replace(given.input[0], allow_ragged_batch=True),),
+        batch_input=(
+            batch_input("ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", "starts", "INT32"),
+            batch_input("ITEM_SHAPE", "shapes", "INT32"),
+            batch_input("MAX_ELEMENT_COUNT_AS_SHAPE", "widest", "FP32"),
+        ),
+        batch_output=(BatchOutput(target_name=("y",), source_input=("x",)),),
+    )
+    with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
         for shapes in ([(1, 3, 2), (1, 1, 5), (1, 40, 50)], [(1, 2, 2)], [(1, 0, 3), (1, 1, 1)]):
             xs = [np.random.default_rng(1).random(shape, np.float32) for shape in shapes]
             rows = worker.run(*[work(n, worker.tensor("x", x)) for n, x in enumerate(xs, 1)])
-            total = 0
             for row, x in zip(rows, xs, strict=True):
                 assert row.error is None, row.error
-                total += x.size
-                found = {out.name: out for out in row.outputs}
-                assert found["y"].shape == x.shape
-                assert (worker.array(found["y"], np.float32) == 2 * x).all()
-                for name, dtype, expected in (
-                    ("count_out", np.int32, [x.size]),
-                    ("sums_out", np.float32, [total]),
-                    ("diff_out", np.int32, [x.size]),
-                    ("max_out", np.int64, [max(other.size for other in xs)]),
-                    ("shapes_out", np.int32, list(x.shape[1:])),
-                    ("flat_out", np.int32, list(x.shape[1:])),
-                ):
-                    assert worker.array(found[name], dtype).tolist() == [expected], name
+                y, count, shape, most = row.outputs
+                assert y.shape == x.shape
+                assert (worker.array(y, np.float32) == 2 * x).all()
+                assert worker.array(count, np.int32).tolist() == [[x.size]]
+                assert worker.array(shape, np.int32).tolist() == [list(x.shape[1:])]
+                assert worker.array(most, np.int64).tolist() == [[max(other.size for other in xs)]]
         worker.mapped.close()
 
 
-def test_what_is_computed_is_not_taken_for_what_callers_give(tmp_path: Path) -> None:
+def test_completion_leaves_out_batch_inputs(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [-1, 2]).input("count", "INT32", [-1]).output("y", "FP32", [-1, 2])
     graph.weight("column", np.array([-1, 1])).node("Reshape", ["count", "column"], ["table"])
     graph.node("Cast", ["table"], ["counts"], to=1).node("Mul", ["x", "counts"], ["y"]).save(tmp_path)
-    made = BatchInput(kind="BATCH_ELEMENT_COUNT", target_name=("count",), data_type="TYPE_INT32", source_input=("x",))
-    with WorkerProcess(replace(config("onnxruntime", {}, {}, max_batch=4), batch_input=(made,)), tmp_path) as worker:
-        found = worker.loaded()
-        assert [(entry.name, entry.dims) for entry in found.input] == [("x", (2,))]
-        x = worker.tensor("x", np.array([[1, 5]], np.float32))
-        for row in worker.run(work(1, x), work(2, x)):
-            assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 10]]
+    count = batch_input("ELEMENT_COUNT", "count", "INT32")
+    with loaded(replace(config("onnxruntime", {}, {}, max_batch=4), batch_input=(count,)), tmp_path) as model:
+        assert [(entry.name, entry.dims) for entry in model.config.input] == [("x", (2,))]
+        x = Tensor("x", "FP32", (1, 2), np.array([1, 5], np.float32).tobytes())
+        for row in model.runner.run([work(1, x), work(2, x)])[0]:
+            assert row.outputs[0].data == np.array([2, 10], np.float32).tobytes()
