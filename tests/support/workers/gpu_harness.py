@@ -1,46 +1,36 @@
 """Models on a GPU without one: an instance of a backend in this process, on the libraries of tests/standins.
 
-The rule: what the test says of memory is looked up in the stand-in, not in what the backend believes.
+Assertions about memory use the state of the stand-in, not that of the backend.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
-from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.protocol import codec
-from shmserve.protocol.messages import INLINE_BYTES, Handle, Map, Row, Tensor, Work, WorkerReport
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from shmserve.shm.arena import Arena, Segment
-from shmserve.shm.extents import memfd
-from shmserve.shm.mapped import Mapped
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from shmserve.workers.outbox import Outbox
-from shmserve.workers.output_arenas import Arenas
 from shmserve.workers.runner import Runner
 from tests import STANDINS
+from tests.support.workers.batch_parts import WORKER, Array, Memory
 
-Array = np.ndarray[Any, np.dtype[Any]]
 NAMES = ("cupy", "cupy.cuda", "cupy.cuda.runtime", "tensorrt", "pynvml")
-WORKER = 7
 
 
 @contextmanager
 def standins() -> Iterator[tuple[Any, Any]]:
-    """The runtime and TensorRT, new ones, where cupy and tensorrt would be."""
+    """New stand-ins for the runtime of cupy and for tensorrt."""
     before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
     sys.path.insert(0, str(STANDINS))
     try:
@@ -75,19 +65,8 @@ def adder(folder: Path, width: int = 4, low: int = 1, best: int = 4, high: int =
     )
 
 
-class Kept:
-    """A link whose other end keeps what was said of segments."""
-
-    def __init__(self) -> None:
-        self.maps: list[Map] = []
-        self._codec = codec.Codec(WorkerReport)
-
-    def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> None:
-        self.maps += [message for message in self._codec.decode(packet) if isinstance(message, Map)]
-
-
-class Instance:
-    """A backend that is loaded, with requests that come to it as they do in a worker."""
+class Instance(Memory):
+    """A loaded backend that runs requests as a worker does."""
 
     def __init__(
         self,
@@ -98,15 +77,12 @@ class Instance:
         name: str = "m_0_0",
         owner: int = WORKER,
     ) -> None:
+        super().__init__(owner)
         if not config.instance_group:
-            config = _with_group(config)
-        self.mapped = Mapped()
-        self._link = Kept()
-        self._outbox = Outbox(self._link)  # type: ignore[arg-type]
-        self.client = Arena(1, memfd.create, limit_bytes=1 << 28, announce=self._announce)
-        self.arenas = Arenas(owner, self._outbox, self.mapped)
+            group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
+            config = replace(config, instance_group=(group,))
         self._number = 0
-        self._given: list[Handle] = []
+        self._inputs: list[Handle] = []
         context = Context("m", 1, name, folder, folder / "1", settings or {})
         try:
             self.backend = backend(context)
@@ -117,7 +93,7 @@ class Instance:
                 self.backend.close()
                 raise
         except BaseException:
-            self._give_back()
+            super().close()
             raise
         gather = Gather("m", inputs_of(self.config), self.mapped)
         gather.on_device = self.backend.on_device
@@ -127,69 +103,41 @@ class Instance:
             name, str(folder), self.backend, gather, scatter, lambda _, error: self.failures.append(error)
         )
 
-    def _announce(self, segment: Segment) -> None:
-        self.mapped.add(segment.id, segment.size, fd=os.dup(segment.fd))
-
     def work(self, *, shared: bool | None = None, outputs: Any = None, **arrays: Array) -> Work:
+        """`shared` None: large inputs are in shared memory, small ones in the message."""
         self._number += 1
-        tensors = tuple(self._tensor(name, array, shared) for name, array in arrays.items())
+        tensors = [
+            self.tensor(name, array, [0] if (array.nbytes > INLINE_BYTES if shared is None else shared) else [])
+            for name, array in arrays.items()
+        ]
+        self._inputs += [handle for tensor in tensors if isinstance(tensor.data, tuple) for handle in tensor.data]
         length = next(iter(arrays.values())).shape[0]
-        return Work(self._number, length if self.config.max_batch_size else 0, tensors, outputs, "internal")
-
-    def _tensor(self, name: str, array: Array, shared: bool | None) -> Tensor:
-        dtype = from_numpy(array.dtype)
-        if not (array.nbytes > INLINE_BYTES if shared is None else shared):
-            return Tensor(name, dtype, array.shape, array.tobytes())
-        block = self.client.allocate(array.nbytes)
-        block.memory()[: array.nbytes] = array.tobytes()
-        self._given.append(block.handle())
-        return Tensor(name, dtype, array.shape, (block.handle(),))
-
-    @property
-    def maps(self) -> list[Map]:
-        """The segments that it has announced."""
-        self._outbox.flush()
-        return self._link.maps
+        return Work(self._number, length if self.config.max_batch_size else 0, tuple(tensors), outputs, "internal")
 
     def run(self, *works: Work) -> list[Row]:
-        """One batch. Then the memory of the inputs is its callers' again, who write something else there."""
+        """Runs one batch. Then its inputs are overwritten, as their callers may do."""
         rows, _, _ = self.runner.run(works)
         for segment in self.client.segments:
-            for handle in self._given:
+            for handle in self._inputs:
                 if handle.segment == segment.id:
                     segment.memory[handle.offset : handle.offset + handle.size] = b"\xee" * handle.size
                     self.client.free(handle.segment, handle.offset)
-        self._given.clear()
+        self._inputs.clear()
         return rows
 
     def array(self, row: Row, index: int = 0) -> Array:
-        """An output, copied: its memory goes back."""
+        """A copy of an output, whose memory is returned."""
         assert row.error is None, row.error
-        found = row.outputs[index]
-        dtype = to_numpy(found.dtype)
-        if isinstance(found.data, bytes):
-            return np.frombuffer(found.data, dtype).reshape(found.shape)
-        assert isinstance(found.data, tuple)
-        data = b"".join(self.mapped.memory(handle).tobytes() for handle in found.data)
-        self.arenas.free([handle for handle in found.data if self.arenas.owns(handle.segment)])
-        return np.frombuffer(data, dtype).reshape(found.shape)
+        found = self.read(row.outputs[index])
+        self.free(row.outputs[index])
+        return found
 
     def close(self) -> None:
         self.backend.close()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self._outbox.flush()
-        self.arenas.close()
-        self.client.close()
-        self.mapped.close()
+        super().close()
 
     def __enter__(self) -> Instance:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _with_group(config: ModelConfig) -> ModelConfig:
-    return replace(config, instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,)),))

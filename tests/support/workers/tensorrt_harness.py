@@ -1,9 +1,7 @@
-"""The TensorRT backend on the stand-ins, and what its tests share."""
+"""The TensorRT backend on the stand-ins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,8 @@ import numpy as np
 
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers.gpu_harness import Array, Instance, standins
+from tests.support.workers.batch_parts import Array
+from tests.support.workers.gpu_harness import Instance
 
 Cuda = schema.ModelOptimizationPolicyCuda
 Spec = schema.ModelOptimizationPolicyCudaGraphSpec
@@ -34,20 +33,12 @@ class Gpu:
         return Instance(TensorRT, folder, config or ModelConfig(name="m", backend="tensorrt"), **more)
 
     def copies(self) -> list[tuple[int, int]]:
-        """The bytes and the kind of each copy since `clear`."""
+        """The size and the direction of each copy since `clear`."""
         return [(call[3], call[4]) for call in self.state.named("memcpyAsync")]
 
     def clear(self) -> None:
         self.state.calls.clear()
         self.trt.calls.clear()
-
-
-@contextmanager
-def on_gpu() -> Iterator[Gpu]:
-    """At the end nothing that was made is left."""
-    with standins() as (runtime, trt):
-        yield Gpu(runtime, trt)
-        assert runtime.state.left() == {}
 
 
 def rows(*shares: int, width: int = 4, seed: int = 0) -> list[Array]:
@@ -64,7 +55,8 @@ def tuned(cuda: Any = None, **more: Any) -> ModelConfig:
 
 
 def check(instance: Instance, *shares: int, width: int = 4, **how: Any) -> None:
-    given = rows(*shares, width=width)
-    found = instance.run(*[instance.work(x=array, **how) for array in given])
-    for row, array in zip(found, given, strict=True):
+    """Runs one batch of `adder`."""
+    arrays = rows(*shares, width=width)
+    found = instance.run(*[instance.work(x=array, **how) for array in arrays])
+    for row, array in zip(found, arrays, strict=True):
         np.testing.assert_array_equal(instance.array(row), array + 1)

@@ -1,7 +1,6 @@
-"""A broker of a few lines: starts one real worker process, gives it orders over a socketpair and reads its reports.
+"""A minimal broker: starts one real worker process, sends it orders over a socketpair and reads its reports.
 
-The rule: it believes nothing that the broker would not be told. Waiting has a limit only so that a test that fails
-ends.
+It knows only what the worker reports. Timeouts exist only to end a test that fails.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Report = TypeVar("Report")
 
 
 class WorkerProcess:
-    """One worker. As a context manager it is stopped at the end, and must have ended well."""
+    """One worker. As a context manager, it is stopped at the end and must exit with status 0."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class WorkerProcess:
         instance: str = "m_0_0",
         packages: str = "",
     ) -> None:
-        """`packages`: a directory in which packages are found before others."""
+        """`packages`: a directory that precedes all others on the import path."""
         self.codec = codec.Codec(WorkerReport)
         self.reports: deque[tuple[Any, int | None]] = deque()
         self.mapped = Mapped()
@@ -127,7 +126,7 @@ class WorkerProcess:
         socket.send_fds(self.sock, [packet], list(descriptors))
 
     def next(self) -> tuple[Any, int | None]:
-        """The next report, with its descriptor. Maps are taken note of on the way."""
+        """The next report, with its descriptor. Maps are processed on the way."""
         while not self.reports:
             self._receive()
         return self.reports.popleft()
@@ -172,7 +171,7 @@ class WorkerProcess:
         return self.arena.allocate(size).handle()
 
     def tensor(self, name: str, array: Array, *, dtype: str = "", shared: bool | None = None) -> Tensor:
-        """A tensor with the array's bytes: inline where they are few, else (or with `shared`) by handle."""
+        """A tensor with the array's bytes: inline if they are few, else (or with `shared`) by handle."""
         dtype = dtype or from_numpy(array.dtype)
         data = encode_bytes(array) if dtype == "BYTES" else array.tobytes()
         if shared is None:
@@ -184,7 +183,7 @@ class WorkerProcess:
         return Tensor(name, dtype, array.shape, (Handle(block.segment, block.offset, len(data)),))
 
     def array(self, tensor: Tensor, dtype: Any) -> Array:
-        """An output as an array: a copy, as its memory goes back."""
+        """A copy of an output, as its memory is returned."""
         data = tensor.data
         if isinstance(data, tuple):
             memory = [
@@ -209,7 +208,7 @@ class WorkerProcess:
         return self.number
 
     def done(self) -> tuple[list[Row], Done]:
-        """The results of the batch that is done next, of all its messages."""
+        """The results of the next batch to finish, from all its messages."""
         rows: list[Row] = []
         while True:
             message, _ = self.next()
@@ -274,6 +273,12 @@ def work(
     if rows is None:
         rows = inputs[0].shape[0]
     return Work(request, rows, tuple(inputs), None if outputs is None else tuple(outputs), audience, options)
+
+
+def assert_failed(row: Row, code: str, text: str = "") -> None:
+    assert row.error is not None
+    assert (row.error.code, text in row.error.text) == (code, True), row.error
+    assert row.outputs == ()
 
 
 def config(

@@ -1,4 +1,4 @@
-"""ONNX models on the memory of requests, without a process: where the engine reads and writes, counted by addresses."""
+"""ONNX models on the memory of requests, without a process: the addresses that the engine reads and writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from bench.suites.weights import make, prepack
 from shmserve.errors import ModelFailed, Unsupported
-from shmserve.protocol.messages import Handle, Row, Tensor, Wanted, Work
+from shmserve.protocol.messages import Handle, Row, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.onnx.backend import Onnx
@@ -26,19 +26,22 @@ from shmserve.workers.backends.onnx.providers import CPU, CUDA
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, address_of, needs_own_binding
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.support.hypothesis_profiles import examples
-from tests.support.workers.worker_harness import config
+from tests.support.workers.batch_parts import Array, Parts
+from tests.support.workers.worker_harness import config, work
 from tests.support.workers.worker_models import Graph
-from tests.unit.workers.batch.test_arrays import Parts, parts_of
 
-Array = np.ndarray[Any, np.dtype[Any]]
 WIDTH = 4096
 
 
+def context(folder: Path) -> Context:
+    return Context("m", 1, "m_0_0", folder, folder / "1", {}, 1)
+
+
 class Watched:
-    """A backend, and where its engine has read and written: the addresses of each run."""
+    """A backend, and the addresses that its engine has read and written in each run."""
 
     def __init__(self, folder: Path, model: ModelConfig, parts: Parts) -> None:
-        self.backend = Onnx(Context("m", 1, "m_0_0", folder, folder / "1", {}, 1))
+        self.backend = Onnx(context(folder))
         self.backend.load(model)
         self.parts = parts
         self.read: list[int] = []
@@ -62,25 +65,22 @@ class Watched:
         self.backend._run = watched_run
 
     def run(self, arrays: Sequence[Array], places: Sequence[Handle] = ()) -> tuple[list[Row], list[int]]:
-        """The rows of one batch, and where its inputs are."""
-        works, lie = [], []
-        for place, array in enumerate(arrays):
-            block = self.parts.client.allocate(array.nbytes)
-            block.memory()[: array.nbytes] = array.tobytes()
-            handle = Handle(block.segment, block.offset, array.nbytes)
-            lie.append(address_of(self.parts.mapped.view(handle, np.dtype(np.float32), array.shape)))
-            outputs = (Wanted("y", places[place]),) if places else None
-            tensor = Tensor("x", "FP32", array.shape, (handle,))
-            works.append(Work(next(self._numbers), array.shape[0], (tensor,), outputs, "internal"))
+        """The rows of one batch, and the addresses of its inputs."""
+        works, addresses = [], []
+        for index, array in enumerate(arrays):
+            tensor = self.parts.tensor("x", array, [0])
+            addresses.append(address_of(self.values(tensor)))
+            outputs = (Wanted("y", places[index]),) if places else None
+            works.append(work(next(self._numbers), tensor, outputs=outputs))
         self.read, self.written, self.plain = [], [], 0
         (group,), failures = self.parts.gather.groups(works)
         assert not failures
         results = self.parts.scatter.results(group.works, group.rows)
         self.backend.execute(group, results)
-        return results.rows(), lie
+        return results.rows(), addresses
 
-    def lies(self, tensor: Tensor) -> int:
-        """Where an output is, in the mapping in which it was written."""
+    def address(self, tensor: Tensor) -> int:
+        """The address of an output, in the mapping through which it was written."""
         assert isinstance(tensor.data, tuple)
         (handle,) = tensor.data
         arena = self.parts.arenas._by_segment[handle.segment]
@@ -100,10 +100,10 @@ def negative(folder: Path, dims: Sequence[int] = (-1, WIDTH)) -> None:
 @contextmanager
 def watched(folder: Path, width: int = WIDTH) -> Iterator[Watched]:
     model = config("onnxruntime", {"x": ("FP32", (width,))}, {"y": ("FP32", (width,))}, max_batch=16)
-    with parts_of(model) as parts:
-        one = Watched(folder, model, parts)
-        yield one
-        one.backend.close()
+    with Parts(model) as parts:
+        engine = Watched(folder, model, parts)
+        yield engine
+        engine.backend.close()
 
 
 def arrays_of(*rows: int) -> list[Array]:
@@ -111,61 +111,61 @@ def arrays_of(*rows: int) -> list[Array]:
     return [random.standard_normal((count, WIDTH)).astype(np.float32) for count in rows]
 
 
-def test_nothing_is_copied_for_one_request(tmp_path: Path) -> None:
-    """The engine reads where the caller has the input, and writes where the caller reads the output."""
+def test_a_single_request_is_not_copied(tmp_path: Path) -> None:
+    """The engine reads the input in the memory of the caller, and writes the output where the caller reads it."""
     negative(tmp_path)
-    with watched(tmp_path) as one:
+    with watched(tmp_path) as engine:
         for (x,) in (arrays_of(1), arrays_of(3)):
-            (row,), lie = one.run([x])
-            assert one.read == lie
-            assert one.written == [one.lies(row.outputs[0])]
-            assert one.plain == 0
-            assert (one.values(row.outputs[0]) == -x).all()
+            (row,), addresses = engine.run([x])
+            assert engine.read == addresses
+            assert engine.written == [engine.address(row.outputs[0])]
+            assert engine.plain == 0
+            assert (engine.values(row.outputs[0]) == -x).all()
 
 
-def test_nothing_is_copied_into_the_memory_of_the_caller(tmp_path: Path) -> None:
+def test_an_output_is_written_into_the_memory_of_the_caller(tmp_path: Path) -> None:
     negative(tmp_path)
-    with watched(tmp_path) as one:
+    with watched(tmp_path) as engine:
         (x,) = arrays_of(2)
-        block = one.parts.client.allocate(x.nbytes)
-        (row,), lie = one.run([x], [Handle(block.segment, block.offset, x.nbytes)])
-        (handle,) = row.outputs[0].data  # type: ignore[misc]
-        found = one.parts.mapped.writable(handle, np.dtype(np.float32), x.shape)  # type: ignore[arg-type]
-        assert (one.read, one.written) == (lie, [address_of(found)])
+        place = engine.parts.share(bytes(x.nbytes))
+        (row,), addresses = engine.run([x], [place])
+        assert row.outputs[0].data == (place,)
+        found = engine.parts.mapped.writable(place, np.dtype(np.float32), x.shape)
+        assert (engine.read, engine.written) == (addresses, [address_of(found)])
         assert (found == -x).all()
 
 
 def test_a_batch_is_gathered_once_into_the_same_buffer(tmp_path: Path) -> None:
     negative(tmp_path)
-    with watched(tmp_path) as one:
+    with watched(tmp_path) as engine:
         buffers = set()
         for rows in ((1, 2, 3), (2, 2, 2), (1, 1)):
             xs = arrays_of(*rows)
-            found, lie = one.run(xs)
-            assert len(one.read) == 1
-            assert one.read[0] not in lie
-            buffers.add(one.read[0])
+            found, addresses = engine.run(xs)
+            assert len(engine.read) == 1
+            assert engine.read[0] not in addresses
+            buffers.add(engine.read[0])
             # One output for all, of which each request holds its part: nothing is copied out.
-            assert one.written == [one.lies(found[0].outputs[0])]
-            start = one.written[0]
+            assert engine.written == [engine.address(found[0].outputs[0])]
+            start = engine.written[0]
             for row, x in zip(found, xs, strict=True):
-                assert one.lies(row.outputs[0]) == start
-                assert (one.values(row.outputs[0]) == -x).all()
+                assert engine.address(row.outputs[0]) == start
+                assert (engine.values(row.outputs[0]) == -x).all()
                 start += x.nbytes
         assert len(buffers) == 1
 
 
-def test_an_output_of_a_size_that_nobody_knows_is_copied_once(tmp_path: Path) -> None:
+def test_an_output_of_unknown_size_is_copied_once(tmp_path: Path) -> None:
     negative(tmp_path, (-1, -1))
-    with watched(tmp_path, -1) as one:
+    with watched(tmp_path, -1) as engine:
         (x,) = arrays_of(2)
-        (row,), lie = one.run([x])
-        assert (one.read, one.written, one.plain) == (lie, [], 1)
-        assert (one.values(row.outputs[0]) == -x).all()
+        (row,), addresses = engine.run([x])
+        assert (engine.read, engine.written, engine.plain) == (addresses, [], 1)
+        assert (engine.values(row.outputs[0]) == -x).all()
 
 
 class Lone:
-    """A group of one request whose input is larger than any memory."""
+    """A group of one request whose input is larger than the machine's memory."""
 
     rows = 0
 
@@ -176,29 +176,26 @@ class Lone:
         return self._array
 
     def computing(self) -> None:
-        """Nobody measures."""
+        """Called before a run; nothing is measured here."""
 
 
 @pytest.mark.parametrize("count", [1, 2000], ids=["plain", "bound"])
-def test_the_engine_does_not_copy_either(tmp_path: Path, count: int) -> None:
-    """An input of a terabyte, of which no page but those that the model looks at exists."""
+def test_the_engine_does_not_copy_its_input(tmp_path: Path, count: int) -> None:
+    """An input of a terabyte, of which only the pages that the model reads exist."""
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [count])
     graph.weight("at", np.arange(5, 5 + count)).node("Gather", ["x", "at"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (count,))})
-    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    backend = Onnx(context(tmp_path))
     backend.load(model)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, 1 << 40, flags=flags)
     x = np.ndarray((1 << 38,), np.float32, memory)
     x[5 : 5 + count] = np.arange(count)
     x.flags.writeable = False
-    with parts_of(model) as parts:
-        work = Work(1, 0, (Tensor("x", "FP32", (1,), b"1234"),), None, "internal")
-        results = parts.scatter.results([work], 0)
+    with Parts(model) as parts:
+        results = parts.scatter.results([work(1, rows=0)], 0)
         backend.execute(Lone(x), results)  # type: ignore[arg-type]
-        data = results.rows()[0].outputs[0].data
-        found = data if isinstance(data, bytes) else parts.mapped.memory(data[0]).tobytes()  # type: ignore[index]
-        assert np.frombuffer(found, np.float32).tolist() == list(range(count))
+        assert parts.read(results.rows()[0].outputs[0]).tolist() == list(range(count))
     backend.close()
     del x
     memory.close()
@@ -208,7 +205,7 @@ def test_the_engine_does_not_copy_either(tmp_path: Path, count: int) -> None:
 
 
 def session_of(folder: Path) -> Any:
-    """sum = x + w, of a size that is known; where = the places at which x is not zero."""
+    """sum = x + w, of a known size; where = the indexes at which x is not zero, of an unknown size."""
     graph = Graph().input("x", "FP32", [-1]).input("w", "FP32", [1])
     graph.output("sum", "FP32", [-1]).output("where", "INT64", [1, -1]).weight("w", np.array([10], np.float32))
     path = graph.node("Add", ["x", "w"], ["sum"]).node("NonZero", ["x"], ["where"]).save(folder)
@@ -222,6 +219,7 @@ def engine(path: Path) -> Any:
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
+_SESSIONS: list[Any] = []
 SPECS = config(
     "onnxruntime",
     {"x": ("FP32", (-1,)), "w": ("FP32", (1,))},
@@ -231,15 +229,17 @@ steps = st.tuples(
     st.integers(0, 5),  # how long x is
     st.booleans(),  # the same memory as before
     st.booleans(),  # with w
-    st.sampled_from([(0,), (1,), (0, 1)]),  # what is wanted
-    st.booleans(),  # sum into memory that is given
+    st.sampled_from([(0,), (1,), (0, 1)]),  # the wanted outputs
+    st.booleans(),  # sum into given memory
 )
 
 
 @settings(max_examples=examples(60))
 @given(run=st.lists(steps, min_size=1, max_size=8))
-def test_runs_of_one_binding_know_nothing_of_each_other(tmp_path_factory: pytest.TempPathFactory, run: Any) -> None:
-    binding = Binding(_session(tmp_path_factory), True)
+def test_runs_of_one_binding_are_independent(tmp_path_factory: pytest.TempPathFactory, run: Any) -> None:
+    if not _SESSIONS:
+        _SESSIONS.append(session_of(tmp_path_factory.mktemp("model")))
+    binding = Binding(_SESSIONS[0], True)
     x_spec, w_spec = inputs_of(SPECS)
     specs = outputs_of(SPECS)
     xs, sums = np.zeros(5, np.float32), np.zeros(5, np.float32)
@@ -250,25 +250,16 @@ def test_runs_of_one_binding_know_nothing_of_each_other(tmp_path_factory: pytest
         w = np.array([number], np.float32)
         target = sums[:length] if same else np.empty(length, np.float32)
         targets = [OutputTarget(specs[index], target if index == 0 and given_place else None) for index in wanted]
-        made = binding.run([(x_spec, x), (w_spec, w)] if with_w else [(x_spec, x)], targets, None)
+        outputs = binding.run([(x_spec, x), (w_spec, w)] if with_w else [(x_spec, x)], targets, None)
         expected = [x + (w if with_w else 10), np.array(x.nonzero())]
-        values = iter(made)
+        values = iter(outputs)
         for index, one in zip(wanted, targets, strict=True):
             found: Any = next(values) if one.array is None else one.array
             assert found.tolist() == expected[index].tolist()
             if one.array is None:
                 kept.append((found, found.tolist()))
-    # What the engine has made stays as it was, whatever ran after it.
+    # Later runs do not change arrays that the engine has allocated.
     assert all(found.tolist() == before for found, before in kept)
-
-
-_SESSIONS: list[Any] = []
-
-
-def _session(folders: pytest.TempPathFactory) -> Any:
-    if not _SESSIONS:
-        _SESSIONS.append(session_of(folders.mktemp("model")))
-    return _SESSIONS[0]
 
 
 class Counting:
@@ -284,8 +275,8 @@ class Counting:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["host", "device"])
-def test_what_has_not_moved_is_not_bound_again(tmp_path: Path, keeps: bool) -> None:
-    """Unless binding is what copies it to the device."""
+def test_an_array_at_the_same_address_is_not_bound_again(tmp_path: Path, keeps: bool) -> None:
+    """Unless binding copies it to the device."""
     binding: Any = Binding(session_of(tmp_path), keeps)
     binding._bound = counting = Counting(binding._bound)
     (x_spec, _), (spec, _) = inputs_of(SPECS), outputs_of(SPECS)
@@ -299,7 +290,7 @@ def test_what_has_not_moved_is_not_bound_again(tmp_path: Path, keeps: bool) -> N
     assert counts == ([2, 2, 2] if keeps else [2, 3, 4])
 
 
-def test_after_a_run_that_failed(tmp_path: Path) -> None:
+def test_a_binding_works_after_a_failed_run(tmp_path: Path) -> None:
     binding = Binding(session_of(tmp_path), True)
     (x_spec, _), (spec, _) = inputs_of(SPECS), outputs_of(SPECS)
     x, y = np.ones(4, np.float32), np.zeros(4, np.float32)
@@ -311,8 +302,8 @@ def test_after_a_run_that_failed(tmp_path: Path) -> None:
     assert y.tolist() == [11] * 4
 
 
-def test_what_the_engine_made_is_kept_with_its_binding(tmp_path: Path) -> None:
-    """For bfloat16, of which numpy's own arrays know nothing."""
+def test_an_output_of_the_engine_keeps_its_binding(tmp_path: Path) -> None:
+    """For bfloat16, which the engine cannot convert to numpy."""
     Graph().input("x", "BF16", [-1]).output("y", "BF16", [-1]).node("Identity", ["x"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("BF16", (-1,))}, {"y": ("BF16", (-1,))})
     (x_spec,), (spec,) = inputs_of(model), outputs_of(model)
@@ -331,7 +322,7 @@ def test_what_the_engine_made_is_kept_with_its_binding(tmp_path: Path) -> None:
 
 
 def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
-    """On the host, where the engine records nothing: what is copied in and out, and when, is the same."""
+    """On the host, where the engine records nothing but the copies are the same."""
     graph = Graph().input("x", "FP32", [-1, 3]).input("z", "FP32", [-1, 3]).output("y", "FP32", [-1, 3])
     path = graph.node("Sub", ["x", "z"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("FP32", (3,)), "z": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=64)
@@ -356,7 +347,7 @@ def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
     ("dtype", "dims", "text"),
     [("FP32", (-1,), "is not known before"), ("STRING", (1,), "is BYTES"), ("BF16", (1,), "is BF16")],
 )
-def test_runs_that_cannot_be_recorded(dtype: str, dims: Sequence[int], text: str) -> None:
+def test_a_run_with_such_an_output_cannot_be_recorded(dtype: str, dims: Sequence[int], text: str) -> None:
     model = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": (dtype, dims)}, max_batch=2)
     with pytest.raises(Unsupported, match=f"output 'y'.*{text}"):
         OnnxGraphs("m", None, ("cuda", 0), inputs_of(model), outputs_of(model))
@@ -376,7 +367,7 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         "session.set_denormal_as_zero": "1",
     }
     model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=2, parameters=parameters)
-    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    backend = Onnx(context(tmp_path))
     backend.load(model)
     options = backend._session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 3)
@@ -389,41 +380,41 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "model.onnx").write_bytes(b"no model")
-    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    backend = Onnx(context(tmp_path))
     with pytest.raises(ModelFailed, match="unable to load model 'm': "):
         backend.load(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}))
     backend.close()
 
 
-def test_a_provider_that_does_not_start_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     negative(tmp_path)
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
-    class Fallen:
-        """What the engine gives when the libraries of CUDA are not there."""
+    class CpuSession:
+        """The session that the engine returns if the libraries of CUDA are missing."""
 
         def __init__(self, path: str, options: Any, **how: Any) -> None:
-            asked.update(how)
+            arguments.update(how)
 
         def get_providers(self) -> list[str]:
             return [CPU]
 
-    monkeypatch.setattr(ort, "InferenceSession", Fallen)
+    monkeypatch.setattr(ort, "InferenceSession", CpuSession)
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
     group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(3,))
     model = replace(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}), instance_group=(group,))
-    backend = Onnx(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    backend = Onnx(context(tmp_path))
     with pytest.raises(Unsupported, match=r"CUDAExecutionProvider did not start\. It needs the libraries of CUDA"):
         backend.load(model)
-    assert asked == {"providers": [(CUDA, {"device_id": "0"}), (CPU, {})], "enable_fallback": 0}
+    assert arguments == {"providers": [(CUDA, {"device_id": "0"}), (CPU, {})], "enable_fallback": 0}
     backend.close()
 
 
-def test_a_model_that_the_engine_has_packed_is_mapped(tmp_path: Path) -> None:
+def test_prepacked_weights_are_mapped(tmp_path: Path) -> None:
     """As the page of ONNX models and bench.suites.weights have it: the results stay, and the weights are the file's."""
     make(tmp_path / "plain" / "model.onnx", 2, external=True)
     prepack(tmp_path / "plain" / "model.onnx", tmp_path / "packed" / "1" / "model.onnx")

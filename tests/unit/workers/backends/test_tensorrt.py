@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,7 @@ from shmserve.protocol.messages import Wanted
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from tests.support.workers.gpu_harness import adder, plan, tensor
-from tests.support.workers.tensorrt_harness import Cuda, Gpu, Spec, check, config, on_gpu, rows, tuned
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with on_gpu() as found:
-        yield found
-
+from tests.support.workers.tensorrt_harness import Cuda, Gpu, Spec, check, config, rows, tuned
 
 # ---------------------------------------------------------------------------------------------- batches
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, U
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.gpu_harness import adder, plan, tensor
-from tests.support.workers.tensorrt_harness import Cuda, Gpu, check, config, on_gpu, rows, tuned
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with on_gpu() as found:
-        yield found
-
+from tests.support.workers.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
 
 # ---------------------------------------------------------------------------------------------- settings
 

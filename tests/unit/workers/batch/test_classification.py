@@ -1,4 +1,4 @@
-"""Classes instead of tensors: the largest values as strings. Plain Python says what is right."""
+"""Classes instead of tensors: the largest values as strings. Expected values are computed in plain Python."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, Handle, Row, Tensor, Wanted, Work
 from shmserve.repo.config.schema import ModelConfig, ModelOutput, ModelTensorReshape
-from shmserve.shm.strings import decode_bytes
 from shmserve.workers.batch import classification
-from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import Spec, outputs_of
-from tests.unit.workers.batch.test_arrays import Parts, parts_of
+from tests.support.workers.batch_parts import Array, Parts
+from tests.support.workers.worker_harness import assert_failed
 
-Array = np.ndarray[Any, np.dtype[Any]]
 NUMBERS = [
     "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "BF16", "FP32", "FP64",
 ]  # fmt: skip
@@ -36,7 +34,7 @@ def spec_of(dtype: str, dims: tuple[int, ...], max_batch: int, reshape: tuple[in
 
 
 def expected_of(values: list[Any], count: int, labels: tuple[str, ...]) -> list[bytes]:
-    """By the words of the rule: larger first, equal ones by index, NaN last."""
+    """Larger values first, equal ones by index, NaN last."""
     order = sorted(range(len(values)), key=lambda i: (values[i] != values[i], -values[i] if values[i] == values[i] else 0, i))  # fmt: skip  # noqa: E501
     texts = []
     for index in order[:count]:
@@ -47,18 +45,15 @@ def expected_of(values: list[Any], count: int, labels: tuple[str, ...]) -> list[
     return texts
 
 
+SHAPES = st.tuples(st.integers(0, 3), st.integers(0, 30))
 ROWS = st.one_of(
-    of_numpy.arrays(np.float32, st.tuples(st.integers(0, 3), st.integers(0, 30))),
-    of_numpy.arrays(np.float64, st.tuples(st.integers(0, 3), st.integers(0, 30))),
-    of_numpy.arrays(np.float16, st.tuples(st.integers(0, 3), st.integers(0, 30))),
-    of_numpy.arrays(np.int64, st.tuples(st.integers(0, 3), st.integers(0, 30))),
-    of_numpy.arrays(np.uint64, st.tuples(st.integers(0, 3), st.integers(0, 30))),
-    of_numpy.arrays(np.uint8, st.tuples(st.integers(0, 3), st.integers(0, 30)), elements=st.integers(0, 3)),
+    *(of_numpy.arrays(dtype, SHAPES) for dtype in (np.float32, np.float64, np.float16, np.int64, np.uint64)),
+    of_numpy.arrays(np.uint8, SHAPES, elements=st.integers(0, 3)),
 )
 
 
 @given(ROWS, st.one_of(st.integers(1, 40), st.just(2**31 - 1)))
-def test_the_largest_in_order(array: Array, count: int) -> None:
+def test_the_largest_values_come_in_order(array: Array, count: int) -> None:
     dtype = {"f": "FP", "i": "INT", "u": "UINT"}[array.dtype.kind] + str(array.dtype.itemsize * 8)
     found = classification.classify(spec_of(dtype, (-1,), 8), array, count, LABELS)
     assert found.shape == (len(array), min(count, array.shape[1]))
@@ -69,21 +64,21 @@ def test_the_largest_in_order(array: Array, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_every_type_of_numbers(dtype: str) -> None:
+def test_every_numeric_type(dtype: str) -> None:
     array = np.array([[3, 1, 7, 7, 0]]).astype(to_numpy(dtype))
     found = classification.classify(spec_of(dtype, (5,), 1), array, 3, LABELS)
     point = "" if "INT" in dtype else ".000000"
     assert found.tolist() == [[f"7{point}:2:dog:big".encode(), f"7{point}:3".encode(), f"3{point}:0:cat".encode()]]
 
 
-def test_bf16_where_numpy_has_no_such_type() -> None:
+def test_bf16_as_bits() -> None:
     values = np.array([1.5, -2.0, math.inf, math.nan, 0.25], np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
     found = classification.classify(spec_of("BF16", (5,), 0), bits, 9, ())
     assert found.tolist() == [b"inf:2", b"1.500000:0", b"0.250000:4", b"-2.000000:1", b"nan:3"]
 
 
-def test_all_dims_of_an_item_count() -> None:
+def test_an_item_of_several_dims_is_flattened() -> None:
     array = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
     assert classification.classify(spec_of("INT32", (3, 4), 8), array, 1, ()).tolist() == [[b"11:11"], [b"23:11"]]
     assert classification.classify(spec_of("INT32", (2, 3, 4), 0), array[:, ::-1], 1, ()).tolist() == [b"23:15"]
@@ -91,7 +86,7 @@ def test_all_dims_of_an_item_count() -> None:
     assert classification.classify(spec_of("INT32", (3,), 8), np.empty((0, 3), np.int32), 2, ()).shape == (0, 2)
 
 
-def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_elements_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classification, "LIMIT", 200)
     spec = spec_of("INT32", (-1,), 8)
     assert classification.classify(spec, np.zeros((2, 100), np.int32), 5, ()).shape == (2, 5)
@@ -113,10 +108,12 @@ OUTPUTS = ModelConfig(
 )
 
 
+LABELLED = (LABELS, (), ())
+
+
 def rows_of(parts: Parts, array: Array, works: list[Work], way: str) -> list[Row]:
-    """By the ways that backends have: `put` what exists, or compute in `place`."""
-    scatter = Scatter("m", outputs_of(OUTPUTS), parts.arenas, parts.mapped, [LABELS, (), ()])
-    results = scatter.results(works, sum(work.rows for work in works))
+    """`way`: backends either `put` an array or compute it in `place`."""
+    results = parts.scatter.results(works, sum(work.rows for work in works))
     if way == "place":
         results.place(0, array.shape)[...] = array
     elif results.needed(0):
@@ -128,30 +125,22 @@ def rows_of(parts: Parts, array: Array, works: list[Work], way: str) -> list[Row
 
 
 def read(parts: Parts, tensor: Tensor) -> list[Any]:
-    data = tensor.data
-    if isinstance(data, tuple):
-        assert parts.arenas.owns(data[0].segment)
-        data = parts.mapped.memory(data[0]).tobytes()
-    assert isinstance(data, bytes)
-    if tensor.dtype == "BYTES":
-        return decode_bytes(data, tensor.shape).tolist()  # type: ignore[no-any-return]
-    found: list[Any] = np.frombuffer(data, np.float32).reshape(tensor.shape).tolist()
+    if isinstance(tensor.data, tuple):
+        assert parts.arenas.owns(tensor.data[0].segment)
+    found: list[Any] = parts.read(tensor).tolist()
     return found
 
 
 def free(parts: Parts, rows: list[Row]) -> None:
-    for row in rows:
-        for tensor in row.outputs:
-            if isinstance(tensor.data, tuple):
-                parts.arenas.free([part for part in tensor.data if parts.arenas.owns(part.segment)])
+    parts.free(*(tensor for row in rows for tensor in row.outputs))
     assert parts.arenas.used == 0
 
 
 @pytest.mark.parametrize("way", ["put", "place"])
 @pytest.mark.parametrize("width", [3, 2000], ids=["small", "large"])
-def test_one_wants_classes_and_others_the_tensor(way: str, width: int) -> None:
+def test_classes_and_tensors_in_one_batch(way: str, width: int) -> None:
     array = np.random.default_rng(1).random((6, width), np.float32)
-    with parts_of(OUTPUTS) as parts:
+    with Parts(OUTPUTS, LABELLED) as parts:
         block = parts.client.allocate(2 * width * 4)
         place = Handle(block.segment, block.offset, 2 * width * 4)
         works = [
@@ -176,27 +165,22 @@ def test_one_wants_classes_and_others_the_tensor(way: str, width: int) -> None:
 
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("width", [3, 5000])
-def test_classes_are_never_computed_in_the_callers_memory(together: int, width: int) -> None:
-    with parts_of(OUTPUTS) as parts:
+def test_classes_take_no_memory_of_the_audience(together: int, width: int) -> None:
+    with Parts(OUTPUTS, LABELLED) as parts:
         works = [Work(number, 1, (), (Wanted("y", None, 1),), "internal") for number in range(together)]
-        scatter = Scatter("m", outputs_of(OUTPUTS), parts.arenas, parts.mapped)
-        results = scatter.results(works, together)
+        results = parts.scatter.results(works, together)
         assert results.needed(0)
         assert not results.direct(0, (together, width))
         results.place(0, (together, width))[...] = np.arange(width)
         assert parts.arenas.used == 0
-        assert [row.outputs[0].data for row in results.rows()] == [
-            Tensor("y", "BYTES", (1, 1), _strings(f"{width - 1}.000000:{width - 1}")).data
-        ] * together
+        text = f"{width - 1}.000000:{width - 1}".encode() + (b":dog:big" if width == 3 else b"")
+        data = len(text).to_bytes(4, "little") + text
+        assert [row.outputs[0].data for row in results.rows()] == [data] * together
 
 
-def _strings(text: str) -> bytes:
-    return len(text).to_bytes(4, "little") + text.encode()
-
-
-def test_what_cannot_be_classes_fails_alone() -> None:
+def test_outputs_without_classes_fail_their_request_alone() -> None:
     array = np.zeros((4, 3), np.float32)
-    with parts_of(OUTPUTS) as parts:
+    with Parts(OUTPUTS, LABELLED) as parts:
         block = parts.client.allocate(12)
         works = [
             Work(1, 1, (), (Wanted("s", None, 1),), "internal"),
@@ -205,21 +189,19 @@ def test_what_cannot_be_classes_fails_alone() -> None:
             Work(4, 1, (), (Wanted("y", None, 1), Wanted("s")), "internal"),
         ]
         found = rows_of(parts, array, works, "put")
-        errors = [row.error for row in found]
-        for error, text in zip(errors, ["class result not available for output due to unsupported type 'BYTES'", "type 'BOOL'", "shared memory"], strict=False):  # fmt: skip  # noqa: E501
-            assert error is not None
-            assert error.code == "INVALID_ARG"
-            assert text in error.text
-        assert errors[3] is None
+        assert_failed(found[0], "INVALID_ARG", "class result not available for output due to unsupported type 'BYTES'")
+        assert_failed(found[1], "INVALID_ARG", "type 'BOOL'")
+        assert_failed(found[2], "INVALID_ARG", "shared memory")
+        assert found[3].error is None
         assert [read(parts, tensor) for tensor in found[3].outputs] == [[[b"0.000000:0:cat"]], [[b"s"]]]
         free(parts, found)
 
 
-def test_rows_of_large_classes_stay_within_a_message() -> None:
-    """As for any output: what does not fit into the messages of a batch goes to an arena."""
+def test_large_classes_of_a_batch_do_not_exceed_a_message() -> None:
+    """As for any output: the rest goes to an arena."""
     width = INLINE_BYTES // 40
     array = np.tile(np.arange(width, dtype=np.float32), (8, 1))
-    with parts_of(OUTPUTS) as parts:
+    with Parts(OUTPUTS, LABELLED) as parts:
         works = [Work(number, 1, (), (Wanted("y", None, width),), "internal") for number in range(8)]
         found = rows_of(parts, array, works, "put")
         inline = [len(row.outputs[0].data) for row in found if isinstance(row.outputs[0].data, bytes)]
@@ -228,7 +210,6 @@ def test_rows_of_large_classes_stay_within_a_message() -> None:
         free(parts, found)
 
 
-def test_the_models_shape_does_not_matter() -> None:
-    """With `reshape` the items are the same, so are their classes."""
+def test_reshape_does_not_change_the_classes() -> None:
     spec = spec_of("INT32", (2, 2), 4, reshape=(4,))
     assert classification.classify(spec, np.array([[4, 9, 1, 9]], np.int32), 2, LABELS).tolist() == [[b"9:1", b"9:3"]]

@@ -1,4 +1,4 @@
-"""Requests of different lengths in one batch: padded on the way in, cut back on the way out. numpy is the judge."""
+"""Requests of different lengths in one batch: padded inputs, outputs cut back. Expected values come from numpy."""
 
 from __future__ import annotations
 
@@ -8,34 +8,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.protocol.messages import Handle, Wanted, Work
-from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter
-from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.protocol.messages import Handle, Tensor, Wanted, Work
+from shmserve.repo.config.schema import ModelConfig
+from shmserve.shm.strings import encode_bytes
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.padding import PaddedResults
-from tests.unit.workers.batch.test_arrays import Array, Parts, parts_of, read, tensor
+from tests.support.workers.batch_parts import Array, Parts
+from tests.support.workers.worker_harness import config
 
 
 def model(**parameters: str) -> ModelConfig:
     """a: [rows, length], m: [rows, length, length, 2], s: strings, b: of one size; an output for each."""
-    inputs = (
-        ModelInput(name="a", data_type="TYPE_FP32", dims=(-1,)),
-        ModelInput(name="m", data_type="TYPE_INT16", dims=(-1, -1, 2)),
-        ModelInput(name="s", data_type="TYPE_STRING", dims=(-1,), optional=True),
-        ModelInput(name="b", data_type="TYPE_INT16", dims=(2,)),
-    )
-    outputs = (
-        ModelOutput(name="a", data_type="TYPE_FP32", dims=(-1,)),
-        ModelOutput(name="m", data_type="TYPE_INT16", dims=(-1, -1, 2)),
-        ModelOutput(name="s", data_type="TYPE_STRING", dims=(-1,)),
-        ModelOutput(name="b", data_type="TYPE_INT16", dims=(2,)),
-    )
-    given = {"padding": "a=-1.5 m[0]=7 m[1]=7 s=none", "padding_outputs": "a m[0] m[1] s"} | parameters
-    settings = {key: ModelParameter(string_value=value) for key, value in given.items()}
-    return ModelConfig(name="m", max_batch_size=64, input=inputs, output=outputs, parameters=settings)
+    tensors = {"a": ("FP32", (-1,)), "m": ("INT16", (-1, -1, 2)), "s": ("STRING", (-1,)), "b": ("INT16", (2,))}
+    padding = {"padding": "a=-1.5 m[0]=7 m[1]=7 s=none", "padding_outputs": "a m[0] m[1] s"}
+    return config("identity", tensors, tensors, max_batch=64, optional=["s"], parameters=padding | parameters)
 
 
 def arrays_of(number: int, rows: int, length: int) -> dict[str, Array]:
@@ -50,16 +38,14 @@ def arrays_of(number: int, rows: int, length: int) -> dict[str, Array]:
 
 
 def work_of(made: Parts, number: int, arrays: dict[str, Array], places: list[int], outputs: Any = None) -> Work:
-    kinds = {"a": "FP32", "m": "INT16", "b": "INT16"}
-    inputs = [tensor(made.client, name, arrays[name], kind, places) for name, kind in kinds.items()]
+    inputs = [made.tensor(name, arrays[name], places) for name in "amb"]
     if "s" in arrays:
-        given = np.frombuffer(encode_bytes(arrays["s"]), np.uint8)
-        inputs.append(replace(tensor(made.client, "s", given, "BYTES", []), shape=arrays["s"].shape))
+        inputs.append(Tensor("s", "BYTES", arrays["s"].shape, encode_bytes(arrays["s"])))
     return Work(number, len(arrays["a"]), tuple(inputs), outputs, "internal")
 
 
 def run(made: Parts, group: GatherGroup, direct: bool) -> dict[int, Any]:
-    """Echoes all inputs, which must be what numpy pads them to."""
+    """Echoes all inputs."""
     results = PaddedResults(made.scatter, group.works, group.rows, group.lengths, group.length)
     for index in range(4):
         array = group.array(index)
@@ -82,10 +68,10 @@ def run(made: Parts, group: GatherGroup, direct: bool) -> dict[int, Any]:
     strings=st.booleans(),
     direct=st.booleans(),
 )
-def test_each_request_is_padded_and_gets_back_what_it_would_alone(
+def test_each_request_is_padded_and_gets_outputs_of_its_own_length(
     batch: list[tuple[int, int, bool]], multiple: int, strings: bool, direct: bool
 ) -> None:
-    with parts_of(model(padding_multiple=str(multiple))) as made:
+    with Parts(model(padding_multiple=str(multiple))) as made:
         requests = [arrays_of(number, rows, length) for number, (rows, length, _) in enumerate(batch)]
         works = []
         for number, (arrays, (_, length, shared)) in enumerate(zip(requests, batch, strict=True)):
@@ -113,14 +99,11 @@ def test_each_request_is_padded_and_gets_back_what_it_would_alone(
             for output in row.outputs:
                 right = arrays[output.name]
                 assert output.shape == right.shape
-                if output.name == "s":
-                    assert decode_bytes(output.data, output.shape, "s").tolist() == right.tolist()
-                else:
-                    assert np.array_equal(read(made, output, right.dtype), right)
+                assert made.read(output).tolist() == right.tolist()
 
 
-def test_inputs_of_one_request_must_have_one_length() -> None:
-    with parts_of(model()) as made:
+def test_inputs_of_a_request_must_have_one_length() -> None:
+    with Parts(model()) as made:
         good, bad = arrays_of(1, 1, 4), arrays_of(2, 1, 4)
         bad["a"] = np.zeros((1, 5), np.float32)
         groups, failures = made.gather.groups([work_of(made, 1, good, []), work_of(made, 2, bad, [])])
@@ -131,9 +114,9 @@ def test_inputs_of_one_request_must_have_one_length() -> None:
         assert "must have one length" in str(error)
 
 
-def test_an_output_that_is_not_as_long_as_the_batch_is_the_models_mistake() -> None:
-    """Also where nothing would be cut, so that it does not wait for the first batch of different lengths."""
-    with parts_of(model()) as made:
+def test_an_output_that_is_not_as_long_as_the_batch_fails() -> None:
+    """Also if nothing would be cut, so that the error does not depend on the first batch of different lengths."""
+    with Parts(model()) as made:
         for lengths in ((4, 6), (6, 6)):
             works = [work_of(made, n, arrays_of(n, 1, length), []) for n, length in enumerate(lengths)]
             ((group,), _) = made.gather.groups(works)
@@ -143,8 +126,8 @@ def test_an_output_that_is_not_as_long_as_the_batch_is_the_models_mistake() -> N
             results.abandon()
 
 
-def test_a_request_alone_is_not_copied_to_be_padded() -> None:
-    with parts_of(model()) as made:
+def test_a_single_request_is_not_copied_for_padding() -> None:
+    with Parts(model()) as made:
         ((group,), _) = made.gather.groups([work_of(made, 1, arrays_of(1, 2, 5), [0])])
         pieces = group.pieces(0)
         assert pieces is not None
@@ -152,8 +135,8 @@ def test_a_request_alone_is_not_copied_to_be_padded() -> None:
         assert not pieces[0].flags.owndata
 
 
-def test_a_request_gets_its_share_where_it_wants_it() -> None:
-    with parts_of(model()) as made:
+def test_an_output_is_cut_into_the_memory_of_its_client() -> None:
+    with Parts(model()) as made:
         place = made.client.allocate(16)
         wanted = (Wanted("a", Handle(place.segment, place.offset, 16)),)
         requests = [arrays_of(1, 1, 4), arrays_of(2, 1, 9)]
@@ -166,8 +149,8 @@ def test_a_request_gets_its_share_where_it_wants_it() -> None:
 
 
 @pytest.mark.parametrize(("length", "shape"), [(0, (1, 3)), (3, (1, 3)), (8, (1, 8))])
-def test_models_that_get_requests_one_by_one_get_them_padded(length: int, shape: tuple[int, ...]) -> None:
-    with parts_of(model()) as made:
+def test_requests_are_padded_one_by_one_too(length: int, shape: tuple[int, ...]) -> None:
+    with Parts(model()) as made:
         arrays = arrays_of(1, 1, 3)
         found = made.gather.read(work_of(made, 1, arrays, [0]), length)[0]
         assert found is not None

@@ -1,4 +1,4 @@
-"""Controls, states and slots of sequences, without a process. A dict of sums says what is right."""
+"""Controls, states and slots of sequences, without a process. Expected values come from a dict of sums."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatchingInitialState,
     ModelSequenceBatchingState,
 )
-from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
 from shmserve.workers.batch import sequence_inputs
-from shmserve.workers.batch.gather import Gather, GatherGroup
-from shmserve.workers.batch.scatter import Results, Scatter
-from shmserve.workers.batch.specs import inputs_of, outputs_of
+from shmserve.workers.batch.gather import GatherGroup
+from shmserve.workers.batch.scatter import Results
 from shmserve.workers.extended import extension_of
 from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.runner import Runner
-from tests.unit.workers.batch.test_arrays import parts_of
+from tests.support.workers.batch_parts import CONTEXT, Array, Parts
+from tests.support.workers.worker_harness import assert_failed, work
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Key = int | str
 
 
 def control(name: str, kind: str, **pair: Any) -> ModelSequenceBatchingControlInput:
-    made = ModelSequenceBatchingControl(kind=f"CONTROL_SEQUENCE_{kind}", **pair)  # type: ignore[arg-type]
-    return ModelSequenceBatchingControlInput(name=name, control=(made,))
+    entry = ModelSequenceBatchingControl(kind=f"CONTROL_SEQUENCE_{kind}", **pair)  # type: ignore[arg-type]
+    return ModelSequenceBatchingControlInput(name=name, control=(entry,))
 
 
 CONTROLS = (
@@ -69,10 +68,10 @@ def config_of(
 
 
 class Stacked(StackedBackend):
-    """y = x + the first number of its state; the state grows by (sum of x, 1). Remembers what it was given."""
+    """y = x + the first number of its state; the state grows by (sum of x, 1). Records its inputs."""
 
     def __init__(self) -> None:
-        super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
+        super().__init__(CONTEXT)
         self.seen: list[list[Array]] = []
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
@@ -98,11 +97,8 @@ class Stacked(StackedBackend):
 
 @contextmanager
 def runner_for(config: ModelConfig, backend: Backend, folder: Path = Path()) -> Iterator[Runner]:
-    with parts_of(config) as parts:
-        gather = Gather("m", inputs_of(config), parts.mapped, backend.text)
-        scatter = Scatter("m", outputs_of(config), parts.arenas, parts.mapped)
-        extension = extension_of(config, folder, backend)
-        yield Runner("m_0", "", backend, gather, scatter, lambda *_: None, extension)
+    with Parts(config, text=backend.text) as parts:
+        yield parts.runner(backend, folder)
         assert parts.arenas.used == 0
 
 
@@ -111,21 +107,21 @@ def step(
 ) -> Work:
     shape = (1, len(x)) if rows else (len(x),)
     tensor = Tensor("x", "INT64", shape, np.array(x, np.int64).tobytes())
-    return Work(
-        request, rows, (tensor,), None, "internal", Options(sequence=key, sequence_start=start, sequence_end=end), slot
-    )
+    options = Options(sequence=key, sequence_start=start, sequence_end=end)
+    return replace(work(request, tensor, rows=rows, options=options), slot=slot)
 
 
 def values(row: Row) -> list[int]:
     assert row.error is None, row.error
+    assert len(row.outputs) == 1
     data = row.outputs[0].data
     assert isinstance(data, bytes)
     found: list[int] = np.frombuffer(data, np.int64).tolist()
     return found
 
 
-def test_controls_and_gaps() -> None:
-    """Slots 1 and 3 of a batch: rows 0 and 2 are there for the model alone."""
+def test_controls_and_unused_slots() -> None:
+    """Slots 1 and 3 of a batch: rows 0 and 2 are padding, and only the model sees them."""
     backend = Stacked()
     with runner_for(config_of(), backend) as runner:
         rows, times, again = runner.run(
@@ -148,7 +144,7 @@ def test_controls_and_gaps() -> None:
     assert state.tolist() == [[0, 0]] * 4
 
 
-def test_shapes_that_do_not_stack_keep_their_slots() -> None:
+def test_groups_of_one_shape_keep_their_slots() -> None:
     backend = Stacked()
     with runner_for(config_of(), backend) as runner:
         works = [step(1, 1, [1], start=True, slot=0), step(2, 2, [2, 2], start=True, slot=1)]
@@ -156,8 +152,7 @@ def test_shapes_that_do_not_stack_keep_their_slots() -> None:
         bad = replace(step(4, 4, [4], start=True, slot=3), inputs=())
         rows, _, _ = runner.run([*works, bad])
     assert [values(row) for row in rows[:3]] == [[1], [2, 2], [3]]
-    assert rows[3].error is not None
-    assert rows[3].error.code == "INVALID_ARG"
+    assert_failed(rows[3], "INVALID_ARG")
     assert [seen[0].tolist() for seen in backend.seen] == [[[1], [0], [3]], [[0, 0], [2, 2]]]
     assert [seen[4].ravel().tolist() for seen in backend.seen] == [[1, 0, 3], [0, 2]]
 
@@ -171,7 +166,7 @@ def test_without_a_batch_dimension() -> None:
     assert [a.shape for a in backend.seen[0]] == [(1,), (1,), (1,), (1,), (1,), (2,)]
 
 
-def test_one_sequence_twice_in_a_batch_runs_in_order() -> None:
+def test_steps_of_one_sequence_in_a_batch_run_in_order() -> None:
     backend = Stacked()
     with runner_for(config_of(), backend) as runner:
         works = [step(1, 9, [1], start=True, slot=0), step(2, 9, [10], end=True, slot=0)]
@@ -182,26 +177,23 @@ def test_one_sequence_twice_in_a_batch_runs_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "text"),
+    ("bad", "text"),
     [
-        (Work(1, 1, (), None, "internal"), "must specify a non-zero or non-empty correlation ID"),
+        (work(1, rows=1), "must specify a non-zero or non-empty correlation ID"),
         (step(1, "", [1]), "must specify a non-zero or non-empty correlation ID"),
         (step(1, "a", [1]), "control input 'id' has type UINT64: it must be an integer"),
         (replace(step(1, 3, [1]), rows=2), "must specify batch-size 1"),
     ],
 )
-def test_what_a_request_must_say(work: Work, text: str) -> None:
+def test_a_request_without_a_valid_sequence_fails_alone(bad: Work, text: str) -> None:
     with runner_for(config_of(), Stacked()) as runner:
-        good = step(7, 3, [1], start=True)
-        rows, _, _ = runner.run([work, good])
-        assert rows[0].error is not None
-        assert rows[0].error.code == "INVALID_ARG"
-        assert text in rows[0].error.text
-        assert values(rows[1]) == [1]
+        failed, good = runner.run([bad, step(7, 3, [1], start=True)])[0]
+        assert_failed(failed, "INVALID_ARG", text)
+        assert values(good) == [1]
 
 
 @pytest.mark.parametrize(("dtype", "key", "good"), [("INT32", 2**31, False), ("INT32", 2**31 - 1, True)])
-def test_ids_that_fit(dtype: str, key: int, good: bool) -> None:
+def test_an_id_must_fit_the_type_of_the_control(dtype: str, key: int, good: bool) -> None:
     controls = (*CONTROLS[:3], control("id", "CORRID", data_type=f"TYPE_{dtype}"))
     with runner_for(config_of(controls=controls), Stacked()) as runner:
         rows, _, _ = runner.run([step(1, key, [1], start=True)])
@@ -209,7 +201,7 @@ def test_ids_that_fit(dtype: str, key: int, good: bool) -> None:
 
 
 @pytest.mark.parametrize(("text", "wanted"), [(True, "abc"), (False, b"abc")])
-def test_ids_that_are_strings(text: bool, wanted: Any) -> None:
+def test_string_ids(text: bool, wanted: Any) -> None:
     controls = (*CONTROLS[:3], control("id", "CORRID", data_type="TYPE_STRING"))
     backend = Stacked()
     backend.text = text
@@ -223,7 +215,7 @@ def test_ids_that_are_strings(text: bool, wanted: Any) -> None:
 # ------------------------------------------------------------------------------------------ random sequences
 
 
-class Asked(NamedTuple):
+class Step(NamedTuple):
     key: int
     x: int  # below 0: the batch fails
     start: bool
@@ -231,16 +223,16 @@ class Asked(NamedTuple):
     width: int
 
 
-asked = st.builds(
-    Asked, st.integers(1, 5), st.sampled_from([-1, *range(1, 12)]), st.booleans(), st.booleans(), st.integers(1, 2)
+random_steps = st.builds(
+    Step, st.integers(1, 5), st.sampled_from([-1, *range(1, 12)]), st.booleans(), st.booleans(), st.integers(1, 2)
 )
-batches = st.lists(st.tuples(st.lists(asked, min_size=1, max_size=5), st.integers(0, 5)), min_size=1, max_size=8)
+batches = st.lists(st.tuples(st.lists(random_steps, min_size=1, max_size=5), st.integers(0, 5)), min_size=1, max_size=8)
 
 
 @given(batches=batches, slotted=st.booleans(), whole=st.sampled_from([0, 1 << 20]))
-def test_random_sequences(batches: list[tuple[list[Asked], int]], slotted: bool, whole: int) -> None:
-    """`whole`: states that stay together, and those that are taken apart. A batch has a sequence once; requests of one
-    width run together, and fail together."""
+def test_random_sequences(batches: list[tuple[list[Step], int]], slotted: bool, whole: int) -> None:
+    """`whole`: whether the states of a batch stay one array or are split. A batch has each sequence once; requests of
+    one width run together and fail together."""
     backend = Stacked()
     totals: dict[int, int] = {}
     number = 0
@@ -274,7 +266,7 @@ def test_random_sequences(batches: list[tuple[list[Asked], int]], slotted: bool,
         sequence_inputs.WHOLE_BYTES = before
 
 
-def test_states_are_not_copied_where_the_same_sequences_come_again() -> None:
+def test_states_are_not_copied_if_the_same_sequences_come_again() -> None:
     class Keeping(Stacked):
         def execute(self, inputs: GatherGroup, outputs: Results) -> None:
             super().execute(inputs, outputs)
@@ -282,18 +274,18 @@ def test_states_are_not_copied_where_the_same_sequences_come_again() -> None:
 
     backend = Keeping()
     with runner_for(config_of(), backend) as runner:
-        made = None
+        produced = None
         for turn in range(3):
             runner.run([step(10 * turn + key, key, [1], start=not turn, slot=key) for key in (1, 3)])
-            got, made_now = backend.states
-            assert (got is made) == (turn > 0)
-            made = made_now
+            received, next_states = backend.states
+            assert (received is produced) == (turn > 0)
+            produced = next_states
 
 
-# ------------------------------------------------------------------------------------------ first states
+# ------------------------------------------------------------------------------------------ initial states
 
 
-def test_first_states(tmp_path: Path) -> None:
+def test_initial_states_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "two.bin").write_bytes(np.array([30, 4], np.int64).tobytes())
     first = ModelSequenceBatchingInitialState(name="f", data_type="TYPE_INT64", dims=(2,), data_file="two.bin")
@@ -316,7 +308,7 @@ def test_first_states(tmp_path: Path) -> None:
         ({"data_type": "TYPE_FP32"}, "has data_type TYPE_FP32; the state's is TYPE_INT64"),
     ],
 )
-def test_first_states_that_are_wrong(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+def test_wrong_initial_states_are_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "short.bin").write_bytes(bytes(8))
     first = ModelSequenceBatchingInitialState(name="f", data_type="TYPE_INT64", dims=(2,), zero_data=True)
@@ -326,10 +318,10 @@ def test_first_states_that_are_wrong(tmp_path: Path, change: dict[str, Any], tex
 
 
 class Growing(StackedBackend):
-    """Each state is what was said so far: strings, one more each time."""
+    """Each state has the inputs so far, as strings: one more in each step."""
 
     def __init__(self) -> None:
-        super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
+        super().__init__(CONTEXT)
         self.sizes: list[tuple[int, ...]] = []
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
@@ -342,10 +334,10 @@ class Growing(StackedBackend):
         outputs.put(1, np.concatenate([state, now], axis=1))
 
 
-def test_states_of_different_shapes_run_apart() -> None:
-    said = ModelSequenceBatchingState(input_name="s", output_name="t", data_type="TYPE_STRING", dims=(-1,))
+def test_sequences_with_states_of_different_shapes_run_apart() -> None:
+    history = ModelSequenceBatchingState(input_name="s", output_name="t", data_type="TYPE_STRING", dims=(-1,))
     backend = Growing()
-    with runner_for(config_of(controls=(), state=[said]), backend) as runner:
+    with runner_for(config_of(controls=(), state=[history]), backend) as runner:
         runner.run([step(1, 1, [5], start=True, slot=0)])
         rows, _, _ = runner.run([step(2, 1, [6], slot=0), step(3, 2, [7], start=True, slot=1)])
         assert [values(row) for row in rows] == [[6 + 2], [7 + 1]]
@@ -359,10 +351,10 @@ def test_states_of_different_shapes_run_apart() -> None:
 
 
 class Separate(SeparateBackend):
-    """The same model; 99 runs again until it has been run three times."""
+    """The same model; an input of 99 runs again until it has run three times."""
 
     def __init__(self) -> None:
-        super().__init__(Context("m", 1, "m_0", Path(), Path(), {}))
+        super().__init__(CONTEXT)
         self.seen: list[list[Any]] = []
 
     def execute(self, requests: list[Request]) -> list[Answer | None]:
@@ -390,7 +382,7 @@ class Separate(SeparateBackend):
         return Answer([("y", x + state[..., :1]), states])
 
 
-def test_models_that_answer_request_by_request() -> None:
+def test_a_model_that_handles_requests_one_by_one() -> None:
     backend = Separate()
     with runner_for(config_of(), backend) as runner:
         rows, _, _ = runner.run([step(1, 1, [1], start=True, slot=2), step(2, 2, [2], start=True, end=True, slot=0)])
@@ -398,26 +390,25 @@ def test_models_that_answer_request_by_request() -> None:
         assert backend.seen[0] == [[7], [-1], [True], [1], [0, 0]]
         rows, _, _ = runner.run([step(3, 1, [3], slot=2), step(4, 1, [4], slot=2)])
         assert [values(row) for row in rows] == [[4], [8]]
-        assert values(runner.run([step(5, 1, [5])])[0][0]) == [13]  # says nothing of its state, which stays
+        assert values(runner.run([step(5, 1, [5])])[0][0]) == [13]  # returns no state: it stays
         assert values(runner.run([step(6, 1, [6], end=True)])[0][0]) == [14]
         assert values(runner.run([step(7, 1, [7])])[0][0]) == [7]
         for wrong, text in ((-1, "state output 't'"), (-2, "unexpected output 'unknown'")):
             rows, _, _ = runner.run([step(8, 1, [wrong]), step(9, 2, [1], start=True)])
-            assert rows[0].error is not None
-            assert text in rows[0].error.text
+            assert_failed(rows[0], "MODEL_FAILED", text)
             assert values(rows[1]) == [1]
         assert runner.run([step(10, 1, [-3])])[0] == []
 
 
-def test_requests_that_are_run_again() -> None:
+def test_requests_that_run_again() -> None:
     backend = Separate()
     with runner_for(config_of(iterative_sequence=True), backend) as runner:
-        asked = step(1, 6, [99], start=True, end=True)
+        iterating = step(1, 6, [99], start=True, end=True)
         for _ in range(2):
-            rows, _, again = runner.run([asked, step(2, 7, [1], start=True)])
+            rows, _, again = runner.run([iterating, step(2, 7, [1], start=True)])
             assert again == (1,)
             assert [row.request for row in rows] == [2]
-        rows, _, again = runner.run([asked])
+        rows, _, again = runner.run([iterating])
         assert again == ()
         assert values(rows[0]) == [99 + 2 * 99]
         starts = [seen[0] for seen in backend.seen if seen[3] == [6]]

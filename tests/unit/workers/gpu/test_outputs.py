@@ -1,12 +1,8 @@
-"""Outputs that are written on the GPU where their readers want them, on the stand-in for CUDA: to places of callers, in
-batches of many too; and those that Python models make there.
-"""
+"""Outputs on the GPU, on the stand-in for CUDA: in memory of callers, and from Python models."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,27 +13,14 @@ from shmserve.protocol.messages import Handle, Row, Wanted, Work
 from shmserve.workers.backends.python import pb_tensor, pb_utils
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.gpu.shared import memory_of
+from tests.support.workers.batch_parts import Array
 from tests.support.workers.device_arrays import read
-from tests.support.workers.gpu_harness import Array, standins
-from tests.unit.workers.gpu.test_tensors import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays
-
-
-@pytest.fixture
-def runtime() -> Iterator[Any]:
-    with standins() as (runtime, _):
-        yield runtime
-        assert runtime.state.left() == {}
-
-
-@pytest.fixture
-def pair(runtime: Any, tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(runtime, tmp_path)
-    yield made
-    made.close()
+from tests.support.workers.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
+from tests.support.workers.worker_harness import assert_failed
 
 
 class Places:
-    """Memory on the GPU of the producer's, as places for the outputs of the consumer."""
+    """Memory of the producer on the GPU, into which the consumer writes its outputs."""
 
     def __init__(self, pair: Pair, rows: list[int]) -> None:
         self._arenas = pair.producer.arenas
@@ -59,14 +42,13 @@ def asked(pair: Pair, rows: list[Row], places: list[Handle | None]) -> list[Work
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (1, 2, 1)], ids=str)
-def test_places_of_a_batch_are_written_there(pair: Pair, shares: tuple[int, ...]) -> None:
+def test_outputs_are_written_to_memory_of_the_caller_on_the_gpu(pair: Pair, shares: tuple[int, ...]) -> None:
     given, places = arrays(*shares), Places(pair, list(shares))
     rows = pair.produce(*given)
     works = asked(pair, rows, list(places.handles))
     pair.copies()
     found = pair.consumer.run(*works)
-    many = [(share, WITHIN) for share in shares] if len(shares) > 1 else []
-    assert pair.copies() == [*many, *many], "the rows of many are put together there, and handed out there"
+    assert pair.copies() == gathered(shares) * 2, "inputs are gathered and outputs scattered on the GPU"
     for index, (row, array) in enumerate(zip(found, given, strict=True)):
         assert row.error is None, row.error
         assert row.outputs[0].data == (places.handles[index],)
@@ -77,7 +59,7 @@ def test_places_of_a_batch_are_written_there(pair: Pair, shares: tuple[int, ...]
 
 
 @pytest.mark.parametrize("case", ["one without", "one too small", "no room"])
-def test_batches_that_are_handed_out_by_the_host(pair: Pair, case: str) -> None:
+def test_batches_that_are_scattered_by_the_host(pair: Pair, case: str) -> None:
     given, places = arrays(1, 1), Places(pair, [1, 1])
     rows = pair.produce(*given)
     handles: list[Handle | None] = list(places.handles)
@@ -96,8 +78,8 @@ def test_batches_that_are_handed_out_by_the_host(pair: Pair, case: str) -> None:
     if case == "one without":
         np.testing.assert_array_equal(pair.consumer.array(second), given[1] + 2)
     elif case == "one too small":
-        assert second.error is not None
-        assert f"has {WIDTH * 4} bytes; the memory given for it has {WIDTH * 4 - 4}" in second.error.text
+        text = f"has {WIDTH * 4} bytes; the memory given for it has {WIDTH * 4 - 4}"
+        assert_failed(second, "INVALID_ARG", text)
     else:
         np.testing.assert_array_equal(places.read(1, 1), given[1] + 2)
     assert pair.consumer.arenas.used == 0
@@ -105,7 +87,7 @@ def test_batches_that_are_handed_out_by_the_host(pair: Pair, case: str) -> None:
     places.close()
 
 
-def test_a_gpu_that_fails_when_rows_are_handed_out(pair: Pair) -> None:
+def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair) -> None:
     given, places = arrays(1, 1), Places(pair, [1, 1])
     rows = pair.produce(*given)
     works = asked(pair, rows, list(places.handles))
@@ -113,19 +95,18 @@ def test_a_gpu_that_fails_when_rows_are_handed_out(pair: Pair) -> None:
     within = memory._within
     memory._within = lambda parts: pair.runtime.state.failures.update(memcpyAsync=1) or within(parts)
     for row in pair.consumer.run(*works):
-        assert row.error is not None
-        assert "the GPU failed" in row.error.text
-    pair.consumer.failures.clear()  # whose traces refer to arrays
+        assert_failed(row, "MODEL_FAILED", "the GPU failed")
+    pair.consumer.failures.clear()  # their tracebacks refer to arrays
     del memory._within
     pair.give_back(*rows)
     places.close()
 
 
-# ------------------------------------------------------------------------------------------------ of python models
+# ------------------------------------------------------------------------------------------------ Python models
 
 
-class Made:
-    """What a library has on the GPU. The stand-in for cupy looks at `described`."""
+class LibraryArray:
+    """An array of a library on the GPU. The stand-in for cupy reads `described`."""
 
     def __init__(self, runtime: Any, array: Array, number: int = 0, strides: Any = None) -> None:
         self._runtime, self._number = runtime, number
@@ -142,7 +123,7 @@ class Made:
         return 2, self._number
 
     def __dlpack__(self, **_: object) -> Any:
-        raise AssertionError("the stand-in looks at what is described")
+        raise AssertionError("the stand-in reads `described`")
 
     def cpu(self) -> Array:
         return self._array
@@ -153,21 +134,21 @@ class Made:
         self._runtime.free(self.address)
 
 
-def test_a_tensor_that_a_model_makes_there(runtime: Any) -> None:
+def test_a_python_model_makes_a_tensor_on_the_gpu(runtime: Any) -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    made = Made(runtime, array)
-    tensor = pb_utils.Tensor.from_dlpack("t", made)
+    source = LibraryArray(runtime, array)
+    tensor = pb_utils.Tensor.from_dlpack("t", source)
     assert isinstance(tensor, DeviceTensor)
     assert (tensor.name(), tensor.shape(), tensor.triton_dtype(), tensor.is_cpu()) == ("t", [3, 4], 11, False)
     assert tensor.__dlpack_device__() == (2, 0)
-    np.testing.assert_array_equal(read(tensor.piece.__cuda_array_interface__), array)  # nobody need wait any more
+    np.testing.assert_array_equal(read(tensor.piece.__cuda_array_interface__), array)
     with pytest.raises(pb_utils.TritonModelException, match=r"on a GPU, and no numpy array: take it by to_dlpack\(\)$"):
         tensor.as_numpy()
-    np.testing.assert_array_equal(tensor._array, array)  # as a call of another model gets it
-    made.close()
+    np.testing.assert_array_equal(tensor._array, array)  # for a call of another model
+    source.close()
 
 
-def test_what_cannot_be_taken_there_is_copied_by_its_library(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_that_cupy_cannot_take_is_copied_by_its_library(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(12, dtype=np.float32)
     cupy = __import__("cupy")
 
@@ -175,33 +156,33 @@ def test_what_cannot_be_taken_there_is_copied_by_its_library(runtime: Any, monke
         raise BufferError("no bfloat16")
 
     for number, broken in ((1, False), (0, True)):
-        made = Made(runtime, array, number)
+        source = LibraryArray(runtime, array, number)
         with monkeypatch.context() as patch:
             if broken:
                 patch.setattr(cupy, "from_dlpack", refuse)
-            tensor = pb_utils.Tensor.from_dlpack("t", made)
+            tensor = pb_utils.Tensor.from_dlpack("t", source)
         assert tensor.is_cpu()
         np.testing.assert_array_equal(tensor.as_numpy(), array)
-        made.close()
+        source.close()
 
 
-def test_a_tensor_there_must_be_contiguous(runtime: Any) -> None:
-    made = Made(runtime, np.zeros((2, 2), np.float32), strides=(4, 8))
+def test_a_tensor_on_the_gpu_must_be_contiguous(runtime: Any) -> None:
+    source = LibraryArray(runtime, np.zeros((2, 2), np.float32), strides=(4, 8))
     with pytest.raises(pb_utils.TritonModelException, match="tensor 't' is not contiguous"):
-        pb_utils.Tensor.from_dlpack("t", made)
-    made.close()
+        pb_utils.Tensor.from_dlpack("t", source)
+    source.close()
 
 
-def test_a_capsule_says_where_its_memory_is(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_capsule_decides_who_takes_it(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(12, dtype=np.float32)
-    made = Made(runtime, array)
+    source = LibraryArray(runtime, array)
     cupy = __import__("cupy")
-    made_of = cupy.from_dlpack(made)
+    cupy_array = cupy.from_dlpack(source)
     seen = []
 
-    def take(source: Any) -> Any:
-        seen.append((source.__dlpack_device__(), source.__dlpack__(stream=None)))
-        return made_of
+    def take(capsule_source: Any) -> Any:
+        seen.append((capsule_source.__dlpack_device__(), capsule_source.__dlpack__(stream=None)))
+        return cupy_array
 
     monkeypatch.setattr(cupy, "from_dlpack", take)
     capsule = pb_utils.Tensor("x", array).to_dlpack()
@@ -210,4 +191,4 @@ def test_a_capsule_says_where_its_memory_is(runtime: Any, monkeypatch: pytest.Mo
     assert (tensor.is_cpu(), seen) == (False, [((2, 0), capsule)])
     ctypes.c_int32.from_address(pb_tensor._device_at(capsule)).value = 1
     assert pb_utils.Tensor.from_dlpack("t", capsule).as_numpy().tolist() == array.tolist()
-    made.close()
+    source.close()

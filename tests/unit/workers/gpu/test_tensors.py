@@ -1,8 +1,8 @@
-"""Tensors that stay on a GPU: from one instance to the next, on the stand-in for CUDA, which counts what is copied."""
+"""Tensors that stay on a GPU from one instance to the next. The stand-in for CUDA counts the copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,116 +13,43 @@ from msgspec.structs import replace
 from shmserve.broker.config.settings import NEAR_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
-from shmserve.protocol.messages import Handle, Row, Tensor, Wanted, Work
+from shmserve.protocol.messages import Handle, Tensor, Wanted, Work
 from shmserve.repo.config.schema import (
     ModelConfig,
-    ModelInput,
-    ModelInstanceGroup,
     ModelOptimizationPolicy,
     ModelOptimizationPolicyCuda,
-    ModelOutput,
 )
 from shmserve.shm.extents import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
 from shmserve.workers.backends.device_inputs import DeviceInputs
-from shmserve.workers.backends.identity import Identity
 from shmserve.workers.backends.onnx import run
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_device_inputs
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
-from tests.support.workers.gpu_harness import Array, Instance, adder, plan, standins, tensor
+from tests.support.workers.device_pair import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    WIDTH,
+    WITHIN,
+    Pair,
+    arrays,
+    gathered,
+)
+from tests.support.workers.gpu_harness import Instance, adder, plan, tensor
+from tests.support.workers.worker_harness import assert_failed, config
 from tests.support.workers.worker_models import Graph
-
-WIDTH = 40_000
-HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = 1, 2, 3
-
-
-class Pair:
-    """A producer and a consumer. The test is the broker between them."""
-
-    def __init__(self, runtime: Any, folder: Path, consumer: str = "tensorrt") -> None:
-        from shmserve.workers.backends.tensorrt.backend import TensorRT
-
-        self.runtime = runtime
-        adder(folder / "a", WIDTH)
-        adder(folder / "b", WIDTH)
-        self.producer = Instance(TensorRT, folder / "a", ModelConfig(name="m", backend="tensorrt"))
-        kind: Any = TensorRT if consumer == "tensorrt" else Identity
-        entry = {"data_type": "TYPE_FP32", "dims": (WIDTH,)}
-        config = ModelConfig(
-            name="m",
-            backend=consumer,
-            max_batch_size=8,
-            input=(ModelInput(name="x", **entry),),  # type: ignore[arg-type]
-            output=(ModelOutput(name="y", **entry),),  # type: ignore[arg-type]
-        )
-        self.consumer = Instance(kind, folder / "b", config, owner=8)
-        self._told = 0
-
-    def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
-        works = [replace(self.producer.work(x=array, **more), near=near) for array in arrays]
-        self.runtime.state.calls.clear()
-        return self.producer.run(*works)
-
-    def pass_on(self, *rows: Row) -> list[Work]:
-        """Maps first, then the handles as inputs."""
-        for message in self.producer.maps[self._told :]:
-            self._told += 1
-            if message.name is not None:
-                self.consumer.mapped.add(message.segment, message.size, name=message.name)
-        works = []
-        for number, row in enumerate(rows, 1000):
-            assert row.error is None, row.error
-            (made,) = row.outputs
-            works.append(Work(number, made.shape[0], (replace(made, name="x"),), None, "internal"))
-        return works
-
-    def give_back(self, *rows: Row) -> None:
-        for row in rows:
-            data = row.outputs[0].data
-            assert isinstance(data, tuple)
-            self.producer.arenas.free(data)
-
-    def copies(self) -> list[tuple[int, int]]:
-        found = [(call[3] // (WIDTH * 4), call[4]) for call in self.runtime.state.named("memcpyAsync")]
-        self.runtime.state.calls.clear()
-        return found
-
-    def close(self) -> None:
-        self.consumer.close()
-        self.producer.close()
-
-
-@pytest.fixture
-def runtime() -> Iterator[Any]:
-    with standins() as (runtime, _):
-        yield runtime
-        assert runtime.state.left() == {}
-
-
-@pytest.fixture
-def pair(runtime: Any, tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(runtime, tmp_path)
-    yield made
-    made.close()
-
-
-def arrays(*shares: int, width: int = WIDTH) -> list[Array]:
-    random = np.random.default_rng(5)
-    return [random.integers(0, 1000, (share, width)).astype(np.float32) for share in shares]
 
 
 @pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)
-def test_nothing_passes_through_the_host(pair: Pair, shares: tuple[int, ...]) -> None:
+def test_tensors_are_not_copied_through_the_host(pair: Pair, shares: tuple[int, ...]) -> None:
     given = arrays(*shares)
     for _ in range(2):
         rows = pair.produce(*given)
         assert {kind for _, kind in pair.copies()} == {HOST_TO_DEVICE}
         found = pair.consumer.run(*pair.pass_on(*rows))
-        gathered = [(share, WITHIN) for share in shares] if len(shares) > 1 else []
-        assert pair.copies() == [*gathered, (sum(shares), DEVICE_TO_HOST)]
+        assert pair.copies() == [*gathered(shares), (sum(shares), DEVICE_TO_HOST)]
         for row, array in zip(found, given, strict=True):
             np.testing.assert_array_equal(pair.consumer.array(row), array + 2)
         pair.give_back(*rows)
@@ -130,26 +57,25 @@ def test_nothing_passes_through_the_host(pair: Pair, shares: tuple[int, ...]) ->
     assert len(pair.runtime.state.opened) == 1  # once for the segment, not for each tensor
 
 
-def test_a_graph_writes_where_it_was_recorded(runtime: Any, tmp_path: Path) -> None:
+def test_a_cuda_graph_writes_to_its_recorded_addresses(runtime: Any, tmp_path: Path) -> None:
     from shmserve.workers.backends.tensorrt.backend import TensorRT
 
     adder(tmp_path, WIDTH)
     cuda = ModelOptimizationPolicyCuda(graphs=True)
-    config = ModelConfig(name="m", backend="tensorrt", optimization=ModelOptimizationPolicy(cuda=cuda))
-    with Instance(TensorRT, tmp_path, config) as instance:
+    graphs = ModelConfig(name="m", backend="tensorrt", optimization=ModelOptimizationPolicy(cuda=cuda))
+    with Instance(TensorRT, tmp_path, graphs) as instance:
         for count, kinds in ((1, {HOST_TO_DEVICE, WITHIN}), (2, {HOST_TO_DEVICE}), (1, {HOST_TO_DEVICE, WITHIN})):
             (x,) = arrays(count)
             runtime.state.calls.clear()
             (row,) = instance.run(replace(instance.work(x=x), near=("y",)))
             assert {call[4] for call in runtime.state.named("memcpyAsync")} == kinds
-            (made,) = row.outputs
-            (again,) = instance.run(Work(7, count, (replace(made, name="x"),), None, "internal"))
+            (output,) = row.outputs
+            (again,) = instance.run(Work(7, count, (replace(output, name="x"),), None, "internal"))
             np.testing.assert_array_equal(instance.array(again), x + 2)
-            assert isinstance(made.data, tuple)
-            instance.arenas.free(made.data)
+            instance.free(output)
 
 
-def test_rows_are_given_back_one_by_one(pair: Pair) -> None:
+def test_rows_are_returned_one_by_one(pair: Pair) -> None:
     rows = pair.produce(*arrays(1, 1, 1))
     handles: list[Any] = [row.outputs[0].data[0] for row in rows]  # type: ignore[index]
     assert len({handle.segment for handle in handles}) == 1
@@ -170,20 +96,19 @@ def test_parts_on_the_host_and_on_the_device_in_one_batch(pair: Pair) -> None:
     pair.give_back(row)
 
 
-def test_an_output_of_ones_own_as_an_input(pair: Pair) -> None:
-    """What the same process exports it does not open."""
+def test_an_instance_reads_its_own_output_without_opening_it(pair: Pair) -> None:
     (x,) = arrays(2)
     (row,) = pair.produce(x)
-    (made,) = row.outputs
-    (again,) = pair.producer.run(Work(7, 2, (replace(made, name="x"),), None, "internal"))
+    (output,) = row.outputs
+    (again,) = pair.producer.run(Work(7, 2, (replace(output, name="x"),), None, "internal"))
     np.testing.assert_array_equal(pair.producer.array(again), x + 2)
     assert pair.runtime.state.named("ipcOpenMemHandle") == []
     pair.give_back(row)
 
 
-def test_a_model_that_cannot_read_there_gets_a_copy(runtime: Any, tmp_path: Path) -> None:
+def test_a_backend_that_cannot_read_the_gpu_gets_a_copy(runtime: Any, tmp_path: Path) -> None:
     pair = Pair(runtime, tmp_path, "identity")
-    try:
+    with closing(pair):
         given = arrays(1, 2)
         rows = pair.produce(*given)
         pair.copies()
@@ -192,12 +117,10 @@ def test_a_model_that_cannot_read_there_gets_a_copy(runtime: Any, tmp_path: Path
         for row, array in zip(found, given, strict=True):
             np.testing.assert_array_equal(pair.consumer.array(row), array + 1)
         pair.give_back(*rows)
-    finally:
-        pair.close()
 
 
 class OnnxHere(Onnx):
-    """Its engine computes on the host, whose memory the stand-in's device memory is."""
+    """Its engine computes on the host, whose memory is the device memory of the stand-in."""
 
     def load(self, config: ModelConfig) -> None:
         super().load(config)
@@ -205,31 +128,21 @@ class OnnxHere(Onnx):
 
 
 @pytest.fixture
-def onnx_pair(runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """TensorRT, and then ONNX Runtime: y = 3 x, z = x + y."""
+def onnx_pair(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """TensorRT, and then ONNX Runtime: y = 3 x, z = b + y."""
     monkeypatch.setattr(run, "GPU", "cpu")
-    made = Pair(runtime, tmp_path)
-    made.consumer.close()
     graph = Graph().input("x", "FP32", [-1, WIDTH]).input("b", "FP32", [-1, WIDTH])
     graph.output("y", "FP32", [-1, WIDTH]).output("z", "FP32", [-1, WIDTH])
     graph.weight("w", np.full(1, 3, np.float32)).node("Mul", ["x", "w"], ["y"]).node("Add", ["y", "b"], ["z"])
     graph.save(tmp_path / "onnx")
-    entry: dict[str, Any] = {"data_type": "TYPE_FP32", "dims": (WIDTH,)}
-    config = ModelConfig(
-        name="m",
-        backend="onnxruntime",
-        max_batch_size=8,
-        input=(ModelInput(name="x", **entry), ModelInput(name="b", **entry)),
-        output=(ModelOutput(name="y", **entry), ModelOutput(name="z", **entry)),
-        instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_CPU", count=1),),
-    )
-    made.consumer = Instance(OnnxHere, tmp_path / "onnx", config, owner=8)
-    yield made
-    made.close()
+    row = ("FP32", (WIDTH,))
+    consumer = config("onnxruntime", {"x": row, "b": row}, {"y": row, "z": row}, max_batch=8)
+    pair.replace_consumer(OnnxHere, tmp_path / "onnx", consumer)
+    return pair
 
 
 @pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)
-def test_onnx_runtime_reads_and_writes_there(onnx_pair: Pair, shares: tuple[int, ...]) -> None:
+def test_onnx_runtime_reads_and_writes_on_the_gpu(onnx_pair: Pair, shares: tuple[int, ...]) -> None:
     pair, given = onnx_pair, arrays(*shares)
     for near in ((), ("y",), ("y", "z")):
         rows = pair.produce(*given)
@@ -239,43 +152,29 @@ def test_onnx_runtime_reads_and_writes_there(onnx_pair: Pair, shares: tuple[int,
             for work, array in zip(pair.pass_on(*rows), given, strict=True)
         ]
         found = pair.consumer.run(*works)
-        # Only what many requests bring is put together there; nothing of x comes to the host.
-        assert pair.copies() == ([(share, WITHIN) for share in shares] if len(shares) > 1 else [])
+        assert pair.copies() == gathered(shares), "no part of x is copied to the host"
         for row, array in zip(found, given, strict=True):
-            assert row.error is None, row.error
-            wanted = {"y": (array + 1) * 3, "z": (array + 1) * 3 + array * 2}
-            for made in row.outputs:
-                assert isinstance(made.data, tuple)
-                (handle,) = made.data
-                assert (handle.segment in pair.consumer.mapped.on_device) == (made.name in near)
-                if made.name in near:
-                    device = memory_of(pair.consumer.mapped)
-                    values = device.piece(handle, np.dtype(np.float32), made.shape).host()
-                else:
-                    values = pair.consumer.mapped.view(handle, np.dtype(np.float32), made.shape)
-                np.testing.assert_array_equal(values, wanted[made.name])
-                pair.consumer.arenas.free(made.data)
-        pair.copies()
+            y = (array + 1) * 3
+            pair.check(row, {"y": y, "z": y + array * 2}, near)
         pair.give_back(*rows)
     assert pair.consumer.arenas.used == 0
 
 
-def test_onnx_runtime_and_a_gpu_that_fails(onnx_pair: Pair) -> None:
+def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
     rows = onnx_pair.produce(*arrays(1, 1))
     works = onnx_pair.pass_on(*rows)
     more = [replace(work, inputs=(*work.inputs, onnx_pair.consumer.work(b=arrays(1)[0]).inputs[0])) for work in works]
     onnx_pair.runtime.state.failures["memcpyAsync"] = 1
     for row in onnx_pair.consumer.run(*more):
-        assert row.error is not None
-        assert "the GPU failed" in row.error.text
-    onnx_pair.consumer.failures.clear()  # whose traces refer to arrays
+        assert_failed(row, "MODEL_FAILED", "the GPU failed")
+    onnx_pair.consumer.failures.clear()  # their tracebacks refer to arrays
     for row in onnx_pair.consumer.run(*more):
         assert [onnx_pair.consumer.array(row, index).shape for index in (0, 1)] == [(1, WIDTH)] * 2
     onnx_pair.give_back(*rows)
 
 
 @pytest.mark.parametrize("case", ["not asked", "another output", "a place", "small", "full"])
-def test_what_goes_to_the_host_all_the_same(pair: Pair, case: str, tmp_path: Path) -> None:
+def test_outputs_that_are_copied_to_the_host(pair: Pair, case: str, tmp_path: Path) -> None:
     (x,) = arrays(1)
     near: tuple[str, ...] = ("y",)
     outputs = None
@@ -301,8 +200,7 @@ def test_what_goes_to_the_host_all_the_same(pair: Pair, case: str, tmp_path: Pat
         producer.close()
 
 
-def test_the_usual_buffers_are_used_again_afterwards(pair: Pair) -> None:
-    """A batch that lay elsewhere leaves nothing behind for the next one."""
+def test_a_batch_on_the_gpu_does_not_affect_the_next_one(pair: Pair) -> None:
     (x,) = arrays(2)
     (row,) = pair.produce(x)
     pair.consumer.run(*pair.pass_on(row))
@@ -313,7 +211,7 @@ def test_the_usual_buffers_are_used_again_afterwards(pair: Pair) -> None:
     np.testing.assert_array_equal(pair.producer.array(plain), x + 8)
 
 
-def test_what_is_forgotten_is_closed(pair: Pair) -> None:
+def test_a_removed_segment_is_closed(pair: Pair) -> None:
     (row,) = pair.produce(*arrays(1))
     pair.consumer.array(pair.consumer.run(*pair.pass_on(row))[0])
     (segment,) = pair.consumer.mapped.on_device
@@ -321,11 +219,10 @@ def test_what_is_forgotten_is_closed(pair: Pair) -> None:
     pair.consumer.mapped.remove(segment)
     assert pair.runtime.state.opened == {}
     (failed,) = pair.consumer.run(*pair.pass_on(row))
-    assert failed.error is not None
-    assert failed.error.code == "HANDLE_LOST"
+    assert_failed(failed, "HANDLE_LOST")
 
 
-def test_handles_that_lie(pair: Pair) -> None:
+def test_handles_outside_of_a_segment_are_refused(pair: Pair) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
     (given,) = work.inputs
@@ -335,12 +232,11 @@ def test_handles_that_lie(pair: Pair) -> None:
     for data, shape in (((beyond,), given.shape), ((replace(handle, size=4),), (1, 1))):
         tensor = Tensor("x", "FP32", shape, data)
         (failed,) = pair.consumer.run(Work(1, 1, (tensor,), None, "internal"))
-        assert failed.error is not None
-        assert failed.error.code == "INVALID_ARG"
+        assert_failed(failed, "INVALID_ARG")
     pair.give_back(row)
 
 
-def test_an_input_of_a_python_model_that_stays_there(pair: Pair) -> None:
+def test_an_input_of_a_python_model_stays_on_the_gpu(pair: Pair) -> None:
     (x,) = arrays(1)
     (row,) = pair.produce(x)
     (work,) = pair.pass_on(row)
@@ -355,7 +251,7 @@ def test_an_input_of_a_python_model_that_stays_there(pair: Pair) -> None:
         request._inputs, request._work = [tensor], replace(work, inputs=(replace(work.inputs[0], dtype=wire),))
         mark_device_inputs([request])
         (found,) = request._inputs
-        assert found.is_cpu() == (wire == "BF16"), "which nobody takes by its address"
+        assert found.is_cpu() == (wire == "BF16"), "numpy and cupy have no BF16"
         assert found.shape() == list(shape)
         assert found._array.tobytes() == (x + 1).tobytes(), "for other models it is in host memory"
         assert found._array is found._array
@@ -363,7 +259,7 @@ def test_an_input_of_a_python_model_that_stays_there(pair: Pair) -> None:
 
 
 class Driver:
-    """What the driver knows of an allocation."""
+    """A driver that reports this size for each allocation."""
 
     def __init__(self, room: int, status: int = 0) -> None:
         self.room, self.status = room, status
@@ -373,21 +269,19 @@ class Driver:
         return self.status
 
 
-def test_memory_is_as_large_as_the_driver_says(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as its owner does."""
+def test_the_driver_must_confirm_the_size_of_an_allocation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
     cuda = memory_of(pair.consumer.mapped).cuda
     (_, size) = next(iter(pair.consumer.mapped.on_device.values()))
-    for driver, code, said in (
+    for driver, code, text in (
         (Driver(size - 1), "INVALID_ARG", f"has {size - 1} bytes, and was announced with {size}"),
         (Driver(size, 1), "HANDLE_LOST", "has no known size: error 1 of the driver"),
     ):
         monkeypatch.setattr(cuda, "_driver", driver)
         (failed,) = pair.consumer.run(work)
-        assert failed.error is not None
-        assert (failed.error.code, said in failed.error.text) == (code, True)
-        assert pair.runtime.state.opened == {}, "what is not used is closed again"
+        assert_failed(failed, code, text)
+        assert pair.runtime.state.opened == {}, "a refused allocation is closed again"
     monkeypatch.setattr(cuda, "_driver", Driver(size))
     np.testing.assert_array_equal(pair.consumer.array(pair.consumer.run(work)[0]), arrays(1)[0] + 2)
     pair.give_back(row)
@@ -398,37 +292,31 @@ def test_memory_on_another_gpu_is_not_opened(pair: Pair) -> None:
     (work,) = pair.pass_on(row)
     memory_of(pair.consumer.mapped).cuda.uuid = b"another".ljust(16, b"\0")
     (failed,) = pair.consumer.run(work)
-    assert failed.error is not None
-    assert (failed.error.code, failed.error.text) == (
-        "HANDLE_LOST", "the tensor is on another GPU than the model's instance"
-    )  # fmt: skip
+    assert_failed(failed, "HANDLE_LOST", "the tensor is on another GPU than the model's instance")
     assert pair.runtime.state.named("ipcOpenMemHandle") == []
     pair.consumer.mapped.on_gpu = False
     (failed,) = pair.consumer.run(work)
-    assert failed.error is not None
-    assert failed.error.text == "the tensor is on a GPU, and the model's instance is not"
+    assert_failed(failed, "HANDLE_LOST", "the tensor is on a GPU, and the model's instance is not")
     pair.consumer.mapped.on_gpu = True
     pair.give_back(row)
 
 
-def test_an_owner_that_has_gone(pair: Pair) -> None:
+def test_memory_of_a_process_that_has_ended_is_lost(pair: Pair) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
     pair.runtime.state.failures["ipcOpenMemHandle"] = 201
     (failed,) = pair.consumer.run(work)
-    assert failed.error is not None
-    assert failed.error.code == "HANDLE_LOST"
-    assert "memory of another process on the GPU cannot be opened" in failed.error.text
+    assert_failed(failed, "HANDLE_LOST", "memory of another process on the GPU cannot be opened")
     pair.give_back(row)
 
 
-def test_names() -> None:
+def test_a_segment_name_contains_the_exported_handle() -> None:
     exported = bytes(range(64))
     name = extents.name_of(exported, bytes(range(1, 17)))
     assert extents.is_device(name)
     assert len(name) <= 128  # what Map takes
     assert extents.parts_of(name) == (exported, bytes(range(1, 17)))
-    # Libraries give as much of a uuid as there is before its first zero.
+    # Libraries return a uuid up to its first zero.
     cut = extents.name_of(exported, b"ab\0" + bytes(range(13)))
     assert cut == extents.name_of(exported, b"ab")
     for wrong in ("cuda:", "cuda:====", "cuda:" + "A" * 40, "cuda:" + "A" * 88, name[1:], "/shmserve"):
@@ -436,7 +324,7 @@ def test_names() -> None:
             extents.parts_of(wrong)
 
 
-def test_a_process_without_a_gpu() -> None:
+def test_a_process_without_a_gpu_can_map_but_not_read() -> None:
     mapped = Mapped()
     mapped.add(5, 100, name=extents.name_of(bytes(64), bytes(16)))
     assert 5 in mapped
@@ -452,17 +340,12 @@ def test_a_process_without_a_gpu() -> None:
         mapped.remove(5)
 
 
-def test_outputs_whose_shape_only_the_run_tells_go_to_the_host(runtime: Any, tmp_path: Path) -> None:
+def test_outputs_of_a_data_dependent_shape_are_copied_to_the_host(runtime: Any, tmp_path: Path) -> None:
     from shmserve.workers.backends.tensorrt.backend import TensorRT
 
     tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
     plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
-    given = ModelConfig(
-        name="m",
-        backend="tensorrt",
-        input=(ModelInput(name="x", data_type="TYPE_INT32", dims=(-1,)),),
-        output=(ModelOutput(name="where", data_type="TYPE_INT64", dims=(-1,)),),
-    )
+    given = config("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
     x = np.ones(10_000, np.int32)
     with Instance(TensorRT, tmp_path, given) as instance:
         (row,) = instance.run(replace(instance.work(x=x), near=("where",)))

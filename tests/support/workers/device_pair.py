@@ -1,0 +1,101 @@
+"""Two instances on the stand-in for CUDA: tensors of the first stay on the GPU as inputs of the second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from shmserve.protocol.messages import Row, Work
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.identity import Identity
+from shmserve.workers.gpu.shared import memory_of
+from tests.support.workers.batch_parts import Array
+from tests.support.workers.gpu_harness import Instance, adder
+from tests.support.workers.worker_harness import config
+
+WIDTH = 40_000
+HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = 1, 2, 3
+
+
+class Pair:
+    """A producer, y = x + 1 on TensorRT, and a consumer. The test takes the place of the broker between them."""
+
+    def __init__(self, runtime: Any, folder: Path, consumer: str = "tensorrt") -> None:
+        from shmserve.workers.backends.tensorrt.backend import TensorRT
+
+        self.runtime = runtime
+        adder(folder / "a", WIDTH)
+        adder(folder / "b", WIDTH)
+        self.producer = Instance(TensorRT, folder / "a", ModelConfig(name="m", backend="tensorrt"))
+        kind: Any = TensorRT if consumer == "tensorrt" else Identity
+        x, y = {"x": ("FP32", (WIDTH,))}, {"y": ("FP32", (WIDTH,))}
+        self.consumer = Instance(kind, folder / "b", config(consumer, x, y, max_batch=8), owner=8)
+        self._announced = 0
+
+    def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
+        works = [replace(self.producer.work(x=array, **more), near=near) for array in arrays]
+        self.runtime.state.calls.clear()
+        return self.producer.run(*works)
+
+    def pass_on(self, *rows: Row) -> list[Work]:
+        """Announces new segments, then makes requests with the outputs as inputs."""
+        for message in self.producer.maps[self._announced :]:
+            self._announced += 1
+            if message.name is not None:
+                self.consumer.mapped.add(message.segment, message.size, name=message.name)
+        works = []
+        for number, row in enumerate(rows, 1000):
+            assert row.error is None, row.error
+            (output,) = row.outputs
+            works.append(Work(number, output.shape[0], (replace(output, name="x"),), None, "internal"))
+        return works
+
+    def give_back(self, *rows: Row) -> None:
+        for row in rows:
+            self.producer.free(row.outputs[0])
+
+    def copies(self) -> list[tuple[int, int]]:
+        """The copies since the last call, as (rows, direction)."""
+        found = [(call[3] // (WIDTH * 4), call[4]) for call in self.runtime.state.named("memcpyAsync")]
+        self.runtime.state.calls.clear()
+        return found
+
+    def replace_consumer(self, backend: Any, folder: Path, consumer: ModelConfig) -> None:
+        """Takes a backend that computes on the host, whose memory is the device memory of the stand-in."""
+        self.consumer.close()
+        group = ModelInstanceGroup(name="m_0", kind="KIND_CPU", count=1)
+        self.consumer = Instance(backend, folder, replace(consumer, instance_group=(group,)), owner=8)
+
+    def check(self, row: Row, expected: dict[str, Array], near: Sequence[str]) -> None:
+        """All outputs have these values, and those of `near` are on the GPU. Frees them."""
+        assert row.error is None, row.error
+        assert [output.name for output in row.outputs] == list(expected)
+        for output in row.outputs:
+            assert isinstance(output.data, tuple)
+            (handle,) = output.data
+            on_device = handle.segment in self.consumer.mapped.on_device
+            assert on_device == (output.name in near)
+            if on_device:
+                piece = memory_of(self.consumer.mapped).piece(handle, np.dtype(np.float32), output.shape)
+                np.testing.assert_array_equal(piece.host(), expected[output.name])
+            else:
+                np.testing.assert_array_equal(self.consumer.read(output), expected[output.name])
+            self.consumer.free(output)
+
+    def close(self) -> None:
+        self.consumer.close()
+        self.producer.close()
+
+
+def gathered(shares: Sequence[int]) -> list[tuple[int, int]]:
+    """The copies on the GPU that put the rows of several requests together; a single request is not copied."""
+    return [(share, WITHIN) for share in shares] if len(shares) > 1 else []
+
+
+def arrays(*shares: int, width: int = WIDTH) -> list[Array]:
+    random = np.random.default_rng(5)
+    return [random.integers(0, 1000, (share, width)).astype(np.float32) for share in shares]
