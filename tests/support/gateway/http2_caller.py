@@ -1,13 +1,10 @@
-"""A caller of gRPC for the tests: `h2` as the client of the core, bytes handed over in memory. The rule of the file:
-what the caller says is made by h2 or by hand, never by what is tested.
-"""
+"""A gRPC client in memory: the package `h2` as the peer of the gateway's HTTP/2 connection, and services for it."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any, cast
 
 import h2.config
@@ -16,6 +13,7 @@ import h2.events
 import h2.exceptions
 
 from shmserve.gateway.http2.backlog import FrameBacklog
+from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.interface import Application, Awaits, ServiceCall, TransportStream
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.http2.protocol import Http2
@@ -24,29 +22,23 @@ from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
-
-HEADERS = [
-    (":method", "POST"),
-    (":scheme", "http"),
-    (":path", "/test.Echo/Unary"),
-    (":authority", "here"),
-    ("content-type", "application/grpc"),
-    ("te", "trailers"),
-]
+from tests.support.gateway.http2_frames import GOAWAY, HEADERS, message
+from tests.support.gateway.http_connection import Transport
+from tests.support.gateway.manual_loop import ManualLoop
 
 
 class Echo:
-    """Sends back every message, and notes what it is told."""
+    """Sends back every message, and records the events of its call."""
 
     awaits = Awaits.NEXT_REQUEST
 
     def __init__(self, stream: TransportStream) -> None:
         self.stream = stream
-        self.told: list[Any] = []
+        self.events: list[Any] = []
         self.rooms: list[memoryview] = []
 
     def room(self, size: int, first: Buffer) -> Room | None:
-        """For messages that begin with an R."""
+        """Reserves memory for messages that begin with R."""
         if bytes(first[:1]) != b"R":
             return None
         self.rooms.append(memoryview(bytearray(size)))
@@ -54,22 +46,29 @@ class Echo:
 
     def message(self, data: Buffer) -> None:
         data = bytes(data)
-        self.told.append(data)
+        self.events.append(data)
         self.stream.send([data[: len(data) // 2], memoryview(data)[len(data) // 2 :]])
 
     def half_closed(self) -> None:
-        self.told.append("half closed")
+        self.events.append("half closed")
         self.stream.finish(0)
 
     def cancelled(self) -> None:
-        self.told.append("cancelled")
+        self.events.append("cancelled")
 
     def resume(self) -> None:
-        self.told.append("resume")
+        self.events.append("resume")
+
+
+class Unfinished(Echo):
+    """Does not finish its call, so the stream stays open."""
+
+    def half_closed(self) -> None:
+        self.events.append("half closed")
 
 
 class Host:
-    """What connections share, with a clock that is set by hand."""
+    """The listener of the connections, with a clock and an event loop that the test advances."""
 
     def __init__(
         self, application: Callable[[TransportStream], ServiceCall] = Echo, held_bytes: int = 1 << 30, **limits: Any
@@ -77,8 +76,7 @@ class Host:
         self.budget = Budget(held_bytes)
         self.limits = Http2Limits(**limits)
         self.shares = Shares()
-        self.later: deque[Callable[[], None]] = deque()
-        self.loop = cast(Any, SimpleNamespace(call_soon=self.later.append))
+        self.loop = cast(Any, ManualLoop())
         self.turns = JobTurns(self.loop)
         self.reads = ReadTurns(self.loop)
         self.backlog = FrameBacklog(self.loop)
@@ -95,13 +93,8 @@ class Host:
         return self._new
 
     def _new(self, stream: TransportStream) -> ServiceCall:
-        made = self._make(stream)
-        self.calls.append(made)
-        return made
-
-    def turn_once(self) -> None:
-        for _ in range(len(self.later)):
-            self.later.popleft()()
+        self.calls.append(self._make(stream))
+        return cast(ServiceCall, self.calls[-1])
 
     def now(self) -> float:
         return self.time
@@ -119,42 +112,50 @@ class Host:
     def keep(self, stream: Any) -> None:
         self.expiring.discard(stream)
 
+    def enter(self, connection: Any) -> bool:
+        return True
 
-def message(data: bytes, flag: int = 0) -> bytes:
-    return bytes([flag]) + len(data).to_bytes(4, "big") + data
+    def leave(self, connection: Any) -> None: ...
+
+    def connect(self) -> tuple[Any, Transport]:
+        """A connection with a transport."""
+        connection, transport = Http2Connection(cast(Any, self)), Transport()
+        connection.connection_made(transport)
+        return connection, transport
 
 
 class Caller:
-    """`window`: what this caller takes of a stream; `greet`: whether the connection is begun at once."""
+    """`window`: initial window of each stream towards this client; `opening`: sent instead of the preface of `h2`."""
 
-    def __init__(self, host: Host | None = None, window: int = 1 << 20, greet: bool = True) -> None:
+    def __init__(self, host: Host | None = None, window: int = 1 << 20, opening: bytes | None = None) -> None:
         self.host = host or Host()
         self.core = Http2(self.host, "caller", lambda: None)
         config = h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
         self.h2 = h2.connection.H2Connection(config)
-        self.events: list[h2.events.Event] = []
         self.bodies: dict[int, bytearray] = {}
         self.ended: dict[int, dict[str, str]] = {}
-        """Trailers of the calls that have ended."""
+        """Headers and trailers of each response."""
         self.reset: dict[int, int] = {}
         self.gone: list[tuple[int, bytes]] = []
-        """Reasons and texts of GOAWAY."""
+        """Error codes and debug data of GOAWAY."""
         self.acknowledge = True
-        if greet:
+        if opening:
+            self.raw([opening])
+        elif opening is None:
             self.h2.initiate_connection()
             self.h2.update_settings({4: window})
             self.turn()
 
     def feed(self, data: bytes) -> None:
-        """In as many turns of the loop as it takes."""
+        """Feeds the connection, in as many iterations of the loop as it takes."""
         self.core.feed(data)
-        while self.core.more or self.host.later:
+        while self.core.more or self.host.loop.soon:
             if self.core.more:
                 self.core.feed(b"")
-            self.host.turn_once()
+            self.host.loop.iterate()
 
     def turn(self) -> None:
-        """Until neither side has anything to say."""
+        """Exchanges data until neither side has more."""
         while True:
             data = self.h2.data_to_send()
             if data:
@@ -165,15 +166,14 @@ class Caller:
                 return
             if out:
                 for event in self.h2.receive_data(b"".join(map(bytes, out))):
-                    self._saw(event)
+                    self._process(event)
 
-    def _saw(self, event: Any) -> None:
-        self.events.append(event)
+    def _process(self, event: Any) -> None:
         if isinstance(event, h2.events.DataReceived):
             self.bodies.setdefault(event.stream_id, bytearray()).extend(event.data)
             if self.acknowledge and event.flow_controlled_length:
                 self.h2.increment_flow_control_window(event.flow_controlled_length)
-                with suppress(h2.exceptions.StreamClosedError):  # it has ended meanwhile
+                with suppress(h2.exceptions.StreamClosedError):  # the stream ended meanwhile
                     self.h2.increment_flow_control_window(event.flow_controlled_length, event.stream_id)
         elif isinstance(event, (h2.events.ResponseReceived, h2.events.TrailersReceived)):
             self.ended.setdefault(event.stream_id, {}).update({str(name): str(text) for name, text in event.headers})
@@ -189,7 +189,7 @@ class Caller:
         return number
 
     def send(self, number: int, data: bytes, end: bool = True) -> None:
-        """DATA, as far as the windows go; what the other side grants meanwhile is used."""
+        """Sends DATA within the windows, which the server may extend meanwhile."""
         while data:
             size = min(self.h2.local_flow_control_window(number), self.h2.max_outbound_frame_size, len(data))
             assert size > 0, "the window is closed"
@@ -198,15 +198,15 @@ class Caller:
             self.turn()
 
     def call(self, data: bytes, *more: tuple[str, str]) -> tuple[bytes, int]:
-        """One unary call: what was answered, and its status."""
+        """Makes a unary call. Returns the response and the status."""
         number = self.begin(*more)
         self.send(number, message(data))
         return self.answer(number), self.status(number)
 
     def answer(self, number: int) -> bytes:
-        found = self.messages(number)
-        assert len(found) <= 1
-        return found[0] if found else b""
+        answers = self.messages(number)
+        assert len(answers) <= 1
+        return answers[0] if answers else b""
 
     def messages(self, number: int) -> list[bytes]:
         body, found = bytes(self.bodies.get(number, b"")), []
@@ -220,14 +220,32 @@ class Caller:
         return int(self.ended[number]["grpc-status"])
 
     def raw(self, parts: Sequence[bytes]) -> list[tuple[int, int, int, bytes]]:
-        """Frames as answers to bytes made by hand: kind, flags, stream, payload."""
+        """Feeds raw bytes. Returns the frames of the response: kind, flags, stream, payload."""
         for part in parts:
             self.feed(part)
         out, self.core.out = b"".join(map(bytes, self.core.out)), []
         self.core.taken()
-        found = []
+        frames = []
         while out:
             size = int.from_bytes(out[:3], "big")
-            found.append((out[3], out[4], int.from_bytes(out[5:9], "big"), out[9 : 9 + size]))
+            frames.append((out[3], out[4], int.from_bytes(out[5:9], "big"), out[9 : 9 + size]))
             out = out[9 + size :]
-        return found
+        return frames
+
+    def goaways(self, *parts: bytes) -> list[tuple[int, int]]:
+        """Feeds raw bytes. Returns the last stream and the error code of each GOAWAY of the response."""
+        payloads = [payload for kind, _, _, payload in self.raw(parts) if kind == GOAWAY]
+        return [(int.from_bytes(payload[:4], "big"), int.from_bytes(payload[4:8], "big")) for payload in payloads]
+
+    def errors(self, *parts: bytes) -> list[int]:
+        """Feeds raw bytes. Returns the error codes that they ended the connection with: one or none."""
+        codes = [code for _, code in self.goaways(*parts)]
+        assert bool(codes) == self.core.over
+        return codes
+
+    def look(self, times: int = 1) -> None:
+        """Advances the slow clock, by a second each time."""
+        for _ in range(times):
+            self.host.turn += 1
+            self.host.time += 1.0
+            self.core.life.look(4, 100, 40)

@@ -1,4 +1,4 @@
-"""What a gateway holds of bodies: shares of connections and addresses, and memory only for bytes that have arrived."""
+"""The memory budget of bodies: shares per connection and address, and memory only for bytes that have arrived."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
-from tests.support.gateway.http2_caller import Caller, Host, message
-from tests.unit.gateway.http.test_connection import answered, connected, receive
-from tests.unit.gateway.http.test_http import lines
+from tests.support.gateway.http2_caller import Caller, Host
+from tests.support.gateway.http2_frames import message
+from tests.support.gateway.http_connection import answered, connected, lines, post, receive
 
 MIB = 1 << 20
 
 
 def fill(account: BudgetAccount, step: int = 1) -> int:
-    """Takes as much as is given."""
+    """Takes memory until it is refused."""
     while True:
         try:
             account.take(step)
@@ -33,14 +33,14 @@ def fill(account: BudgetAccount, step: int = 1) -> int:
 # ---------------------------------------------------------------------------------------- shares
 
 
-def test_a_connection_has_a_quarter_of_what_the_others_leave() -> None:
+def test_a_connection_has_a_quarter_of_the_rest() -> None:
     budget = Budget(1024)
-    assert [fill(budget.account("")) for _ in range(4)] == [256, 256, 256, 256], "and never less than an equal part"
+    assert [fill(budget.account("")) for _ in range(4)] == [256, 256, 256, 256], "never less than an equal part"
     assert fill(budget.account("")) == 1024 // 5
     assert fill(Budget(1024, 0.5).account("")) == 512
 
 
-def test_connections_that_take_all_they_can_leave_each_other_an_equal_part() -> None:
+def test_greedy_connections_leave_each_other_an_equal_part() -> None:
     budget = Budget(1 << 16)
     greedy = [budget.account(f"192.0.2.{number}") for number in range(60)]
     for account in greedy * 2:
@@ -49,7 +49,7 @@ def test_connections_that_take_all_they_can_leave_each_other_an_equal_part() -> 
     assert budget.held <= 2 * budget.limit
 
 
-def test_the_connections_of_one_address_have_a_share_together() -> None:
+def test_connections_of_one_address_have_a_common_share() -> None:
     budget = Budget(4096)
     crowd = [budget.account("192.0.2.1") for _ in range(10)]
     for account in crowd:
@@ -60,14 +60,14 @@ def test_the_connections_of_one_address_have_a_share_together() -> None:
     budget.account("192.0.2.2").take(500)
 
 
-def test_clients_of_this_machine_are_not_one_address() -> None:
+def test_local_clients_have_no_common_share() -> None:
     budget = Budget(4096)
     for _ in range(4):
         fill(budget.account("127.0.0.1"))
-    assert budget.held == 4096, "each has the share of a connection"
+    assert budget.held == 4096
 
 
-def test_what_is_given_back_can_be_taken_again() -> None:
+def test_returned_memory_can_be_taken_again() -> None:
     budget = Budget(1024)
     for _ in range(3):
         account = budget.account("192.0.2.1")
@@ -80,7 +80,7 @@ def test_what_is_given_back_can_be_taken_again() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400), st.booleans()), max_size=60))
-def test_whatever_is_taken_the_total_is_the_sum(steps: list[tuple[int, int, bool]]) -> None:
+def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]) -> None:
     budget = Budget(1000)
     accounts = [budget.account(f"192.0.2.{number % 2}") for number in range(6)]
     for which, size, give in steps:
@@ -122,7 +122,7 @@ def test_bytes_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) 
     while not buffer.full:
         room = buffer.space()
         assert 0 < len(room) <= WINDOW_BYTES
-        assert not buffer.placed or all(warm[at : at + len(room)]), "a cold page is received to"
+        assert not buffer.placed or all(warm[at : at + len(room)]), "bytes are received only to warm pages"
         room[:] = data[at : at + len(room)]
         at += len(room)
         buffer.add(len(room))
@@ -132,8 +132,8 @@ def test_bytes_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) 
     assert buffer.placed == (shared and bool(asked))
 
 
-def test_what_arrived_first_is_copied_and_warmed_in_parts() -> None:
-    """A sixteenth of 64 MiB at once would be 4 MiB of both, for each of sixteen connections in the same turn."""
+def test_the_first_bytes_are_copied_and_warmed_in_parts() -> None:
+    """A sixteenth of 64 MiB would be 4 MiB at once, for each of sixteen connections in the same turn."""
     size, warmed = 64 * MIB, list[int]()
     memory = memoryview(bytearray(size))
     buffer = ReceiveBuffer(size, lambda arrived: Room(memory, lambda begin, end: warmed.append(end - begin)))
@@ -151,46 +151,35 @@ def test_what_arrived_first_is_copied_and_warmed_in_parts() -> None:
 
 
 def test_announced_bodies_of_http_are_not_counted() -> None:
-    """Sixteen connections announce the largest body there may be, and send one byte."""
-    connection, _, _, _ = connected(input_bytes=64 * MIB)
+    """Sixteen connections announce the largest body, and send one byte."""
     budget = Budget(64 * MIB)
-    connection._listener.budget = budget
     waiting = []
     for _ in range(16):
-        connection, transport, _, _ = connected(input_bytes=64 * MIB)
-        connection._listener.budget = budget
-        connection.connection_made(transport)
+        connection, _, _, _ = connected(budget=budget, input_bytes=64 * MIB)
         receive(connection, lines(f"Content-Length: {64 * MIB}") + b"x")
         waiting.append(connection)
     assert budget.held == 16
-    honest, transport, _, _ = connected(input_bytes=64 * MIB)
-    honest._listener.budget = budget
-    honest.connection_made(transport)
+    honest, transport, _, _ = connected(budget=budget, input_bytes=64 * MIB)
     body = bytes(8 * MIB)
-    receive(honest, lines(f"Content-Length: {len(body)}") + body)
+    receive(honest, post(body))
     assert answered(transport.sent) == [(200, body)]
     for connection in waiting:
         connection.connection_lost(None)
     assert budget.held == 0
 
 
-def test_bytes_that_have_arrived_are_counted_and_refused_over_the_share() -> None:
-    connection, transport, _, _ = connected(input_bytes=64 * MIB)
-    budget = connection._listener.budget = Budget(4 * MIB)
-    connection.connection_made(transport)
-    receive(connection, lines(f"Content-Length: {8 * MIB}") + bytes(MIB // 2))
+@pytest.mark.parametrize("head", [
+    lines(f"Content-Length: {8 * MIB}"), lines("Transfer-Encoding: chunked") + b"800000\r\n",
+], ids=["content length", "chunks"])  # fmt: skip
+def test_bytes_that_have_arrived_are_counted_and_refused_over_the_share(head: bytes) -> None:
+    budget = Budget(4 * MIB)
+    connection, transport, _, _ = connected(budget=budget, input_bytes=64 * MIB)
+    receive(connection, head + bytes(MIB // 2))
     assert budget.held == MIB // 2
     receive(connection, bytes(MIB))
     assert [status for status, _ in answered(transport.sent)] == [503]
     assert b"--http-max-held-size" in transport.sent
     assert budget.held == 0
-    for headers in (("Transfer-Encoding: chunked",),):
-        connection, transport, _, _ = connected(input_bytes=64 * MIB)
-        connection._listener.budget = budget
-        connection.connection_made(transport)
-        receive(connection, lines(*headers) + b"800000\r\n" + bytes(2 * MIB))
-        assert [status for status, _ in answered(transport.sent)] == [503]
-        assert budget.held == 0
 
 
 def test_announced_messages_of_grpc_are_not_counted() -> None:
@@ -208,17 +197,15 @@ def test_announced_messages_of_grpc_are_not_counted() -> None:
     assert host.held == 0
 
 
-# ---------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------- responses
 
 
-def test_answers_that_http_callers_do_not_read_are_counted() -> None:
+def test_unread_http_responses_are_counted() -> None:
     budget = Budget(16 * MIB)
     slow = []
     for _ in range(8):
-        connection, transport, _, _ = connected(False)
-        connection._listener.budget = budget
-        connection.connection_made(transport)
-        receive(connection, lines("Content-Length: 1") + b"x")
+        connection, transport, _, _ = connected(False, budget)
+        receive(connection, post(b"x"))
         connection.pause_writing()
         connection.answer(200, [bytes(2 * MIB)])
         slow.append((connection, transport))
@@ -233,16 +220,15 @@ def test_answers_that_http_callers_do_not_read_are_counted() -> None:
     assert budget.held == 0
 
 
-def test_an_answer_that_is_read_at_once_is_not_held() -> None:
-    connection, transport, _, _ = connected()
-    budget = connection._listener.budget = Budget(16 * MIB)
-    connection.connection_made(transport)
-    receive(connection, lines(f"Content-Length: {MIB}") + bytes(MIB))
+def test_a_response_that_is_read_at_once_is_not_counted() -> None:
+    budget = Budget(16 * MIB)
+    connection, transport, _, _ = connected(budget=budget)
+    receive(connection, post(bytes(MIB)))
     assert answered(transport.sent) == [(200, bytes(MIB))]
     assert budget.held == 0
 
 
-def test_answers_that_grpc_callers_do_not_take_are_counted() -> None:
+def test_unread_grpc_responses_are_counted() -> None:
     host = Host(held_bytes=16 * MIB, message_bytes=16 * MIB)
     slow = Caller(host)
     slow.acknowledge = False

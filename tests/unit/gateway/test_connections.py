@@ -1,4 +1,4 @@
-"""Connections of one endpoint: a full one closes those that are idle for longest."""
+"""Eviction: an endpoint at its connection limit closes the connections that are idle for longest."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.listeners.callers import EVICTED, Callers
 from tests import ROOT
-from tests.unit.gateway.http.test_connection import Transport, connected, post, receive
+from tests.support.gateway.http_connection import connected, post, receive
 
 
-class One:
+class Connection:
     def __init__(self, idle_since: float | None) -> None:
         self.idle_since = idle_since
         self.evicted = 0
@@ -29,74 +28,73 @@ class One:
 
 
 def callers(connections: int) -> Callers:
-    loop: Any = SimpleNamespace(call_later=lambda *given: None, call_soon=lambda given: None, time=lambda: 0.0)
+    loop: Any = SimpleNamespace(call_later=lambda *_: None, call_soon=lambda _: None, time=lambda: 0.0)
     return Callers(loop, lambda: None, HttpLimits(connections=connections), 1.0, Budget(), Shares())
 
 
 def test_a_full_endpoint_closes_the_longest_idle_connections() -> None:
     endpoint = callers(16)
-    ones = [One(None if number % 2 else 100.0 - number) for number in range(16)]
+    ones = [Connection(None if number % 2 else 100.0 - number) for number in range(16)]
     assert all(endpoint.enter(one) for one in ones)
-    assert endpoint.enter(One(101.0))
+    assert endpoint.enter(Connection(101.0))
     assert [number for number, one in enumerate(ones) if one.evicted] == [14]
     assert endpoint.connections == 16
     assert "http_connections_evicted_total 1\n" in endpoint.metrics("HTTP", "Answers", "status")
 
 
-def test_a_crowd_of_idle_connections_is_closed_some_at_a_time() -> None:
+def test_idle_connections_are_evicted_some_at_a_time() -> None:
     endpoint = callers(4096)
-    crowd = [One(float(number)) for number in range(4096)]
+    crowd = [Connection(float(number)) for number in range(4096)]
     for one in crowd:
         assert endpoint.enter(one)
-    assert endpoint.enter(One(5000.0))
+    assert endpoint.enter(Connection(5000.0))
     assert [one.evicted for one in crowd] == [1] * EVICTED + [0] * (4096 - EVICTED)
-    looked = endpoint.connections
+    left = endpoint.connections
     for _ in range(EVICTED - 1):
-        assert endpoint.enter(One(5000.0))
-    assert endpoint.connections == looked + EVICTED - 1 == 4096
+        assert endpoint.enter(Connection(5000.0))
+    assert endpoint.connections == left + EVICTED - 1 == 4096
     assert endpoint.evicted == EVICTED
 
 
 def test_connections_in_use_are_not_closed() -> None:
     endpoint = callers(4)
-    ones = [One(None) for _ in range(4)]
+    ones = [Connection(None) for _ in range(4)]
     assert all(endpoint.enter(one) for one in ones)
-    refused = One(1.0)
+    refused = Connection(1.0)
     assert not endpoint.enter(refused)
     endpoint.leave(refused)
     assert not any(one.evicted for one in ones)
 
 
-def idle_since(connection: HttpConnection) -> float | None:
-    return connection.idle_since
-
-
-def test_when_a_connection_of_http_is_idle() -> None:
+def test_when_an_http_connection_is_idle() -> None:
     connection, transport, echo, _ = connected(False)
-    listener: Any = connection._listener
-    assert idle_since(connection) == 0.0
+    listener = connection._listener
+
+    def idle_since() -> Any:
+        return connection.idle_since
+
+    assert idle_since() == 0.0
     receive(connection, post(b"x"))
-    assert idle_since(connection) is None, "its request is being answered"
+    assert idle_since() is None, "its request is being answered"
     listener.now = lambda: 7.0
     echo.answers.pop()()
-    assert idle_since(connection) == 7.0
+    assert idle_since() == 7.0
     receive(connection, b"POST / HT")
-    assert idle_since(connection) is None, "a request is being received"
+    assert idle_since() is None, "a request is being received"
     listener.turn += 2
-    assert idle_since(connection) == 7.0, "and slower than the data rate"
+    assert idle_since() == 7.0, "too slowly"
     connection.evict()
     assert transport.closed
 
 
-def test_a_caller_who_does_not_read_is_not_idle() -> None:
+def test_a_client_that_does_not_read_is_not_idle() -> None:
     connection, transport, _, _ = connected()
     receive(connection, post(b"x"))
     transport.unsent = 1
-    assert idle_since(connection) is None
-    assert isinstance(transport, Transport)
+    assert connection.idle_since is None
 
 
-def test_the_page_has_all_metrics() -> None:
+def test_the_metrics_are_documented() -> None:
     endpoint = callers(1)
     text = endpoint.metrics("HTTP", "", "status") + endpoint.metrics("gRPC", "", "code") + endpoint.shares.metrics()
     names = re.findall("# TYPE (\\S+)", text)

@@ -1,9 +1,8 @@
-"""One connection of the gateway's HTTP, fed in pieces by a transport that only notes what is done with it."""
+"""HTTP connections of the gateway, fed in pieces, without a socket."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,123 +16,12 @@ from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
-from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES, JobTurns, ReadTurns
+from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
+from tests.support.gateway.http_connection import Transport, answered, chunked, connected, lines, post, receive
 from tests.support.hypothesis_profiles import examples
-from tests.unit.gateway.http.test_http import chunked, lines
-
-
-class Transport:
-    """Notes what is written, and keeps what the loop is asked for."""
-
-    def __init__(self) -> None:
-        self.sent = b""
-        self.closed = False
-        self.pauses: list[bool] = []
-        self.unsent = 0
-
-    def write(self, data: bytes) -> None:
-        self.sent += data
-
-    def writelines(self, parts: list[bytes]) -> None:
-        self.sent += b"".join(parts)
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = write_eof = close
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def pause_reading(self) -> None:
-        self.pauses.append(True)
-
-    def resume_reading(self) -> None:
-        self.pauses.append(False)
-
-    def get_extra_info(self, name: str) -> Any:
-        return ("192.0.2.1", 1000)
-
-    def get_write_buffer_size(self) -> int:
-        return self.unsent
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    @property
-    def reads(self) -> bool:
-        return not self.pauses or not self.pauses[-1]
-
-
-class Echo:
-    """Answers with what it was asked, at once or when `answers` are called."""
-
-    def __init__(self, at_once: bool) -> None:
-        self.at_once = at_once
-        self.answers: list[Callable[[], None]] = []
-
-    def begin(self, connection: HttpConnection, head: Any, body: Any) -> None:
-        if head.route.status != 200:
-            connection.answer(head.route.status, [b"?"])
-        elif self.at_once:
-            connection.answer(200, [body])
-        else:
-            self.answers.append(lambda: connection.answer(200, [body]))
-
-    def prepare(self, connection: HttpConnection, head: Any, first: bytes) -> None:
-        half = head.length // 2
-        begin, end = ReceiveBuffer(half), ReceiveBuffer(head.length - half)
-
-        def whole(left: bytes) -> None:
-            assert not left
-            connection.complete()
-            connection.whole(bytes(begin.memory) + bytes(end.memory))
-
-        connection.fill([begin, end], first, whole)
-
-
-def connected(at_once: bool = True, **limits: int) -> tuple[HttpConnection, Transport, Echo, list[Callable[[], None]]]:
-    later: list[Callable[[], None]] = []
-    echo = Echo(at_once)
-    loop: Any = SimpleNamespace(call_soon=later.append)
-    listener: Any = SimpleNamespace(
-        turn=0, now=lambda: 0.0, stopping=False, heads=HttpHeads(EndpointAccess(ROLES)), limits=HttpLimits(**limits),
-        loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), enter=lambda connection: True,
-        leave=lambda connection: None,
-        budget=Budget(1 << 30), shares=Shares(), answered=lambda status: None, least_bytes=10, idle_turns=100,
-    )  # fmt: skip
-    connection, transport = HttpConnection(listener, echo), Transport()
-    connection.connection_made(transport)
-    return connection, transport, echo, later
-
-
-def receive(connection: HttpConnection, data: bytes) -> None:
-    while data:
-        place = connection.get_buffer(-1)
-        count = min(len(place), len(data))
-        place[:count] = data[:count]
-        data = data[count:]
-        connection.buffer_updated(count)
-
-
-def post(body: bytes, *headers: str) -> bytes:
-    return lines(f"Content-Length: {len(body)}", *headers) + body
-
-
-def answered(sent: bytes) -> list[tuple[int, bytes]]:
-    found = []
-    while sent:
-        head, _, sent = sent.partition(b"\r\n\r\n")
-        size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        found.append((int(head.split()[1]), sent[:size]))
-        sent = sent[size:]
-    return found
-
 
 BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
 
@@ -142,41 +30,38 @@ BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
 @given(
     BODIES, st.lists(st.integers(1, 800), max_size=10), st.lists(st.booleans(), min_size=5, max_size=5), st.booleans()
 )
-def test_requests_are_the_same_however_they_come(
+def test_requests_do_not_depend_on_the_borders_of_pieces(
     sent: list[bytes], cuts: list[int], as_chunks: list[bool], at_once: bool
 ) -> None:
     stream = b""
     for body, chunks in zip(sent, as_chunks, strict=False):
         stream += lines("Transfer-Encoding: chunked") + chunked([body]) if chunks else post(body)
-    connection, transport, echo, later = connected(at_once)
+    connection, transport, echo, loop = connected(at_once)
     places = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
     for begin, end in itertools.pairwise(places):
         receive(connection, stream[begin:end])
-        while later:
-            later.pop(0)()
+        loop.run()
     while echo.answers:
         echo.answers.pop(0)()
-        while later:
-            later.pop(0)()
+        loop.run()
     assert answered(transport.sent) == [(200, body) for body in sent]
     assert not transport.closed
 
 
-def test_one_request_at_a_time_and_no_more_read_than_that() -> None:
-    connection, transport, echo, later = connected(False)
+def test_one_request_at_a_time_is_handled_and_the_next_are_not_read() -> None:
+    connection, transport, echo, loop = connected(False)
     receive(connection, post(b"one") + post(b"two"))
     assert len(echo.answers) == 1
     receive(connection, post(bytes(100_000)))
-    assert transport.pauses == [True], "what is sent while nobody looks is not piled up"
+    assert not transport.reads
     for _ in range(3):
         echo.answers.pop(0)()
-        while later:
-            later.pop(0)()
-    assert transport.pauses[-1:] == [False]
+        loop.run()
+    assert transport.reads
     assert [len(body) for _, body in answered(transport.sent)] == [3, 3, 100_000]
 
 
-def test_answers_wait_for_callers_who_do_not_read() -> None:
+def test_a_response_waits_until_the_client_reads() -> None:
     connection, transport, _, _ = connected()
     connection.pause_writing()
     receive(connection, post(b"one"))
@@ -198,7 +83,7 @@ def test_answers_wait_for_callers_who_do_not_read() -> None:
         (lines("Content-Length: 1000", first="POST /nowhere HTTP/1.1"), 404),
     ],
 )
-def test_a_request_that_cannot_go_on_is_the_last(sent: bytes, status: int | None) -> None:
+def test_a_connection_ends_with_its_first_invalid_request(sent: bytes, status: int | None) -> None:
     connection, transport, _, _ = connected(input_bytes=1000)
     receive(connection, sent)
     if status is None:
@@ -207,10 +92,10 @@ def test_a_request_that_cannot_go_on_is_the_last(sent: bytes, status: int | None
     assert [code for code, _ in answered(transport.sent)] == [status]
     assert b"Connection: close" in transport.sent
     receive(connection, post(b"more"))
-    assert len(answered(transport.sent)) == 1, "nothing is understood of what comes after it"
+    assert len(answered(transport.sent)) == 1, "input after it is ignored"
 
 
-def test_the_caller_is_told_to_send_the_body() -> None:
+def test_expect_100_continue() -> None:
     connection, transport, _, _ = connected()
     receive(connection, lines("Content-Length: 3", "Expect: 100-continue"))
     assert transport.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -218,22 +103,22 @@ def test_the_caller_is_told_to_send_the_body() -> None:
     assert transport.sent.endswith(b"abc")
 
 
-def test_those_who_keep_others_waiting() -> None:
-    """Half a head, half a body and chunks that drip are given up; an answer that is waited for is not."""
-    for begin, drip in (
-        (b"POST", b"x"),
-        (lines("Content-Length: 50"), b"x"),
-        (lines("Transfer-Encoding: chunked"), b""),
-    ):
-        connection, transport, _, _ = connected()
-        listener: Any = connection._listener
-        receive(connection, begin)
-        for turn in range(1, 7):
-            listener.turn = turn
-            connection.look(4)
-            if not transport.sent:
-                receive(connection, drip)
-        assert [status for status, _ in answered(transport.sent)] == [408]
+@pytest.mark.parametrize(
+    ("begin", "drip"),
+    [(b"POST", b"x"), (lines("Content-Length: 50"), b"x"), (lines("Transfer-Encoding: chunked"), b"")],
+)
+def test_a_request_that_arrives_too_slowly_times_out(begin: bytes, drip: bytes) -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, begin)
+    for turn in range(1, 7):
+        connection._listener.turn = turn
+        connection.look(4)
+        if not transport.sent:
+            receive(connection, drip)
+    assert [status for status, _ in answered(transport.sent)] == [408]
+
+
+def test_an_idle_connection_is_closed_but_not_while_its_response_is_due() -> None:
     connection, transport, echo, _ = connected(False)
     receive(connection, post(b"x"))
     connection._listener.turn = 1000
@@ -242,10 +127,10 @@ def test_those_who_keep_others_waiting() -> None:
     echo.answers.pop()()
     connection._listener.turn += 101
     connection.look(4)
-    assert transport.closed, "an idle one is closed at last"
+    assert transport.closed
 
 
-def test_a_caller_who_does_not_read_is_given_up() -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
     connection, transport, _, _ = connected()
     receive(connection, post(b"x"))
     for turn in range(1, 7):
@@ -257,12 +142,11 @@ def test_a_caller_who_does_not_read_is_given_up() -> None:
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.binary(max_size=50) | st.sampled_from([b"\r\n", b"\r\n\r\n", lines(), post(b"x")]), max_size=8))
-def test_any_bytes_do_no_harm(pieces: list[bytes]) -> None:
-    connection, transport, _, later = connected()
+def test_any_bytes_are_answered_or_ignored(pieces: list[bytes]) -> None:
+    connection, transport, _, loop = connected()
     for piece in pieces:
         receive(connection, piece)
-        while later:
-            later.pop(0)()
+        loop.run()
     connection.eof_received()
     connection.connection_lost(None)
     for status, _ in answered(transport.sent):
@@ -356,8 +240,8 @@ def _first(text: bytes) -> bytes:
         lines(first="POST /v2\0 HTTP/1.1"),
     ],
 )
-def test_what_a_proxy_could_read_differently_is_refused(sent: bytes) -> None:
-    """And the connection ends there: what follows is answered neither as a request nor as part of one."""
+def test_requests_that_a_proxy_could_read_differently_are_refused(sent: bytes) -> None:
+    """And the connection ends there: bytes behind it are not read as a request."""
     for cut in (1, 1 << 20):
         connection, transport, echo, _ = connected(False)
         data = sent + _HIDDEN
@@ -384,12 +268,11 @@ def test_what_a_proxy_could_read_differently_is_refused(sent: bytes) -> None:
 )
 def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
     for cut in (1, 1 << 20):
-        connection, transport, _, later = connected()
+        connection, transport, _, loop = connected()
         data = sent + post(b"next")
         for begin in range(0, len(data), cut):
             receive(connection, data[begin : begin + cut])
-            while later:
-                later.pop(0)()
+            loop.run()
         assert answered(transport.sent)[-1] == (200, b"next")
         assert len(answered(transport.sent)) == 2
 
@@ -397,7 +280,7 @@ def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
 # ---------------------------------------------------------------------------------------- metrics
 
 
-def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
+def test_frequent_scrapes_share_a_page_of_metrics() -> None:
     now, asked = [0.0], list[Any]()
     link: Any = SimpleNamespace(
         bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
@@ -420,7 +303,7 @@ def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
     assert not first[1].sent
     for count in range(SCRAPES):
         _, transport = scrape()
-        assert len(asked) == 2 + count, "what has happened since the last page is on the next one"
+        assert len(asked) == 2 + count, "the next page is current"
         asked[-1].settle(f"{count}\n")
         assert answered(transport.sent) == [(200, f"{count}\nextra\n".encode())]
     now[0] = 0.9
@@ -432,14 +315,14 @@ def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
     asked[-1].fail(Unavailable("the server is away"))
     assert [status for _, transport in waiting for status, _ in answered(transport.sent)] == [503, 503]
     scrape()
-    assert len(asked) == 3 + SCRAPES, "an error is not kept"
+    assert len(asked) == 3 + SCRAPES, "an error is not cached"
 
 
 # ---------------------------------------------------------------------------------------- turns
 
 
-def send_all_it_takes(connection: HttpConnection, transport: Transport) -> int:
-    """As a sender that is faster than the gateway: the event loop reads until the connection pauses."""
+def fill(connection: HttpConnection, transport: Transport) -> int:
+    """Reads until the connection pauses, as with a sender that is faster than the gateway."""
     sent = 0
     while transport.reads and sent < 2 * READ_BYTES:
         place = connection.get_buffer(-1)
@@ -451,8 +334,8 @@ def send_all_it_takes(connection: HttpConnection, transport: Transport) -> int:
 @pytest.mark.parametrize("uploads", [1, 4, 100])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
-    """All connections together take about READ_BYTES in a turn, and each takes its part."""
-    one, _, _, later = connected()
+    """All connections together read about READ_BYTES in a turn, in equal parts."""
+    one, _, _, loop = connected()
     many = [(one, one._transport)]
     for _ in range(uploads - 1):
         transport = Transport()
@@ -463,13 +346,11 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
     for connection, _ in many:
         receive(connection, head)
     for turn in range(5):
-        taken = [send_all_it_takes(connection, transport) for connection, transport in many]
+        taken = [fill(connection, transport) for connection, transport in many]
         assert sum(taken) <= READ_BYTES + uploads * 256 * 1024 if turn == 0 else sum(taken) <= 4 * READ_BYTES
         assert turn == 0 or uploads > 4 or min(taken) >= READ_BYTES // uploads // 4
         assert not any(transport.reads for _, transport in many if turn == 0 or uploads <= 4)
-        now, later[:] = later[:], []
-        for call in now:
-            call()
+        loop.iterate()
         assert sum(transport.reads for _, transport in many) == min(uploads, READ_BYTES // LEAST_BYTES)
 
 

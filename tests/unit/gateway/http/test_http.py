@@ -1,4 +1,7 @@
-"""The gateway's HTTP without a socket: heads, chunks, compression, paths, and a connection that is fed in pieces."""
+"""The parts of the HTTP endpoint: heads, chunks, compression, paths and documents.
+
+Request smuggling is in test_connection.py.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,12 @@ from shmserve.gateway.upstream import documents
 from shmserve.gateway.upstream.documents import Route
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
-
-EVERYBODY = EndpointAccess(ROLES)
+from tests.support.gateway.http_connection import chunked, lines
 
 # ---------------------------------------------------------------------------------------- heads
 
 
-def lines(*headers: str, first: str = "POST /v2/models/m/infer HTTP/1.1") -> bytes:
-    return "\r\n".join((first, "Host: x", *headers, "", "")).encode("latin-1")
-
-
-def test_a_head_of_everything() -> None:
+def test_all_fields_of_a_head() -> None:
     head = parse(lines("content-LENGTH: 12", "Inference-Header-Content-Length:  5", "Content-Encoding: GZIP",
                        "Accept-Encoding: br;q=1, deflate;q=0.5, gzip", "Expect: 100-continue"))  # fmt: skip
     assert head.route == Route("infer", "m")
@@ -51,30 +49,19 @@ def test_a_head_of_everything() -> None:
         (lines("Connection: Upgrade", "Upgrade: h2c"), True),
     ],
 )
-def test_whether_the_connection_stays(block: bytes, keep_alive: bool) -> None:
+def test_keep_alive(block: bytes, keep_alive: bool) -> None:
     assert parse(block).keep_alive is keep_alive
 
 
 @pytest.mark.parametrize(
     ("block", "status"),
     [
-        (lines("Content-Length: 1", "Content-Length: 1"), 400),
-        (lines("Content-Length: 1, 1"), 400),
-        (lines("Content-Length: -1"), 400),
-        (lines("Content-Length: +1"), 400),
-        (lines("Content-Length: 99999999999999999999999"), 400),
-        (lines("Content-Length: 1", "Transfer-Encoding: chunked"), 400),
         (lines("Transfer-Encoding: gzip, chunked"), 501),
-        (lines("Transfer-Encoding: chunked", "Transfer-Encoding: chunked"), 400),
         (lines("Inference-Header-Content-Length: -1"), 400),
         (lines("Inference-Header-Content-Length: 1", "Inference-Header-Content-Length: 2"), 400),
         (lines("Expect: tea"), 417),
         (lines(*[f"a{number}: b" for number in range(130)]), 431),
-        (lines("a: b\n c: d"), 400),
-        (lines("a: b\rc: d"), 400),
         (lines("a b: c"), 400),
-        (lines("Content-Length : 1"), 400),
-        (lines(" folded: c"), 400),
         (lines(first="GET /v2"), 505),
         (lines(first="GET /v2 HTTP/2.0"), 505),
         (lines(first="CONNECT x:1 HTTP/1.1"), 400),
@@ -95,8 +82,8 @@ def test_any_bytes_are_a_head_or_refused(noise: bytes) -> None:
             assert parse(block % noise + b"\r\n\r\n").length >= 0
 
 
-def test_heads_are_remembered_where_they_can_be() -> None:
-    heads = HttpHeads(EVERYBODY)
+def test_heads_are_cached() -> None:
+    heads = HttpHeads(EndpointAccess(ROLES))
     assert heads.head(lines()) is heads.head(bytes(bytearray(lines())))
     for number in range(1100):
         heads.head(lines(f"a: {number}"))
@@ -104,23 +91,19 @@ def test_heads_are_remembered_where_they_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "encoding"),
     [("gzip", "gzip"), ("gzip;q=0, deflate", "deflate"), ("gzip; q=0.0", ""), ("identity, *", ""), ("br", ""),
      ("deflate;q=1.0, gzip", "deflate")],
 )  # fmt: skip
-def test_what_answers_may_be_compressed_with(value: str, found: str) -> None:
-    assert parse(lines(f"Accept-Encoding: {value}")).accepts == found
+def test_accept_encoding(value: str, encoding: str) -> None:
+    assert parse(lines(f"Accept-Encoding: {value}")).accepts == encoding
 
 
 # ---------------------------------------------------------------------------------------- bodies
 
 
-def chunked(pieces: list[bytes], end: bytes = b"0\r\n\r\n") -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece) + end
-
-
 def feed(chunks: bodies.Chunks, data: bytes, cuts: list[int]) -> bytes:
-    """In pieces that end at `cuts`; gives what is left at the end."""
+    """Feeds pieces that end at `cuts`. Returns the unused rest."""
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     left = b""
     for begin, end in itertools.pairwise(places):
@@ -130,7 +113,7 @@ def feed(chunks: bodies.Chunks, data: bytes, cuts: list[int]) -> bytes:
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8),
        st.sampled_from([b"0\r\n\r\n", b"0;a=b\r\nx: y\r\n\r\n"]))  # fmt: skip
-def test_chunks_however_they_come(pieces: list[bytes], cuts: list[int], end: bytes) -> None:
+def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts: list[int], end: bytes) -> None:
     chunks = bodies.Chunks(1000)
     assert feed(chunks, chunked(pieces, end) + b"GET", cuts) == b"GET"
     assert chunks.done
@@ -138,18 +121,14 @@ def test_chunks_however_they_come(pieces: list[bytes], cuts: list[int], end: byt
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "text"),
     [
         (b"\r\n", "a valid size"),
-        (b"-1\r\n", "a valid size"),
-        (b"0x1\r\n", "a valid size"),
-        (b"1" * 17 + b"\r\n", "a valid size"),
         (b"1" * 2000, "exceeds 1024 bytes"),
         (b"1;a=" + b"b" * 1020, None),
         (b"1;a=" + b"b" * 1020 + b"\r\n", None),
         (b"1;a=" + b"b" * 1021 + b"\r\n", "exceeds 1024 bytes"),
         (b"1;a=" + b"b" * 1022, "exceeds 1024 bytes"),
-        (b"2\r\nabc\r\n", "does not match its size"),
         (b"1\r\nab", "does not match its size"),
         (b"3e9\r\n", "exceeds the maximum allowed value of 1000 bytes"),
         (b"ffffffffffffffff\r\n", "exceeds the maximum allowed value of 1000 bytes"),
@@ -157,21 +136,21 @@ def test_chunks_however_they_come(pieces: list[bytes], cuts: list[int], end: byt
         (b"0\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 40, "exceed 32768 bytes"),
     ],
 )
-def test_chunks_that_are_refused(data: bytes, said: str | None) -> None:
+def test_invalid_and_large_chunks_are_refused(data: bytes, text: str | None) -> None:
     chunks = bodies.Chunks(1000)
-    if said is None:
+    if text is None:
         chunks.feed(data)
         assert not chunks.done
         return
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=text):
         chunks.feed(data)
 
 
-def test_many_chunks() -> None:
-    most = bodies.Chunks(1 << 20)
-    assert most.feed(b"1\r\na\r\n" * 65_536 + b"0\r\n\r\n") == b""
-    assert most.done
-    assert len(most.body) == 65_536
+def test_the_number_of_chunks_is_limited() -> None:
+    chunks = bodies.Chunks(1 << 20)
+    assert chunks.feed(b"1\r\na\r\n" * 65_536 + b"0\r\n\r\n") == b""
+    assert chunks.done
+    assert len(chunks.body) == 65_536
     with pytest.raises(InvalidRequest, match="Chunked request body exceeds maximum of 65536 non-empty chunks"):
         bodies.Chunks(1 << 20).feed(b"1\r\na\r\n" * 65_537)
 
@@ -181,7 +160,7 @@ def inflated(encoding: str, body: bytes, limit: int) -> bytearray:
 
 
 @given(st.binary(max_size=300))
-def test_compression_there_and_back(data: bytes) -> None:
+def test_compression_roundtrip(data: bytes) -> None:
     assert inflated("gzip", gzip.compress(data), 300) == data
     assert inflated("deflate", zlib.compress(data), 300) == data
     assert gzip.decompress(finished(bodies.deflating("gzip", [data, memoryview(data)]))) == data + data
@@ -195,11 +174,10 @@ def test_compression_there_and_back(data: bytes) -> None:
         ("gzip", b"no", InvalidRequest),
         ("gzip", gzip.compress(b"x" * 50, mtime=0)[:-1], InvalidRequest),
         ("gzip", gzip.compress(b"x" * 50, mtime=0) * 2, InvalidRequest),
-        ("gzip", gzip.compress(bytes(10_000_000)), InvalidRequest),
         ("deflate", b"", InvalidRequest),
     ],
 )
-def test_compression_that_is_refused(encoding: str, body: bytes, kind: type[ServeError]) -> None:
+def test_invalid_compression_is_refused(encoding: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         inflated(encoding, body, 1000)
 
@@ -235,7 +213,7 @@ def test_compression_that_is_refused(encoding: str, body: bytes, kind: type[Serv
         ("POST", "/v2/cudasharedmemory/unregister", Route("memory_unregister", kind="cuda")),
     ],
 )
-def test_paths(method: str, path: str, route: Route) -> None:
+def test_routes(method: str, path: str, route: Route) -> None:
     assert resolve(method, path) == route
 
 
@@ -260,17 +238,17 @@ def test_paths(method: str, path: str, route: Route) -> None:
         ("GET", "/v2/models/%ff", 400),
     ],
 )
-def test_paths_that_lead_nowhere(method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int) -> None:
     assert resolve(method, path).status == status
 
 
-def test_the_door_of_metrics_has_one_path() -> None:
+def test_the_metrics_endpoint_has_one_path() -> None:
     assert resolve("GET", "/metrics", True) == Route("metrics")
     assert resolve("GET", "/v2/health/live", True).status == 404
 
 
-def test_roles_that_are_given_by_default_change_nothing() -> None:
-    """Whoever may not operate can neither change what is served nor what the server writes down."""
+def test_actions_that_only_operators_may_call() -> None:
+    """Without the role operate, a client changes neither models nor settings."""
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
     assert {action for action, needs in NEEDS.items() if needs == (OPERATE,)} == changing
 
@@ -280,12 +258,17 @@ def test_roles_that_are_given_by_default_change_nothing() -> None:
 
 def question(action: str, body: bytes = b"", model: str = "") -> documents.BrokerQuery:
     route = Route(action, model, kind="system")
-    found = documents.question_of(route, documents.arguments_of(route, body), Regions(False))
-    assert isinstance(found, documents.BrokerQuery)
-    return found
+    query = documents.question_of(route, documents.arguments_of(route, body), Regions(False))
+    assert isinstance(query, documents.BrokerQuery)
+    return query
 
 
-def test_health_of_what_is_not_there_is_an_answer() -> None:
+def body_of(query: documents.BrokerQuery) -> bytes:
+    assert query.body is not None
+    return query.body.take()
+
+
+def test_health_of_an_unavailable_server_or_model_is_a_response() -> None:
     live = question("live")
     assert documents.http_answer(live.show({"live": True})) == (200, b"")
     assert documents.http_answer(live.show({"live": False})) == (400, b"")
@@ -300,7 +283,7 @@ def test_health_of_what_is_not_there_is_an_answer() -> None:
     assert documents.http_answer(question("unload", model="m").failed(NotFound("x"))) == (200, b"")
 
 
-def test_the_index() -> None:
+def test_the_repository_index() -> None:
     models = [
         {"name": "a", "version": "1", "state": "READY", "reason": "", "pid": 3},
         {"name": "b", "version": "2", "state": "UNAVAILABLE", "reason": "unloaded"},
@@ -313,25 +296,19 @@ def test_the_index() -> None:
     assert (status, json.loads(text)) == (200, [first])
 
 
-def test_settings_go_on_to_the_server() -> None:
-    made = question("set_trace", b'{"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": null}', "m")
-    assert (made.what, made.model) == ("set_trace", "m")
-    assert made.body is not None
-    assert json.loads(made.body.take()) == {"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": None}
+def test_settings_are_forwarded_to_the_broker() -> None:
+    query = question("set_trace", b'{"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": null}', "m")
+    assert (query.what, query.model) == ("set_trace", "m")
+    assert json.loads(body_of(query)) == {"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": None}
     assert question("log").body is None
 
 
-def test_an_unload_by_force() -> None:
-    made = question("unload", b'{"parameters": {"force": true}}', "m").body
-    assert made is not None
-    assert json.loads(made.take()) == {"unload_dependents": False, "wait": False, "force": True}
-
-
-def test_a_load_with_files() -> None:
-    body = {"parameters": {"config": '{"backend": "python"}', "file:1/model.py": "eA=="}}
-    made = question("load", json.dumps(body).encode(), "m").body
-    assert made is not None
-    assert made.take() == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
+def test_loads_and_unloads() -> None:
+    forced = question("unload", b'{"parameters": {"force": true}}', "m")
+    assert json.loads(body_of(forced)) == {"unload_dependents": False, "wait": False, "force": True}
+    parameters = {"config": '{"backend": "python"}', "file:1/model.py": "eA=="}
+    load = question("load", json.dumps({"parameters": parameters}).encode(), "m")
+    assert body_of(load) == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
 
 
 @pytest.mark.parametrize(
@@ -352,12 +329,12 @@ def test_a_load_with_files() -> None:
         ("whatever", b"", Unsupported),
     ],
 )
-def test_questions_that_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
+def test_invalid_questions_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         question(action, body, "m")
 
 
 @pytest.mark.parametrize("value", [b"1", b"null", b'"true"', b"[" * 250_000 + b"true" + b"]" * 250_000])
-def test_ready_of_the_index_is_a_boolean(value: bytes) -> None:
+def test_the_index_parameter_ready_is_a_boolean(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="Invalid value for 'ready': expected a boolean"):
         question("index", b'{"ready": ' + value + b"}")

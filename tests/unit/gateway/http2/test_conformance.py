@@ -12,65 +12,57 @@ from typing import NamedTuple
 import hpack
 import pytest
 
-from tests.support.gateway.http2_caller import Caller, Echo, Host, message
-from tests.unit.gateway.http2.test_http2 import (
+from tests.support.gateway.http2_caller import Caller, Host, Unfinished
+from tests.support.gateway.http2_frames import (
     CALM,
+    CLOSED,
     COMPRESSION,
     CONTINUATION,
     DATA,
+    END,
+    END_HEADERS,
     FLOW,
     GOAWAY,
     HEAD,
+    HEADERS,
     HELLO,
+    PADDED,
     PING,
     PREFACE,
     PRIORITY,
     PROTOCOL,
     PUSH,
+    REFUSED,
     RST,
     SETTINGS,
     SIZE,
     WINDOW,
     frame,
+    message,
+    number,
     unary,
-)  # fmt: skip
-
-CLOSED, REFUSED = 5, 7
-END, END_HEADERS, PADDED = 1, 4, 8
-REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/test.Echo/Unary"), (":authority", "here"),
-           ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
-
-
-class Silent(Echo):
-    """Does not answer, so that its stream stays."""
-
-    def half_closed(self) -> None:
-        self.told.append("half closed")
+)
 
 
 class Fails(NamedTuple):
-    """`stream` 0: the connection ends with this error, else that stream alone."""
+    """The error of a stream; `stream` 0: of the connection."""
 
     code: int
     stream: int = 0
 
 
-def number(value: int) -> bytes:
-    return value.to_bytes(4, "big")
-
-
 def raw_block(headers: Sequence[tuple[str, str]]) -> bytes:
-    """Literals without indexing, so that anything can be said, and the table stays as it is."""
-    made = b""
+    """Literals without indexing: they may be malformed, and do not change the table."""
+    encoded = b""
     for name, value in headers:
-        made += b"\0"
+        encoded += b"\0"
         for text in (name.encode("latin-1"), value.encode("latin-1")):
-            made += (bytes([len(text)]) if len(text) < 127 else b"\x7f" + bytes([len(text) - 127])) + text
-    return made
+            encoded += (bytes([len(text)]) if len(text) < 127 else b"\x7f" + bytes([len(text) - 127])) + text
+    return encoded
 
 
 def block(*more: tuple[str, str], without: str = "", first: Sequence[tuple[str, str]] = ()) -> bytes:
-    return raw_block([*first, *[pair for pair in REQUEST if pair[0] != without], *more])
+    return raw_block([*first, *[pair for pair in HEADERS if pair[0] != without], *more])
 
 
 def head(stream: int = 1, flags: int = END_HEADERS, payload: bytes | None = None) -> bytes:
@@ -242,7 +234,7 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     **{f"8.3.1 without {name}": (HELLO + whole(block(without=name)), Fails(PROTOCOL, 1))
        for name in (":method", ":scheme", ":path")},
     **{f"8.3.1 {name} twice": (HELLO + whole(block(first=[(name, value)])), Fails(PROTOCOL, 1))
-       for name, value in REQUEST[:4]},
+       for name, value in HEADERS[:4]},
     **{f"8.3.1 :path {path!r}": (
         HELLO + whole(block(without=":path", first=[(":path", path)])), Fails(PROTOCOL, 1)) for path in ("", "x")},
     # RFC 7541
@@ -266,70 +258,80 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str) -> None:
     sent, expected = CASES[name]
-    caller = Caller(Host(Silent, streams=8), greet=False)
-    found = caller.raw([sent])
-    ends = [int.from_bytes(payload[4:8], "big") for kind, _, _, payload in found if kind == GOAWAY]
-    resets = [(int.from_bytes(payload, "big"), stream) for kind, _, stream, payload in found if kind == RST]
-    if expected is None:
-        assert (ends, resets) == ([], [])
-    elif expected.stream:
-        assert (ends, resets) == ([], [(expected.code, expected.stream)])
-        assert not any(stream.number == expected.stream for stream in caller.core.streams.values())
-    else:
+    caller = Caller(Host(Unfinished, streams=8), opening=b"")
+    frames = caller.raw([sent])
+    ends = [int.from_bytes(payload[4:8], "big") for kind, _, _, payload in frames if kind == GOAWAY]
+    resets = [(int.from_bytes(payload, "big"), stream) for kind, _, stream, payload in frames if kind == RST]
+    calls = caller.host.calls
+    if expected is not None and not expected.stream:
         assert ends == [expected.code]
         assert caller.core.over
         assert not caller.core.streams
+        assert not caller.host.held
+        assert caller.raw([unary(101, b"y")]) == [], "further input is ignored"
         return
-    if expected is None or expected.code != REFUSED:
-        before = len(caller.host.calls)
-        assert caller.raw([unary(101, b"y")]) != [], "the connection goes on"
-        assert caller.host.calls[before].told == [b"y", "half closed"]
+    assert ends == []
+    assert resets == ([] if expected is None else [expected])
+    if expected is not None:
+        assert not any(stream.number == expected.stream for stream in caller.core.streams.values())
+        if expected.code == REFUSED:
+            assert len(calls) == 8
+            return
+        malformed = name.startswith(("8.2", "8.3"))
+        assert [call.events[-1] for call in calls] == ["cancelled"] * len(calls)
+        assert len(calls) <= 1 - malformed
+    caller.raw([unary(101, b"y")])
+    assert calls[-1].events == [b"y", "half closed"], "the connection goes on"
 
 
 def test_answers_to_settings_and_pings() -> None:
-    caller = Caller(greet=False)
-    found = caller.raw([HELLO, frame(PING, 0, 0, b"12345678"), frame(SETTINGS, 1, 0), frame(PING, 1, 0, bytes(8))])
-    assert found[0][:3] == (SETTINGS, 0, 0), "the server's preface comes first"
-    assert [one for one in found if one[0] == SETTINGS and one[1] == 1] == [(SETTINGS, 1, 0, b"")]
-    assert [one for one in found if one[0] == PING] == [(PING, 1, 0, b"12345678")]
+    caller = Caller(opening=b"")
+    frames = caller.raw([HELLO, frame(PING, 0, 0, b"12345678"), frame(SETTINGS, 1, 0), frame(PING, 1, 0, bytes(8))])
+    assert frames[0][:3] == (SETTINGS, 0, 0), "the server's preface comes first"
+    assert [one for one in frames if one[0] == SETTINGS and one[1] == 1] == [(SETTINGS, 1, 0, b"")]
+    assert [one for one in frames if one[0] == PING] == [(PING, 1, 0, b"12345678")]
 
 
 def test_windows_are_kept() -> None:
-    """6.9.1 and 6.9.2: no more than the window, also where SETTINGS make that negative in between."""
-    caller = Caller(greet=False)
-    found = caller.raw([HELLO, setting(4, 3), unary(1, bytes(20))])
-    assert [len(payload) for kind, _, _, payload in found if kind == DATA] == [3]
-    assert [one for one in caller.raw([setting(4, 2), frame(WINDOW, 0, 1, number(1))]) if one[0] == DATA] == []
-    found = caller.raw([frame(WINDOW, 0, 1, number(5))])
-    assert [len(payload) for kind, _, _, payload in found if kind == DATA] == [5]
-    found = caller.raw([setting(4, 100)])
-    assert [len(payload) for kind, _, _, payload in found if kind == DATA] == [17]
+    """6.9.1 and 6.9.2: DATA stays within the window, also while SETTINGS have made that negative."""
+    caller = Caller(opening=b"")
+
+    def sizes(*parts: bytes) -> list[int]:
+        return [len(payload) for kind, _, _, payload in caller.raw(parts) if kind == DATA]
+
+    assert sizes(HELLO, setting(4, 3), unary(1, bytes(20))) == [3]
+    assert sizes(setting(4, 2), frame(WINDOW, 0, 1, number(1))) == []
+    assert sizes(frame(WINDOW, 0, 1, number(5))) == [5]
+    assert sizes(setting(4, 100)) == [17]
 
 
 def test_frames_for_a_stream_that_ended_here_first_are_ignored() -> None:
-    """5.1: what was on its way when the server reset the stream."""
-    caller = Caller(Host(Silent), greet=False)
-    caller.raw([HELLO, head()])
+    """5.1: they were in transit when the server reset the stream."""
+    caller = Caller(Host(Unfinished), opening=HELLO + head())
     caller.host.calls[0].stream.finish(0)
     assert {one[0] for one in caller.raw([])} == {HEAD, RST}
     late = [data(b"late"), frame(WINDOW, 0, 1, number(1)), head(flags=5)]
     assert caller.raw(late) == []
-    assert caller.raw([data(b"x")])[0][::3] == (RST, number(CLOSED)), "but not after its end"
+    assert caller.raw([data(b"x")])[0][::3] == (RST, number(CLOSED)), "not after its end"
 
 
-def test_not_grpc_is_answered_over_http() -> None:
-    for more, status in ((("content-type", "text/html"), b"415"), ((":method", "GET"), b"405")):
-        first = [more] if more[0] == ":method" else []
-        behind = [] if first else [more]
-        caller = Caller(greet=False)
-        found = caller.raw([HELLO, whole(block(*behind, without=more[0], first=first)), unary(3, b"x")])
-        answer = next(payload for kind, _, stream, payload in found if kind == HEAD and stream == 1)
-        assert dict(hpack.Decoder().decode(answer, raw=True)) == {b":status": status}
-        assert caller.host.calls[0].told == [b"x", "half closed"]
+@pytest.mark.parametrize(("field", "status"), [
+    (("content-type", "text/html"), b"415"),
+    (("content-type", "application/grpc-web"), b"415"),
+    ((":method", "GET"), b"405"),
+])  # fmt: skip
+def test_requests_that_are_not_grpc_get_an_http_status(field: tuple[str, str], status: bytes) -> None:
+    pseudo, regular = ([field], []) if field[0] == ":method" else ([], [field])
+    caller = Caller(opening=b"")
+    frames = caller.raw([HELLO, whole(block(*regular, without=field[0], first=pseudo)), unary(3, b"x")])
+    answer = next(payload for kind, _, stream, payload in frames if kind == HEAD and stream == 1)
+    assert dict(hpack.Decoder().decode(answer, raw=True)) == {b":status": status}
+    assert caller.host.calls[0].events == [b"x", "half closed"]
 
 
-def test_too_many_fields_are_refused_before_they_are_decoded() -> None:
-    caller = Caller(greet=False)
-    found = caller.raw([HELLO, whole(b"\x40\x01a\x00" * 129)])
-    assert [int.from_bytes(payload[4:8], "big") for kind, _, _, payload in found if kind == GOAWAY] == [CALM]
+@pytest.mark.parametrize("field", [b"\x40\x01a\x00", b"\x00\x01a\x00"])
+def test_too_many_fields_are_refused_before_they_are_decoded(field: bytes) -> None:
+    caller = Caller(opening=b"")
+    assert caller.errors(HELLO, whole(field * 129)) == [CALM]
     assert caller.core._blocks._heads._table.changes == 0
+    assert caller.core._blocks._heads.fields == 0

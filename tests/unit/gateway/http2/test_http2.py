@@ -1,4 +1,4 @@
-"""HTTP/2 under gRPC without a socket: `h2` as the caller, and callers who keep no rules."""
+"""gRPC calls over HTTP/2 without a socket, with the package `h2` as the client."""
 
 from __future__ import annotations
 
@@ -16,29 +16,21 @@ from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.kserve.answers import Buffer
-from tests.support.gateway.http2_caller import HEADERS, Caller, Echo, Host, message
+from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
+from tests.support.gateway.http2_frames import (
+    CONTINUATION,
+    DATA,
+    HEAD,
+    HELLO,
+    PING,
+    PRIORITY,
+    WINDOW,
+    block,
+    frame,
+    message,
+    number,
+)
 from tests.support.hypothesis_profiles import examples
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEAD, PRIORITY, RST, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
-CALM, PROTOCOL, FLOW, SIZE, COMPRESSION = 11, 1, 3, 6, 9
-
-
-def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big") + payload
-
-
-def block(*more: tuple[str, str]) -> bytes:
-    found: bytes = hpack.Encoder().encode([*HEADERS, *more])
-    return found
-
-
-HELLO = PREFACE + frame(SETTINGS, 0, 0)
-
-
-def unary(number: int, data: bytes) -> bytes:
-    return frame(HEAD, 4, number, block()) + frame(DATA, 1, number, message(data))
-
 
 # ---------------------------------------------------------------------------------------- calls
 
@@ -46,72 +38,58 @@ def unary(number: int, data: bytes) -> bytes:
 def test_one_call() -> None:
     caller = Caller()
     assert caller.call(b"hello") == (b"hello", 0)
-    assert caller.host.calls[0].told == [b"hello", "half closed"]
-    headers = caller.ended[1]
-    assert headers[":status"] == "200"
-    assert headers["content-type"] == "application/grpc"
+    assert caller.host.calls[0].events == [b"hello", "half closed"]
+    assert caller.ended[1][":status"] == "200"
+    assert caller.ended[1]["content-type"] == "application/grpc"
     assert caller.host.answers == {0: 1}
     assert not caller.core.streams
 
 
-def test_many_calls_one_after_another_and_at_once() -> None:
+def test_many_calls_in_sequence_and_at_once() -> None:
     caller = Caller()
     for size in (0, 1, 5, 300, 70_000):
         assert caller.call(b"a" * size) == (b"a" * size, 0)
-    numbers = [caller.begin() for _ in range(100)]
-    for number in numbers:
-        caller.h2.send_data(number, message(str(number).encode()), end_stream=True)
+    streams = [caller.begin() for _ in range(100)]
+    for stream in streams:
+        caller.h2.send_data(stream, message(str(stream).encode()), end_stream=True)
     caller.turn()
-    for number in numbers:
-        assert caller.answer(number) == str(number).encode()
-        assert caller.status(number) == 0
+    for stream in streams:
+        assert caller.answer(stream) == str(stream).encode()
+        assert caller.status(stream) == 0
 
 
-def test_what_the_service_is_told_of_the_call() -> None:
-    seen: list[TransportStream] = []
-
-    class Call(Echo):
-        def __init__(self, stream: TransportStream) -> None:
-            super().__init__(stream)
-            seen.append(stream)
-
-    caller = Caller(Host(Call))
+def test_the_stream_of_a_call_has_its_headers() -> None:
+    caller = Caller()
     caller.host.time = 100.0
     caller.call(b"", ("grpc-timeout", "250m"), ("x-more", "1"), ("x-more", "2"), ("user-agent", "me"))
-    assert seen[0].path == "/test.Echo/Unary"
-    assert seen[0].metadata == {"x-more": "1,2", "user-agent": "me"}
-    assert seen[0].expires == 100.25
-    assert seen[0].peer == "caller"
+    stream = caller.host.calls[0].stream
+    assert stream.path == "/test.Echo/Unary"
+    assert stream.metadata == {"x-more": "1,2", "user-agent": "me"}
+    assert stream.expires == 100.25
+    assert stream.peer == "caller"
     assert not caller.host.expiring
 
 
-def test_equal_headers_are_looked_up_and_others_are_not_mixed_up() -> None:
-    paths: list[str] = []
-
-    class Call(Echo):
-        def __init__(self, stream: TransportStream) -> None:
-            super().__init__(stream)
-            paths.append(stream.path)
-
-    caller = Caller(Host(Call))
+def test_cached_headers_are_those_of_equal_blocks() -> None:
+    caller = Caller()
     order = ["/a", "/b", "/a", "/a", "/c", "/b", "/b", "/a", "/c", *[f"/{n}" for n in range(100)], "/a", "/b"]
     for path in order:
         caller.begin(path=path, end=True)
         caller.turn()
-    assert paths == order
+    assert [call.stream.path for call in caller.host.calls] == order
 
 
-def test_messages_of_a_stream_and_their_borders() -> None:
+def test_messages_of_a_stream_are_split_at_their_borders() -> None:
     caller = Caller()
     sent = [b"a" * size for size in (0, 3, 100_000, 1, 20_000)]
-    number = caller.begin()
+    stream = caller.begin()
     everything = b"".join(map(message, sent))
     for at in range(0, len(everything), 7001):
-        caller.send(number, everything[at : at + 7001], end=False)
-    caller.h2.end_stream(number)
+        caller.send(stream, everything[at : at + 7001], end=False)
+    caller.h2.end_stream(stream)
     caller.turn()
-    assert caller.messages(number) == sent
-    assert caller.status(number) == 0
+    assert caller.messages(stream) == sent
+    assert caller.status(stream) == 0
     assert caller.host.held == 0
 
 
@@ -121,13 +99,13 @@ def test_large_messages_pass_small_windows() -> None:
     assert caller.call(data) == (data, 0)
 
 
-def test_a_large_message_is_read_where_it_belongs() -> None:
+def test_a_large_message_is_received_in_its_buffer() -> None:
     caller = Caller(window=100 << 20)
     data = bytes(range(256)) * 4000
     caller.h2.increment_flow_control_window(100 << 20)
-    number = caller.begin()
+    stream = caller.begin()
     caller.turn()
-    whole = frame(DATA, 1, number, message(data))
+    whole = frame(DATA, 1, stream, message(data))
     caller.core.feed(whole[:30])
     sent = 30
     while sent < len(whole):
@@ -135,41 +113,40 @@ def test_a_large_message_is_read_where_it_belongs() -> None:
         if space is None:
             caller.core.feed(whole[sent:])
             break
-        assert len(space) <= (len(whole) if sent >= 65_536 else 14 + 65_536) - sent, "the rest, once a part has come"
+        assert len(space) <= (len(whole) if sent >= 65_536 else 14 + 65_536) - sent
         count = min(100_000, len(space))
         space[:count] = whole[sent : sent + count]
         caller.core.fill(count)
         sent += count
     caller.turn()
-    assert caller.answer(number) == data
-    assert caller.status(number) == 0
+    assert caller.answer(stream) == data
+    assert caller.status(stream) == 0
     assert caller.host.held == 0
 
 
-def test_a_service_says_where_large_messages_belong() -> None:
-    given: list[Any] = []
+def test_a_service_provides_the_memory_of_large_messages() -> None:
+    received: list[Any] = []
 
     class Call(Echo):
         def message(self, data: Buffer) -> None:
-            given.append(data)
+            received.append(data)
 
     caller = Caller(Host(Call))
     sent = [b"R" + bytes(200_000), b"x" + bytes(200_000), b"R" + bytes(30_000), b"R" * 100_000]
-    number = caller.begin()
+    stream = caller.begin()
     everything = b"".join(map(message, sent))
     for at in range(0, len(everything), 10_000):
-        caller.send(number, everything[at : at + 10_000], end=False)
+        caller.send(stream, everything[at : at + 10_000], end=False)
     first, last = caller.host.calls[0].rooms
-    assert given == sent
-    assert given[0] is first
-    assert given[3] is last
-    caller.send(
-        number, message(gzip.compress(b"R" * 500_000 + random.Random(1).randbytes(200_000)), 1)[:100_000], end=False
-    )
+    assert received == sent
+    assert received[0] is first
+    assert received[3] is last
+    zipped = gzip.compress(b"R" * 500_000 + random.Random(1).randbytes(200_000))
+    caller.send(stream, message(zipped, 1)[:100_000], end=False)
     assert len(caller.host.calls[0].rooms) == 2
 
 
-def test_what_the_caller_does_not_take_waits_and_all_get_their_turn() -> None:
+def test_responses_wait_for_the_window_and_share_it() -> None:
     caller = Caller(window=1 << 30)
     caller.acknowledge = False
     one, other = caller.begin(), caller.begin()
@@ -190,25 +167,25 @@ def test_what_the_caller_does_not_take_waits_and_all_get_their_turn() -> None:
     assert not caller.core.streams
 
 
-def test_writable_and_resume() -> None:
+def test_a_stream_is_resumed_when_it_is_writable() -> None:
     caller = Caller(window=10)
     caller.acknowledge = False
-    number = caller.begin()
-    caller.send(number, message(b"a" * 100), end=False)
+    stream = caller.begin()
+    caller.send(stream, message(b"a" * 100), end=False)
     call = caller.host.calls[0]
     assert not call.stream.writable
-    assert "resume" not in call.told
-    caller.h2.increment_flow_control_window(1000, number)
+    assert "resume" not in call.events
+    caller.h2.increment_flow_control_window(1000, stream)
     caller.turn()
     assert call.stream.writable
-    assert call.told[-1] == "resume"
+    assert call.events[-1] == "resume"
     caller.core.accepts = False
     assert not call.stream.writable
     caller.core.resumed()
-    assert call.told[-2:] == ["resume", "resume"]
+    assert call.events[-2:] == ["resume", "resume"]
 
 
-def test_no_more_is_made_ready_than_the_socket_takes() -> None:
+def test_a_service_is_paused_when_much_is_unsent() -> None:
     class Much(Echo):
         left = 50
 
@@ -225,97 +202,96 @@ def test_no_more_is_made_ready_than_the_socket_takes() -> None:
     caller = Caller(Host(Much), window=100 << 20)
     caller.h2.increment_flow_control_window(100 << 20)
     caller.turn()
-    number = caller.begin()
-    caller.core.feed(caller.h2.data_to_send() + frame(DATA, 1, number, message(b"")))
+    stream = caller.begin()
+    caller.core.feed(caller.h2.data_to_send() + frame(DATA, 1, stream, message(b"")))
     assert caller.host.calls[0].left == 39
     caller.turn()
-    assert len(caller.messages(number)) == 51
-    assert caller.status(number) == 0
+    assert len(caller.messages(stream)) == 51
+    assert caller.status(stream) == 0
 
 
-def test_a_paused_stream_keeps_what_comes_and_slows_the_caller_down() -> None:
+def test_the_window_of_a_paused_stream_is_not_replenished() -> None:
     caller = Caller()
-    number = caller.begin()
-    caller.send(number, message(b"1"), end=False)
+    stream = caller.begin()
+    caller.send(stream, message(b"1"), end=False)
     call = caller.host.calls[0]
     call.stream.pause()
     size = 0
-    while caller.h2.local_flow_control_window(number) >= 10_005:
-        caller.send(number, message(b"x" * 10_000), end=False)
+    while caller.h2.local_flow_control_window(stream) >= 10_005:
+        caller.send(stream, message(b"x" * 10_000), end=False)
         size += 1
-    assert call.told == [b"1"]
+    assert call.events == [b"1"]
     assert caller.host.held >= size * 10_000
-    other = caller.call(b"others go on")
-    assert other == (b"others go on", 0)
+    assert caller.call(b"another stream") == (b"another stream", 0)
     call.stream.unpause()
     caller.turn()
-    assert call.told.count(b"x" * 10_000) == size
+    assert call.events.count(b"x" * 10_000) == size
     assert caller.host.held == 0
-    assert caller.h2.local_flow_control_window(number) > 1_000_000
-    caller.h2.end_stream(number)
+    assert caller.h2.local_flow_control_window(stream) > 1_000_000
+    caller.h2.end_stream(stream)
     caller.turn()
-    assert caller.status(number) == 0
-    assert len(caller.messages(number)) == 1 + size
+    assert caller.status(stream) == 0
+    assert len(caller.messages(stream)) == 1 + size
 
 
-def test_a_service_may_pause_at_every_message() -> None:
+def test_a_service_can_pause_at_each_message() -> None:
     class Slow(Echo):
         def message(self, data: Buffer) -> None:
             super().message(data)
             self.stream.pause()
 
     caller = Caller(Host(Slow))
-    number = caller.begin()
-    caller.send(number, b"".join(message(bytes([n])) for n in range(5)))
+    stream = caller.begin()
+    caller.send(stream, b"".join(message(bytes([n])) for n in range(5)))
     call = caller.host.calls[0]
     for n in range(1, 6):
-        assert call.told == [bytes([m]) for m in range(n)]
+        assert call.events == [bytes([m]) for m in range(n)]
         call.stream.unpause()
         caller.turn()
-    assert call.told[-1] == "half closed"
-    assert caller.status(number) == 0
+    assert call.events[-1] == "half closed"
+    assert caller.status(stream) == 0
     assert caller.host.held == 0
 
 
-def test_calls_that_end_before_the_caller_does() -> None:
+def test_a_service_ends_a_call_before_its_client() -> None:
     class Refuses(Echo):
         def message(self, data: Buffer) -> None:
             raise RpcError(Code.NOT_FOUND, "no such modèl\n100%")
 
     caller = Caller(Host(Refuses))
-    number = caller.begin()
-    caller.send(number, message(b"x"), end=False)
-    assert caller.status(number) == 5
-    assert caller.ended[number]["grpc-message"] == "no such mod%C3%A8l%0A100%25"
-    assert caller.reset[number] == 0
-    assert caller.host.calls[0].told == ["cancelled"]
+    stream = caller.begin()
+    caller.send(stream, message(b"x"), end=False)
+    assert caller.status(stream) == 5
+    assert caller.ended[stream]["grpc-message"] == "no such mod%C3%A8l%0A100%25"
+    assert caller.reset[stream] == 0
+    assert caller.host.calls[0].events == ["cancelled"]
 
 
-def test_a_service_that_refuses_at_once_and_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_refuses_a_call_by_its_headers() -> None:
     def refuses(stream: TransportStream) -> Any:
         raise RpcError(Code.UNIMPLEMENTED, "unknown service")
 
-    class Fails(Echo):
+    caller = Caller(Host(refuses))
+    stream = caller.begin(end=True)
+    caller.turn()
+    assert caller.status(stream) == 12
+    assert stream not in caller.reset
+
+
+def test_an_exception_of_a_service_is_an_internal_error(caplog: pytest.LogCaptureFixture) -> None:
+    class FailsLate(Echo):
         def half_closed(self) -> None:
             raise ZeroDivisionError
 
-    caller = Caller(Host(refuses))
-    number = caller.begin(end=True)
-    caller.turn()
-    assert caller.status(number) == 12
-    assert number not in caller.reset
-    caller = Caller(Host(Fails))
-    assert caller.call(b"x")[1] == Code.INTERNAL
-    assert "ZeroDivisionError" in caplog.text
-
-    def fails(stream: TransportStream) -> Any:
+    def fails_at_once(stream: TransportStream) -> Any:
         raise KeyError
 
-    caller = Caller(Host(fails))
-    assert caller.call(b"x")[1] == Code.INTERNAL
+    for application in (FailsLate, fails_at_once):
+        assert Caller(Host(application)).call(b"x")[1] == Code.INTERNAL
+    assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_service_that_fails_to_be_cancelled_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_a_cancellation_does_not_affect_other_calls(caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Echo):
         def half_closed(self) -> None: ...
 
@@ -331,23 +307,19 @@ def test_a_service_that_fails_to_be_cancelled_harms_no_other(caplog: pytest.LogC
     caller.turn()
     caller.core.resumed()
     caller.core.lost()
-    assert [call.told for call in caller.host.calls] == [["cancelled"] * 2] * 2
+    assert [call.events for call in caller.host.calls] == [["cancelled"] * 2] * 2
     assert caplog.messages == ["a service failed"] * 4
 
 
-def test_the_caller_takes_a_call_back() -> None:
-    class Silent(Echo):
-        def half_closed(self) -> None:
-            self.told.append("half closed")
-
-    caller = Caller(Host(Silent))
-    number = caller.begin(("grpc-timeout", "1H"))
-    caller.send(number, message(b"x"))
+def test_a_call_is_cancelled_by_its_client() -> None:
+    caller = Caller(Host(Unfinished))
+    stream = caller.begin(("grpc-timeout", "1H"))
+    caller.send(stream, message(b"x"))
     assert len(caller.host.expiring) == 1
-    caller.h2.reset_stream(number, 8)
+    caller.h2.reset_stream(stream, 8)
     caller.turn()
     call = caller.host.calls[0]
-    assert call.told[-1] == "cancelled"
+    assert call.events[-1] == "cancelled"
     call.stream.send([b"too late"])
     call.stream.finish(0)
     call.stream.pause()
@@ -357,17 +329,17 @@ def test_the_caller_takes_a_call_back() -> None:
     assert not caller.core.streams
 
 
-def test_the_connection_ends_with_calls_in_flight() -> None:
+def test_calls_in_flight_are_cancelled_with_their_connection() -> None:
     caller = Caller()
-    number = caller.begin()
-    caller.send(number, message(b"x" * 100_000)[:5000], end=False)
-    assert caller.host.held == 5000 - 5, "what has arrived, and not what was announced"
+    stream = caller.begin()
+    caller.send(stream, message(b"x" * 100_000)[:5000], end=False)
+    assert caller.host.held == 5000 - 5, "the bytes that have arrived"
     caller.core.lost()
-    assert caller.host.calls[0].told == ["cancelled"]
+    assert caller.host.calls[0].events == ["cancelled"]
     assert caller.host.held == 0
 
 
-# ---------------------------------------------------------------------------------------- bytes in any pieces
+# ---------------------------------------------------------------------------------------- bytes in pieces of any size
 
 LONG = (
     HELLO
@@ -383,14 +355,14 @@ LONG = (
     + frame(DATA, 0, 3, message(b"one") + message(b"two")[:3])
     + frame(DATA, 0, 3, message(b"two")[3:] + message(b"x" * 3000)[:100])
     + frame(DATA, 0x8, 3, bytes([40]) + message(b"x" * 3000)[100:2000] + bytes(40))
-    + frame(WINDOW, 0, 0, (5).to_bytes(4, "big"))
+    + frame(WINDOW, 0, 0, number(5))
     + frame(DATA, 0, 3, message(b"x" * 3000)[2000:])
     + frame(DATA, 0x8, 3, b"\0")
     + frame(HEAD, 5, 3, hpack.Encoder().encode([("a", "trailer")]))
 )
 
 
-def told(pieces: list[bytes]) -> list[list[Any]]:
+def events(pieces: list[bytes]) -> list[list[Any]]:
     host = Host()
     core = Http2(host, "caller", lambda: None)
     for piece in pieces:
@@ -404,18 +376,18 @@ def told(pieces: list[bytes]) -> list[list[Any]]:
         core.feed(piece)
     assert not core.over
     assert not host.held
-    return [call.told for call in host.calls]
+    return [call.events for call in host.calls]
 
 
-def test_the_same_bytes_in_any_pieces() -> None:
+def test_events_do_not_depend_on_the_size_of_pieces() -> None:
     expected = [[b"padded", "half closed"], [b"one", b"two", b"x" * 3000, "half closed"]]
-    assert told([LONG]) == expected
+    assert events([LONG]) == expected
     for size in (1, 2, 3, 7, 100):
-        assert told([LONG[at : at + size] for at in range(0, len(LONG), size)]) == expected
+        assert events([LONG[at : at + size] for at in range(0, len(LONG), size)]) == expected
 
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, len(LONG)), max_size=30))
-def test_the_same_bytes_in_random_pieces(cuts: list[int]) -> None:
+def test_events_do_not_depend_on_the_borders_of_pieces(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(LONG)]
-    assert told([LONG[a:b] for a, b in pairwise(places)]) == told([LONG])
+    assert events([LONG[a:b] for a, b in pairwise(places)]) == events([LONG])

@@ -1,4 +1,4 @@
-"""The gRPC door on sockets: what happens to callers as a whole. Frames are made by hand."""
+"""The gRPC listener on sockets, with clients that send raw frames."""
 
 from __future__ import annotations
 
@@ -15,14 +15,27 @@ from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.http2.listener import RpcListener
-from tests.support.gateway.http2_caller import Echo, message
-from tests.unit.gateway.http2.test_http2 import DATA, GOAWAY, HEAD, HELLO, PING, RST, block, frame, unary
+from tests.support.gateway.http2_caller import Echo
+from tests.support.gateway.http2_frames import (
+    DATA,
+    GOAWAY,
+    HEAD,
+    HELLO,
+    OPEN,
+    PING,
+    RST,
+    SETTINGS,
+    block,
+    frame,
+    message,
+    unary,
+)
 
 WAIT_S = 30.0
 
 
 class Calls:
-    """Services that answer when they are told to."""
+    """The services: calls of /wait are not answered, others with their messages."""
 
     def __init__(self) -> None:
         self.open: list[Echo] = []
@@ -34,13 +47,13 @@ class Calls:
 
         class Call(Echo):
             def message(self, data: Any) -> None:
-                self.told.append(bytes(data))
+                self.events.append(bytes(data))
 
             def half_closed(self) -> None:
                 if stream.path == "/wait":
                     calls.half.set()
                 else:
-                    self.stream.send(self.told)
+                    self.stream.send(self.events)
                     self.stream.finish(Code.OK)
 
             def cancelled(self) -> None:
@@ -65,7 +78,7 @@ class Caller:
         self.reader, self.writer = reader, writer
 
     async def frame(self, *kinds: int) -> tuple[int, int, int, bytes]:
-        """The next one of these kinds."""
+        """The next frame of these kinds."""
         while True:
             head = await self.reader.readexactly(9)
             payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
@@ -76,13 +89,14 @@ class Caller:
         self.writer.writelines(frames)
 
     async def gone(self) -> bytes:
-        """All that came before the end."""
+        """What was received up to the end of the connection."""
         with suppress(ConnectionResetError):
             return await self.reader.read()
         return b""
 
 
-Scenario = Callable[[Watched, Calls, Callable[[], Awaitable[Caller]]], Awaitable[None]]
+Connect = Callable[[], Awaitable[Caller]]
+Scenario = Callable[[Watched, Calls, Connect], Awaitable[None]]
 
 
 def run(scenario: Scenario, **limits: Any) -> None:
@@ -118,8 +132,8 @@ def waiting(number: int, *more: tuple[str, str]) -> bytes:
     return frame(HEAD, 4, number, hpack.Encoder().encode([*headers, *more])) + frame(DATA, 1, number, message(b"x"))
 
 
-def test_an_answer_is_one_piece() -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+def test_calls_are_answered() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         caller = await connect()
         caller.send(HELLO, unary(1, b"one"), unary(3, b"two"))
         assert (await caller.frame(DATA))[2:] == (1, message(b"one"))
@@ -129,8 +143,8 @@ def test_an_answer_is_one_piece() -> None:
     run(scenario)
 
 
-def test_more_callers_than_are_taken() -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+def test_a_connection_over_the_limit_is_refused_while_the_others_are_busy() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         first = await connect()
         first.send(HELLO, waiting(1), unary(3, b"x"))
         await first.frame(DATA)
@@ -141,8 +155,8 @@ def test_more_callers_than_are_taken() -> None:
     run(scenario, connections=1)
 
 
-def test_an_idle_caller_makes_room_for_another() -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+def test_an_idle_connection_over_the_limit_is_evicted() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         first = await connect()
         first.send(HELLO, unary(1, b"x"))
         await first.frame(DATA)
@@ -156,45 +170,55 @@ def test_an_idle_caller_makes_room_for_another() -> None:
 
 
 def test_deadlines_are_kept_in_any_order() -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         caller = await connect()
-        caller.send(HELLO, waiting(1, ("grpc-timeout", "1H")), waiting(3, ("grpc-timeout", "150m")))
-        caller.send(waiting(5, ("grpc-timeout", "50m")))
+        caller.send(HELLO, waiting(1, ("grpc-timeout", "1H")), waiting(3, ("grpc-timeout", "50m")))
+        caller.send(waiting(5, ("grpc-timeout", "150m")))
         ended = [await caller.frame(HEAD) for _ in range(2)]
-        assert [number for _, _, number, _ in ended] == [5, 3]
+        assert sorted(number for _, _, number, _ in ended) == [3, 5]
         assert all(b"Deadline Exceeded" in payload for *_, payload in ended)
         assert listener.answers == {4: 2}
 
     run(scenario)
 
 
-def test_at_the_end_calls_that_are_here_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_connection, "LAST_CALLS_S", 0.2)
+def test_shutdown_answers_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_connection, "LAST_CALLS_S", WAIT_S)
 
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
-        caller, silent = await connect(), await connect()
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
+        caller = await connect()
         caller.send(HELLO, waiting(1))
-        silent.send(HELLO)
-        await silent.frame(4)
         await calls.half.wait()
         closing = asyncio.ensure_future(listener.close())
         assert (await caller.frame(GOAWAY))[3][:4] == b"\x7f\xff\xff\xff"
         ping = await caller.frame(PING)
-        caller.send(unary(3, b"on its way"), frame(PING, 1, 0, ping[3]))
-        assert (await caller.frame(DATA))[3] == message(b"on its way")
+        caller.send(unary(3, b"in transit"), frame(PING, 1, 0, ping[3]))
+        assert (await caller.frame(DATA))[3] == message(b"in transit")
         assert (await caller.frame(GOAWAY))[3][:4] == b"\0\0\0\3"
         calls.open[0].stream.send([b"late"])
         calls.open[0].stream.finish(0)
         assert (await caller.frame(DATA))[3] == message(b"late")
         await caller.gone()
-        await silent.gone()
         await closing
 
     run(scenario)
 
 
-def test_at_the_end_nobody_is_waited_for_longer_than_the_limit_says() -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+def test_shutdown_does_not_wait_for_a_silent_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_connection, "LAST_CALLS_S", 0.01)
+
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
+        silent = await connect()
+        silent.send(HELLO)
+        await silent.frame(SETTINGS)
+        await listener.close()
+        await silent.gone()
+
+    run(scenario, exit_timeout_s=WAIT_S)
+
+
+def test_shutdown_cancels_calls_after_the_timeout() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         caller = await connect()
         caller.send(HELLO, waiting(1))
         await calls.half.wait()
@@ -205,9 +229,9 @@ def test_at_the_end_nobody_is_waited_for_longer_than_the_limit_says() -> None:
     run(scenario, exit_timeout_s=0.1)
 
 
-@pytest.mark.parametrize("sent", [b"PRI * HTTP", HELLO + frame(HEAD, 4, 1, block()) + frame(DATA, 0, 1, b"\0\0\0\1\0")])
-def test_who_does_not_go_on_is_given_up(sent: bytes) -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+@pytest.mark.parametrize("sent", [b"PRI * HTTP", HELLO + OPEN + frame(DATA, 0, 1, b"\0\0\0\1\0")])
+def test_a_client_that_stalls_is_disconnected(sent: bytes) -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         caller = await connect()
         caller.send(sent)
         if sent.startswith(HELLO):
@@ -220,13 +244,13 @@ def test_who_does_not_go_on_is_given_up(sent: bytes) -> None:
     run(scenario, read_timeout_s=0.1)
 
 
-def test_who_does_not_read_is_given_up() -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
+    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         caller = await connect()
         caller.writer.transport.pause_reading()  # type: ignore[attr-defined]
         window = frame(4, 0, 0, b"\0\4\x7f\xff\xff\xff") + frame(8, 0, 0, b"\x7f\0\0\0")
         large = frame(DATA, 1, 1, message(bytes(500_000)))
-        caller.send(HELLO, window, frame(HEAD, 4, 1, block()), large)
+        caller.send(HELLO, window, OPEN, large)
         for number in range(3, 41, 2):
             caller.send(frame(HEAD, 4, number, block()), large[:5] + number.to_bytes(4, "big") + large[9:])
         await listener.left.wait()

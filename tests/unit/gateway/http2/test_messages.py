@@ -1,4 +1,4 @@
-"""What calls of gRPC may carry: compressed messages, limits, timeouts, and what is no gRPC at all."""
+"""Messages of gRPC calls: compression in slices, limits of size and memory, and grpc-timeout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.limits import INFLATED_BYTES, WORK
 from shmserve.gateway.limits.turns import SLICE_BYTES
-from tests.support.gateway.http2_caller import HEADERS, Caller, Echo, Host, message
-from tests.unit.gateway.http2.test_http2 import HEAD, RST, block, frame
+from tests.support.gateway.http2_caller import Caller, Echo, Host
+from tests.support.gateway.http2_frames import message
 
 # ---------------------------------------------------------------------------------------- compression
 
@@ -23,7 +23,7 @@ def test_compressed_messages(name: str, deflate: Any) -> None:
     data = b"to be compressed " * 1000
     number = caller.begin(("grpc-encoding", name), ("grpc-accept-encoding", f"identity,{name}"))
     caller.send(number, message(deflate(data), 1) + message(b"plain"))
-    assert caller.host.calls[0].told == [data, b"plain", "half closed"]
+    assert caller.host.calls[0].events == [data, b"plain", "half closed"]
     first, second = caller.messages(number)
     assert zlib.decompress(first, 47) == data
     assert len(first) < len(data)
@@ -32,80 +32,86 @@ def test_compressed_messages(name: str, deflate: Any) -> None:
     assert caller.ended[number]["grpc-encoding"] == name
 
 
-def test_what_is_wrong_with_compression() -> None:
-    bomb = gzip.compress(bytes(10_000_000))
-    caller = Caller(Host(message_bytes=1_000_000))
+ZIPPED = ("grpc-encoding", "gzip")
+SLICE = 4 * SLICE_BYTES
+"""Of output."""
 
-    def status(data: bytes, *more: tuple[str, str]) -> int:
-        number = caller.begin(*more)
-        caller.send(number, data)
-        return caller.status(number)
 
-    zipped = ("grpc-encoding", "gzip")
-    assert status(message(bomb, 1), zipped) == Code.RESOURCE_EXHAUSTED
-    assert status(message(b"not gzip", 1), zipped) == Code.INTERNAL
-    assert status(message(gzip.compress(b"x")[:-1], 1), zipped) == Code.INTERNAL
-    assert status(message(gzip.compress(b"x"), 1)) == Code.INTERNAL
-    assert status(message(b"x", 7)) == Code.INTERNAL
+@pytest.mark.parametrize(
+    ("headers", "data"),
+    [
+        ([ZIPPED], message(b"not gzip", 1)),
+        ([ZIPPED], message(gzip.compress(b"x")[:-1], 1)),
+        ([], message(gzip.compress(b"x"), 1)),
+        ([], message(b"x", 7)),
+        ([], message(b"abc")[:-1]),
+        ([], b"\0\0"),
+    ],
+)
+def test_an_invalid_message_ends_its_call(headers: list[tuple[str, str]], data: bytes) -> None:
+    caller = Caller()
+    number = caller.begin(*headers)
+    caller.send(number, data)
+    assert caller.status(number) == Code.INTERNAL
+
+
+def test_an_unknown_compression_is_unimplemented() -> None:
+    caller = Caller()
     number = caller.begin(("grpc-encoding", "snappy"), end=True)
     caller.turn()
     assert caller.status(number) == Code.UNIMPLEMENTED
     assert caller.ended[number]["grpc-accept-encoding"] == "identity,deflate,gzip"
 
 
-ZIPPED = ("grpc-encoding", "gzip")
-SLICE = 4 * SLICE_BYTES
-"""Of output."""
+class Recorder(Echo):
+    """Does not answer messages."""
 
-
-class Silent(Echo):
     def message(self, data: Any) -> None:
-        self.told.append(bytes(data))
+        self.events.append(bytes(data))
 
 
-def test_a_large_message_is_inflated_a_slice_in_a_turn() -> None:
-    caller = Caller(Host(Silent))
+def test_a_large_message_is_inflated_in_slices() -> None:
+    caller = Caller(Host(Recorder))
     honest = Caller(caller.host)
     data = bytes(16 << 20)
     number = caller.begin(ZIPPED)
     caller.h2.send_data(number, message(gzip.compress(data), 1) + message(b"behind it"), end_stream=True)
     caller.core.feed(caller.h2.data_to_send())
     call, turns = caller.host.calls[0], 0
-    made = []
-    while not call.told:
-        assert len(caller.host.later) == 1
+    sizes = []
+    while not call.events:
+        assert len(caller.host.loop.soon) == 1
         before = caller.host.held
-        caller.host.turn_once()
-        made.append(caller.host.held - before)
+        caller.host.loop.iterate()
+        sizes.append(caller.host.held - before)
         turns += 1
         if turns == 5:
             number = honest.begin(end=True)
             honest.core.feed(honest.h2.data_to_send())
-            assert caller.host.calls[1].told == ["half closed"]
-    assert max(made) <= SLICE, "output is counted"
+            assert caller.host.calls[1].events == ["half closed"]
+    assert max(sizes) <= SLICE, "the budget counts output"
     assert turns >= len(data) // SLICE - 1
-    while caller.host.later:
-        caller.host.turn_once()
-    assert call.told == [data, b"behind it", "half closed"]
+    caller.host.loop.run()
+    assert call.events == [data, b"behind it", "half closed"]
     assert caller.host.held == 0
 
 
 def test_inflated_bytes_count_against_the_budget_and_the_limit() -> None:
     bomb = gzip.compress(bytes(32 << 20))
     for host, code in (
-        (Host(Silent, held_bytes=8 << 20), Code.UNAVAILABLE),
-        (Host(Silent, message_bytes=4 << 20), Code.RESOURCE_EXHAUSTED),
+        (Host(Recorder, held_bytes=8 << 20), Code.UNAVAILABLE),
+        (Host(Recorder, message_bytes=4 << 20), Code.RESOURCE_EXHAUSTED),
     ):
         caller = Caller(host)
         number = caller.begin(ZIPPED)
         caller.send(number, message(bomb, 1), end=False)
         assert caller.status(number) == code
-        assert host.calls[0].told == ["cancelled"]
+        assert host.calls[0].events == ["cancelled"]
         assert host.held == 0
 
 
-def test_a_call_that_is_cancelled_is_inflated_no_further() -> None:
-    caller = Caller(Host(Silent))
+def test_the_message_of_a_cancelled_call_is_not_inflated_further() -> None:
+    caller = Caller(Host(Recorder))
     number = caller.begin(ZIPPED)
     caller.h2.send_data(number, message(gzip.compress(bytes(16 << 20)), 1))
     caller.core.feed(caller.h2.data_to_send())
@@ -113,14 +119,13 @@ def test_a_call_that_is_cancelled_is_inflated_no_further() -> None:
     caller.h2.reset_stream(number)
     caller.core.feed(caller.h2.data_to_send())
     assert caller.host.held == 0
-    while caller.host.later:
-        caller.host.turn_once()
-    assert caller.host.calls[0].told == ["cancelled"]
+    caller.host.loop.run()
+    assert caller.host.calls[0].events == ["cancelled"]
 
 
 @pytest.mark.parametrize("part", [message(gzip.compress(bytes(SLICE // 2)), 1), message(b"")])
 def test_many_messages_in_one_frame_take_many_turns(part: bytes) -> None:
-    caller = Caller(Host(Silent))
+    caller = Caller(Host(Recorder))
     number = caller.begin(ZIPPED)
     count = 250_000 // len(part) if part[0] else 1000
     sent = part * count
@@ -128,37 +133,29 @@ def test_many_messages_in_one_frame_take_many_turns(part: bytes) -> None:
         caller.h2.send_data(number, sent[at : at + 16_384], end_stream=at + 16_384 >= len(sent))
     caller.core.feed(caller.h2.data_to_send())
     call = caller.host.calls[0]
-    before, most = len(call.told), 0
+    before, most = len(call.events), 0
     assert before <= WORK
-    while caller.core.more or caller.host.later:
-        before = len(call.told)
+    while caller.core.more or caller.host.loop.soon:
+        before = len(call.events)
         if caller.core.more:
             caller.core.feed(b"")
-        caller.host.turn_once()
-        most = max(most, sum(len(data) // INFLATED_BYTES + 1 for data in call.told[before:]))
+        caller.host.loop.iterate()
+        most = max(most, sum(len(data) // INFLATED_BYTES + 1 for data in call.events[before:]))
     assert most <= 2 * WORK + SLICE // INFLATED_BYTES
-    assert len(call.told) == count + 1
-    assert call.told[-1] == "half closed"
+    assert len(call.events) == count + 1
+    assert call.events[-1] == "half closed"
 
 
-def test_a_large_answer_is_compressed_a_slice_in_a_turn() -> None:
-    caller = Caller(Host(Silent, compression=9), window=1 << 30)
-    number = caller.begin(("grpc-accept-encoding", "gzip"), end=True)
-    caller.core.feed(caller.h2.data_to_send())
-    stream = caller.core.streams.get(number)
-    assert stream is None
+def test_a_large_response_is_compressed_in_slices() -> None:
+    caller = Caller(Host(Recorder, compression=9), window=1 << 30)
     number = caller.begin(("grpc-accept-encoding", "gzip"))
     caller.core.feed(caller.h2.data_to_send())
-    call, data = caller.host.calls[1], bytes(4 << 20)
+    call, data = caller.host.calls[0], bytes(4 << 20)
     call.stream.send([data])
     assert not call.stream.writable
     call.stream.send([b"behind it"])
     call.stream.finish(0)
-    turns = 0
-    while caller.host.later:
-        caller.host.turn_once()
-        turns += 1
-    assert turns == len(data) // SLICE_BYTES - 1
+    assert caller.host.loop.run() == len(data) // SLICE_BYTES - 1
     caller.turn()
     first, second = caller.messages(number)
     assert gzip.decompress(first) == data
@@ -166,22 +163,22 @@ def test_a_large_answer_is_compressed_a_slice_in_a_turn() -> None:
     assert caller.status(number) == 0
 
 
-def test_a_service_goes_on_when_its_answer_is_compressed() -> None:
-    caller = Caller(Host(Silent, compression=1), window=1 << 30)
+def test_a_service_is_resumed_when_its_response_is_compressed() -> None:
+    caller = Caller(Host(Recorder, compression=1), window=1 << 30)
     caller.begin(("grpc-accept-encoding", "gzip"))
     caller.core.feed(caller.h2.data_to_send())
     call = caller.host.calls[0]
     call.stream.send([bytes(1 << 20)])
-    while caller.host.later:
-        assert call.told == []
-        caller.host.turn_once()
-    assert call.told == ["resume"]
+    while caller.host.loop.soon:
+        assert call.events == []
+        caller.host.loop.iterate()
+    assert call.events == ["resume"]
 
 
 # ---------------------------------------------------------------------------------------- limits of calls
 
 
-def test_messages_over_the_limit_and_all_together() -> None:
+def test_messages_over_the_limits_end_their_calls() -> None:
     caller = Caller(Host(message_bytes=100_000, held_bytes=400_020))
     assert caller.call(b"a" * 100_000) == (b"a" * 100_000, 0)
     number = caller.begin()
@@ -196,50 +193,22 @@ def test_messages_over_the_limit_and_all_together() -> None:
     caller.send(first, message(b"a" * 80_000)[1000:79_000], end=False)
     third = caller.begin()
     caller.send(third, message(b"a" * 80_000)[:60_000], end=False)
-    assert caller.status(third) == Code.UNAVAILABLE, "the connection would be over its quarter"
+    assert caller.status(third) == Code.UNAVAILABLE, "the connection would exceed its share, a quarter"
     caller.send(first, message(b"a" * 80_000)[79_000:])
     assert caller.status(first) == 0
     assert caller.host.held == 0
     assert not caller.gone
 
 
-def test_half_a_message() -> None:
-    caller = Caller()
-    for data in (message(b"abc")[:-1], b"\0\0"):
-        number = caller.begin()
-        caller.send(number, data)
-        assert caller.status(number) == Code.INTERNAL
-
-
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("timeout", "status"),
     [
-        ((("grpc-timeout", "soon"),), Code.INTERNAL),
-        ((("grpc-timeout", "123456789S"),), Code.INTERNAL),
-        ((("grpc-timeout", ""),), Code.INTERNAL),
-        ((("grpc-timeout", "99999999H"),), Code.OK),
-        ((("grpc-timeout", "0n"),), Code.OK),
+        ("soon", Code.INTERNAL),
+        ("123456789S", Code.INTERNAL),
+        ("", Code.INTERNAL),
+        ("99999999H", Code.OK),
+        ("0n", Code.OK),
     ],
 )
-def test_timeouts_as_they_are_written(more: tuple[tuple[str, str], ...], expected: int) -> None:
-    assert Caller().call(b"", *more)[1] == expected
-
-
-def test_what_is_no_grpc() -> None:
-    caller = Caller()
-    base = dict(HEADERS)
-    for change, status in (({"content-type": "text/html"}, "415"), ({"content-type": "application/grpc-web"}, "415"),
-                           ({":method": "GET"}, "405")):  # fmt: skip
-        number = caller.h2.get_next_available_stream_id()
-        caller.h2.send_headers(number, list((base | change).items()), end_stream=True)
-        caller.turn()
-        assert caller.ended[number][":status"] == status
-    assert caller.call(b"goes on") == (b"goes on", 0)
-
-
-def test_more_calls_at_a_time_than_are_taken() -> None:
-    caller = Caller(Host(streams=2))
-    raw = [frame(HEAD, 4, number, block()) for number in (1, 3, 5)]
-    assert (RST, 0, 5, (7).to_bytes(4, "big")) in caller.raw(raw)
-    assert not caller.core.over
-    assert len(caller.host.calls) == 2
+def test_grpc_timeout(timeout: str, status: int) -> None:
+    assert Caller().call(b"", ("grpc-timeout", timeout))[1] == status

@@ -1,4 +1,4 @@
-"""Large bodies in turns: what a slice costs is counted in bytes and slices, never in time."""
+"""Large bodies are processed in slices. Their cost is counted in bytes and slices, not in time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from shmserve.gateway.kserve import json_slices, json_tensors
 from shmserve.gateway.kserve.generate import VALUES, check_in_slices
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, Work, finished
+from tests.support.gateway.http_connection import answered, connected, post, receive
+from tests.support.gateway.manual_loop import ManualLoop
 from tests.support.hypothesis_profiles import examples
-from tests.unit.gateway.http.test_connection import answered, connected, post, receive
 
 MIB = 1 << 20
 MOST = 64 * MIB
@@ -28,15 +29,15 @@ MOST = 64 * MIB
 
 @pytest.fixture(params=[3, 16, 4096])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Slices of few bytes, so that everything is cut everywhere."""
+    """The size of slices, so small that they end at any place of a body."""
     monkeypatch.setattr(json_slices, "SLICE_BYTES", request.param)
     monkeypatch.setattr(json_slices, "_CUT_BYTES", 8)
-    found: int = request.param
-    return found
+    size: int = request.param
+    return size
 
 
 def body(data: str, count: int, dtype: str = "INT32") -> bytes:
-    """Lists are made long enough to be cut out, unlike that of the shape."""
+    """A request whose data is long enough to be cut out, unlike its shape."""
     padded = data.replace("[", "[" + " " * 8, 1)
     text = f'"id":"1","inputs":[{{"name":"x","shape":[{count}],"datatype":"{dtype}","data":{padded}}}]'
     return f'{{{text},"outputs":[{{"name":"y"}}]}}'.encode()
@@ -46,10 +47,10 @@ def body(data: str, count: int, dtype: str = "INT32") -> bytes:
 
 
 def nested(draw: st.DrawFn, values: st.SearchStrategy[Any], depth: int) -> tuple[Any, int]:
-    """A list of lists of equal depth, and how many values are in it."""
+    """A list of lists of equal depth, and the number of its values."""
     if depth == 1:
-        found = draw(st.lists(values, min_size=1, max_size=4))
-        return found, len(found)
+        flat = draw(st.lists(values, min_size=1, max_size=4))
+        return flat, len(flat)
     inner = [nested(draw, values, depth - 1) for _ in range(draw(st.integers(1, 3)))]
     return [one for one, _ in inner], sum(count for _, count in inner)
 
@@ -67,7 +68,7 @@ KINDS = {
 @pytest.mark.parametrize("dtype", KINDS)
 @settings(max_examples=examples(60))
 @given(data=st.data(), depth=st.integers(1, 4), indent=st.sampled_from([None, 1]), ascii_=st.booleans())
-def test_slices_are_the_same_as_the_whole(
+def test_a_plan_in_slices_is_the_plan_of_the_whole(
     small: int, dtype: str, data: st.DataObject, depth: int, indent: int | None, ascii_: bool
 ) -> None:
     values, count = data.draw(st.composite(nested)(KINDS[dtype], depth))
@@ -101,7 +102,7 @@ def test_a_long_string_is_decoded_in_slices(letter: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("wrong", ["\\x", "\\ud83d", "\\u00g0", "\n", "\x01"])
 @pytest.mark.parametrize("place", [0, 3 * SLICE_BYTES // 2, 2 * MIB])
-def test_a_long_string_with_a_mistake(wrong: str, place: int) -> None:
+def test_a_long_string_with_an_error_is_refused(wrong: str, place: int) -> None:
     text = "a" * place + wrong + "a" * (2 * MIB - place)
     with pytest.raises(InvalidRequest, match="failed to parse"):
         finished(plan_in_slices(body(f'["{text}"]', 1, "BYTES"), MOST))
@@ -110,8 +111,8 @@ def test_a_long_string_with_a_mistake(wrong: str, place: int) -> None:
             finished(plan_in_slices(body(values.replace(wrong, ""), 2, "BYTES"), MOST))
 
 
-def test_what_stands_around_is_bounded_before_it_is_decoded() -> None:
-    """An object of Python is made of each, all at once."""
+def test_the_outline_is_bounded_before_it_is_decoded() -> None:
+    """Decoding makes an object of each field and list, all at once."""
     tensors = ",".join('{"name":"x","shape":[1],"datatype":"FP32","data":[1]}' for _ in range(10_000))
     with pytest.raises(InvalidRequest, match="the request JSON has 40001 fields and 30002 lists and objects"):
         finished(plan_in_slices(f'{{"inputs":[{tensors}]}}'.encode(), MOST))
@@ -129,14 +130,14 @@ def test_what_stands_around_is_bounded_before_it_is_decoded() -> None:
      "[1]]", "[nul]", "[1,null]", '[1,"2"]', "[1.5]", "[9999999999]", "[--1]", "[01]", "[1\\n]", "[1e]",
      "[" * 98 + "1" + "]" * 98],
 )  # fmt: skip
-def test_lists_that_are_refused(small: int, data: str) -> None:
+def test_invalid_lists_are_refused(small: int, data: str) -> None:
     for count in range(4):
         with pytest.raises(InvalidRequest):
             finished(plan_in_slices(body(data, count), MOST))
 
 
 @pytest.mark.parametrize("data", ["[]", "[ ]", "[[],[]]", "[[[ ]],\n[[]]]"])
-def test_no_values_at_all(small: int, data: str) -> None:
+def test_empty_lists(small: int, data: str) -> None:
     assert not finished(plan_in_slices(body(data, 0), MOST)).inputs[0].data
     with pytest.raises(InvalidRequest, match="has 1 elements, and 0 are given"):
         finished(plan_in_slices(body(data, 1), MOST))
@@ -144,8 +145,8 @@ def test_no_values_at_all(small: int, data: str) -> None:
 
 @settings(max_examples=examples(200))
 @given(st.text('[]{},:"\\ 1a\n', max_size=40))
-def test_any_text_is_the_same_or_refused_in_both_ways(small: int, data: str) -> None:
-    """But for lists without values beside some with, which large requests may not have."""
+def test_any_text_is_refused_or_gives_the_plan_of_the_whole(small: int, data: str) -> None:
+    """Large requests are also refused for empty lists beside other lists."""
     text = body(data, 2)
     try:
         found: Any = bytes(finished(plan_in_slices(text, MOST)).inputs[0].data or b"")
@@ -154,7 +155,7 @@ def test_any_text_is_the_same_or_refused_in_both_ways(small: int, data: str) -> 
     assert found == plan_of(text).inputs[0].data
 
 
-def test_a_client_cannot_write_the_mark_of_a_list_that_was_cut_out(small: int) -> None:
+def test_clients_cannot_write_the_placeholder_of_a_list(small: int) -> None:
     for mark in ('{"@":0}', '{"cut":0}', '{"cut 0000000000000000":0}'):
         with pytest.raises(InvalidRequest):
             finished(plan_in_slices(body(mark, 1), MOST))
@@ -174,7 +175,7 @@ def steps(work: Work[Any]) -> int:
 
 
 def test_nesting_costs_no_more_than_its_bytes() -> None:
-    """Slices are as many, and no object is made for a bracket: only for values, of which there are fewer."""
+    """The number of slices is equal, and objects are made only for values, not for brackets."""
     size = MIB
     unit = "[" * 95 + "1" + "]" * 95
     deep_count, flat_count = size // (len(unit) + 1), size // 2
@@ -188,8 +189,7 @@ def test_nesting_costs_no_more_than_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("depth", [96, 97, 10_000])
-def test_depth(depth: int) -> None:
-    """The brackets around are four."""
+def test_the_depth_of_nesting_is_limited(depth: int) -> None:
     for data in ("[" * depth + "1" + "]" * depth, "[" * depth + "1," * 50_000 + "1" + "]" * depth):
         text = body(data, data.count("1"))
         if depth + 3 <= json_slices.JSON_DEPTH:
@@ -217,14 +217,14 @@ def test_what_is_decoded_at_once_is_bounded() -> None:
         finished(plan_in_slices(body("[" + ",".join(["1"] * 100_000) + "]", 100_000), 1000))
 
 
-def test_generate_takes_long_strings_and_not_many_values() -> None:
+def test_generate_limits_the_number_of_values() -> None:
     finished(check_in_slices(json.dumps({"text": ", " * MIB}).encode()))
     with pytest.raises(InvalidRequest, match="use infer"):
         finished(check_in_slices(json.dumps({"text": [1] * (VALUES + 1)}).encode()))
 
 
 @pytest.mark.parametrize("dtype", ["FP32", "INT64", "UINT8", "BOOL"])
-def test_answers_in_slices(dtype: str) -> None:
+def test_numbers_are_written_in_slices(dtype: str) -> None:
     data = (np.arange(100_000) % 2).astype(to_numpy(dtype)).tobytes()
     work = json_tensors.to_json_in_slices("y", dtype, (100_000,), data)
     assert msgspec.json.decode(finished(work)) == msgspec.json.decode(
@@ -233,9 +233,13 @@ def test_answers_in_slices(dtype: str) -> None:
     assert steps(json_tensors.to_json_in_slices("y", dtype, (100_000,), data)) >= len(data) // SLICE_BYTES
 
 
-def test_strings_of_answers_in_slices() -> None:
+def with_size(word: str) -> bytes:
+    return len(word.encode()).to_bytes(4, "little") + word.encode()
+
+
+def test_strings_are_written_in_slices() -> None:
     words = ["", "a", "é" * 1000, '"'] * 1000
-    data = b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
+    data = b"".join(map(with_size, words))
     assert msgspec.json.decode(finished(json_tensors.to_json_in_slices("y", "BYTES", (4000,), data))) == words
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), b"\1\0\0\0\xff"))
@@ -243,7 +247,7 @@ def test_strings_of_answers_in_slices() -> None:
 
 def test_long_strings_are_written_in_slices() -> None:
     words = ["a", "é" * MIB, "", '"' * MIB, "\U0001f600" * MIB, "b"]
-    data = b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
+    data = b"".join(map(with_size, words))
     work = json_tensors.to_json_in_slices("y", "BYTES", (6,), data)
     assert msgspec.json.decode(finished(work)) == words
     assert steps(json_tensors.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
@@ -270,21 +274,8 @@ def test_a_bomb_is_inflated_up_to_the_limit_and_no_further() -> None:
 # ---------------------------------------------------------------------------------------- turns
 
 
-class Loop:
-    def __init__(self) -> None:
-        self.soon: list[Any] = []
-
-    def call_soon(self, callback: Any) -> None:
-        self.soon.append(callback)
-
-    def iterate(self) -> None:
-        ready, self.soon = self.soon, []
-        for callback in ready:
-            callback()
-
-
-def test_one_slice_in_an_iteration_of_the_loop_whoever_it_is_for() -> None:
-    loop: Any = Loop()
+def test_one_slice_of_all_work_runs_in_an_iteration_of_the_loop() -> None:
+    loop: Any = ManualLoop()
     turns, done = JobTurns(loop), list[str]()
     log: list[str] = []
 
@@ -308,8 +299,8 @@ def test_one_slice_in_an_iteration_of_the_loop_whoever_it_is_for() -> None:
     assert done == ["a", "b", "c"]
 
 
-def test_work_that_begins_at_the_end_of_other_work_has_one_turn_in_an_iteration() -> None:
-    loop: Any = Loop()
+def test_work_started_by_other_work_runs_one_slice_in_an_iteration() -> None:
+    loop: Any = ManualLoop()
     turns, log = JobTurns(loop), list[str]()
 
     def work(name: str) -> Work[str]:
@@ -329,8 +320,8 @@ def test_work_that_begins_at_the_end_of_other_work_has_one_turn_in_an_iteration(
     assert log == ["a", "a", "a", "b", "b", "b", "b"]
 
 
-def test_work_that_fails_harms_no_other() -> None:
-    loop: Any = Loop()
+def test_failed_work_does_not_affect_other_work() -> None:
+    loop: Any = ManualLoop()
     turns, failed = JobTurns(loop), list[Exception]()
 
     def work(error: Exception | None) -> Work[int]:
@@ -344,40 +335,34 @@ def test_work_that_fails_harms_no_other() -> None:
 
     for error in (KeyError("x"), None):
         turns.run(work(error), then, failed.append)
-    while loop.soon:
-        loop.iterate()
+    loop.run()
     assert [type(error) for error in failed] == [KeyError, ValueError]
 
 
 def test_a_request_is_answered_while_a_large_one_is_inflated() -> None:
-    large, transport, _, later = connected(input_bytes=64 * MIB)
+    large, transport, _, loop = connected(input_bytes=64 * MIB)
     honest, other, _, _ = connected()
     data = bytes(16 * MIB)
     receive(large, post(gzip.compress(data), "Content-Encoding: gzip", "Inference-Header-Content-Length: 5"))
     assert not transport.sent
-    assert len(later) == 1
+    assert len(loop.soon) == 1
     receive(honest, post(b"x"))
     assert answered(other.sent) == [(200, b"x")]
-    count = 0
-    while later:
-        later.pop(0)()
-        count += 1
-    assert count >= 16 * MIB // (4 * SLICE_BYTES) - 1
+    assert loop.run() >= 16 * MIB // (4 * SLICE_BYTES) - 1
     assert answered(transport.sent) == [(200, data)]
 
 
-def test_who_leaves_has_nothing_more_inflated() -> None:
-    connection, transport, echo, later = connected(False, input_bytes=64 * MIB)
+def test_the_body_of_a_closed_connection_is_not_inflated_further() -> None:
+    connection, transport, echo, loop = connected(False, input_bytes=64 * MIB)
     receive(connection, post(gzip.compress(bytes(16 * MIB)), "Content-Encoding: gzip"))
     connection.connection_lost(None)
-    while later:
-        later.pop(0)()
+    loop.run()
     assert not echo.answers
     assert not transport.sent
 
 
-def test_white_space_around_data_does_not_count(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That in strings does, and what it parts stays parted."""
+def test_white_space_outside_strings_is_not_counted(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """White space in strings is counted, and it still separates tokens."""
     tidy = body("[1, 2, 3]", 3).replace(b'"1"', b'"1  , \\"   2"')
     loose = tidy.replace(b',"', b" \n\t ," + b" " * 1000 + b'"')
     assert b'"1  , \\"   2"' in loose
