@@ -256,7 +256,7 @@ def test_more_messages_than_a_packet_may_have_are_refused_at_once(worlds: Callab
     world.send(1, PACKET_MESSAGES + 1)
     ((_, refused),) = world.turn()
     assert isinstance(refused, codec.Refused)
-    assert f"limit of {PACKET_MESSAGES}" in refused.text
+    assert f"more than {PACKET_MESSAGES} messages" in refused.text
 
 
 # ------------------------------------------------------------------------------------ users
