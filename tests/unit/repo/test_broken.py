@@ -1,14 +1,12 @@
 """Golden files: configurations in `broken` that break one rule each, and the texts of their problems.
 
-In `NAME.pbtxt`, each line that is not indented begins a configuration, which continues the lines up to the first empty
-one. Each line of `NAME.expected` is a problem or a warning, after the line on which its configuration begins. In
-`override.jsonl` each line is a configuration, as in a load request. Set SHMSERVE_REWRITE=1 to write the .expected
-files.
+Each line of `NAME.expected` is a problem or a warning of a configuration of `NAME.pbtxt` (see
+`tests.support.repo.golden`), after the line on which that begins. In `override.jsonl` each line is a configuration, as
+in a load request. Set SHMSERVE_REWRITE=1 to write the .expected files.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,19 +15,10 @@ import pytest
 from shmserve.repo.config.override import parse_override
 from shmserve.repo.config.problems import ConfigError, Problem
 from shmserve.repo.load import Setting, examine
-from tests.support.repo.golden import assert_golden
+from tests.support.repo.golden import assert_golden, configurations
 from tests.support.repo.texts import BACKENDS
 
 BROKEN = Path(__file__).with_name("broken")
-
-
-def configurations(text: str) -> Iterator[tuple[int, str]]:
-    """The line on which each begins, and its text, in which every line has the number that it has in the file."""
-    common = text.partition("\n\n")[0]
-    for match in re.finditer(r"^[^\s#].*(?:\n .*)*", text, re.MULTILINE):
-        if match.start() > len(common):
-            before = text[: match.start()].count("\n")
-            yield before + 1, common + "\n" * (before - common.count("\n")) + match[0]
 
 
 def results(text: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Repositories on disk: what is a model, what is a version, and that a bad model hurts nobody else."""
+"""Scans of repositories on disk: models, versions, configurations, and the names of models."""
 
 from __future__ import annotations
 
@@ -7,19 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.config.problems import CONFIG_BYTES
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
-from shmserve.repo.storage.store import Found, find_model, scan, select_versions
+from shmserve.repo.storage.store import (
+    Found,
+    check_config_name,
+    find_model,
+    model_names,
+    scan,
+    scan_model,
+    select_versions,
+)
 from tests import ROOT
-from tests.support.repo.texts import BACKENDS, DYNAMIC, SMALL
+from tests.support.repo.texts import BACKENDS, DYNAMIC, ENSEMBLE, SMALL
+
+PYTHON = SMALL.replace("identity", "python")
+ONNX = 'backend: "onnxruntime"'
+ALL_VERSIONS = "version_policy { all { } }"
 
 
-def put(root: Path, model: str, config: str | bytes | None = SMALL, versions: tuple[str, ...] = ("1",)) -> Path:
-    path = root / model
+def put(
+    path: Path, config: str | bytes | None = SMALL, versions: tuple[str, ...] = ("1",), file: str | None = None
+) -> Path:
+    """A model. `file` is the name of an empty file in each version."""
     path.mkdir(parents=True)
     for version in versions:
         (path / version).mkdir()
+        if file is not None:
+            (path / version / file).touch()
     if config is not None:
         (path / "config.pbtxt").write_bytes(config.encode() if isinstance(config, str) else config)
     return path
@@ -42,18 +59,21 @@ def only(*roots: Path) -> Found:
     return found
 
 
-def test_an_empty_repository(tmp_path: Path) -> None:
+def look(path: Path, config_name: str = "") -> Found:
+    return scan_model(path, backends=BACKENDS, config_name=config_name)
+
+
+# ---------------------------------------------------------------------------------------------------- repositories
+
+
+def test_an_empty_repository_has_no_models(tmp_path: Path) -> None:
     assert scanned(tmp_path) == {}
 
 
 def test_models_versions_and_other_files(tmp_path: Path) -> None:
-    put(tmp_path, "b", versions=("1", "2", "10"))
-    path = put(tmp_path, "a")
+    put(tmp_path / "b", versions=("1", "2", "10"))
+    path = put(tmp_path / "a", versions=("1", "configs", "warmup", "initial_state", "__pycache__"))
     (path / "labels.txt").write_text("x")
-    (path / "configs").mkdir()
-    (path / "warmup").mkdir()
-    (path / "initial_state").mkdir()
-    (path / "__pycache__").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / "README.md").write_text("not a model")
     found = scanned(tmp_path)
@@ -67,43 +87,185 @@ def test_models_versions_and_other_files(tmp_path: Path) -> None:
     assert config.name == "a"
 
 
-def test_a_bad_model_hurts_nobody(tmp_path: Path) -> None:
-    put(tmp_path, "good")
-    put(tmp_path, "typo", SMALL.replace("max_batch_size", "max_batch"))
-    put(tmp_path, "bytes", b"\xff\xfe")
-    put(tmp_path, "empty", None, ())
-    put(tmp_path, "huge", "#" * (CONFIG_BYTES + 1))
-    put(tmp_path, "everything", DYNAMIC)
-    put(tmp_path, "tensorrt", SMALL.replace("identity", "tensorrt"))
+def test_a_broken_model_does_not_affect_others(tmp_path: Path) -> None:
+    put(tmp_path / "good")
+    put(tmp_path / "bytes", b"\xff\xfe")
+    put(tmp_path / "empty", None, ())
+    put(tmp_path / "huge", "#" * (CONFIG_BYTES + 1))
+    put(tmp_path / "everything", DYNAMIC)
     found = scanned(tmp_path)
     assert [name for name, model in found.items() if not model.problems] == ["good"]
-    assert found["typo"].problems == (
-        'typo/config.pbtxt:3:1: max_batch: ModelConfig has no such field; did you mean "max_batch_size"?',
-    )
     assert found["bytes"].problems == ("bytes/config.pbtxt:1:1: not UTF-8 text",)
     assert found["huge"].problems == (f"huge/config.pbtxt: {CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}",)
     assert len(found["everything"].problems) > 5
-    assert found["tensorrt"].problems == (
-        'tensorrt/config.pbtxt:2:1: backend: found "tensorrt", which this server does not have; '
-        "it has identity, onnxruntime, python",
-    )
     assert len(found["empty"].problems) == 2
 
 
-def test_the_directory_is_the_name(tmp_path: Path) -> None:
-    put(tmp_path, "m", SMALL + 'name: "other"')
-    assert only(tmp_path).problems == (
-        'm/config.pbtxt:6:1: name: unexpected directory name "m" for model "other": the two must be equal',
+def test_several_repositories(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    put(one / "a")
+    put(one / "both")
+    put(two / "both", PYTHON)
+    put(two / "b")
+    found = scanned(one, two)
+    assert list(found) == ["a", "b", "both"]
+    assert [name for name, model in found.items() if model.problems] == ["both"]
+    assert found["both"].problems == ("model appears in two or more repositories: 'both' is in 2 of them; keep one",)
+
+
+def test_the_same_repository_twice_is_one(tmp_path: Path) -> None:
+    put(tmp_path / "one" / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    assert not scanned(tmp_path / "one", tmp_path / "one", tmp_path / "link")["a"].problems
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    real = put(tmp_path / "elsewhere" / "real")
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "m").symlink_to(real)
+    (tmp_path / "repository" / "nowhere").symlink_to(tmp_path / "none")
+    found = only(tmp_path / "repository")
+    assert found.name == "m"
+    assert found.versions == (1,)
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_a_repository_that_is_not_a_directory(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "repository"
+    if kind == "file":
+        root.write_text("")
+    for call in (lambda: scan([root], backends=BACKENDS), lambda: model_names([root])):
+        with pytest.raises(InvalidRequest, match="check --model-repository"):
+            call()
+
+
+def test_the_sample_repository() -> None:
+    found = scan([ROOT / "repo" / "examples"], backends=BACKENDS)
+    assert {"add_sub", "mlp", "sentiment"} <= {model.name for model in found}
+    for model in found:
+        # A sample whose file is fetched at set-up has no version before that.
+        assert not model.problems or "at least one version must be available" in model.problems[0], model
+        assert not model.warnings
+
+
+# -------------------------------------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize("text", [SMALL, ENSEMBLE])
+def test_the_given_configuration_is_kept_beside_the_completed_one(tmp_path: Path, text: str) -> None:
+    found = look(put(tmp_path / "m", text))
+    assert found.given == parse(text)
+    assert found.config is not None
+    assert found.config.version_policy is not None
+    assert (found.problems, found.versions) == ((), (1,))
+    assert found.places["input[0].dims"][0] == 4
+
+
+def test_a_model_without_a_file_has_an_empty_given_configuration(tmp_path: Path) -> None:
+    found = look(put(tmp_path / "m", None, file="model.onnx"))
+    assert (found.file, found.given, found.problems) == ("", ModelConfig(), ())
+
+
+def test_a_configuration_that_cannot_be_parsed_is_not_given(tmp_path: Path) -> None:
+    found = look(put(tmp_path / "m", "input {"))
+    assert found.given is None
+    assert found.config is None
+    assert len(found.problems) == 1
+
+
+def test_warnings_have_positions(tmp_path: Path) -> None:
+    text = SMALL + 'metric_tags { key: "a" value: "b" }\nversion_policy { specific { versions: [ 1, 2 ] } }'
+    found = look(put(tmp_path / "m", text))
+    assert found.warnings == tuple(str(remark) for remark in found.remarks)
+    assert [(remark.file, remark.line, remark.path) for remark in found.remarks] == [
+        ("m/config.pbtxt", 6, "metric_tags"),
+        ("m", 0, ""),
+    ]
+
+
+def test_a_config_that_is_not_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(put(tmp_path / "fifo", None) / "config.pbtxt")
+    (put(tmp_path / "directory", None) / "config.pbtxt").mkdir()
+    (put(tmp_path / "loop", None) / "config.pbtxt").symlink_to("config.pbtxt")
+    found = scanned(tmp_path)
+    assert found["fifo"].problems == ("fifo/config.pbtxt: not a regular file",)
+    assert found["directory"].problems == ("directory/config.pbtxt: not a regular file",)
+    assert found["loop"].problems == ("loop: cannot be read: Too many levels of symbolic links",)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_config_without_permission(tmp_path: Path) -> None:
+    (put(tmp_path / "m") / "config.pbtxt").chmod(0)
+    assert only(tmp_path).problems == ("m: cannot be read: Permission denied",)
+
+
+def test_an_alternative_configuration_is_used_if_it_exists(tmp_path: Path) -> None:
+    path = put(tmp_path / "m", versions=("1", "configs"))
+    put(tmp_path / "n")
+    (path / "configs" / "small.pbtxt").write_text(SMALL.replace("8", "2"))
+    found = scan([tmp_path], backends=BACKENDS, config_name="small")
+    assert [(model.file, model.config and model.config.max_batch_size) for model in found] == [
+        ("configs/small.pbtxt", 2),
+        ("config.pbtxt", 8),
+    ]
+    assert look(path).file == "config.pbtxt"
+    assert look(path, "large").file == "config.pbtxt"
+
+
+def test_problems_name_the_alternative_configuration(tmp_path: Path) -> None:
+    path = put(tmp_path / "m", versions=("1", "configs"))
+    (path / "configs" / "bad.pbtxt").write_text("backnd: 1")
+    (path / "configs" / "huge.pbtxt").write_bytes(b"#" * (CONFIG_BYTES + 1))
+    (path / "configs" / "folder.pbtxt").mkdir()
+    assert look(path, "bad").problems == (
+        'm/configs/bad.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?',
     )
+    assert look(path, "huge").problems == ("m/configs/huge.pbtxt: 1048577 bytes, expected at most 1048576",)
+    assert look(path, "folder").problems == ("m/configs/folder.pbtxt: not a regular file",)
+    assert [fault.file for fault in look(path, "bad").faults] == ["m/configs/bad.pbtxt"]
 
 
-# ------------------------------------------------------------------------------------------------------- versions
+@pytest.mark.parametrize("name", ["../config", "a/b", ".", "..", " ", "x" * 129, "a\0b"])
+def test_invalid_names_of_alternative_configurations(tmp_path: Path, name: str) -> None:
+    put(tmp_path / "m")
+    for call in (lambda: scan([tmp_path], config_name=name), lambda: look(tmp_path / "m", name)):
+        with pytest.raises(InvalidRequest, match="--model-config-name: found"):
+            call()
+    assert check_config_name("a-b.c_1") == "a-b.c_1"
 
 
-def test_directories_that_are_no_versions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "file", "backend"),
+    [("m", "model.onnx", "onnxruntime"), ("m", "model.py", "python"), ("m.python", "model.py", "python")],
+)
+def test_a_model_without_config(tmp_path: Path, model: str, file: str, backend: str) -> None:
+    put(tmp_path / model, None, ("3", "10"), file)
+    (tmp_path / model / "2").mkdir()
+    config = only(tmp_path).config
+    assert config is not None
+    assert (config.backend, config.default_model_filename) == (backend, file)
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (None, "m (no config.pbtxt): backend: not given, and no file in the version directory determines it; "),
+        ("model.plan", 'm (no config.pbtxt): backend: found "tensorrt", which this server does not have; '),
+    ],
+)
+def test_a_model_without_config_or_backend(tmp_path: Path, file: str | None, expected: str) -> None:
+    put(tmp_path / "m", None, file=file)
+    (problem,) = only(tmp_path).problems
+    assert problem.startswith(expected)
+
+
+# -------------------------------------------------------------------------------------------------------- versions
+
+
+def test_directories_that_are_not_versions(tmp_path: Path) -> None:
     names = ("1", "01", "007", "0", "-1", "+2", "1.0", "1_0", "\u0663", "latest", "9223372036854775808", "9" * 60)
-    put(tmp_path, "m", versions=names)
-    (tmp_path / "m" / "3").write_text("a file is no version")
+    path = put(tmp_path / "m", versions=names)
+    (path / "3").write_text("")
     found = only(tmp_path)
     assert found.versions == (1,)
     assert len(found.warnings) == len(names) - 1
@@ -115,32 +277,25 @@ def test_directories_that_are_no_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "wanted"),
+    ("policy", "expected"),
     [
         ("", (7,)),
         ("version_policy { latest { num_versions: 2 } }", (3, 7)),
         ("version_policy { latest { num_versions: 9 } }", (1, 2, 3, 7)),
-        ("version_policy { all { } }", (1, 2, 3, 7)),
-        ("version_policy { specific { versions: [ 3, 1, 3 ] } }", (1, 3)),
+        (ALL_VERSIONS, (1, 2, 3, 7)),
+        ("version_policy { specific { versions: [ 3, 1, 3, 5 ] } }", (1, 3)),
     ],
 )
-def test_version_policies(tmp_path: Path, policy: str, wanted: tuple[int, ...]) -> None:
-    put(tmp_path, "m", SMALL + policy, ("1", "2", "3", "7"))
-    assert only(tmp_path).versions == wanted
+def test_version_policies(tmp_path: Path, policy: str, expected: tuple[int, ...]) -> None:
+    put(tmp_path / "m", SMALL + policy, ("1", "2", "3", "7"))
+    assert only(tmp_path).versions == expected
     given = parse(policy).version_policy
     if given is not None:
-        assert select_versions(given, [7, 1, 3, 2]) == wanted
-
-
-def test_a_listed_version_without_directory(tmp_path: Path) -> None:
-    put(tmp_path, "m", SMALL + "version_policy { specific { versions: [ 1, 5 ] } }")
-    found = only(tmp_path)
-    assert found.versions == (1,)
-    assert found.warnings == ("m: version 5 is in the version policy, but has no directory",)
+        assert select_versions(given, [7, 1, 3, 2]) == expected
 
 
 @pytest.mark.parametrize(
-    ("policy", "versions", "there"),
+    ("policy", "versions", "available"),
     [
         ("", (), "there is no version directory, such as 1"),
         ("", ("01", "x"), "there is no version directory, such as 1"),
@@ -148,61 +303,104 @@ def test_a_listed_version_without_directory(tmp_path: Path) -> None:
         ("version_policy { specific { } }", ("1",), "there are 1"),
     ],
 )
-def test_no_version_left(tmp_path: Path, policy: str, versions: tuple[str, ...], there: str) -> None:
-    put(tmp_path, "m", SMALL + policy, versions)
+def test_no_version_available(tmp_path: Path, policy: str, versions: tuple[str, ...], available: str) -> None:
+    put(tmp_path / "m", SMALL + policy, versions)
     text = "m: at least one version must be available under the version policy of model 'm'; "
-    assert only(tmp_path).problems == (text + there,)
+    assert only(tmp_path).problems == (text + available,)
 
 
-# --------------------------------------------------------------------------------------------- without a config
+def test_a_version_without_its_model_file_is_not_served(tmp_path: Path) -> None:
+    path = put(tmp_path / "m", PYTHON + ALL_VERSIONS, ("1", "2", "3", "4"))
+    for version in ("1", "4"):
+        (path / version / "model.py").touch()
+    (path / "3" / "modle.py").touch()
+    found = look(path)
+    assert found.versions == (1, 4)
+    assert found.missing == {
+        2: "has no file 'model.py': the directory is empty",
+        3: "has no file 'model.py'; did you mean 'modle.py'?",
+    }
+    assert found.problems == ()
+    assert found.warnings == tuple(f"m/{number}: not served: {why}" for number, why in found.missing.items())
+
+
+def test_a_missing_model_file_in_the_only_version_is_a_problem(tmp_path: Path) -> None:
+    path = put(tmp_path / "m", PYTHON, ("1", "2"))
+    (path / "1" / "model.py").touch()
+    found = look(path)
+    assert found.config is None
+    assert found.versions == ()
+    assert found.missing == {2: "has no file 'model.py': the directory is empty"}
+    assert found.problems == ("m/2: has no file 'model.py': the directory is empty",)
 
 
 @pytest.mark.parametrize(
-    ("model", "file", "backend"),
-    [("m", "model.onnx", "onnxruntime"), ("m", "model.py", "python"), ("m.python", "model.py", "python")],
+    ("config", "file", "kind", "missing"),
+    [
+        (PYTHON, "model.py", "file", ""),
+        (PYTHON, "model.py", "directory", "'model.py' is a directory, expected a file"),
+        (PYTHON, "model.py", "broken link", "'model.py' is a broken link"),
+        (PYTHON, "model.py", "link", ""),
+        (PYTHON + 'default_model_filename: "other.py"', "other.py", "file", ""),
+        (PYTHON + 'default_model_filename: "other.py"', "model.py", "file", "has no file 'other.py'"),
+        (ONNX, "model.onnx", "file", ""),
+        (ONNX, "model.onnx", "directory", "'model.onnx' is a directory, but has no file 'model.onnx'"),
+        (ONNX, "model.onnx", "with external data", ""),
+        (SMALL, "x", "file", ""),
+        (SMALL + 'default_model_filename: "weights"', "x", "file", "has no file 'weights'"),
+    ],
 )
-def test_a_model_without_config(tmp_path: Path, model: str, file: str, backend: str) -> None:
-    path = put(tmp_path, model, None, ("2", "3", "10"))
-    (path / "3" / file).write_bytes(b"")
-    (path / "10" / file).write_bytes(b"")
-    config = only(tmp_path).config
-    assert config is not None
-    assert config.backend == backend
-    assert config.default_model_filename == {"onnxruntime": "model.onnx", "python": "model.py"}[backend]
+def test_model_files(tmp_path: Path, config: str, file: str, kind: str, missing: str) -> None:
+    path = put(tmp_path / "m", config)
+    model_file = path / "1" / file
+    if kind == "file":
+        model_file.touch()
+    elif kind in ("link", "broken link"):
+        model_file.symlink_to(path / "real")
+        if kind == "link":
+            (path / "real").touch()
+    else:
+        model_file.mkdir()
+        if kind == "with external data":
+            (model_file / "model.onnx").touch()
+            (model_file / "weights.bin").touch()
+    found = look(path)
+    assert found.versions == (() if missing else (1,)), found.problems
+    assert found.missing.get(1, "").startswith(missing)
+    assert bool(found.missing) is bool(missing)
 
 
-def test_a_backend_that_cannot_be_told(tmp_path: Path) -> None:
-    put(tmp_path, "m", None)
-    (problem,) = only(tmp_path).problems
-    assert problem.startswith(
-        "m (no config.pbtxt): backend: not given, and no file in the version directory determines it"
-    )
-    assert "identity, onnxruntime, python" in problem
-    assert "model.onnx, model.py" in problem
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_version_without_permission_does_not_affect_others(tmp_path: Path) -> None:
+    path = put(tmp_path / "m", PYTHON + ALL_VERSIONS, ("1", "2"), "model.py")
+    (path / "1").chmod(0)
+    found = look(path)
+    (path / "1").chmod(0o700)
+    assert found.versions == (2,)
+    assert found.missing == {1: "cannot be read: Permission denied"}
 
 
-def test_a_file_of_a_backend_that_is_not_here(tmp_path: Path) -> None:
-    path = put(tmp_path, "m", None)
-    (path / "1" / "model.plan").write_bytes(b"")
-    (problem,) = only(tmp_path).problems
-    assert 'found "tensorrt", which this server does not have' in problem
+def test_a_missing_backend_is_the_only_problem(tmp_path: Path) -> None:
+    found = look(put(tmp_path / "m", 'platform: "tensorrt_plan"'))
+    assert len(found.problems) == 1
+    assert found.missing == {}
 
 
-# ---------------------------------------------------------------------------------------------- names and places
+# ----------------------------------------------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize("name", ["a,b", "simple (v2)", "user@host:8000", "-"])
-def test_names_that_a_model_can_have(tmp_path: Path, name: str) -> None:
-    put(tmp_path, name)
+def test_valid_names(tmp_path: Path, name: str) -> None:
+    put(tmp_path / name)
     assert only(tmp_path).name == name
     assert not only(tmp_path).problems
     assert find_model([tmp_path], name) == tmp_path / name
 
 
 @pytest.mark.parametrize("name", [" a", "a ", "x" * 129, "\u00fcber", "new\nline", "\x1b[31m", "a\\b"])
-def test_names_that_no_model_can_have(tmp_path: Path, name: str) -> None:
-    put(tmp_path, name)
-    put(tmp_path, "good")
+def test_invalid_names(tmp_path: Path, name: str) -> None:
+    put(tmp_path / name)
+    put(tmp_path / "good")
     found = [model for model in scanned(tmp_path).values() if model.name != "good"]
     assert len(found) == 1
     assert "a model cannot have this name; expected 1 to 128 printable" in found[0].problems[0]
@@ -213,65 +411,64 @@ def test_a_name_that_is_not_text(tmp_path: Path) -> None:
     assert only(tmp_path).name == "bad\\xff"
 
 
-def test_several_repositories(tmp_path: Path) -> None:
+def test_names_of_models(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    put(one, "a")
-    put(one, "both")
-    put(two, "both", SMALL.replace("identity", "python"))
-    put(two, "b")
-    found = scanned(one, two)
-    assert list(found) == ["a", "b", "both"]
-    assert [name for name, model in found.items() if model.problems] == ["both"]
-    assert found["both"].problems == ("model appears in two or more repositories: 'both' is in 2 of them; keep one",)
+    for path in (one / "b", one / "a", two / "a", two / "__pycache__", two / ".git", two / "no model"):
+        path.mkdir(parents=True)
+    (one / "README.md").write_text("")
+    put(one / "bad", "not parsed")
+    assert model_names([one, two, one]) == {
+        "a": [one / "a", two / "a"],
+        "b": [one / "b"],
+        "bad": [one / "bad"],
+        "no model": [two / "no model"],
+    }
+    assert [model.name for model in scan([one, two])] == ["a", "b", "bad", "no model"]
 
 
-def test_the_same_repository_twice_is_once(tmp_path: Path) -> None:
-    put(tmp_path / "one", "a")
-    (tmp_path / "link").symlink_to(tmp_path / "one")
-    assert not scanned(tmp_path / "one", tmp_path / "one", tmp_path / "link")["a"].problems
+def test_models_are_found_by_name(tmp_path: Path) -> None:
+    put(tmp_path / "one" / "a")
+    put(tmp_path / "two" / "b")
+    (tmp_path / "two" / "link").symlink_to(tmp_path / "one" / "a")
+    roots = [tmp_path / "one", tmp_path / "two"]
+    assert find_model(roots, "a") == tmp_path / "one" / "a"
+    assert find_model(roots, "b") == tmp_path / "two" / "b"
+    assert find_model(roots, "link") == tmp_path / "two" / "link"
 
 
-def test_links_are_followed(tmp_path: Path) -> None:
-    real = put(tmp_path / "elsewhere", "real")
-    (tmp_path / "repository").mkdir()
-    (tmp_path / "repository" / "m").symlink_to(real)
-    (tmp_path / "repository" / "nowhere").symlink_to(tmp_path / "none")
-    found = only(tmp_path / "repository")
-    assert found.name == "m"
-    assert found.versions == (1,)
+NO_NAME = "Model name cannot be empty. Please enter a valid name to deploy."
+TRAVERSAL = "model name must not contain path traversal characters; found "
+INVALID_NAME = "failed to poll from model repository: a model cannot have this name"
 
 
-@pytest.mark.parametrize("kind", ["missing", "file"])
-def test_a_repository_that_is_none(tmp_path: Path, kind: str) -> None:
-    root = tmp_path / "repository"
-    if kind == "file":
-        root.write_text("")
-    with pytest.raises(InvalidRequest, match="check --model-repository"):
-        scan([root], backends=BACKENDS)
-
-
-def test_a_config_that_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(put(tmp_path, "fifo", None) / "config.pbtxt")
-    (put(tmp_path, "directory", None) / "config.pbtxt").mkdir()
-    (put(tmp_path, "loop", None) / "config.pbtxt").symlink_to("config.pbtxt")
-    found = scanned(tmp_path)
-    assert found["fifo"].problems == ("fifo/config.pbtxt: not a regular file",)
-    assert found["directory"].problems == ("directory/config.pbtxt: not a regular file",)
-    assert found["loop"].problems == ("loop: cannot be read: Too many levels of symbolic links",)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read(tmp_path: Path) -> None:
-    path = put(tmp_path, "m")
-    (path / "config.pbtxt").chmod(0)
-    assert only(tmp_path).problems == ("m: cannot be read: Permission denied",)
-
-
-def test_the_sample_repository() -> None:
-    examples = ROOT / "repo" / "examples"
-    found = scan([examples], backends=BACKENDS)
-    assert {"add_sub", "mlp", "sentiment"} <= {model.name for model in found}
-    for model in found:
-        # A sample whose file is fetched at set-up has no version before that.
-        assert not model.problems or "at least one version must be available" in model.problems[0], model
-        assert not model.warnings
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("", InvalidRequest, NO_NAME),
+        (" \t", InvalidRequest, NO_NAME),
+        ("../one/a", InvalidRequest, TRAVERSAL + "'../one/a'"),
+        ("a/1", InvalidRequest, TRAVERSAL + "'a/1'"),
+        ("..", InvalidRequest, TRAVERSAL + "'..'"),
+        ("/etc", InvalidRequest, TRAVERSAL + "'/etc'"),
+        (".hidden", NotFound, "failed to load '.hidden', " + INVALID_NAME),
+        ("__pycache__", NotFound, "failed to load '__pycache__', " + INVALID_NAME),
+        ("a\0", NotFound, "failed to load 'a\\x00', " + INVALID_NAME),
+        ("file", NotFound, "failed to load 'file', failed to poll from model repository: no model repository has it"),
+        ("resnt", NotFound, "failed to poll from model repository: no model repository has it; did you mean 'resnet'?"),
+        (
+            "both",
+            InvalidRequest,
+            "failed to load 'both', failed to poll from model repository: model appears in two or more repositories: "
+            "'both' is in 2 of them; keep one",
+        ),
+    ],
+)
+def test_names_without_a_model(tmp_path: Path, name: str, error: type[Exception], text: str) -> None:
+    for model in ("a", "both", "resnet", ".hidden", "__pycache__"):
+        (tmp_path / "one" / model).mkdir(parents=True)
+    (tmp_path / "two" / "both").mkdir(parents=True)
+    (tmp_path / "one" / "file").write_text("")
+    with pytest.raises(error) as caught:
+        find_model([tmp_path / "one", tmp_path / "two"], name)
+    assert text in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
