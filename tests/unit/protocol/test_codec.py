@@ -277,3 +277,10 @@ def test_known_oddities(packet: bytes) -> None:
     for union in UNIONS:
         found = decode(union, packet)
         assert found is None or all(isinstance(message, codec.Refused) for message in found)
+
+
+def test_one_invalid_message_too_many_refuses_the_packet() -> None:
+    invalid = [4, "no number"]
+    assert len(CODECS["client"].decode(msgpack.packb([invalid] * codec.REFUSED))) == codec.REFUSED
+    with pytest.raises(ProtocolError, match=f"more than {codec.REFUSED} messages of the packet are invalid"):
+        CODECS["client"].decode(msgpack.packb([invalid] * (codec.REFUSED + 1)))

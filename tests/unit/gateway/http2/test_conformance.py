@@ -174,6 +174,8 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     "6.9 WINDOW_UPDATE of a stream by 0": (HELLO + head() + frame(WINDOW, 0, 1, number(0)), Fails(PROTOCOL, 1)),
     "6.9 WINDOW_UPDATE of 3 bytes": (HELLO + frame(WINDOW, 0, 0, bytes(3)), Fails(SIZE)),
     "6.9.1 a window over 2^31 - 1": (HELLO + frame(WINDOW, 0, 0, number((1 << 31) - 1)), Fails(FLOW)),
+    "6.9.1 the largest window": (HELLO + frame(WINDOW, 0, 0, number((1 << 31) - 1 - 65_535)), None),
+    "6.9.1 a window of 2^31": (HELLO + frame(WINDOW, 0, 0, number((1 << 31) - 65_535)), Fails(FLOW)),
     "6.9.1 a window of a stream over 2^31 - 1": (
         HELLO + head() + frame(WINDOW, 0, 1, number((1 << 31) - 1)), Fails(FLOW, 1)),
     "6.9.2 a window that SETTINGS make too large": (

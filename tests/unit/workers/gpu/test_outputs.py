@@ -66,7 +66,7 @@ def test_batches_that_are_scattered_by_the_host(pair: Pair, case: str) -> None:
     if case == "one without":
         handles[1] = None
     elif case == "one too small":
-        handles[1] = replace(places.handles[1], size=WIDTH * 4 - 4)
+        handles[1] = replace(places.handles[1], size=WIDTH * 4 - 1)
     else:
         pair.consumer.arenas.near_limit = 4096
     works = asked(pair, rows, handles)
@@ -78,7 +78,7 @@ def test_batches_that_are_scattered_by_the_host(pair: Pair, case: str) -> None:
     if case == "one without":
         np.testing.assert_array_equal(pair.consumer.array(second), given[1] + 2)
     elif case == "one too small":
-        text = f"has {WIDTH * 4} bytes; the memory given for it has {WIDTH * 4 - 4}"
+        text = f"has {WIDTH * 4} bytes; the memory given for it has {WIDTH * 4 - 1}"
         assert_failed(second, "INVALID_ARG", text)
     else:
         np.testing.assert_array_equal(places.read(1, 1), given[1] + 2)
