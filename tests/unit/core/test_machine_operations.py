@@ -104,7 +104,7 @@ class OperatedMachine(CoreMachine):
             assert model.operation is None
             assert not model.coming
             assert not model.leaving
-            assert not model.leaving
+            assert not model.unloading
             for version in model.versions.values():
                 assert version.state in (VersionState.READY, VersionState.UNAVAILABLE)
         super().teardown()
