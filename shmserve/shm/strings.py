@@ -1,6 +1,6 @@
-"""Encodes string tensors as bytes and decodes them: each element is its length, 4 bytes little-endian, then its bytes.
+"""Encodes and decodes string tensors: each element is a 4-byte little-endian length, followed by that many bytes.
 
-Invariant: lengths from other processes are read from a private copy, and checked before they are used.
+Invariant: lengths from other processes are read from a private copy and checked before use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Objects = np.ndarray[Any, np.dtype[np.object_]]
 
 def encode_bytes(array: Any, other: Callable[[Any], str] | None = None) -> bytes:
     """Encodes the elements in C order: bytes, or str as UTF-8; also numpy arrays of kind S and U. `other` converts
-    elements of other types to str; they are refused without it."""
+    elements of any other type to str; without it, they raise InvalidRequest."""
     if not isinstance(array, np.ndarray):
         array = np.array(array, dtype=object)
     items = array.ravel().tolist()
@@ -57,7 +57,8 @@ def _to_bytes(item: Any, index: int, other: Callable[[Any], str] | None) -> byte
 
 
 def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects:
-    """Returns a read-only array of bytes. `what` names the tensor in errors: `inference input 'x' for model 'm'`."""
+    """Returns a read-only array of bytes objects. `what` names the tensor in errors, such as `inference input 'x' for
+    model 'm'`."""
     if any(dim < 0 for dim in shape):
         raise InvalidRequest(f"shape {list(shape)} has a negative dim")
     expected = elements(shape)
@@ -80,7 +81,7 @@ def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects
     array[:] = items
     try:
         array = array.reshape(shape)
-    except (ValueError, OverflowError) as error:  # too many dims, or dims that are too large beside a dim of 0
+    except (ValueError, OverflowError) as error:  # too many dims, or a dim of 0 and another one too large
         raise InvalidRequest(f"invalid shape {list(shape)}: {error}") from error
     array.flags.writeable = False
     return array

@@ -1,6 +1,6 @@
 """Notifications to the service manager that started this process, if any (sd_notify).
 
-Without a service manager there is no cost.
+Without a service manager, all calls do nothing.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from collections.abc import MutableMapping
 log = logging.getLogger("shmserve")
 
 PATIENCE_MS = 1000
-"""How long to wait for a busy manager with a message that is sent only once."""
+"""How long to wait if the manager's queue is full, for a message that is not repeated."""
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Manager:
-    """The service manager that started this process, if any. Removes its variables from the environment, as children
-    must not inherit them."""
+    """The service manager that started this process; false if there is none.
+
+    The constructor removes VARIABLES from `environment`, so that children do not inherit them.
+    """
 
     def __init__(self, environment: MutableMapping[str, str], pid: int) -> None:
         given = {name: environment.pop(name, "") for name in VARIABLES}
         self._socket: socket.socket | None = None
         self._address = ""
         self.watchdog_s = 0.0
-        """The manager kills the process if it gets no heartbeat for this time; 0: no watchdog."""
+        """The manager kills this process after so long without a heartbeat; 0: no watchdog."""
         address = given["NOTIFY_SOCKET"]
         if not address:
             return
@@ -43,7 +45,7 @@ class Manager:
         return self._socket is not None
 
     def tell(self, *fields: str, once: bool = False) -> None:
-        """`once`: the message is not repeated soon, so wait for a busy manager."""
+        """Sends `NAME=VALUE` fields. `once`: not repeated soon, so wait up to PATIENCE_MS if the queue is full."""
         if self._socket is None:
             return
         message = "\n".join(fields).encode()
@@ -56,8 +58,7 @@ class Manager:
         try:
             sock.sendto(message, self._address)
         except BlockingIOError:
-            # poll reports an unconnected datagram socket as writable although the peer's queue is full, so connect
-            # first.
+            # Connect first: poll reports an unconnected datagram socket as writable even if the peer's queue is full.
             sock.connect(self._address)
             poll = select.poll()
             poll.register(sock, select.POLLOUT)
