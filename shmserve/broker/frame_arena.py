@@ -1,5 +1,6 @@
-"""The broker's own memory: one arena for tensors that arrive as frames, and one per audience for cached responses.
+"""The broker's own memory: one arena for tensors received as frames, and one per audience for cached responses.
 
+An audience is the set of clients that may map a segment.
 Invariant: cached data of different audiences never shares a segment, and only the broker can write to it.
 """
 
@@ -18,7 +19,7 @@ from shmserve.shm.extents import memfd
 
 
 class OwnArena:
-    """`announce` is called with each new segment for frames before data is placed there."""
+    """All memory of the broker. `announce` is called with each new segment for frames, before data is placed in it."""
 
     def __init__(
         self, segments: Segments, frames_bytes: int, kept_bytes: int, announce: Callable[[Map], object]
@@ -59,7 +60,7 @@ class OwnArena:
         return found[0] if len(found) == 1 else b"".join(found)
 
     def place(self, data: bytes, audience: str) -> Placed | None:
-        if audience.startswith("posix:"):  # such clients map segments by name; these have none
+        if audience.startswith("posix:"):  # these clients map segments by name, but a memfd has none
             return None
         arena = self._kept.get(audience) or self._arena_for(audience)
         try:
@@ -80,7 +81,7 @@ class OwnArena:
         return arena
 
     def _make(self, size: int) -> memfd.MemfdExtent:
-        """Twice the limit of the cache, as segments of many audiences are only partly filled."""
+        """Limits all arenas together to twice the cache limit, as segments of many audiences are only partly filled."""
         if size + sum(arena.committed for arena in self._kept.values()) > 2 * self._kept_bytes:
             raise Unavailable(f"cached responses occupy twice the {self._kept_bytes} bytes of --cache-config")
         return memfd.create(size, seal_future_write=True)

@@ -1,7 +1,7 @@
-"""The broker's event loop: passes events to the core, carries out its effects and arms one timer.
+"""The broker's event loop: passes events to the core, carries out the effects that it returns, and arms one timer.
 
-A turn processes everything received since the last one.
-Invariant: no decision about requests, models or memory is made here; those belong in the core.
+One iteration is a turn; it processes everything received since the previous turn.
+Invariant: decisions about requests, models and memory are made in the core, not here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from shmserve.repo.storage.generation import ALL_DESCRIPTORS
 log = logging.getLogger("shmserve")
 
 PING_S = 10.0
-"""Interval for pinging silent ZeroMQ clients and releasing unused memory of the broker's arenas."""
+"""Interval for pinging ZeroMQ clients and for releasing unused memory of the broker's arenas."""
 
 _client_codec = codec.Codec(ClientMessage, PACKET_MESSAGES)
 
@@ -95,7 +95,7 @@ class Broker:
         self.operations: ClientOperations
         """Set before the loop runs."""
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
-        """Called with each completed request that is traced."""
+        """Called with the trace of each completed request that was sampled."""
         self.turned: Callable[[], None] | None = None
         """Called after each turn until the initial loading has finished."""
         self._loop = loop
@@ -172,7 +172,7 @@ class Broker:
         }
 
     def use_gpus(self, uuids: Mapping[int, str], used: Callable[[int], int]) -> None:
-        """GPUs of workers started from now on: UUIDs by GPU number. `used` returns a process's GPU memory."""
+        """Sets the GPUs for workers started from now on. `uuids`: by GPU number. `used(pid)`: GPU memory in bytes."""
         self._workers.gpus = uuids
         self._workers.used_on_gpu = used
 
@@ -181,7 +181,7 @@ class Broker:
         return self._workers.names()
 
     def waited_elsewhere(self, pids: Set[int]) -> None:
-        """Sets the pids of other children, such as gateways. While a pid is in the set, it is reaped elsewhere."""
+        """`pids`: a live set of children that other code reaps, such as gateways."""
         self._workers.others = pids
 
     # ------------------------------------------------------------------------------------ listeners
@@ -255,7 +255,7 @@ class Broker:
         self._put(0, event)
 
     def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
-        """Queues the messages of a packet, after taking their descriptors and replacing undecodable ones by events."""
+        """Queues the messages of a packet. Takes their descriptors, and replaces invalid messages by Garbled events."""
         inbox = self._inbox
         for message in messages:
             kind = type(message)
@@ -274,7 +274,7 @@ class Broker:
             close_all(descriptors)
         if not self._turn_is_due:
             if len(inbox) == 1 and len(self.core.state.requests) <= 1 and not self._carrying_out:
-                self._turn()  # no other request can join this turn: skip a pass through the event loop
+                self._turn()  # no other request can join this turn: save an event loop iteration
                 return
             self._schedule()
 
@@ -327,7 +327,7 @@ class Broker:
     # ------------------------------------------------------------------------------------ the turn
 
     def _turn(self) -> None:
-        self._turn_is_due = True  # messages that links deliver now belong to this turn
+        self._turn_is_due = True  # messages delivered by `begin` belong to this turn: do not schedule another
         again = self._turns.begin()
         inbox, self._inbox = self._inbox, []
         self._turn_is_due = False
@@ -337,12 +337,12 @@ class Broker:
 
     def _tick(self) -> None:
         self._timer = None
-        # A timer may fire slightly early by this clock; the deadline must count as reached all the same.
+        # The timer may fire slightly early by this clock; treat the deadline as reached anyway.
         self._carry_out(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
 
     def _carry_out(self, wanted: list[Effect]) -> None:
         """Carries out all effects before the next turn, so that messages are sent in the order of the turns."""
-        self._carrying_out = True  # the ZeroMQ listener checks for input after sending
+        self._carrying_out = True  # `_flush` may deliver ZeroMQ input, which must not start a nested turn
         try:
             self._answers.begin()
             self._act(wanted)
@@ -353,7 +353,7 @@ class Broker:
         for segment in self._forgotten:
             self._segments.forget(segment)
         self._forgotten.clear()
-        if self.operations.untidy and not self._inbox:  # a Deploy there names sources that the core has not seen
+        if self.operations.untidy and not self._inbox:  # a queued Deploy may use sources that no version uses yet
             self.operations.tidy()
         self._arm()
         self._answers.notify()
@@ -402,7 +402,7 @@ class Broker:
             self._zmq.look()
 
     def _arm(self) -> None:
-        """Arms one timer; moves it only if the core's deadline has changed."""
+        """Arms the timer for the core's deadline, if that has changed."""
         at = self.core.deadline()
         if at is None:
             if self._timer is not None:
@@ -419,7 +419,8 @@ class Broker:
     # ------------------------------------------------------------------------------------ effects
 
     def _spawn(self, effect: effects.Spawn) -> None:
-        """On any failure an Exited follows: the core waits for the end of each process that it has requested."""
+        """Starts a worker. Any failure leads to an Exited event, as the core waits for the exit of each process that it
+        has requested."""
         reason = f"{SIGN} while starting its process"
         try:
             self._start_worker(effect)
@@ -455,7 +456,7 @@ class Broker:
         self._answers.gone(peer)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
         self.operations.untidy = True
-        self.operations.gone(peer)  # the model may have pending queries
+        self.operations.gone(peer)  # the worker may have pending queries
 
     def _close(self, effect: effects.Close) -> None:
         link = self._links.get(effect.peer)
@@ -472,7 +473,7 @@ class Broker:
         """Sends a message that is not the result of a request."""
         kind = type(message)
         if kind is Fail or (kind is Answer and not message.more):
-            # Before any later message of the peer: flushing may read from the ZeroMQ socket.
+            # Queue this before flushing, which may read later messages of the peer from the ZeroMQ socket.
             self._put(0, events.Answered(peer, message.request))
         self._send(Send(peer, message))
         self._flush()
@@ -485,7 +486,7 @@ class Broker:
     # ------------------------------------------------------------------------------------ close
 
     def close(self) -> None:
-        """Closes everything. The workers have exited."""
+        """Closes everything. Call after the workers have exited."""
         self.operations.close()
         self._tallies.close()
         self._probes.close()

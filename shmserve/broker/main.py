@@ -1,4 +1,4 @@
-"""The broker process: settings, signals, start and stop. Exit codes: 0 stopped, 1 failed, 2 usage error."""
+"""The broker process: settings, signals, start and stop. Exit codes: 0 stopped normally, 1 failed, 2 usage error."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ LOCK = "broker.lock"
 GENERATIONS = "generations"
 """Directory for the files of loaded versions, in the runtime directory."""
 NEEDED = ("httptools", "hpack")
-"""Packages that only gateways import."""
+"""Optional packages that gateways need."""
 LOOK_S = 0.05
-"""How often to check whether the loading that SIGHUP started has finished."""
+"""Polling interval for the end of the loads that SIGHUP started."""
 
 
 class CannotStart(Exception):
-    """Startup failed; the text is printed in one line."""
+    """Startup failed. The message is printed as one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _runtime_dir(contextlib.AbstractContextManager[None]):
-    """Holds the lock of the runtime directory; the kernel releases it if the process dies. Removes leftover sockets."""
+    """Locks the runtime directory, and removes files left by an earlier server. The kernel releases the lock if the
+    process dies."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -115,7 +116,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
 
 
 class ServerProcess:
-    """Connects the broker, the gateways, signals and progress reports, from start to stop."""
+    """The whole server, from start to stop: broker, gateways, signal handlers and progress reports."""
 
     def __init__(self, settings: argparse.Namespace, loop: Any, manager: Manager) -> None:
         self._settings = settings
@@ -181,9 +182,9 @@ class ServerProcess:
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
         self._trace_file = self._changeable(settings)
         self._waits_for = {"models", "gateways"}
-        """What must still finish before the server is ready."""
+        """Startup phases that must finish before the server is ready."""
         self._rereads = 0
-        """Reads of the repositories that SIGHUP requested and that have not finished."""
+        """Number of repository scans started by SIGHUP that have not finished."""
         state = self._core.state
         self._announcer = service_status.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
 
@@ -194,7 +195,7 @@ class ServerProcess:
         return found
 
     def _changeable(self, settings: argparse.Namespace) -> TraceFile:
-        """Registers queries for what can be changed at run time: log and trace settings. Returns the trace file."""
+        """Registers the queries that show and change log and trace settings. Returns the trace file."""
         state = self._core.state
         given = merged_traces(settings.trace_config)
         traces = TraceSettings(given, state.traces.samples, state.models.keys)
@@ -215,7 +216,7 @@ class ServerProcess:
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
-        # If stdin is a terminal, SIGHUP means that the terminal was closed.
+        # With a terminal as stdin, SIGHUP means that the terminal was closed; otherwise it requests a reload.
         hang_up = (self._stop, "SIGHUP") if os.isatty(0) else (self._reread,)
         self._loop.add_signal_handler(signal.SIGHUP, *hang_up)
         try:
@@ -224,10 +225,10 @@ class ServerProcess:
             self._announcer.begin()
             self._begin()
             self._broker.turned = self._turned
-            self._broker.put(events.Closed(0))  # run one turn even without models
+            self._broker.put(events.Closed(0))  # a no-op event, so that one turn runs even without models
             gc.collect()
             gc.freeze()
-            gc.set_threshold(50_000, 20, 50)  # requests leave no cycles behind, so collect rarely
+            gc.set_threshold(50_000, 20, 50)  # requests create no reference cycles
             self._loop.run_forever()
         finally:
             self._announcer.close()
@@ -238,7 +239,7 @@ class ServerProcess:
         return self._code
 
     def _begin(self) -> None:
-        """Reads and deploys the models that are served from the start."""
+        """Reads and deploys the models to serve initially."""
         settings = self._settings
         if settings.failed:
             for text in settings.failed:
@@ -282,10 +283,10 @@ class ServerProcess:
 
     def _has_reread(self) -> None:
         self._rereads -= 1
-        self._loop.call_soon(self._await_loading)  # after the turn that deploys what was read
+        self._loop.call_soon(self._await_loading)  # after the turn that deploys the changes
 
     def _await_loading(self) -> None:
-        """Polls instead of checking at every turn, as turns also serve other requests."""
+        """Reports the end of the reload. Polls, so that turns that serve requests do not have to check."""
         if self._rereads:
             return
         census = service_status.Census.of(self._core.state.models.values())
@@ -295,7 +296,7 @@ class ServerProcess:
             log.info("repositories reread: %s", census.text())
 
     def _loaded(self, failed: int) -> None:
-        """Called when the initial loading has finished."""
+        """Called when the initial loading has finished. `failed`: number of models or versions that did not load."""
         if failed and self._settings.exit_on_error:
             log.error("%d model(s) failed to load and --exit-on-error is set: stopping", failed)
             self._code = 1
@@ -304,7 +305,7 @@ class ServerProcess:
         self._has_come("models")
 
     def _opened(self, ports: Mapping[str, int]) -> None:
-        """Called when all gateways listen."""
+        """Called when all gateways are listening."""
         self._has_come("gateways")
 
     def _not_opened(self, code: int, why: str) -> None:
@@ -328,7 +329,7 @@ class ServerProcess:
             print(hints(where, where == default_runtime_dir(), ports), file=sys.stderr, flush=True)
 
     def _stop(self, why: str) -> None:
-        """Stops the gateways first: they still forward requests that they have begun to receive."""
+        """Stops the gateways before the broker, as they still forward requests that they have begun to receive."""
         if self._stopping:
             return
         self._stopping = True
@@ -348,7 +349,8 @@ class ServerProcess:
 
 
 def _gateway_settings(settings: argparse.Namespace) -> GatewaySettings:
-    """Gateway settings. If a package is missing: none, or CannotStart if gateways were configured."""
+    """Returns the gateway settings. If a package is missing, disables gateways, or raises CannotStart if they were
+    configured explicitly."""
     wanted = setting.gateway_settings(settings)
     missing = [name for name in NEEDED if wanted.count and find_spec(name) is None]
     if not missing:

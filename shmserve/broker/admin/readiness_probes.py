@@ -1,6 +1,6 @@
-"""Readiness as reported by models themselves: sends probes to their workers and waits for the results.
+"""Readiness checks implemented by models: sends probes to their workers and collects the results.
 
-Invariant: every query is answered once, whatever the workers do.
+Invariant: every query is answered exactly once, even if workers exit or do not respond.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Struct
 from shmserve.protocol.messages import Probe, Probed
 
 LIMIT_S = 5.0
-"""A model that does not answer in this time is not ready."""
+"""A model that does not respond within this time is not ready."""
 
 
 class _Probe(Struct, eq=False):
@@ -23,7 +23,7 @@ class _Probe(Struct, eq=False):
 
 
 class Probes:
-    """`send(peer, message)` sends a message to a worker."""
+    """Probes in progress, and the workers that support them. `send(peer, message)` sends a message to a worker."""
 
     def __init__(self, loop: Any, send: Callable[[int, Probe], None]) -> None:
         self._loop = loop
@@ -33,7 +33,10 @@ class Probes:
         self._open: dict[int, _Probe] = {}
 
     def probe(self, peers: Iterable[int], answer: Callable[[bool], None]) -> bool:
-        """Probes those of the workers whose models support it. False: there are none; `answer` is not called."""
+        """Probes those of the workers that support it, then calls `answer(ready)`: true if all are ready.
+
+        Returns False, without calling `answer`, if no worker supports probes.
+        """
         pending = self._able.intersection(peers)
         if not pending:
             return False
@@ -45,6 +48,7 @@ class Probes:
         return True
 
     def probed(self, peer: int, message: Probed) -> None:
+        """Processes the result of a probe. Number 0 announces that the worker supports probes."""
         if not message.number:
             self._able.add(peer)
             return

@@ -11,11 +11,17 @@ UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 class Flag(Struct, frozen=True):
-    """`kind` selects the parser in flags.from_text. `triton`: Triton's default where it differs, and why.
-    `compatible`: the default with --triton-compatible. `instead`: the flag is deprecated, and this is its replacement;
-    `setting`: the replacement's setting. `private`: only for programs that start the server. `gateway`: the option of
-    `shmserve gateway` that gets the value. `note`: the flag has no effect, and what happens instead. `refused`: why it
-    cannot be true."""
+    """A flag, its parser and its documentation.
+
+    - `kind`: selects the parser in flags.from_text.
+    - `triton`: Triton's default, if it differs, and the reason.
+    - `compatible`: the default with --triton-compatible.
+    - `instead`: the replacement of a deprecated flag; `setting`: the replacement's setting.
+    - `private`: only for programs that start the server.
+    - `gateway`: the option of `shmserve gateway` that receives the value.
+    - `note`: for a flag without effect, what happens instead.
+    - `refused`: why the flag cannot be set to true.
+    """
 
     name: str
     kind: str

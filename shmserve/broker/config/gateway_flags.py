@@ -1,4 +1,4 @@
-"""The flags of `shmserve serve` for network endpoints: the options of the gateway, and how many gateways to start."""
+"""Flags of `shmserve serve` for network endpoints: gateway options, and the number of gateways."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from shmserve.gateway_options import OPTIONS, Option
 
 ENDPOINTS = "Network endpoints"
 _KINDS = {"boolean": "boolean", "whole": "whole", "path": "path"}
-"""Kinds of values that `serve` reads as such; it passes all others on as text."""
+"""Kinds of values that `serve` parses; all others are passed to the gateway as text."""
 
 
 def _passed_on(option: Option) -> Flag:
-    """A flag without a default: gateways are given only what the server was given."""
+    """The flag has no default, so that only options that were set are passed to gateways."""
     return Flag(
         option.name,
         _KINDS.get(option.kind, "text"),

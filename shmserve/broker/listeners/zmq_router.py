@@ -1,8 +1,8 @@
 """The ZeroMQ listener: a ROUTER socket on ipc. Each identity is a client; a message is [packet, frame, frame, ...].
 
-A frame holds the bytes of a tensor. Inputs are copied once, into the broker's own arena (or inline, if small). Outputs
-are copied out of the worker's segment, for clients that requested frames. Only the owner may connect, as ZeroMQ does
-not report the peer's user.
+A frame holds the bytes of a tensor. Inputs are copied once, into the broker's arena or, if small, into the message.
+Outputs are copied from the worker's segment, for clients that requested frames. Only the broker's user may connect, as
+ZeroMQ does not report the peer's user.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from shmserve.shm.arena import Arena
 from shmserve.shm.extents import posix
 
 MESSAGE_BYTES = 8 * 1024 * 1024
-"""Limit of libzmq, which disconnects above it. Between FRAME_BYTES and this the broker can report the error."""
+"""Size above which libzmq disconnects. For sizes between FRAME_BYTES and this, the broker can report an error."""
 QUEUE = 128
-"""Messages that libzmq queues to a client that does not read, and from a client that has not been read yet."""
+"""Messages that libzmq queues per client, in each direction."""
 SWEEP_S = 1.0
 """Delay before segments of a disconnected client are removed: its process may still be exiting, and a worker may be
-about to open a segment that one of its requests names."""
+about to open a segment that one of the client's requests names."""
 BURST = 64
 BURST_NS = 1_000_000
-"""Messages, or nanoseconds, after which reading stops to let other callbacks run."""
+"""Number of messages, or time in ns, after which reading stops to let other callbacks run."""
 PENDING_MESSAGES = 250
 PENDING_BYTES = 4 * MESSAGE_BYTES
-"""Limits of input queued for a client that is paused, queued for its turn, or behind."""
+"""Limits of queued input from a client that is paused, waiting for its turn, or behind."""
 FREED = 16
-"""Messages released per callback: each may have hundreds of frames."""
+"""Messages released per callback, as each may have hundreds of frames."""
 DISCONNECTED = 4096
 """Number of identities of disconnected clients to remember."""
 
 
 class ZmqOutbox:
-    """One ZeroMQ client. Has the interface of Link that the loop uses."""
+    """One ZeroMQ client. Has those parts of PeerLink's interface that the loop uses."""
 
     def __init__(self, router: ZmqRouter, identity: bytes, peer: int, user: str) -> None:
         self.peer = peer
@@ -78,19 +78,19 @@ class ZmqOutbox:
         """The client does not read its responses: its input is queued until it has caught up."""
         self.active = True
         self.frames = False
-        """Requested in its Hello: large outputs are sent as frames."""
+        """Send large outputs as frames, as requested in the client's Hello."""
         self.watch: int | None = None
         """A pidfd of the client's process, if its Hello gave the pid."""
         self.pid = 0
         self.paused_until = 0
         self.pending: deque[list[bytes]] = deque()
-        """Messages received while paused, queued or behind."""
+        """Messages received while the client is paused, queued or behind."""
         self.pending_bytes = 0
         self.waiting: Any = None
         self.left_over: list[Any] = []
-        """Messages beyond its share of a turn."""
+        """Decoded messages beyond the client's share of a turn."""
         self.queued = False
-        """It is queued for its next turn."""
+        """The client is queued for its next turn."""
         self._router = router
 
     def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
@@ -103,7 +103,7 @@ class ZmqOutbox:
             self.close("")
 
     def send_with_frames(self, message: Any, frames: list[bytes]) -> None:
-        """Sends the outbox and then this message at once, as frames belong to a single message."""
+        """Sends the outbox, then this message in a packet of its own, as frames belong to a single message."""
         before, self.outbox = self.outbox, []
         for packet in codec.pack(before) if before else []:
             self._router.send(self, [packet])
@@ -149,7 +149,7 @@ class ZmqRouter:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE)
         self._socket.setsockopt(zmq.LINGER, 200)
-        before = os.umask(0o177)  # bind also listens: no other user may connect in between
+        before = os.umask(0o177)  # bind also listens, so a later chmod would let other users connect before it
         try:
             self._socket.bind(f"ipc://{path}")
         finally:
@@ -172,11 +172,12 @@ class ZmqRouter:
     # ------------------------------------------------------------------------------------ input
 
     def _readable(self) -> None:
-        """Reads until the socket is empty, as its descriptor is edge-triggered."""
+        """Reads until the socket is empty, as its descriptor is edge-triggered; after BURST or BURST_NS, continues in a
+        later callback."""
         socket, now = self._socket, time.monotonic_ns
         end = now() + BURST_NS
         for number in range(BURST):
-            # After one message, polling is cheaper than a receive that fails; after more, there is likely another one.
+            # After the first message, polling is cheaper than a failed receive. After more, another one is likely.
             if number == 1 and not zmq_frames.events(socket) & zmq_frames.IN:
                 break
             try:
@@ -194,7 +195,7 @@ class ZmqRouter:
             self._retry()
 
     def look(self) -> None:
-        """Checks for input after a turn that sent: sending may have consumed the descriptor's edge."""
+        """Reads any input. Call after sending, which may have consumed the descriptor's edge."""
         if not self._socket.closed and zmq_frames.events(self._socket) & zmq_frames.IN:
             self._readable()
 
@@ -216,8 +217,8 @@ class ZmqRouter:
         self._receive(outbox, parts)
 
     def _comes_again(self, parts: list[bytes]) -> bool:
-        """Whether a disconnected client sends a Hello. Its other input is dropped without a reply, which would cost the
-        broker more than the client."""
+        """Whether a disconnected client sends a Hello. Other input is dropped without a reply, as replying would cost
+        the broker more than sending costs the client."""
         try:
             return any(isinstance(message, Hello) for message in self._decode(parts[1] if len(parts) > 1 else b""))
         except ProtocolError:
@@ -245,7 +246,7 @@ class ZmqRouter:
         self._wait_for_turn(outbox)
 
     def _wait_for_turn(self, outbox: ZmqOutbox) -> None:
-        """Queues the client for a turn if it has more input and may be read."""
+        """Queues the client for its next turn if it has more input and is neither paused nor behind."""
         known = self._outboxes.get(outbox.identity) is outbox
         may_read = outbox.waiting is None and not outbox.behind
         if known and not outbox.queued and may_read and (outbox.left_over or outbox.pending):
@@ -268,7 +269,7 @@ class ZmqRouter:
             self._receive(outbox, parts)
 
     def pause(self, outbox: ZmqOutbox, until: int) -> None:
-        """Queues this client's input until that time. All clients share one socket, so it cannot be left unread."""
+        """Queues this client's input until the given time. It must still be read, as all clients share one socket."""
         outbox.paused_until = max(outbox.paused_until, until)
         if outbox.waiting is None and self._outboxes.get(outbox.identity) is outbox:
             delay = (until - time.monotonic_ns()) / 1e9
@@ -293,7 +294,7 @@ class ZmqRouter:
         self.drop(outbox, text)
 
     def _with_frames(self, infer: Infer, frames: Sequence[bytes]) -> Any:
-        """Replaces frame numbers by handles, or by bytes if small."""
+        """Replaces frame numbers in the inputs by handles, or by the bytes of small frames."""
         total = sum(map(len, frames))
         if total > FRAME_BYTES:
             text = f"{total} bytes of frames in one message exceed the limit of {FRAME_BYTES}; use shared memory"
@@ -323,7 +324,7 @@ class ZmqRouter:
     # ------------------------------------------------------------------------------------ output
 
     def reply(self, outbox: ZmqOutbox, reply: Reply | Part) -> None:
-        """Sends a response to a client that takes frames."""
+        """Sends a response to a client that requested frames."""
         frames: list[bytes] = []
         outputs = []
         total = 0
@@ -397,17 +398,18 @@ class ZmqRouter:
     # ------------------------------------------------------------------------------------ connect and disconnect
 
     def watch(self, outbox: ZmqOutbox, pid: int) -> None:
-        """Watches the client's process, so that its end is noticed at once. Otherwise only missed pings reveal it."""
-        with contextlib.suppress(OSError):  # for example, the pid is of another namespace
+        """Watches the client's process, to detect its exit at once and not only by a missed ping."""
+        with contextlib.suppress(OSError):  # for example, the pid is from another namespace
             if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 outbox.watch = os.pidfd_open(pid)
                 outbox.pid = pid
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has exited")
 
     def silent(self, clients: Mapping[int, ClientState]) -> tuple[list[ZmqOutbox], list[ZmqOutbox]]:
-        """Returns (to ping, to disconnect). A client whose process is watched is only pinged, as it may be too busy to
-        answer; if it closed its socket without exiting, the ping is undeliverable, which is reported at once. A client
-        whose Hello has not been processed is not pinged: its first message is Welcome."""
+        """Returns (clients to ping, clients to disconnect). A client is disconnected if it has sent nothing since the
+        last call. If its process is watched, it is only pinged, as it may be too busy to answer; if it has closed its
+        socket without exiting, sending the ping fails at once. Clients whose Hello has not been processed are not
+        pinged, as Welcome must be the first message that they receive."""
         ask: list[ZmqOutbox] = []
         lost: list[ZmqOutbox] = []
         for outbox in self._outboxes.values():
@@ -444,14 +446,14 @@ class ZmqRouter:
         self._ended(outbox.peer, reason)
 
     def _free(self, pending: deque[list[bytes]]) -> None:
-        """Releases a few messages per callback, to let others run."""
+        """Releases FREED messages per callback, to let other callbacks run."""
         for _ in range(min(FREED, len(pending))):
             pending.popleft()
         if pending:
             self._loop.call_soon(self._free, pending)
 
     def _sweep(self, pid: int) -> None:
-        """Removes named segments of a process that was killed before it could."""
+        """Removes named segments that a process left behind."""
         self._unswept.discard(pid)
         posix.sweep(pid)
 

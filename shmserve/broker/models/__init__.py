@@ -1,7 +1,7 @@
-"""The models of the repositories: what is deployed, operations on models, and changes on disk.
+"""Models in the repositories: which ones are deployed, operations on them, and changes on disk.
 
-A load call arrives in pieces (`overrides`) at `operations`, which has `catalog` read the model in a thread. The catalog
-turns the reading into events for the core, which starts workers and later reports that the operation has settled. Polls
-(`poller`) and SIGHUP take the same path. `ensemble_members` also loads the models of an ensemble's steps.
-`differences` compares loaded versions with the files on disk.
+`operations` receives load calls, whose bodies (`overrides`) arrive in pieces, and lets `catalog` read the model in a
+thread. The catalog turns the result into events for the core, which starts workers and reports when the operation has
+finished. Polls (`poller`) and SIGHUP take the same path. `ensemble_members` finds the models of an ensemble's steps,
+which are loaded with it. `differences` compares loaded versions with the files on disk.
 """

@@ -1,7 +1,7 @@
-"""The server's metrics in Prometheus format, computed on request; nothing is collected in between.
+"""The server's metrics in Prometheus format, computed on request.
 
-Invariant: only reads the core's tables and the kernel's. A version with several generations, or an instance with two
-processes, has one sample.
+Invariant: only reads the core's state and /proc. A version with several generations, or an instance with two
+processes, has one sample per metric.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shmserve.system import procfs
 from shmserve.version import version as installed
 
 SHOWN_CLIENTS = 20
-"""Number of clients with their own series. These end with the client, and exist only while it holds memory."""
+"""Maximum number of clients with their own series. A client has them only while it holds memory."""
 FIRST_BUCKET, LAST_BUCKET = 14, 36
 """Buckets from 16 us to 69 s."""
 
@@ -53,13 +53,16 @@ _SUMMARIES = (
     (_HITS, "hit", "cache_hit_ns"),
     (_MISSES, "miss", "cache_miss_ns"),
 )
-"""Metric, the attribute of Summaries with its window, and that of Statistics with its sum."""
+"""Metric, attribute of Summaries with its window, attribute of Statistics with its sum."""
 _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
-"""Attributes with the counts; for the other summaries it is success_count."""
+"""Attributes of Statistics with the counts of these summaries; all others use success_count."""
 
 
 class _Place(Struct):
-    """Sums over the instances of one name, of which there are two while one replaces the other."""
+    """The sample of an instance name: two instances have the same name while one replaces the other.
+
+    `current`: `state` is that of an instance being served. Memory, CPU time and arena are sums.
+    """
 
     state: InstanceState
     current: bool
@@ -71,7 +74,7 @@ class _Place(Struct):
 
 
 class Metrics:
-    """`process_of` returns the pid of a worker, or 0; `ready` whether the server is ready."""
+    """`process_of(peer)` returns the pid of a worker, or 0. `ready()` returns whether the server is ready."""
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class Metrics:
             page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)
 
     def _instances(self, page: Page, generations: list[Version], arenas: dict[int, int]) -> None:
-        """`generations`: the first one is being served."""
+        """Adds the metrics of instances. `generations`: those of one version; the first is the one being served."""
         places: dict[str, _Place] = {}
         served = generations[0]
         for version in generations:
@@ -196,7 +199,7 @@ class Metrics:
     # ------------------------------------------------------------------------------------ memory and clients
 
     def _segments(self, page: Page) -> dict[int, int]:
-        """Adds the metrics of segments; returns the bytes of segments by worker."""
+        """Adds the metrics of segments. Returns the size of each worker's segments, in bytes."""
         found: dict[int, int] = {}
         counts = {"client": 0, "worker": 0, "broker": 0}
         sizes = dict(counts)
@@ -287,7 +290,7 @@ def _times(page: Page, name: str, counts: list[int], ns: int, named: str) -> Non
 
 
 def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
-    """Buckets double, up to the first that includes the largest."""
+    """Adds the histogram of batch sizes. The buckets' limits are powers of two, up to the first >= `largest`."""
     sizes = counted.batches
     count = sum(batch.count for batch in sizes.values())
     rows = sum(rows * batch.count for rows, batch in sizes.items())
@@ -297,7 +300,7 @@ def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
 
 
 def _served_by(version: Version) -> dict[str, int]:
-    """The number of instances in each state of shmserve_model_instances."""
+    """Counts instances by state, for shmserve_model_instances."""
     counts = {"ready": 0, "loading": 0, "lost": 0, "quarantined": 0}
     for instance in version.instances:
         if not (instance.over or instance.spec.passive or instance.replaces):

@@ -1,4 +1,4 @@
-"""Progress on the console: a line for each version that becomes READY, then commands to try."""
+"""Startup messages: a log line for each version that becomes READY, then example commands on the console."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ or over HTTP:
 
 
 class LoadProgress:
-    """Reports the initial loading. Call `look` after each turn of the loop until it returns True."""
+    """Reports the initial loading. Call `look` after each turn of the broker until it returns True."""
 
     def __init__(self, core: Core, ended: Callable[[int], None], show: Callable[[str], None]) -> None:
         self._core = core
@@ -50,12 +50,13 @@ class LoadProgress:
         return [version for model in self._core.state.models.values() for version in model.versions.values()]
 
     def look(self) -> bool:
-        """True: nothing is loading any more, and `ended(failed)` has been called."""
+        """Shows new READY versions. Once nothing is loading, calls `ended` with the number of failures, and returns
+        True."""
         versions = self.versions()
         for version in versions:
             if version.state is not VersionState.LOADING and version not in self._reported:
                 self._reported.add(version)
-                if version.state is VersionState.READY:  # the log has the reasons of the others
+                if version.state is VersionState.READY:  # failures are logged with their reason elsewhere
                     seconds = time.monotonic() - self._started
                     self._show(f"[{len(self._reported)}/{len(versions)}] {version.label} READY after {seconds:.1f} s")
         if len(self._reported) < len(versions):

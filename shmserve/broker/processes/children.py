@@ -1,6 +1,6 @@
-"""Child processes of the broker, workers and gateways: their environment, output and exit codes.
+"""Environment, output and exit codes of the broker's child processes: workers and gateways.
 
-Invariant: the output of a child is untrusted, so it is escaped: each logged line is printable, whatever its bytes.
+Invariant: output of children is untrusted and is escaped, so each logged line is printable.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from shmserve.broker.observability.logs import printable
 LINE_BYTES = 4096
 """Longest line that is logged."""
 READ_BYTES = 16384
-"""Maximum per read, so that a child with much output does not block the event loop."""
+"""Maximum per read, so that a child with a lot of output does not block the event loop."""
 PIPE_BYTES = 65536
-"""Capacity of a pipe: at most this much is left to read when a child has exited."""
+"""Default capacity of a pipe, and so the maximum left to read when a child has exited."""
 TAIL_LINES = 20
-"""Number of last lines to keep: they are reported when the child exits."""
+"""Number of last lines to keep, for the report when the child exits."""
 FATAL = "Fatal Python error"
-"""Begins the report that the interpreter writes on a fatal signal such as SIGSEGV."""
+"""Start of the faulthandler report that the interpreter writes on a fatal signal such as SIGSEGV."""
 _WORKERS = Path(__file__).parents[2] / "workers"
 _PLACES = sorted({os.fsencode(place) for place in (_WORKERS, _WORKERS.resolve())})
 _OUR_FRAME = re.compile(rb'  File "(?:<frozen runpy>|(?:%s)/[^"]*)", line \d+ in ' % b"|".join(map(re.escape, _PLACES)))
-"""Matches, in such a report, a frame in the server's own code. Frames of tracebacks have another format."""
+"""Matches a faulthandler frame in the server's own code. Frames of ordinary tracebacks have another format."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
 def environment(*prefixes: str) -> dict[str, str]:
-    """The environment of a child: a fixed list of variables, and those with one of the prefixes. All others are left
-    out, as they may contain secrets."""
+    """The environment of a child: a fixed list of variables, and those with one of the prefixes. All others are
+    omitted, as they may contain secrets."""
     return {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(prefixes)}
 
 
 def ended_with(code: int) -> str:
-    """Describes an exit code as of Popen, which is negative for a signal."""
+    """Describes a return code as defined by Popen: negative for a signal."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
 
 
 class Output:
-    """A pipe for the output of a child, which is rate-limited and logged with `say(level, text)`.
+    """A pipe for the output of a child, which is rate-limited and logged with `log_record(level, text)`.
 
-    `written` is the end for the child; whoever starts the child closes it in this process. `levels`: prefix of a line
-    -> its log level; lines without such a prefix have the level info.
+    `written` is the child's end; the caller closes it in this process after starting the child. `levels` maps the
+    prefix of a line to its log level; the default level is info.
 
     Invariant: the pipe is always read, even if lines exceed the rate limit, so that no child blocks on its output.
     """
@@ -79,8 +79,8 @@ class Output:
         return next((self._parse(line)[1] for line in reversed(self.tail) if line.strip()), "")
 
     def read(self) -> None:
-        """Reads up to READ_BYTES and logs the complete lines. An incomplete one is kept, unless it is too long or the
-        pipe has ended."""
+        """Reads up to READ_BYTES and logs the complete lines. Keeps an incomplete last line for the next read, unless
+        it is too long or the pipe is at end of file."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -88,7 +88,7 @@ class Output:
         if not data:
             self._loop.remove_reader(self.descriptor)
         if self._throttle.is_full(self._loop.time()) and (count := data.count(b"\n")) > TAIL_LINES:
-            # The throttle drops all lines until its window ends: split only those that the tail keeps.
+            # The throttle drops all lines until its window ends, so split only the lines that the tail keeps.
             head, *lines, partial = data.rsplit(b"\n", TAIL_LINES + 1)
             self._throttle.drop(count - TAIL_LINES, len(self._partial) + len(head) + 1)
             self._partial = partial[:LINE_BYTES]
@@ -124,11 +124,11 @@ class Output:
         return (level, rest) if level else ("error" if word == FATAL else "info", line)
 
     def finish(self) -> None:
-        """Call when the child has exited: reads the rest of its output, and logs the last lines even if they exceed the
-        rate limit, as they may contain the reason."""
+        """Reads the remaining output; call when the child has exited. Logs the last lines even if they exceed the rate
+        limit, as they may explain the exit."""
         for _ in range(PIPE_BYTES // READ_BYTES):
             self.read()
-        if self._partial:  # the pipe has not ended: a process that the child started has it open
+        if self._partial:  # no end of file: a process started by the child holds the pipe open
             partial, self._partial = self._partial, b""
             self._admit([partial])
         for notice in self._throttle.flush():

@@ -1,6 +1,6 @@
-"""Samples GPU metrics and the GPU memory of processes periodically, by default every two seconds, in a thread.
+"""A thread that samples GPU metrics and the GPU memory of processes, by default every two seconds.
 
-Invariant: `text` and `used_by` never wait for the driver, and values that a GPU does not provide are omitted.
+Invariant: `text` and `used_by` never wait for the driver. Metrics that a GPU does not support are omitted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Sample = tuple[str, str, float]
 
 
 class GpuMetrics:
-    """Call `start` once and `close` at the end; without GPUs both do nothing."""
+    """The sampling thread and its last samples. Without GPUs, `start` and `close` do nothing."""
 
     def __init__(self, gpus: Sequence[Gpu], shown: bool = True, interval_s: float = INTERVAL_S) -> None:
-        """`shown`: whether to sample metrics."""
+        """`shown`: whether to sample metrics; `used_by` works without them."""
         self._gpus = gpus
         self._shown = shown
         self._process_memory_used = False
@@ -36,7 +36,7 @@ class GpuMetrics:
         self._nvml: Any = None
 
     def start(self) -> None:
-        """Takes the first samples before it returns."""
+        """Takes the first samples, then starts the thread."""
         if not self._gpus:
             return
         self._nvml = importlib.import_module("pynvml")
@@ -61,14 +61,15 @@ class GpuMetrics:
             self._nvml = None
 
     def text(self) -> str:
-        """The last samples in Prometheus format."""
+        """The last samples, in Prometheus format."""
         page = Page()
         for name, uuid, value in self._samples:
             page.add(name, value, labels(("gpu_uuid",), (uuid,)))
         return page.text()
 
     def used_by(self, pid: int) -> int:
-        """Bytes on all GPUs in the last sample. Sampling begins with the first call, which returns 0."""
+        """The process's memory on all GPUs in the last sample, in bytes. The first call enables this sampling and
+        returns 0."""
         self._process_memory_used = True
         return self._used.get(pid, 0)
 
@@ -83,7 +84,7 @@ class GpuMetrics:
             self._used = self._processes()
 
     def _processes(self) -> dict[int, int]:
-        """Bytes by pid, summed over GPUs. A process that one GPU lists twice, as under MPS, counts once."""
+        """GPU memory by pid in bytes, summed over GPUs. A process that a GPU lists twice, as with MPS, counts once."""
         nvml, found = self._nvml, dict[int, int]()
         for gpu in self._gpus:
             here: dict[int, int] = {}
@@ -91,7 +92,7 @@ class GpuMetrics:
                 try:
                     listed = getattr(nvml, ask)(nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal))
                 except (nvml.NVMLError, AttributeError):
-                    continue  # an older library, or a GPU without this query
+                    continue  # an old NVML, or a GPU that does not support this query
                 for process in listed:
                     here[process.pid] = max(here.get(process.pid, 0), process.usedGpuMemory or 0)
             for pid, used in here.items():

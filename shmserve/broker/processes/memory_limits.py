@@ -1,6 +1,6 @@
-"""Memory limits of workers: enforced by control groups where possible, otherwise by polling; on GPUs always by polling.
+"""Memory limits of workers, enforced by control groups where possible, otherwise by polling; on GPUs always by polling.
 
-Invariant: only private memory counts. Mapped tensors of other processes, and files shared with other workers, do not.
+Invariant: polling counts only private memory, not mapped tensors of other processes or files shared with other workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Watched(Struct):
 
 
 class Memory:
-    """`kill(peer, reason)` kills a worker over its limit. One object is for host memory, one for GPU memory."""
+    """Enforces the limits of all workers. There is one object for host memory and one for GPU memory."""
 
     def __init__(
         self,
@@ -42,7 +42,11 @@ class Memory:
         what: str = "private memory",
         knobs: str = KNOBS,
     ) -> None:
-        """`make` divides the broker's control group, or raises CannotHave. `what`, `knobs`: names for error texts."""
+        """`kill(peer, reason)` kills a worker that exceeds its limit. `used(pid)` returns its memory in bytes.
+
+        `make` divides the broker's control group, or raises CannotHave; None: always poll. `what` and `knobs` name the
+        kind of memory and its settings in error texts.
+        """
         self._what = what
         self._knobs = knobs
         self._loop = loop
@@ -59,7 +63,7 @@ class Memory:
             log.debug("memory limits are enforced by polling: %s", reason)
 
     def group(self, peer: int, limit: int) -> ControlGroup | None:
-        """The control group for a worker to be started. None: it has no limit, or its memory is polled."""
+        """Creates the control group for a worker that is about to start. None: no limit, or its memory is polled."""
         group = self._groups.make(peer, limit) if limit and self._groups is not None else None
         if group is not None:
             self._groups_of[peer] = group
@@ -71,7 +75,7 @@ class Memory:
             self._arm(LOOK_S)
 
     def ended(self, peer: int) -> str:
-        """The reason if the kernel killed the worker for exceeding its own limit, else ""."""
+        """Stops watching the worker. Returns the reason if the kernel killed it for exceeding its limit, else ""."""
         self._watched.pop(peer, None)
         group = self._groups_of.pop(peer, None)
         if group is None:
@@ -82,7 +86,7 @@ class Memory:
         return f"it exceeded its memory limit of {_mib(group.limit)} ({self._knobs})" if used_up else ""
 
     def look(self) -> None:
-        """Checks all polled workers."""
+        """Checks all polled workers, and retries the removal of old control groups."""
         near = False
         for worker in list(self._watched.values()):
             used = self._used(worker.pid)
