@@ -1,6 +1,6 @@
 """The broker's own memory: one arena for tensors received as frames, and one per audience for cached responses.
 
-An audience is the set of clients that may map a segment.
+An audience is the set of processes that may read a segment.
 Invariant: cached data of different audiences never shares a segment, and only the broker can write to it.
 """
 
