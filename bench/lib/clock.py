@@ -1,4 +1,4 @@
-"""Timed loops. All times are the caller's wall time, monotonic, in nanoseconds until they are reported."""
+"""Timed loops. Durations are the caller's wall time (monotonic), in ns; `summary` reports microseconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[int]:
-    """Durations of repeated calls, in ns, over the given number of seconds."""
+    """Call repeatedly for this many seconds, after `warm` calls that are not timed; returns the durations in ns."""
     for _ in range(warm):
         call()
     taken: list[int] = []
@@ -25,7 +25,7 @@ def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[in
 
 
 def summary(taken: list[int]) -> dict[str, float]:
-    """Median, 99th percentile and calls per second of one caller."""
+    """Median, 99th percentile, rate and number of the calls of one caller."""
     taken = sorted(taken)
     return {
         "median_us": median(taken) / 1e3,
@@ -36,7 +36,7 @@ def summary(taken: list[int]) -> dict[str, float]:
 
 
 def in_turn(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
-    """Alternate the parties (A B A B ...); returns each party's value for each round."""
+    """Call the functions alternately (A B A B ...); returns, for each function, its value in each round."""
     found: list[list[float]] = [[] for _ in parties]
     for _ in range(rounds):
         for party, values in zip(parties, found, strict=True):

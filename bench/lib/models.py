@@ -1,6 +1,6 @@
-"""The measured models and repositories, all generated from fixed seeds.
+"""Generates the models and repositories for measurements, from fixed seeds.
 
-A repository is plain files in the documented layout; no server code is imported to write one.
+Repositories are written in the documented layout without importing server code.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Graph:
 
 
 def make_mlp(path: Path) -> None:
-    """FP32 256-1024-1024-64 with ReLU between: about 1.4 M multiply-adds per row."""
+    """FP32 256-1024-1024-64 with ReLU between layers: about 1.4 M multiply-adds per row."""
     graph = _Graph()
     x = graph.node("Relu", [graph.dense("x", 256, 1024)])
     x = graph.node("Relu", [graph.dense(x, 1024, 1024)])
@@ -113,9 +113,9 @@ def make_cnn(path: Path, base: int = 32) -> None:
 
 
 def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int = 2, words: int = 1000) -> None:
-    """A small text encoder: ids and mask, both [n, length], to one vector per text and one per token. The text's vector
-    is the mean of its tokens, which would reveal a wrong mask or another request's answer. Attention costs length
-    squared.
+    """A small text encoder. Inputs: ids and mask, both [n, length]; outputs: one vector per text and one per token.
+    The text vector is the mean of the token vectors, so a wrong mask or another request's answer is detected. The cost
+    of attention is quadratic in the length.
     """
     import numpy as np
     import onnx
@@ -171,7 +171,9 @@ def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int =
 
 @dataclass
 class Model:
-    """The contents of a model's config.pbtxt. `dims` are without the batch dimension."""
+    """The contents of a model's config.pbtxt. `inputs` and `outputs` map names to data type and dims, without the batch
+    dimension.
+    """
 
     backend: str
     inputs: dict[str, tuple[str, list[int]]]
@@ -196,7 +198,7 @@ def config(name: str, model: Model) -> str:
 
 
 def write(root: Path, name: str, model: Model, files: dict[str, str | Path]) -> None:
-    """Write one model with version 1. A file is given as its text, or as the path of a file to link."""
+    """Write version 1 of a model. `files` maps names to the text of a file, or to the path of a file to hard-link."""
     folder = root / name / "1"
     folder.mkdir(parents=True)
     (root / name / "config.pbtxt").write_text(config(name, model))

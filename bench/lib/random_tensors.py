@@ -1,6 +1,6 @@
-"""Random tensors of every dtype, and their comparison, including NaN patterns, empty strings and empty tensors.
+"""Creates and compares random tensors of every dtype, including NaN patterns, empty strings and empty tensors.
 
-Invariant: equality is by bytes, never by values, so that a NaN or a negative zero must come back unchanged.
+Invariant: tensors are compared bytewise, never by value, so a NaN or a negative zero must come back unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ POOL_BYTES = 8 << 20
 
 
 class Maker:
-    """Tensors from a pool of random bytes, which is faster than creating new random data."""
+    """Takes tensors from a pool of random bytes, which is faster than generating new random data."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._pool = np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
 
     def size(self, largest: int) -> int:
-        """A size in bytes (approximate for strings): half of them small enough to be inline, some 0, few large."""
+        """A random size in bytes (approximate for strings): about half of them small enough to be sent inline, 2 % of
+        them 0, and few of them large.
+        """
         roll = self._random.random()
         if roll < 0.02:
             return 0
@@ -35,7 +37,9 @@ class Maker:
         return int(4096 * (largest / 4096) ** (self._random.random() ** 2))
 
     def shape(self, dtype: str, size: int, most_rows: int) -> tuple[int, ...]:
-        """The shape of a batch of about `size` bytes; several requests often share a shape."""
+        """The shape of a batch of about `size` bytes, without a batch dimension if `most_rows` is 0. Widths are often
+        rounded down to a power of two, so that requests often share a shape.
+        """
         rows = self._random.randint(1, most_rows) if most_rows else 0
         width = max(0, size) // (ITEM_BYTES[dtype] or 24) // max(1, rows)
         if self._random.random() < 0.6 and width > 8:
@@ -76,7 +80,7 @@ def _bits(array: Any) -> Any:
 
 
 def to_bytes(array: Any) -> bytes:
-    """Bytes as on the wire; each string follows its length, 4 bytes, little-endian."""
+    """The bytes sent on the wire. Each string is preceded by its length, as 4 bytes, little-endian."""
     if array.dtype == object:
         return b"".join(len(item).to_bytes(4, "little") + item for item in array.reshape(-1).tolist())
     found: bytes = array.tobytes()

@@ -1,7 +1,7 @@
-"""Clients of the raw protocol, over lane and ZeroMQ, for sending what the public client never would and counting
-answers.
+"""Clients that speak the raw protocol, over the lane or ZeroMQ: they can send messages that the public client never
+sends, and count every answer.
 
-Invariant: every received message is kept and counted; there are no retries.
+Invariant: there are no retries, and only `receive_kind` drops messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ended(ConnectionError):
 
 
 class Link:
-    """Shared by both kinds: reading messages one at a time, with a timeout."""
+    """Base class of both clients: receives messages one at a time, with a timeout."""
 
     owner = 0
 
@@ -43,7 +43,7 @@ class Link:
         raise AssertionError
 
     def _fill(self) -> bool:
-        """Read one packet; False if there is none."""
+        """Add the messages of one packet to `inbox`, without blocking; False if there is none."""
         raise AssertionError
 
     def send(self, *batch: Any) -> None:
@@ -76,7 +76,7 @@ class Link:
         return found
 
     def hello(self, outputs: str, protocol: int = messages.PROTOCOL) -> Any:
-        """Connect; returns Welcome, or the Goodbye received instead."""
+        """Send Hello; returns the Welcome, or the Goodbye received instead."""
         self.send(Hello(protocol, os.getpid(), "raw", outputs))
         answer = self.receive_kind(Welcome, messages.Goodbye)
         if isinstance(answer, Welcome):
@@ -144,7 +144,7 @@ class Lane(Link):
             self.maps.pop(message.segment).close()
 
     def read(self, tensor: Tensor) -> bytes:
-        """A copy of a tensor's bytes; its handles are returned."""
+        """Copy a tensor's bytes, and return its handles to the server."""
         if isinstance(tensor.data, bytes):
             return tensor.data
         assert isinstance(tensor.data, tuple)
@@ -163,7 +163,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A client's memfd without an allocator: sufficient for a client that places data at fixed offsets."""
+    """A client's memfd segment. It has no allocator: the caller places data at fixed offsets."""
 
     def __init__(self, lane: Lane, size: int, number: int = 1, seals: int = SEALS) -> None:
         self.id = lane.owner << messages.OWNER_SHIFT | number
@@ -185,8 +185,8 @@ class Segment:
 
 
 class Zmq(Link):
-    """A DEALER; tensors may be sent as frames after the packet, and received frames replace their index in the
-    tensor.
+    """A DEALER socket. Tensors may be sent as frames after the packet. In received tensors, the index of a frame is
+    replaced by its bytes.
     """
 
     def __init__(self, path: str) -> None:
@@ -225,7 +225,7 @@ class Zmq(Link):
         return True
 
     def receive(self, seconds: float = 10.0) -> Any:
-        # The descriptor of a ZeroMQ socket is edge-triggered: only the socket's own poll is safe to wait with.
+        # The descriptor of a ZeroMQ socket is edge-triggered, so waiting is only safe with the socket's own poll.
         end = monotonic() + seconds
         while not self.inbox:
             if not self._socket.poll(max(0, int((end - monotonic()) * 1000))):
@@ -234,8 +234,8 @@ class Zmq(Link):
         return self.inbox.popleft()
 
     def close(self, bye: bool = True) -> None:
-        """Close the socket, by default after a Bye: ZeroMQ does not signal a closed socket. Without `bye`, the server
-        only detects the end of the process.
+        """Close the socket, by default after sending a Bye, as ZeroMQ does not report closed sockets to the peer.
+        Without `bye`, the server notices only when the process exits.
         """
         if bye:
             self._socket.linger = 1000

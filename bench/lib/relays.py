@@ -1,8 +1,8 @@
-"""Three processes without a server: the cost of a round trip through a broker that does nothing.
+"""Baseline without a server: a round trip through three processes, of which the middle one only forwards messages.
 
     client - relay - worker, over Unix SEQPACKET sockets or over ZeroMQ (DEALER - ROUTER | ROUTER - DEALER)
 
-Each implementation of the relay is measured, and the fastest one is the baseline.
+Several implementations of the relay are measured, and the fastest one is the baseline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ RECEIVE = 1 << 18
 
 
 def _forked(body: Callable[[], None], closed: tuple[socket.socket, ...] = ()) -> None:
-    """Run `body` in a child that dies with its parent. Only for processes that have no threads yet."""
+    """Run `body` in a forked child, which is killed when its parent exits. The child closes the sockets `closed`. The
+    parent must not have started threads yet.
+    """
     parent = os.getpid()
     if os.fork():
         return
@@ -44,7 +46,8 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-# `recv` would allocate a buffer for the largest packet on each call, which costs several times the call itself.
+# `recv_into`, because `recv` allocates a buffer for the largest packet on each call, which costs several times as much
+# as the call itself.
 def _echo(end: socket.socket) -> None:
     room = memoryview(bytearray(RECEIVE))
     receive, send = end.recv_into, end.send

@@ -1,7 +1,7 @@
-"""Three models in a row, as an ensemble, compared with one of them alone and with three calls by a client.
+"""A chain of three models, run as an ensemble, compared with a single one of them and with three calls by a client.
 
-Each of the three copies its tensor once, as any model does, so the difference is what an ensemble adds. In `readers` no
-model copies anything: only the path of the handles remains.
+Each model copies its tensor once, in every variant. In `readers`, no model copies the tensor, so that only the cost of
+passing handles is measured.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _ensemble(
 
 
 def in_a_row(url: str, sizes: list[int]) -> Handler:
-    """From `empty()` into `empty()`: with one model, with the ensemble, or with three calls."""
+    """Run one model, the ensemble, or three calls. Input and output are arrays in shared memory, from `empty()`."""
     import numpy as np
 
     from shmserve import Client
@@ -143,7 +143,7 @@ def in_a_row(url: str, sizes: list[int]) -> Handler:
 
 
 def readers(url: str, sizes: list[int]) -> Handler:
-    """Three steps that each read one element of the caller's tensor."""
+    """Run the ensemble of three steps that each read one element of the caller's tensor."""
     import numpy as np
 
     from shmserve import Client

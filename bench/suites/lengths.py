@@ -1,12 +1,12 @@
 """Texts of random length for a small transformer: without padding, padded by the server, and padded by the caller.
 
-32 requests of 8 to 128 tokens are always in flight; the engine has one thread. Each answer of the padding model is
-compared with that of the bare engine for the request alone. The variants take turns in one run, as only rates of the
-same run are comparable.
+32 requests of 8 to 128 tokens are always in flight; the engine has one thread. In a separate pass, each answer of the
+padding model is compared with the bare engine's answer to the same request alone. The variants alternate in one run, as
+only rates of the same run are comparable.
 
-What padding gains depends on the fixed cost of a batch. On a CPU it is small: run alone, the engine computes a batch of
-32 hardly faster than 32 batches of one. On a GPU it is most of the cost; a model that takes 2 ms for each batch, of any
-size, stands for that.
+The gain from padding depends on the fixed cost per batch. On a CPU this cost is small: the bare engine computes a batch
+of 32 hardly faster than 32 batches of one. On a GPU it dominates; this is simulated by a model that takes 2 ms per
+batch, whatever its size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHORTEST, LONGEST = 8, 128
 FLIGHT = 32
 BATCH = 32
 KINDS = 512
-"""Number of different requests, which are created before the clock starts."""
+"""Number of different requests; they are created before timing starts."""
 HIDDEN = 32
 NEAR = 1e-5
 FIXED_US = 2000
@@ -91,8 +91,8 @@ def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
 
 
 def caller(url: str, path: str) -> Handler:
-    """Order: 32 requests in flight for `seconds`; `whole`: all padded to the maximum length; `check`: each is compared
-    with the bare engine before the next is sent.
+    """Keep 32 requests in flight for `seconds`. `whole`: pad all of them to the maximum length; `check`: compare each
+    answer with that of the bare engine before sending the next request.
     """
     import numpy as np
 

@@ -1,9 +1,9 @@
 """The overhead of the worker over the bare engine: `python -m bench.suites.worker_cost [ROUNDS]`.
 
-A worker process is fed over its link, with the next batch always available, as by a busy broker. The bare run executes
-the same model in this process on the same core, in turn. Batch times are the worker's own: from accepting a batch until
-its outputs are placed, and the remainder until the next is accepted (link, decode, encode). Invariant: only work that a
-batch of the real server would also cause is timed.
+This process sends batches to a worker over its link, so that the next batch is always available, as with a busy broker.
+The bare engine runs the same model in this process, on the same core, alternating with the worker. Stage times are
+reported by the worker: from accepting a batch until its outputs are placed, and `between` from there until it accepts
+the next batch (link, decode, encode). Invariant: only work that the real server would also do per batch is timed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class Glue:
         return codec.encode([Execute(self.number, 0, works, open=True)])
 
     def run(self, rows: int, data: bytes, shape: tuple[int, ...], dtype: str = "FP32") -> dict[str, float]:
-        """Median microseconds of each stage. Two batches are always pending, so that the worker never waits."""
-        clock = (~self.process.pid << 3) | 2  # the CPU clock of the worker's process
+        """Median microseconds of each stage, and mean CPU time per batch (`cpu`). Two batches are always pending, so
+        the worker never waits.
+        """
+        clock = (~self.process.pid << 3) | 2  # the CPU-time clock of the worker process
         packets = [self.packet(rows, data, shape, dtype) for _ in range(BATCHES)]
         dones: list[Done] = []
         for packet in packets[:2]:
@@ -98,7 +100,9 @@ class Glue:
 
 
 def bare(model: Path, cpu: int, batch: int) -> Any:
-    """Run in this process, on the worker's core, while the worker is idle."""
+    """Returns a function that runs the engine in this process, on the worker's core, while the worker is idle. The
+    function returns the median wall time and the mean CPU time per batch, in microseconds.
+    """
     run = session(str(model)).run
     feed = {"x": np.random.default_rng(1).standard_normal((batch, 256)).astype(np.float32)}
 
