@@ -1,4 +1,4 @@
-"""Formats tables, arrays and numbers as text for people."""
+"""Formats tables, arrays and numbers as human-readable text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 GAP = "  "
 FIRST = 6
-"""The most values of an array to show."""
+"""Maximum number of array values to show."""
 STRING = 40
-"""The most characters of a string to show."""
+"""Maximum number of characters of a string to show."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Columns are as wide as their widest cell; those in `right` are right-aligned. The last one is not padded."""
+    """Align the columns; those in `right` are right-aligned. Lines have no trailing spaces."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     made = []
@@ -31,12 +31,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """[2, 3], the server's notation for shapes."""
+    """A shape in the server's notation, e.g. [2, 3]."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def values_text(array: np.ndarray[Any, Any], first: int = FIRST) -> str:
-    """The first values in memory order, and the number of values if there are more."""
+    """The first values in row-major order, and the total number if there are more."""
     shown = " ".join(value_text(value) for value in array.reshape(-1)[:first].tolist())
     return f"{shown} ... ({array.size:,} values)" if array.size > first else shown or "(no values)"
 
@@ -53,12 +53,12 @@ def value_text(value: object) -> str:
 
 
 def plain_text(value: bytes | str) -> str:
-    """A string as text; bytes that are not UTF-8 are shown as \\x.."""
+    """A string as text; bytes that are not valid UTF-8 are shown as \\xNN."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
 
 
 def duration_text(seconds: float) -> str:
-    """Up to three significant digits, with a suitable unit."""
+    """In s with two decimals, or in ms or us with up to three significant digits."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     if seconds >= 0.001:
@@ -68,7 +68,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """Up to three significant digits, with a suitable unit."""
+    """Up to three significant digits, in bytes or binary units up to TiB."""
     value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1024

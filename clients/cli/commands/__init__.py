@@ -1,1 +1,1 @@
-"""One module per command, or per group of related commands; `base` has what they share."""
+"""One module per command, or per group of related commands; `base` has their shared code."""

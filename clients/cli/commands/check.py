@@ -1,7 +1,8 @@
 """`shmserve check`: reports problems in model repositories before they are served; with --load, also by loading the
 models.
 
-Invariant: the findings come from repo.check and from a real server; this module only runs them and prints.
+Invariant: this module has no checks of its own. It runs `repo.check` and, with --load, a temporary server, and prints
+the findings.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ START_S = 60.0
 TICK_S = 0.2
 """Refresh interval of the progress line."""
 LOG_LINES = 20
-"""Number of a worker's last log lines to show."""
+"""Maximum number of a worker's last log lines to show."""
 _OF_WORKER = re.compile(r"\S+ \S+ (?P<ours>ERROR)?[A-Z]* \[(?P<group>.+?)_\d+\] (?(ours)(?:  )?)(?P<text>.*)")
 _CLEAR = "\r\x1b[K"
 
 Entry = Mapping[str, Any]
-"""A version, as returned by `Client.models`."""
+"""A model version, as returned by `Client.models`."""
 
 
 def check(args: argparse.Namespace) -> int:
-    """Returns 0 if there are no errors (with --strict: nor warnings), else 1. Raises Misuse for wrong usage."""
+    """Returns 0 if there are no errors (with --strict, nor warnings), else 1. Raises Misuse for invalid arguments."""
     from shmserve.repo.check import as_json, check
 
     roots = [Path(root) for root in args.roots]
@@ -116,8 +117,8 @@ def _number(count: int, what: str) -> str:
 
 
 def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace) -> Checked:
-    """Add the results of loading: failures of the server's models, and ensembles checked against completed
-    configurations.
+    """Load the models in a temporary server. Add their failures, and check again with the configurations that the
+    backends completed, which ensembles depend on.
     """
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
     from shmserve.repo.check import check
@@ -149,7 +150,7 @@ def _await_load(server: TemporaryServer, client: Client, timeout: float | None, 
     while not server.ready(max(0.0, min(TICK_S, deadline - time.monotonic()))):
         try:
             progress.show(client.models())
-        except ConnectionLost as error:  # its sockets are not open yet
+        except ConnectionLost as error:  # the server has not opened its sockets yet
             if time.monotonic() >= deadline:
                 raise Failed(f"the temporary server did not start within {START_S:g} s") from error
             continue
@@ -212,7 +213,7 @@ def _failed(
 
 
 def _lines_of_workers(log: str) -> dict[str, list[str]]:
-    """What the instances of each group printed."""
+    """Output of the instances, by instance group."""
     found: dict[str, list[str]] = {}
     for line in log.split("\n"):
         match = _OF_WORKER.fullmatch(line)
@@ -222,7 +223,7 @@ def _lines_of_workers(log: str) -> dict[str, list[str]]:
 
 
 class _Progress:
-    """Progress of loading, on stderr: one updated line on a terminal, else a line per version when it has finished."""
+    """Progress of loading, on stderr: one updated line on a terminal, else one line per loaded or failed version."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

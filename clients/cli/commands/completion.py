@@ -1,8 +1,8 @@
-"""Tab completion, by means of argcomplete.
+"""Tab completion with argcomplete.
 
-argcomplete talks to the shell: it calls the command again with the typed line in the environment. Invariant:
-argcomplete is only imported when a shell asks for completions; if there is no server, or it does not answer in time,
-nothing is offered and no error is shown.
+On a tab, the shell function that argcomplete generates runs the command with the typed line in the environment.
+Invariant: argcomplete is imported only to print that shell function or to complete. If there is no server, or it does
+not answer in time, no completions are offered and no error is shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmserve.terminal.errors import Failed, Misuse
 
 SHELLS = ("bash", "zsh", "fish")
 ANSWER_S = 2.0
-"""Longest wait for the server after a keypress."""
+"""Maximum time to wait for the server's answer when completing."""
 _ASKED = "_ARGCOMPLETE"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
@@ -28,7 +28,7 @@ Completer = Callable[..., "list[str]"]
 
 
 def script(args: argparse.Namespace) -> int:
-    """`shmserve completion SHELL`"""
+    """`shmserve completion SHELL`: print the shell code that enables completion."""
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError as error:
@@ -38,12 +38,12 @@ def script(args: argparse.Namespace) -> int:
 
 
 def completes(action: argparse.Action, completer: Completer) -> None:
-    """Attach the completer where argcomplete looks for it."""
+    """Attach the completer to the action, as the attribute that argcomplete reads."""
     action.completer = completer  # type: ignore[attr-defined]
 
 
 def wanted() -> bool:
-    """Whether a shell calls for completions."""
+    """Whether the shell has run this process to get completions."""
     return _ASKED in os.environ
 
 
@@ -59,7 +59,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `serve`, which are defined by the broker: read them from its help."""
+    """Add the options of `serve`. The broker defines them, so they are read from its `--help`."""
     import subprocess
 
     command = [sys.executable, "-m", "shmserve.broker.main", "--help"]
