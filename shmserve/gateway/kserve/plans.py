@@ -1,7 +1,7 @@
-"""A KServe request in JSON -> a Plan: what to ask the broker, and how to answer.
+"""Parses a KServe request in JSON into a `RequestPlan`: what to send to the broker, and how to answer the client.
 
-It takes bytes and returns a Plan or raises InvalidRequest. Invariant: a Plan can be encoded for the broker, so that a
-client's error is never counted as the gateway's.
+Invalid requests raise InvalidRequest (Internal for negative dims, as in Triton). Invariant: every plan can be encoded
+for the broker, so that a client's error is never counted as the gateway's.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ _decode = msgspec.json.Decoder(_JsonRequest).decode
 
 
 class Place(Struct, frozen=True):
-    """Place of a tensor in shared memory that the client has registered."""
+    """Location of a tensor in shared memory that the client has registered."""
 
     region: str
     offset: int
     size: int
 
     def check(self, region: str, size: int) -> None:
-        """Checks that it is inside the region of this size, in the order and with the texts of Triton."""
+        """Raises InvalidRequest if the tensor exceeds the region of `size` bytes. Order and texts of the checks are
+        Triton's."""
         if self.offset >= size:
             raise InvalidRequest(f"Invalid offset for shared memory region: '{region}'")
         if self.offset + self.size > _MOST:
@@ -77,8 +78,8 @@ class Place(Struct, frozen=True):
 
 
 class InputPlan(Struct, frozen=True):
-    """An input. Its bytes are in `data` if the JSON had them, or at its `place`; otherwise `size` bytes follow the
-    JSON."""
+    """An input. Its bytes are in `data` if the JSON contains them, or in shared memory at `place`; otherwise they are
+    `size` bytes of the binary data after the JSON."""
 
     name: str
     dtype: str
@@ -93,7 +94,7 @@ class InputPlan(Struct, frozen=True):
 
 
 class RequestOptions(Struct):
-    """The parameters of a request, as the session takes them."""
+    """The parameters of a request, in the form that the session expects."""
 
     id: str = ""
     priority: int | None = None
@@ -102,7 +103,7 @@ class RequestOptions(Struct):
     sequence_end: bool = False
     parameters: dict[str, Value] | None = None
     binary: bool = False
-    """Default of `Plan.is_binary`: send outputs as binary data."""
+    """Default of `RequestPlan.is_binary`: send outputs as binary data."""
 
 
 class RequestPlan(Struct):
@@ -110,7 +111,7 @@ class RequestPlan(Struct):
 
     inputs: tuple[InputPlan, ...]
     binary_bytes: int
-    """Bytes that follow the JSON."""
+    """Size of the binary data after the JSON."""
     options: RequestOptions
     outputs: Sequence[str] | Mapping[str, TopK | None] | None = None
     binary: dict[str, bool] = {}
@@ -129,7 +130,7 @@ class RequestPlan(Struct):
 
 
 class RequestPlans:
-    """Cache of plans: clients repeat requests byte for byte."""
+    """Cache of plans by the bytes of the JSON, which clients often repeat exactly."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, RequestPlan] = {}
@@ -153,7 +154,7 @@ def plan_of(text: bytes) -> RequestPlan:
 
 
 def plan_in_slices(text: Text, most: int) -> Work[RequestPlan]:
-    """The same for a large text, in slices. `most`: bytes of an input."""
+    """Like `plan_of`, but parses a large text in slices. `most`: maximum size of an input in bytes."""
     outline = yield from json_slices.outline(text)
     request = _request_of(outline.around)
     yield
@@ -185,7 +186,7 @@ def _request_of(text: bytes) -> _JsonRequest:
 
 
 def _with_what_is_no_number(text: bytes) -> _JsonRequest:
-    """NaN and Infinity are not JSON, but are accepted and sent here."""
+    """Decode a request that contains NaN or Infinity, which are not JSON but are accepted in requests."""
     try:
         return msgspec.convert(json.loads(text), _JsonRequest)
     except _UNREADABLE as error:
@@ -196,7 +197,7 @@ def _with_what_is_no_number(text: bytes) -> _JsonRequest:
 
 
 def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Checks the fields of an input except its data. Returns the shape."""
+    """Check the fields of an input except its data. Returns the shape."""
     check_text("input name", name)
     if len(shape) > DIMS:
         raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
@@ -252,7 +253,7 @@ def _cut_spec(given: _Input, text: Text, cut: CutList, most: int) -> Work[InputP
 
 
 def add_outputs(plan: RequestPlan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
-    """Sets the requested outputs: names with their parameters."""
+    """Set the requested outputs of `plan`. `given`: their names and parameters."""
     if len(given) > TENSORS:
         raise InvalidRequest(f"the request names {len(given)} outputs; the limit is {TENSORS}")
     wanted: dict[str, TopK | None] = {}
@@ -298,8 +299,8 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
 
 
 def options_of(request_id: str, given: Mapping[str, Value]) -> RequestOptions:
-    """Separates the parameters of the server from those of the model. `timeout` stays with the latter: the session
-    handles it."""
+    """Separate the parameters of the server from those of the model. `timeout` stays among the latter, because the
+    session interprets it."""
     found = RequestOptions(check_text("request id", request_id) if request_id else "")
     if not given:
         return found
@@ -320,7 +321,7 @@ def options_of(request_id: str, given: Mapping[str, Value]) -> RequestOptions:
                 rest[check_text("parameter name", name)] = _parameter(name, value)
     if len(rest) > PARAMETERS:
         raise InvalidRequest(f"the request has {len(rest)} parameters; the limit is {PARAMETERS}")
-    if not found.sequence:  # sequence id 0: no sequence, so ignore its flags
+    if not found.sequence:  # no sequence id, or 0 or "": not in a sequence, so ignore the flags
         found.sequence_start = found.sequence_end = False
     if rest:
         found.parameters = rest
@@ -367,7 +368,7 @@ def check_version(version: str) -> str:
 
 
 def check_text(what: str, text: str) -> str:
-    """A name that can be sent to the broker."""
+    """Returns the text. Raises InvalidRequest if it is too long or cannot be encoded for the broker."""
     if len(text) > NAME_LENGTH:
         raise InvalidRequest(f"{what} '{text[:40]}...' has {len(text)} characters; the limit is {NAME_LENGTH}")
     return _writable(what, text)
@@ -386,9 +387,8 @@ def _writable(what: str, text: str) -> str:
 
 
 def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[RequestPlan, bytes]:
-    """The plan of a request without JSON, whose body is the model's only input, and the bytes to insert before it.
-
-    `config`: the model's configuration.
+    """The plan of a request without JSON, whose body is the data of the model's only input, and the bytes to insert
+    before the body. `config`: the model's configuration; `size`: bytes of the body.
     """
     inputs = config.get("input", [])
     if len(inputs) != 1:
