@@ -1,7 +1,6 @@
-"""Compares a file's outline with the schema: reports every unknown name and every value of the wrong kind, with its
-position.
+"""Compares a file's outline with the schema. Reports each unknown field name and each invalid value with its position.
 
-Invariant: what protobuf accepts is never refused here; the reverse need not hold.
+Invariant: text that protobuf accepts is never rejected here. Text that protobuf rejects may pass.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ELSEWHERE = {
     "long": "TYPE_INT64",
     "byte": "TYPE_UINT8",
 }
-"""Names of data types in other frameworks."""
+"""Data type names of other frameworks -> the name to suggest."""
 _FLOAT_WORDS = ("inf", "infinity", "nan")
 _OCTAL = re.compile(r"[+-]?0[0-7]+")
 INTEGERS = {
@@ -42,7 +41,7 @@ INTEGERS = {
 
 
 def lint(root: OutlineBlock, report: Report) -> None:
-    """Fill the report's places, problems and warnings."""
+    """Add the positions of fields, the problems, and the duplicate map keys to the report."""
     _block(root, protos.CONFIG, "", report)
 
 
@@ -115,7 +114,7 @@ def _value(value: Token | OutlineBlock, descriptor: FieldDescriptor, path: str, 
 
 
 def _as(token: Token, message: protos.Field) -> str:
-    """A hint how to write the value: as a block, if the message has one scalar field."""
+    """A hint to write the value as a block, if the message has a single scalar field that can hold it."""
     if len(message.fields) != 1 or message.fields[0].message_type is not None:
         return ""
     field = message.fields[0]
@@ -125,7 +124,7 @@ def _as(token: Token, message: protos.Field) -> str:
 def _map_entry(
     entry: Token | OutlineBlock, descriptor: protos.Field, path: str, keys: dict[str, Token], report: Report
 ) -> None:
-    """A map entry is a block with `key` and `value`; its path, also that of its value, is `field["key"]`."""
+    """Check a map entry, a block with `key` and `value`. The path of the entry and of its value is `field["key"]`."""
     if isinstance(entry, Token):
         report.problem(path, f"found {shown(entry.text)}, expected {{ key: .. value: .. }}", _place(entry))
         return
@@ -169,7 +168,7 @@ def expected(descriptor: FieldDescriptor) -> str:
 
 
 def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
-    """The problem of a single value, or None."""
+    """The text of the problem with a scalar value; None if the value is valid."""
     text = token.text
     if descriptor.enum_type is not None:
         return _wrong_enum(token, descriptor.enum_type)

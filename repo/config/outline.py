@@ -1,8 +1,9 @@
 """The structure of a text-format file: blocks, fields and values with line and column.
 
 protobuf's text_format defines what a file means, but it stops at the first error and does not keep positions. The
-outline allows `load` to report all errors at once, and later rules to name a line. Invariant: no recursion on input;
-nesting is limited before other code parses the text.
+outline allows `load` to report all errors at once, and later rules to name a line.
+
+Invariant: the parser does not recurse, and it limits nesting before other code parses the text.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Token(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field as written: `values` has one item, or those of a `[..]` list (`listed`)."""
+    """A field as written. `listed`: `values` holds the items of a `[..]` list; otherwise it holds one item."""
 
     name: Token
     values: list[Token | OutlineBlock]
@@ -48,7 +49,7 @@ class Field(NamedTuple):
 
 
 class OutlineBlock(NamedTuple):
-    """The fields between braces, or of the whole file."""
+    """The fields between braces, or those of the whole file."""
 
     start: Token
     fields: list[Field]
@@ -57,8 +58,8 @@ class OutlineBlock(NamedTuple):
 class OutlineError(Exception):
     """The text is not text format. `final`: the text must not be passed to another parser.
 
-    `trail` is the path to the field whose value is read: names from the root, each with its index among fields of that
-    name.
+    `trail` is the path to the field that was being parsed: names from the root, each with its index among fields of
+    that name.
     """
 
     def __init__(self, token: Token, text: str, final: bool = False) -> None:
@@ -70,13 +71,13 @@ class OutlineError(Exception):
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """A piece of the file for an error text: one line, no control characters, truncated."""
+    """Text for use in an error message: truncated, with control characters and line breaks escaped."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
 
 
 def tokens(text: str) -> Iterator[Token]:
-    """All tokens except space and comments, then one of kind `end`."""
+    """All tokens except white space and comments, then one of kind `end`."""
     line, line_start = 1, 0
     for match in _TOKEN.finditer(text):
         kind = str(match.lastgroup)

@@ -1,4 +1,5 @@
-"""Creates the ONNX files of the samples, and the word list of one. Needs `onnx`; the created files are committed.
+"""Creates the ONNX files of the samples and the word list of `sentiment_tokenizer`. Needs `onnx`.
+The files are committed.
 
 Invariant: the output is identical on every machine and with every version of the libraries. Weights come from a
 generator whose stream is frozen, and every value that a library could choose is set here.
@@ -39,7 +40,7 @@ ROOM = 128
 """Size of the classifier's vocabulary, including unused entries."""
 LENGTH = 32
 NEUTRAL = 0.8
-"""A text is neutral while the sum of its words' weights is below this."""
+"""A text is neutral if the absolute value of the sum of its words' weights is below this."""
 
 
 def weights(generator: np.random.RandomState, *shape: int) -> NDArray[np.float32]:
@@ -106,7 +107,7 @@ def words() -> dict[str, float]:
 
 
 def classifier() -> bytes:
-    """The numbers of 32 words -> the sum s of their weights -> softmax of (-s, NEUTRAL, s).
+    """The numbers of LENGTH (32) words -> the sum s of their weights -> softmax of (-s, NEUTRAL, s).
 
     The weight of a word that follows a negation is multiplied by -1.
     """

@@ -1,6 +1,6 @@
-"""Draws picture.png, the line of text for the OCR sample. Needs Pillow; the image is committed.
+"""Draws picture.png, an image of a line of text for the OCR sample. Needs Pillow; the image is committed.
 
-Invariant: the PNG has 8-bit RGB rows without filters, so that `shmserve.repo.samples` can read it with zlib.
+Invariant: the PNG contains unfiltered 8-bit RGB rows, so that `shmserve.repo.samples` can read it with zlib.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STRIP = (242, 196, 92)
 
 
 def draw() -> np.ndarray:
-    """A printed strip of warm-toned paper, lit from the left, scanned slightly askew."""
+    """Text on a yellow strip, rotated by 0.4 degrees, slightly blurred, and darker towards the right."""
     twice = (SIZE[0] * 2, SIZE[1] * 2)
     page = Image.new("RGB", twice, STRIP)
     font = ImageFont.load_default(size=72)

@@ -1,6 +1,6 @@
 """Checks the files that a configuration names: labels, warm-up data, initial states of sequences.
 
-Files are opened in the same way as by their readers, confined to the model's directory.
+As when the files are read later, only files inside the model's directory can be opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INITIAL_STATE = "initial_state"
 
 
 class _Named(NamedTuple):
-    """A file that the configuration names at `path`; it must have at least `least` bytes."""
+    """A file that the configuration names in the field `path`. `least` is its minimum size in bytes."""
 
     path: str
     folder: str

@@ -1,4 +1,4 @@
-"""Padding, so that requests of different lengths share a batch: model parameters that Triton does not have.
+"""Model parameters for padding, which lets requests of different lengths share a batch. Triton does not have them.
 
     padding: "input_ids attention_mask=0 boxes[1]=-1"     inputs to pad, with axis and value
     padding_outputs: "tokens[0]"                          outputs to cut back to each request's own length
@@ -23,7 +23,8 @@ OUTPUTS = "padding_outputs"
 LOOKAHEAD = "padding_lookahead"
 """Number of queued requests among which the batcher looks for similar lengths."""
 MULTIPLE = "padding_multiple"
-"""Padded lengths are multiples of this, for engines that optimise for each new shape."""
+"""Padded lengths are rounded up to a multiple of this. It limits the number of shapes, for engines that optimise for
+each new shape."""
 BATCH_COST = "padding_batch_cost"
 """Fixed cost of a batch, in elements (rows x padded length)."""
 
@@ -36,7 +37,7 @@ ProblemFunction = Callable[[str, str], None]
 
 
 class Padded(Struct, frozen=True):
-    """A tensor that is padded or cut back, along `axes` of its `dims`. `value` is as written."""
+    """A tensor that is padded or cut back along `axes` of its `dims`. `value` is the text of the padding value."""
 
     name: str
     axes: tuple[int, ...]
@@ -83,7 +84,7 @@ def number_of(text: str, data_type: str) -> float | int | None:
 
 
 def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunction) -> None:
-    """Validate the padding parameters. `unknown`: tensors and max_batch_size may still be completed by the model."""
+    """Validate the padding parameters. `unknown`: the model may still add tensors and max_batch_size."""
     keys = [key for key in (PADDING, OUTPUTS, *_NUMBERS) if key in config.parameters]
     for key in keys:
         text = _text(config, key)
@@ -144,7 +145,7 @@ def _check(
 
 
 def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Callable[[str], None]) -> list[Padded]:
-    """In the order of the text; a tensor with several axes occurs once."""
+    """Parse a parameter, in the order of its items. Items for the same tensor are merged into one."""
     dims = {entry.name: tuple(entry.dims) for entry in tensors}
     found: dict[str, Padded] = {}
     for item in text.split():
@@ -179,4 +180,4 @@ def _path(key: str) -> str:
 
 
 def _ignore(text: str) -> None:
-    """Problems were already reported by validation."""
+    """Ignores problems, because validation has already reported them."""

@@ -28,7 +28,7 @@ from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
 
 ERROR, WARNING = "error", "warning"
 ENTRIES = 10_000
-"""Most files inspected per model."""
+"""Maximum number of files and directories inspected per model."""
 SOURCE_BYTES = 4 * 1024 * 1024
 """Maximum size of a model.py that is parsed."""
 
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
 
 def printed(name: str, limit: int = 128) -> str:
-    """A file name that is safe to print."""
+    """The file name, escaped and truncated so that it is safe to print."""
     return shown(os.fsencode(name).decode("utf-8", "backslashreplace"), limit)
 
 
@@ -61,7 +61,7 @@ def printed(name: str, limit: int = 128) -> str:
 
 
 def look_at_root(root: Path) -> list[Seen]:
-    """Findings about entries beside the models. Raises OSError if the directory cannot be read."""
+    """Findings about entries of the repository that are not directories. Raises OSError if it cannot be read."""
     found = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if entry.name.startswith(".") or os.path.isdir(entry.path):  # isdir does not raise on cyclic links
@@ -125,7 +125,7 @@ def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Seen]:
 
 
 def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[Seen]:
-    """Valid configurations that probably do not do what was intended."""
+    """Valid settings that have no effect, or probably not the intended one."""
     groups = config.instance_group
     if groups and all(group.passive for group in groups):
         hint = "remove `passive` from one of its groups"
@@ -149,7 +149,7 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
 
 
 def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
-    """Dangling links and unreadable files. Links to directories are only followed at the top level."""
+    """Broken links, and unreadable files and directories. Follows links to directories only at the top level."""
     needed = {CONFIG_FILE, *map(str, selected)}
     left = ENTRIES
     waiting = [folder]
@@ -237,7 +237,7 @@ def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Seen]:
 
 
 def _source(name: str, source: bytes) -> Iterator[Seen]:
-    """Syntax errors, without running the code, and whether the class exists."""
+    """Syntax errors, and a missing class or `execute`. The code is parsed, not run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -314,7 +314,7 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[Seen]:
 
 
 def _classes(output: ModelOutput) -> tuple[int, int | None]:
-    """Minimum and maximum number of elements of one item of the output; maximum None: unlimited."""
+    """Minimum and maximum number of classes, i.e. elements of the output per row. Maximum None: unlimited."""
     least = 1
     for dim in output.dims:
         least *= max(dim, 1)
@@ -322,7 +322,7 @@ def _classes(output: ModelOutput) -> tuple[int, int | None]:
 
 
 def _warmup(folder: Path, config: ModelConfig) -> Iterator[Seen]:
-    """Data of fixed-size types must match its tensor's size exactly; strings are checked when they are read."""
+    """Data files whose size differs from that of the tensor. Strings are checked when they are read."""
     for index, sample in enumerate(config.model_warmup):
         for key, given in sample.inputs.items():
             size = ITEM_BYTES.get(FROM_CONFIG.get(given.data_type, ""), 0)

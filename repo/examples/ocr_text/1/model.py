@@ -1,6 +1,6 @@
-"""The recogniser's outputs -> texts, their scores, and their boxes; lines with a low score are dropped.
+"""Converts the recogniser's outputs to texts with their scores and boxes. Drops lines with a low score.
 
-Decoding is greedy CTC: the most likely character of each step, without repeats and blanks.
+Decoding is greedy CTC: take the most likely character of each step, then remove repeats and blanks.
 """
 
 from __future__ import annotations

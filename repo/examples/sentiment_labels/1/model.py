@@ -1,4 +1,4 @@
-"""Probabilities -> the name of the most likely class; the first one if several are equal."""
+"""Probabilities -> label and probability of the most likely class; the first one if several are equally likely."""
 
 from __future__ import annotations
 
