@@ -1,7 +1,7 @@
-"""The main loop of a worker after loading: receives orders, runs one batch at a time and sends reports.
+"""The main loop of a worker after loading: receives orders from the broker, runs one batch at a time and sends reports.
 
 Invariants: each request is answered exactly once, whatever the model does. The outbox is flushed before a model runs,
-because its run time is not bounded.
+because the run time of a model is not bounded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """Runs until Stop. Raises ConnectionLost if the broker is gone, ProtocolError if it violates the protocol."""
+    """Runs until Stop. Raises ConnectionLost if the link is lost, ProtocolError if the broker violates the protocol."""
 
     def __init__(
         self,
@@ -80,8 +80,7 @@ class Loop:
         )
 
     def run(self, orders: list[Any], descriptors: list[int]) -> None:
-        """`orders` are the orders that arrived with Load. They and those that arrived during loading are handled
-        first."""
+        """Runs until Stop. First handles `orders`, which arrived with Load, and those that arrived during loading."""
         self._handle([*orders, *self._inbox.loaded()], descriptors)
         self._drain()
         while True:
@@ -100,7 +99,8 @@ class Loop:
                 batch = self._run(batch)
 
     def _wait(self) -> None:
-        """Waits for orders. If threads of the model may send or make calls meanwhile, waits without the turn."""
+        """Waits for orders. Releases `turn`, the lock on the worker's state, while waiting if threads of the model may
+        need it to send responses or call models."""
         self._outbox.flush()
         if self._streams is not None and self._streams.shared:
             self._streams.wait()
@@ -110,7 +110,7 @@ class Loop:
             self._drain()
 
     def _run(self, batch: QueuedBatch) -> QueuedBatch | None:
-        """Runs a batch, reports it, and returns the next batch, which the report announces."""
+        """Runs a batch and reports its results. Returns the next batch, whose start the same report announces."""
         self._outbox.flush()
         rows, times, again = self._runner.run(batch.works)
         # Orders that arrived meanwhile may extend the next batch or withdraw requests from it.
@@ -162,10 +162,10 @@ class Loop:
     def _end_sequences(self, order: EndSequences) -> None:
         self._runner.forget(order.sequences)
 
-    # ------------------------------------------------------------------------------------ answers of the model's own
+    # ------------------------------------------------------------------------------------ responses from a sender
 
     def _tell(self, row: Row) -> None:
-        """Sends a response at once: the time until the model's next one is not bounded."""
+        """Sends a response immediately, because the time until the model's next one is not bounded."""
         self._outbox.add(Streamed((row,)))
         if self._calls is not None:
             self._calls.sent((row,))

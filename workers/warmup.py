@@ -1,5 +1,5 @@
-"""Warm-up: runs the samples of `model_warmup` before the model is reported ready, so that one-time costs of first
-requests are paid.
+"""Warm-up: runs the samples of `model_warmup` before the model is reported ready, so that the first requests
+do not incur one-time costs.
 
 Invariant: samples take the same path as requests and leave nothing behind. Their outputs are written to separate
 arenas, which are not announced to the broker and are closed after warm-up.
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from shmserve.workers.runner import Trace
 
 FOLDER = "warmup"
-"""The model's directory with the data files."""
+"""Directory of the data files, below the model's directory."""
 STRINGS_LIMIT = 1 << 30
-"""The largest file of strings. Files of other types have exactly the size of their tensor."""
+"""Maximum size of a data file of strings. Files of other types have exactly the size of their tensor."""
 RANDOM_BELOW = 100
-"""The bound of random integers, small because they may be indices."""
+"""Exclusive upper bound of random integers; small, because the model may use them as indices."""
 
 
 def warm_up(
@@ -53,7 +53,7 @@ def warm_up(
     arenas = Arenas(0, NullOutbox(), mapped, limit)
     scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=backend.strict)
     extension = extension_of(config, folder, backend, controls=False)
-    if extension is not None:  # samples contain the controls as inputs
+    if extension is not None:  # samples provide the sequence controls as inputs
         gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)
     runner = Runner(instance, str(folder), backend, gather, scatter, trace, extension)
     try:
@@ -87,7 +87,7 @@ def _run(name: str, works: list[Work], count: int, model: str, runner: Runner, a
 
 
 def title(sample: ModelWarmup, number: int) -> str:
-    """Returns the name of a sample in messages."""
+    """Returns the name of a sample for use in messages."""
     return f"warm-up sample '{sample.name}'" if sample.name else f"warm-up sample number {number}"
 
 
@@ -173,7 +173,7 @@ def _from_file(what: str, name: str, spec: Spec, shape: tuple[int, ...], folder:
 
 
 def _random(spec: Spec, count: int) -> bytes:
-    """Returns the same values at each load. Floats are below 1."""
+    """Returns random values, the same at each load; strings are empty. Floats are from 0 to 1."""
     if not spec.item:
         return bytes(4 * count)
     generator = np.random.default_rng(0)
