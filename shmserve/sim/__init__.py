@@ -1,10 +1,10 @@
-"""The simulator: runs the core over simulated time, to see what a server with these models does under a given load.
+"""The simulator: runs the core over simulated time, to predict how a server with given models behaves under a load.
 
     result = simulate(Plan((model,), (load,), seconds=10, seed=1))
 
-The core is the one that serves; clients, links, workers and the clock are simulated. `plan` and `load` describe what to
-simulate; `run` executes the core's effects, `world` holds the clock and the links, `clients` and `worker` react to
-messages, and `results` collects the numbers.
+The core is the same code as in the server; clients, links, workers and the clock are simulated. `plan` and `load`
+describe what to simulate; `run` executes the core's effects, `world` holds the clock and the links, `clients` and
+`worker` react to messages, and `results` collects the numbers.
 
 Invariant: the result depends only on the plan and its seed, so a failure can be reproduced from its seed.
 """

@@ -1,6 +1,6 @@
-"""Simulated clients: they send requests and track the responses that they are owed.
+"""Simulated clients: they send requests and track which of them are unanswered.
 
-Invariant: a response to an unknown or already answered request ends the simulation.
+Invariant: a response to an unknown or already answered request raises an AssertionError.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AUDIENCE = "uid:1000"
 
 
 class Chain(Struct):
-    """A sequence: its id, and the number of requests left."""
+    """A sequence: its id, and the number of requests that are still to be sent."""
 
     number: int
     left: int
@@ -63,7 +63,7 @@ class SimRequest(Struct):
 
 
 class SimClient:
-    """One connection."""
+    """A client with one connection to the broker."""
 
     __slots__ = (
         "_add_to_digest",
@@ -152,7 +152,7 @@ class SimClient:
         self._world.send(at, self.peer, More(part.request, 1))
 
     def _keep(self, handles: tuple[Handle, ...], at: int) -> None:
-        """Holds outputs in shared memory for the client's hold time, then returns them."""
+        """Holds outputs in shared memory other than the client's own for its hold time, then returns them."""
         made = tuple(handle for handle in handles if handle.segment != self.segment)
         if made:
             self.holds += len(made)
@@ -197,8 +197,8 @@ class LoadSource:
         self._window = load.window if answers_many(model, world.plan.models) else 0
         self._special = bool(self._sequences or self._window or world.fate.of_requests)
         self._way_ns = 0 if self._special else world.plan.link_ns
-        """If nothing depends on the time of sending, arrivals are scheduled at the time when they reach the broker,
-        which saves an event."""
+        """Link delay to add to the time of an arrival. If nothing depends on the time of sending, requests are
+        scheduled for the time when they reach the broker, which saves an event; else this is 0."""
         self._closed = isinstance(load.arrivals, Closed)
         self._timeout_us = load.timeout_ns // 1000
         self._chains = 0
@@ -240,7 +240,7 @@ class LoadSource:
             self._next_arrival()
 
     def _call(self, rows: int) -> bool:
-        """Sends a request. False: the load is finished."""
+        """Sends a request. Returns False if the load is finished."""
         now = self.world.now
         if not self.world.may_send(now):
             return False
@@ -324,7 +324,7 @@ class LoadSource:
             self.world.send(now, *self._ask(0, chain, False, now))
 
     def replace(self, dead: SimClient) -> None:
-        """Replaces a client that has died. Its sequences end."""
+        """Replaces a dead client. Its sequences end."""
         at = self.clients.index(dead)
         self.clients[at] = self._connect(self)
         self.result.abandoned += len(dead.open)

@@ -1,6 +1,6 @@
 """`python -m shmserve.sim`: simulates a model under a load and prints a table or JSON.
 
-It only parses arguments and prints numbers; all of them come from a simulation.
+This module only parses arguments and prints results.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
 
 
 def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimModel], list[str]]:
-    """All models that are needed, and the names of those that get requests."""
+    """The models to simulate, and the names of those that clients send requests to."""
     services = _services(args)
     if args.calls and not args.repository:
         raise InvalidRequest("--calls is for models of a repository")

@@ -1,6 +1,6 @@
 """Fault injection: kinds of faults and their frequencies.
 
-Invariant: every kind of fault has random numbers of its own, so adding one to a plan does not change arrivals or
+Invariant: faults have random number generators of their own, so adding a fault to a plan does not change arrivals or
 service times.
 """
 
@@ -12,32 +12,32 @@ from msgspec import Struct
 
 SECOND = 1_000_000_000
 POISON = "poison"
-"""Parameter of requests that crash the worker that runs them."""
+"""Request parameter that makes a worker crash when it runs the request."""
 
 
 class Faults(Struct, frozen=True):
-    """Shares are probabilities; 0 is never."""
+    """Each `*_share` is a probability, each `*_every_s` a mean time between faults. 0 disables the fault."""
 
     death_every_s: float = 0.0
     """Mean time until a worker process dies by itself, busy or idle."""
     crash_share: float = 0.0
-    """Batches during which the worker crashes."""
+    """Share of batches during which the worker crashes."""
     poison_share: float = 0.0
-    """Requests that crash every worker that runs them."""
+    """Share of requests that crash every worker that runs them."""
     hang_share: float = 0.0
-    """Batches that never finish, until the worker is killed (execution limit of the model)."""
+    """Share of batches that hang until the worker is killed (execution limit of the model)."""
     failure_share: float = 0.0
-    """Requests that the model answers with an error."""
+    """Share of requests that the model answers with an error."""
     late_share: float = 0.0
-    """Worker processes that take `late_ns` longer to load."""
+    """Share of worker processes that take `late_ns` longer to load."""
     late_ns: int = 10 * SECOND
     client_every_s: float = 0.0
-    """Mean time until a client dies; another one replaces it."""
+    """Mean time until a client dies; a new client replaces it."""
     slow_share: float = 0.0
-    """Clients that hold outputs in shared memory for `hold_ns`."""
+    """Share of clients that hold outputs in shared memory for `hold_ns`."""
     hold_ns: int = SECOND
     cancel_share: float = 0.0
-    """Requests that are cancelled `cancel_ns` after they were sent."""
+    """Share of requests that are cancelled `cancel_ns` after they were sent."""
     cancel_ns: int = 1_000_000
 
 
@@ -56,14 +56,14 @@ class Fate:
         self.of_answers = faults.failure_share > 0
 
     def batch(self) -> tuple[str, float]:
-        """The fault ("", "crash" or "hang"), and the share of the batch's time after which it happens."""
+        """The fault ("", "crash" or "hang"), and the fraction of the batch's time after which it happens."""
         share, where = self._batches.random(), self._batches.random()
         if share < self.faults.crash_share:
             return "crash", where
         return ("hang", 0.0) if share < self.faults.crash_share + self.faults.hang_share else ("", 0.0)
 
     def request(self) -> tuple[bool, bool]:
-        """Does the request crash workers? Is it cancelled?"""
+        """Whether the request crashes workers, and whether it is cancelled."""
         poison, cancel = self._requests.random(), self._requests.random()
         return poison < self.faults.poison_share, cancel < self.faults.cancel_share
 
@@ -71,14 +71,14 @@ class Fate:
         return self._answers.random() < self.faults.failure_share
 
     def worker(self) -> tuple[int, int]:
-        """How much later the process is ready, and how long after that it dies (0: not by itself)."""
+        """The extra load time of the process, and the time from loading to its death (0: it does not die)."""
         faults, draw = self.faults, self._workers
         late = faults.late_ns if draw.random() < faults.late_share else 0
         every = faults.death_every_s
         return late, round(draw.expovariate(1 / every) * SECOND) + 1 if every else 0
 
     def client(self) -> tuple[int, int]:
-        """How long the client holds outputs, and how long after its start it dies (0: it does not)."""
+        """How long the client holds outputs, and the time from its start to its death (0: it does not die)."""
         faults, draw = self.faults, self._clients
         hold = faults.hold_ns if draw.random() < faults.slow_share else 0
         every = faults.client_every_s
