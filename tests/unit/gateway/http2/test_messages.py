@@ -37,15 +37,16 @@ SLICE = 4 * SLICE_BYTES
 """Of output."""
 
 
+# With ids: compressed data contains the time, and each xdist worker must collect the same tests.
 @pytest.mark.parametrize(
     ("headers", "data"),
     [
-        ([ZIPPED], message(b"not gzip", 1)),
-        ([ZIPPED], message(gzip.compress(b"x")[:-1], 1)),
-        ([], message(gzip.compress(b"x"), 1)),
-        ([], message(b"x", 7)),
-        ([], message(b"abc")[:-1]),
-        ([], b"\0\0"),
+        pytest.param([ZIPPED], message(b"not gzip", 1), id="not gzip"),
+        pytest.param([ZIPPED], message(gzip.compress(b"x")[:-1], 1), id="incomplete gzip"),
+        pytest.param([], message(gzip.compress(b"x"), 1), id="gzip without a header"),
+        pytest.param([], message(b"x", 7), id="unknown flag"),
+        pytest.param([], message(b"abc")[:-1], id="incomplete message"),
+        pytest.param([], b"\0\0", id="incomplete prefix"),
     ],
 )
 def test_an_invalid_message_ends_its_call(headers: list[tuple[str, str]], data: bytes) -> None:
