@@ -1,6 +1,4 @@
-"""Arrays on a GPU in the client's session: packets in, packets out, on the stand-in for CUDA. The oracle is the memory
-that the handles name.
-"""
+"""Arrays on a GPU in a session, on the stand-in for CUDA: the sent handles must name the bytes of the arrays."""
 
 from __future__ import annotations
 
@@ -15,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import HandleLost, InvalidRequest, Unavailable
-from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PROTOCOL,
     Answer,
     Cancel,
-    ClientMessage,
     Fail,
     Handle,
     Infer,
@@ -34,16 +30,15 @@ from shmserve.session import Session, StreamTicket
 from shmserve.session.gpu.tensors import _is_contiguous
 from shmserve.shm.extents.cuda import is_device, parts_of
 from tests.support.hypothesis_profiles import examples
+from tests.support.sessions import RecordingTicket, decode, feed
 from tests.support.workers.device_arrays import Array, Foreign, end, read, write
 from tests.support.workers.gpu_harness import standins
-from tests.unit.session.test_session import Noted, feed
 
-decode = codec.Codec(ClientMessage).decode
 X = np.arange(5000, dtype=np.float32).reshape(5, 1000)
 
 
 class Server:
-    """The other end: it keeps what was announced, and reads what handles name."""
+    """The server's end: keeps the announced segments and reads what handles name."""
 
     def __init__(self, session: Session, owner: int = 1, takes: int = 1) -> None:
         self.session = session
@@ -66,7 +61,7 @@ class Server:
         return found
 
     def has_loaded(self) -> None:
-        """What a client asks that has lost its connection."""
+        """Answer the question that a client asks after a lost connection."""
         (asked,) = self.take()
         feed(self.session, Answer(asked.request, b"true"))
 
@@ -84,14 +79,14 @@ class Server:
         return self._of[exported] + handle.offset
 
     def know(self, runtime: Any) -> None:
-        """Where what was exported is: the test is in the same process."""
+        """Map exported names to addresses; the test is in the same process."""
         self._of = {runtime.ipcGetMemHandle(address): address for address in runtime.state.device}
 
     def on_gpu(self, handle: Handle) -> bool:
         return is_device(self.maps[handle.segment].name or "")
 
 
-class Cut:
+class Exporter:
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__cuda_array_interface__ = interface
         self.owner = owner
@@ -106,6 +101,13 @@ def runtime() -> Iterator[Any]:
 
 
 @pytest.fixture
+def x(runtime: Any) -> Iterator[Foreign]:
+    array = Foreign(runtime, X)
+    yield array
+    array.close()
+
+
+@pytest.fixture
 def session(runtime: Any) -> Iterator[Session]:
     made = Session()
     yield made
@@ -113,7 +115,7 @@ def session(runtime: Any) -> Iterator[Session]:
 
 
 def infer(session: Session, inputs: Any, ticket: Any = None, **more: Any) -> Any:
-    ticket = ticket or Noted()
+    ticket = ticket or RecordingTicket()
     session.infer(ticket, "m", inputs, 0.0, **more)
     return ticket
 
@@ -129,9 +131,8 @@ def used(session: Session) -> int:
     return sum(arena.used for arena in session.memory.devices._arenas.values()) + session.memory._arena.used
 
 
-def test_what_is_sent_is_what_was_there(runtime: Any, session: Session) -> None:
+def test_arrays_are_copied_to_exported_memory(runtime: Any, session: Session, x: Foreign) -> None:
     server = Server(session)
-    x = Foreign(runtime, X)
     ticket = infer(session, {"x": x, "y": X[0]})
     (message,) = server.take()
     server.know(runtime)
@@ -139,18 +140,17 @@ def test_what_is_sent_is_what_was_there(runtime: Any, session: Session) -> None:
     assert server.on_gpu(handle_of(message))
     assert server.read(handle_of(message)) == X.tobytes()
     feed(session, Reply(1, 1, ()))
-    assert ticket.told == 1
+    assert ticket.ends == 1
     assert used(session) == 0
-    x.close()
 
 
-def test_memory_of_our_own_is_sent_as_it_is(runtime: Any, session: Session) -> None:
+def test_arrays_of_the_session_are_sent_without_a_copy(runtime: Any, session: Session) -> None:
     server = Server(session)
     x = session.memory.empty_on("cuda:0", (5, 1000), "float32")
     write(x.__cuda_array_interface__, X)
     rest = {"data": (x.block.address + 4000, False), "shape": (4, 1000), "typestr": "<f4", "version": 3, "stream": 1}
     runtime.state.streams[1] = runtime.state.streams[0]
-    part = Cut(rest, x)
+    part = Exporter(rest, x)
     infer(session, {"x": x, "part": part})
     (message,) = server.take()
     server.know(runtime)
@@ -159,14 +159,14 @@ def test_memory_of_our_own_is_sent_as_it_is(runtime: Any, session: Session) -> N
     assert cut == Handle(whole.segment, whole.offset + 4000, 16000)
     assert runtime.state.named("memcpyAsync") == []
     del x, part
-    assert used(session), "the request has them"
+    assert used(session), "the request keeps the memory"
     feed(session, Reply(1, 1, ()))
     session.memory.empty_on(0, (1,), "int8")
     assert used(session) == 256
     del runtime.state.streams[1]
 
 
-def test_small_ones_and_none(runtime: Any, session: Session) -> None:
+def test_small_and_empty_arrays_are_sent_inline(runtime: Any, session: Session) -> None:
     server = Server(session)
     small, none = Foreign(runtime, X[0]), Foreign(runtime, X[:0])
     infer(session, {"small": small, "none": none})
@@ -177,17 +177,17 @@ def test_small_ones_and_none(runtime: Any, session: Session) -> None:
     none.close()
 
 
-def test_a_model_elsewhere_is_asked_once_more(runtime: Any, session: Session) -> None:
+def test_a_request_to_a_model_without_the_gpu_is_repeated_through_host_memory(runtime: Any, session: Session) -> None:
     server = Server(session)
     x, y = Foreign(runtime, X), session.memory.empty_on(0, (1, 1000), "float32")
     ticket = infer(session, {"x": x}, outputs={"y": y})
     (message,) = server.take()
     assert server.on_gpu(message.outputs[0].place)
     x_was = x.__cuda_array_interface__
-    write(x_was, X * 0)  # the caller may do so: it was copied
+    write(x_was, X * 0)  # allowed: the array was copied
     feed(session, Fail(1, HandleLost.code, "elsewhere"))
     (again,) = server.take()
-    assert (again.request, ticket.told) == (1, 0)
+    assert (again.request, ticket.ends) == (1, 0)
     assert not server.on_gpu(handle_of(again))
     assert server.read(handle_of(again)) == X.tobytes()
     assert again.outputs[0].place is None
@@ -209,12 +209,11 @@ def test_a_model_elsewhere_is_asked_once_more(runtime: Any, session: Session) ->
     x.close()
 
 
-def test_a_stream_that_has_begun_is_not_asked_again(runtime: Any, session: Session) -> None:
+def test_a_stream_that_has_begun_is_not_repeated(session: Session, x: Foreign) -> None:
     class Flow(StreamTicket):
         def on_part(self) -> None: ...
 
     server = Server(session)
-    x = Foreign(runtime, X)
     late, early = Flow(), Flow()
     infer(session, {"x": x}, late, window=16)
     infer(session, {"x": x}, early, window=16)
@@ -225,10 +224,9 @@ def test_a_stream_that_has_begun_is_not_asked_again(runtime: Any, session: Sessi
     feed(session, Fail(2, HandleLost.code, "elsewhere"))
     assert early.error is None
     assert [type(message) for message in server.take()] == [Infer]
-    x.close()
 
 
-def test_after_another_connection(runtime: Any, session: Session) -> None:
+def test_requests_are_repeated_on_a_new_connection(runtime: Any, session: Session) -> None:
     server = Server(session)
     x, place = Foreign(runtime, X), session.memory.empty_on(0, (5, 1000), "float32")
     infer(session, {"x": x}, outputs={"y": place})
@@ -256,22 +254,19 @@ def test_after_another_connection(runtime: Any, session: Session) -> None:
     x.close()
 
 
-def test_before_the_first_connection(runtime: Any, session: Session) -> None:
-    x = Foreign(runtime, X)
+def test_a_request_before_the_first_connection(runtime: Any, session: Session, x: Foreign) -> None:
     infer(session, {"x": x})
     server = Server(session, 3)
     (message,) = server.take()
     server.know(runtime)
     assert server.on_gpu(handle_of(message))
     assert server.read(handle_of(message)) == X.tobytes()
-    x.close()
 
 
 @pytest.mark.parametrize("memory", ["posix", "frames"])
-def test_other_memory(runtime: Any, memory: str) -> None:
+def test_without_memfds_arrays_go_through_host_memory(x: Foreign, memory: str) -> None:
     session = Session(memory)
     feed(session, Welcome(PROTOCOL, 1, "s", {"device_memory": 0}))
-    x = Foreign(runtime, X)
     infer(session, {"x": x})
     packets = session.take()
     message = decode(packets[-1].data)[-1]
@@ -280,12 +275,10 @@ def test_other_memory(runtime: Any, memory: str) -> None:
     else:
         assert session.memory._arena.look(handle_of(message)).tobytes() == X.tobytes()
     session.close()
-    x.close()
 
 
-def test_one_that_is_taken_back(runtime: Any, session: Session) -> None:
+def test_a_cancelled_request_keeps_its_memory_until_the_answer(session: Session, x: Foreign) -> None:
     server = Server(session)
-    x = Foreign(runtime, X)
     ticket = infer(session, {"x": x})
     server.take()
     assert session.cancel(ticket)
@@ -293,12 +286,10 @@ def test_one_that_is_taken_back(runtime: Any, session: Session) -> None:
     assert used(session)
     feed(session, Fail(1, "CANCELLED", "was"))
     assert used(session) == 0
-    x.close()
 
 
-def test_arrays_by_dlpack(runtime: Any, session: Session) -> None:
+def test_dlpack_in_both_directions(runtime: Any, session: Session, x: Foreign) -> None:
     server = Server(session)
-    x = Foreign(runtime, X)
 
     class Only:
         described = x.__cuda_array_interface__
@@ -316,14 +307,12 @@ def test_arrays_by_dlpack(runtime: Any, session: Session) -> None:
     assert y.__dlpack_device__() == (2, 0)
     assert y.__dlpack__(stream=1) == ("capsule", y.block.address, {"stream": 1})
     assert repr(y) == "DeviceArray(shape=(3,), dtype=float16, device='cuda:0')"
-    x.close()
 
 
-def test_arrays_that_cannot_be_sent(runtime: Any, session: Session) -> None:
+def test_unusable_arrays_and_devices_are_refused(runtime: Any, session: Session, x: Foreign) -> None:
     Server(session)
-    x = Foreign(runtime, X)
     good = x.__cuda_array_interface__
-    for change, said in (
+    for change, text in (
         ({"strides": (4, 20)}, "not contiguous"),
         ({"mask": x}, "cannot be sent"),
         ({"typestr": ">f4"}, "cannot be sent"),
@@ -334,7 +323,7 @@ def test_arrays_that_cannot_be_sent(runtime: Any, session: Session) -> None:
         ({"shape": (1,) * 40}, "40 dims"),
     ):
         x.__cuda_array_interface__ = good | change
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=text):
             infer(session, {"small": X, "x": x})
 
     class Leaf:
@@ -355,14 +344,12 @@ def test_arrays_that_cannot_be_sent(runtime: Any, session: Session) -> None:
             session.memory.empty_on(device, (1,), "float32")
     with pytest.raises(InvalidRequest, match="on a GPU"):
         session.memory.empty_on(0, (1,), "O")
-    x.close()
 
 
-def test_a_failure_on_the_way_by_the_host_is_the_answer(
-    runtime: Any, session: Session, caplog: pytest.LogCaptureFixture
+def test_a_failed_copy_through_the_host_fails_the_request(
+    runtime: Any, session: Session, x: Foreign, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(session)
-    x = Foreign(runtime, X)
     ticket = infer(session, {"x": x})
     server.take()
     runtime.state.failures["memcpyAsync"] = 700
@@ -370,12 +357,11 @@ def test_a_failure_on_the_way_by_the_host_is_the_answer(
     assert isinstance(ticket.error, HandleLost)
     assert "cannot copy GPU tensors through host memory: the GPU failed" in caplog.text
     assert used(session) == 0
-    x.close()
 
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
-def test_contiguous_is_what_numpy_says(shape: list[int], data: st.DataObject) -> None:
+def test_contiguity_agrees_with_numpy(shape: list[int], data: st.DataObject) -> None:
     array: Array = np.zeros([2 * dim for dim in shape], np.int16)
     cuts = tuple(data.draw(st.sampled_from([slice(None), slice(0, dim), slice(0, dim, 2)])) for dim in shape)
     turned = data.draw(st.booleans())

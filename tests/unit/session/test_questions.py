@@ -1,4 +1,4 @@
-"""Operations in the session, without a link: what is sent when, and what a loss leaves. The oracle is the codec."""
+"""Operations (load, unload, ...) in a session: encoding and pacing of bodies, cancellation, lost connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest
 from shmserve.protocol.messages import (
     FIELD_BYTES,
     PACKET_BYTES,
-    PROTOCOL,
     Answer,
     Ask,
     Cancel,
@@ -24,18 +23,17 @@ from shmserve.protocol.messages import (
     Goodbye,
     Ping,
     Pong,
-    Welcome,
 )
 from shmserve.session import Session
 from shmserve.session.queries import WINDOW_BYTES, WINDOWS
 from shmserve.session.uploads import Body, of_json, of_load
-from tests.unit.session.test_session import Noted, connected, decode, feed, said
+from tests.support.sessions import RecordingTicket, connect, connected, decoded, feed, sent
 
 CONFIG = {"backend": "onnxruntime"}
 
 
-def operate(session: Session, body: Body, what: str = "load", **options: Any) -> Noted:
-    ticket = Noted()
+def operate(session: Session, body: Body, what: str = "load", **options: Any) -> RecordingTicket:
+    ticket = RecordingTicket()
     session.ask(ticket, what, 100.0, "m", body=body, **options)
     return ticket
 
@@ -50,13 +48,13 @@ def drained(body: Body) -> bytes:
     return b"".join(pieces)
 
 
-def sent_to_the_end(session: Session) -> list[Ask]:
-    """All Asks, with a Pong for each Ping."""
+def sent_asks(session: Session) -> list[Ask]:
+    """All messages of the operations; each Ping is answered."""
     asks: list[Ask] = []
     while packets := session.take():
         for packet in packets:
             assert len(packet.data) <= PACKET_BYTES
-        messages = said(packets)
+        messages = decoded(packets)
         asks += [message for message in messages if isinstance(message, Ask)]
         feed(session, *[Pong(message.number) for message in messages if isinstance(message, Ping)])
     return asks
@@ -73,7 +71,7 @@ sizes = st.lists(st.integers(0, 3 * FIELD_BYTES) | st.sampled_from([0, FIELD_BYT
 
 
 @given(sizes, st.booleans())
-def test_a_body_is_its_parts_one_after_another(sizes: list[int], in_files: bool) -> None:
+def test_a_body_is_a_header_and_the_concatenated_files(sizes: list[int], in_files: bool) -> None:
     values = [os.urandom(size) for size in sizes]
     with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
         files: dict[str, Any] = {}
@@ -89,7 +87,7 @@ def test_a_body_is_its_parts_one_after_another(sizes: list[int], in_files: bool)
     assert rest == b"".join(values)
 
 
-def test_what_a_body_is_made_of() -> None:
+def test_encoding_of_bodies() -> None:
     assert drained(of_load(None, None)) == b""
     assert drained(of_load(None, {})) == b""
     assert json.loads(drained(of_json({"wait": False}))) == {"wait": False}
@@ -115,7 +113,7 @@ def test_what_a_body_is_made_of() -> None:
         ({}, {"1/a": Path("/proc")}, "not a regular file"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_at_once(config: Any, files: Any, text: str) -> None:
+def test_unusable_configurations_and_files_are_refused(config: Any, files: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         of_load(config, files)
 
@@ -126,20 +124,20 @@ def test_what_cannot_be_sent_is_refused_at_once(config: Any, files: Any, text: s
 def test_a_short_operation_is_one_message() -> None:
     session = connected()
     ticket = operate(session, of_json({"wait": True}), "unload")
-    assert said(session.take()) == [Ask(1, "unload", "m", 0, b'{"wait": true}')]
+    assert sent(session) == [Ask(1, "unload", "m", 0, b'{"wait": true}')]
     assert feed(session, Answer(1, b'{"model": "m"}')) == 1
     assert ticket.answer == {"model": "m"}
     empty = operate(session, of_load(None, None))
-    assert said(session.take()) == [Ask(2, "load", "m")]
+    assert sent(session) == [Ask(2, "load", "m")]
     assert feed(session, Fail(2, "UNAVAILABLE", "no")) == 1
     assert empty.error is not None
 
 
-def test_a_long_body_keeps_pace_with_the_server() -> None:
+def test_a_long_body_is_sent_in_acknowledged_windows() -> None:
     session = connected()
     data = os.urandom(5 * WINDOWS * WINDOW_BYTES + 12345)
     ticket = operate(session, of_load(CONFIG, {"1/a": data}))
-    messages = said(session.take())
+    messages = sent(session)
     pings = [message for message in messages if isinstance(message, Ping)]
     asks = [message for message in messages if isinstance(message, Ask)]
     assert len(pings) == WINDOWS
@@ -147,10 +145,10 @@ def test_a_long_body_keeps_pace_with_the_server() -> None:
     assert session.take() == []
     feed(session, Pong(pings[0].number))
     assert session.urgent
-    more = [message for message in said(session.take()) if isinstance(message, Ask)]
+    more = [message for message in sent(session) if isinstance(message, Ask)]
     assert sum(len(ask.body) for ask in more) == WINDOW_BYTES
     feed(session, Pong(pings[1].number), Pong(pings[1].number + 1))
-    asks += more + sent_to_the_end(session)
+    asks += more + sent_asks(session)
     assert [ask.more for ask in asks] == [True] * (len(asks) - 1) + [False]
     assert asks[0].what == "load"
     assert asks[0].model == "m"
@@ -161,21 +159,21 @@ def test_a_long_body_keeps_pace_with_the_server() -> None:
     assert session.tickets == {}
 
 
-def test_requests_go_between_the_pieces() -> None:
+def test_requests_are_sent_between_the_pieces_of_a_body() -> None:
     session = connected()
     operate(session, of_load(CONFIG, {"1/a": bytes(4 * WINDOWS * WINDOW_BYTES)}))
     session.take()
-    session.infer(Noted(), "m", {}, 0.0)
-    (infer,) = said(session.take())
+    session.infer(RecordingTicket(), "m", {}, 0.0)
+    (infer,) = sent(session)
     assert infer.request == 2
-    assert len(sent_to_the_end(session)) == 0, "nothing without a Pong"
+    assert len(sent_asks(session)) == 0, "nothing without a Pong"
 
 
-def test_operations_follow_each_other() -> None:
+def test_bodies_of_several_operations_are_not_interleaved() -> None:
     session = connected()
     for _ in range(3):
         operate(session, of_load(CONFIG, {"1/a": bytes(WINDOWS * WINDOW_BYTES)}))
-    asks = sent_to_the_end(session)
+    asks = sent_asks(session)
     assert not asks[-1].more
     requests = [ask.request for ask in asks]
     assert requests == sorted(requests)
@@ -189,7 +187,7 @@ def large(size: int = 4 * WINDOWS * WINDOW_BYTES) -> Body:
     return of_load(CONFIG, {"1/a": bytes(size)})
 
 
-def test_a_file_that_changes_is_an_error_and_the_rest_is_taken_back(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_sent_cancels_the_operation(tmp_path: Path) -> None:
     before = descriptors()
     session = connected()
     path = tmp_path / "model"
@@ -199,7 +197,7 @@ def test_a_file_that_changes_is_an_error_and_the_rest_is_taken_back(tmp_path: Pa
     assert descriptors() > before
     os.truncate(path, 10)
     feed(session, Pong(1))
-    assert said(session.take())[-1] == Cancel(1)
+    assert sent(session)[-1] == Cancel(1)
     assert isinstance(ticket.error, InvalidRequest)
     assert "changed while it was sent" in str(ticket.error)
     assert session.tickets == {}
@@ -211,35 +209,35 @@ def test_a_file_that_changes_is_an_error_and_the_rest_is_taken_back(tmp_path: Pa
     assert descriptors() == before
 
 
-def test_a_refusal_in_the_middle_ends_the_sending() -> None:
+def test_a_refused_body_is_not_sent_further() -> None:
     session = connected()
     ticket = operate(session, large())
     session.take()
     feed(session, Fail(1, "INVALID_ARG", "too large"))
     assert isinstance(ticket.error, InvalidRequest)
     assert session.urgent
-    assert said(session.take()) == [Cancel(1)]
+    assert sent(session) == [Cancel(1)]
     feed(session, Pong(1), Pong(2))
     assert session.take() == []
 
 
-def test_cancelled_in_the_middle_and_at_the_end() -> None:
+def test_cancelling_before_and_after_the_body_is_complete() -> None:
     session = connected()
     ticket = operate(session, large())
     session.take()
     assert session.cancel(ticket)
     assert session.tickets == {}
-    assert said(session.take()) == [Cancel(1)]
+    assert sent(session) == [Cancel(1)]
     complete = operate(session, of_load(None, None))
     feed(session, Pong(1), Pong(2))
     session.take()
     assert session.cancel(complete)
     assert session.take() == [], "the server continues it"
     feed(session, Answer(2, b"{}"))
-    assert (complete.told, session.tickets) == (0, {})
+    assert (complete.ends, session.tickets) == (0, {})
 
 
-def test_timeouts_say_what_has_become_of_it() -> None:
+def test_the_text_of_a_timeout_depends_on_whether_the_body_was_complete() -> None:
     session = connected()
     complete = operate(session, of_load(None, None), timeout=1.0)
     session.take()
@@ -249,33 +247,27 @@ def test_timeouts_say_what_has_become_of_it() -> None:
     assert isinstance(complete.error, DeadlineExceeded)
     assert str(complete.error) == "'load' of model 'm' did not finish within its timeout; the server continues it"
     assert str(cut.error) == "'load' of model 'm' could not be sent within its timeout; nothing was changed"
-    assert said(session.take()) == [Cancel(2)]
+    assert sent(session) == [Cancel(2)]
 
 
-def again(session: Session) -> list[Any]:
-    decode(session.hello(7, "test").data)
-    feed(session, Welcome(PROTOCOL, 2, "server"))
-    return said(session.take())
-
-
-def test_what_the_server_may_have_seen_is_never_sent_again() -> None:
+def test_only_operations_that_were_not_sent_are_repeated() -> None:
     session = connected()
     complete = operate(session, of_load(None, None))
     cut = operate(session, large())
     waiting = operate(session, of_json({}), "restart")
     session.take()
-    assert waiting.told == 0
+    assert waiting.ends == 0
     session.disconnected()
     assert isinstance(complete.error, ConnectionLost)
     assert "it may have taken effect: check the models" in str(complete.error)
     assert isinstance(cut.error, ConnectionLost)
     assert "before 'load' of model 'm' was sent completely; nothing was changed" in str(cut.error)
-    assert again(session) == [Ask(3, "restart", "m", 0, b"{}")], "of which nothing had been sent"
+    assert sent(connect(session, 2)) == [Ask(3, "restart", "m", 0, b"{}")], "nothing of it had been sent"
     feed(session, Answer(3, b"{}"))
     assert waiting.answer == {}
 
 
-def test_the_reason_of_the_end_is_told() -> None:
+def test_the_error_has_the_reason_of_the_goodbye() -> None:
     session = connected()
     ticket = operate(session, of_load(None, None))
     session.take()
@@ -284,8 +276,8 @@ def test_the_reason_of_the_end_is_told() -> None:
     assert "the connection ended (the server stops) before" in str(ticket.error)
 
 
-def test_asked_before_there_is_a_connection() -> None:
+def test_an_operation_before_the_first_connection_is_sent_with_it() -> None:
     session = Session()
     operate(session, of_load(None, None))
-    assert again(session) == [Ask(1, "load", "m")]
+    assert sent(connect(session)) == [Ask(1, "load", "m")]
     session.close()

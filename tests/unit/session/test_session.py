@@ -1,4 +1,4 @@
-"""The session without input or output: packets in, packets out. The oracle of arrays is numpy, of bytes the codec."""
+"""Requests in a session: encoding, deadlines, answers, and repetition after a lost connection."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ from shmserve.errors import (
     Internal,
     InvalidRequest,
     ProtocolError,
-    ServeError,
 )
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PACKET_BYTES,
-    PROTOCOL,
     Answer,
     Cancel,
-    ClientMessage,
     Fail,
     FailHeld,
     Goodbye,
-    Hello,
     Infer,
     Map,
     Pong,
@@ -39,57 +35,9 @@ from shmserve.protocol.messages import (
     Unmap,
     Welcome,
 )
-from shmserve.session import Packet, Result, Session, Ticket, inline_result
+from shmserve.session import Result, Session
 from shmserve.shm.extents import memfd
-
-decode = codec.Codec(ClientMessage).decode
-
-
-class Noted(Ticket):
-    """A ticket that keeps what it was told."""
-
-    __slots__ = ("answer", "error", "told")
-
-    def __init__(self) -> None:
-        self.answer: Any = None
-        self.error: ServeError | None = None
-        self.told = 0
-
-    def settle(self, answer: Any) -> None:
-        self.told += 1
-        try:
-            self.answer = inline_result(answer) if isinstance(answer, Reply) else answer
-        except ServeError as error:
-            self.error = error
-
-    def fail(self, error: ServeError) -> None:
-        self.told += 1
-        self.error = error
-
-
-def feed(session: Session, *messages: Any) -> int:
-    return session.receive(codec.encode(list(messages)))
-
-
-def connected(memory: str = "memfd", owner: int = 1) -> Session:
-    session = Session(memory)
-    (hello,) = decode(session.hello(7, "test").data)
-    assert hello == Hello(PROTOCOL, 7, "test", memory)
-    feed(session, Welcome(PROTOCOL, owner, "server", {"client_requests": 10}))
-    assert session.connected
-    assert session.limits == {"client_requests": 10}
-    return session
-
-
-def ask(session: Session, inputs: dict[str, Any], **options: Any) -> tuple[Noted, list[Packet]]:
-    ticket = Noted()
-    session.infer(ticket, "m", inputs, 100.0, **options)
-    return ticket, session.take()
-
-
-def said(packets: list[Packet]) -> list[Any]:
-    return [message for packet in packets for message in decode(packet.data)]
-
+from tests.support.sessions import RecordingTicket, ask, connect, connected, decode, decoded, feed, sent
 
 # ------------------------------------------------------------------------------------------------ round trips
 
@@ -98,12 +46,11 @@ numbers = st.sampled_from(["?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", 
 
 
 @given(st.lists(of_numpy.arrays(numbers, shapes), max_size=5), st.booleans())
-def test_arrays_come_back_as_they_were(arrays: list[np.ndarray[Any, Any]], turned: bool) -> None:
-    """Whatever layout they have."""
+def test_arrays_of_any_layout_round_trip(arrays: list[np.ndarray[Any, Any]], turned: bool) -> None:
     inputs = {f"x{number}": array.T if turned else array for number, array in enumerate(arrays)}
     session = connected()
     ticket, packets = ask(session, inputs)
-    (infer,) = said(packets)
+    (infer,) = decoded(packets)
     assert infer == Infer(1, "m", 0, infer.inputs)
     assert feed(session, Reply(1, 5, infer.inputs)) == 1
     assert ticket.answer.version == 5
@@ -119,10 +66,10 @@ words = st.one_of(st.binary(max_size=9), st.text(st.characters(exclude_categorie
 
 
 @given(of_numpy.arrays("O", shapes, elements=words))
-def test_strings_come_back_as_bytes(array: np.ndarray[Any, Any]) -> None:
+def test_strings_round_trip_as_bytes(array: np.ndarray[Any, Any]) -> None:
     session = connected()
     ticket, packets = ask(session, {"s": array})
-    (infer,) = said(packets)
+    (infer,) = decoded(packets)
     feed(session, Reply(1, 1, infer.inputs))
     expected = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
     assert ticket.answer["s"].ravel().tolist() == expected
@@ -130,11 +77,11 @@ def test_strings_come_back_as_bytes(array: np.ndarray[Any, Any]) -> None:
 
 
 @given(st.lists(st.integers(0, 60_000), max_size=8))
-def test_no_message_has_more_than_its_share_of_bytes(sizes: list[int]) -> None:
+def test_inline_data_is_limited_and_segments_are_announced_first(sizes: list[int]) -> None:
     session = connected()
     _, packets = ask(session, {f"x{number}": np.zeros(size, np.uint8) for number, size in enumerate(sizes)})
     assert all(len(packet.data) <= PACKET_BYTES for packet in packets)
-    messages = said(packets)
+    messages = decoded(packets)
     inline = sum(len(tensor.data) for tensor in messages[-1].inputs if isinstance(tensor.data, bytes))
     assert inline <= 48 * 1024
     handles = [tensor.data[0] for tensor in messages[-1].inputs if isinstance(tensor.data, tuple)]
@@ -152,15 +99,17 @@ def test_many_requests_share_a_packet_until_it_is_full() -> None:
     session = connected()
     x = np.zeros(1000, np.float32)
     for _ in range(100):
-        session.infer(Noted(), "m", {"x": x}, 0.0)
+        session.infer(RecordingTicket(), "m", {"x": x}, 0.0)
     packets = session.take()
-    assert [message.request for message in said(packets)] == list(range(1, 101))
+    assert [message.request for message in decoded(packets)] == list(range(1, 101))
     assert len(packets) == 4
     assert session.take() == []
 
 
-def test_a_map_has_its_descriptor_and_comes_first() -> None:
+def test_a_segment_is_announced_once_with_its_descriptor_before_its_first_use() -> None:
     session = connected()
+    assert session.connected
+    assert session.limits == {"client_requests": 10}
     _, packets = ask(session, {"x": np.zeros(10_000)})
     (announced,), (infer,) = decode(packets[0].data), decode(packets[1].data)
     assert isinstance(announced, Map)
@@ -173,15 +122,15 @@ def test_a_map_has_its_descriptor_and_comes_first() -> None:
     session.close()
 
 
-def test_what_cannot_be_encoded_costs_only_its_own_request() -> None:
+def test_an_encoding_error_fails_only_its_own_request() -> None:
     session = connected()
-    good, bad, other = Noted(), Noted(), Noted()
+    good, bad, other = RecordingTicket(), RecordingTicket(), RecordingTicket()
     session.infer(good, "m", {"x": 1}, 0.0)
     session.infer(bad, "m", {"\ud800": np.zeros(2)}, 0.0)
     session.infer(other, "m", {"x": 1}, 0.0)
-    assert [message.request for message in said(session.take())] == [1, 3]
+    assert [message.request for message in sent(session)] == [1, 3]
     assert isinstance(bad.error, InvalidRequest)
-    assert (good.told, other.told) == (0, 0)
+    assert (good.ends, other.ends) == (0, 0)
 
 
 def test_an_answer_settles_once() -> None:
@@ -189,16 +138,16 @@ def test_an_answer_settles_once() -> None:
     ticket, _ = ask(session, {"x": 1})
     reply = Reply(1, 1, (Tensor("y", "FP32", (1,), bytes(4)),), {"k": 1})
     assert feed(session, reply, reply) == 1
-    assert ticket.told == 1
+    assert ticket.ends == 1
     assert isinstance(ticket.answer, Result)
     assert ticket.answer.parameters == {"k": 1}
     assert feed(session, Fail(1, "INTERNAL", "late"), FailHeld(1, "INTERNAL", "late"), Released(1)) == 0
-    assert ticket.told == 1
+    assert ticket.ends == 1
 
 
-def test_unknown_codes_and_unreadable_answers() -> None:
+def test_unknown_error_codes_and_malformed_answers() -> None:
     session = connected()
-    strange, unreadable, mistyped = Noted(), Noted(), Noted()
+    strange, unreadable, mistyped = RecordingTicket(), RecordingTicket(), RecordingTicket()
     for ticket in (strange, unreadable, mistyped):
         session.infer(ticket, "m", {}, 0.0)
     feed(session, Fail(1, "NEW_CODE", "new"))
@@ -214,19 +163,19 @@ def test_unknown_codes_and_unreadable_answers() -> None:
         session.receive(codec.encode([["no tag"]]))
 
 
-def test_a_refused_packet_fails_what_may_have_been_in_it() -> None:
+def test_a_refused_packet_fails_all_requests_that_may_have_been_in_it() -> None:
     session = connected()
     ticket, _ = ask(session, {"x": 1})
     assert feed(session, Fail(0, "PROTOCOL", "not a packet")) == 1
     assert isinstance(ticket.error, Internal)
     ticket, _ = ask(session, {"x": 1})
     assert feed(session, Fail(0, "INVALID_ARG", "a handle was returned twice")) == 0
-    assert ticket.told == 0
+    assert ticket.ends == 0
 
 
-def test_answers_in_pieces() -> None:
+def test_answers_in_several_messages_are_joined() -> None:
     session = connected()
-    first, second, broken = Noted(), Noted(), Noted()
+    first, second, broken = RecordingTicket(), RecordingTicket(), RecordingTicket()
     for ticket in (first, second, broken):
         session.ask(ticket, "models", 0.0)
     assert feed(session, Answer(1, b'[{"a":', True), Answer(2, b"[2", True)) == 0
@@ -239,38 +188,38 @@ def test_answers_in_pieces() -> None:
 # ------------------------------------------------------------------------------------------------ time
 
 
-def test_deadlines_pass_in_order() -> None:
+def test_requests_fail_at_their_own_deadlines() -> None:
     session = connected()
-    tickets = [Noted() for _ in range(3)]
+    tickets = [RecordingTicket() for _ in range(3)]
     for ticket, timeout in zip(tickets, (3.0, 1.0, 2.0), strict=True):
         session.infer(ticket, "m", {}, 100.0, timeout=timeout)
-    never = Noted()
+    never = RecordingTicket()
     session.infer(never, "m", {}, 100.0, timeout=float("inf"))
     session.take()
     assert session.deadline() == pytest.approx(101.1)
     session.tick(101.0)
-    assert [ticket.told for ticket in tickets] == [0, 0, 0]
+    assert [ticket.ends for ticket in tickets] == [0, 0, 0]
     session.tick(101.11)
-    assert [ticket.told for ticket in tickets] == [0, 1, 0]
+    assert [ticket.ends for ticket in tickets] == [0, 1, 0]
     assert isinstance(tickets[1].error, DeadlineExceeded)
-    assert said(session.take()) == [Cancel(2)]
+    assert sent(session) == [Cancel(2)]
     feed(session, Reply(3, 1, ()))
     assert session.deadline() == pytest.approx(103.1)
     session.tick(200.0)
-    assert [ticket.told for ticket in tickets] == [1, 1, 1]
+    assert [ticket.ends for ticket in tickets] == [1, 1, 1]
     assert session.deadline() is None
-    assert never.told == 0
+    assert never.ends == 0
 
 
-def test_old_deadlines_do_not_gather() -> None:
+def test_deadlines_of_answered_requests_are_dropped() -> None:
     session = connected()
     for number in range(10_000):
-        session.infer(Noted(), "m", {}, 100.0, timeout=1000.0)
+        session.infer(RecordingTicket(), "m", {}, 100.0, timeout=1000.0)
         feed(session, Reply(number + 1, 1, ()))
     assert len(session._deadlines) < 200
 
 
-def test_a_cancelled_request_is_forgotten_when_the_server_is_done() -> None:
+def test_inputs_of_a_cancelled_request_are_kept_until_its_answer() -> None:
     session = connected()
     ticket, _ = ask(session, {"x": np.zeros(10_000)})
     used = session.memory._arena.used
@@ -281,43 +230,41 @@ def test_a_cancelled_request_is_forgotten_when_the_server_is_done() -> None:
     feed(session, Fail(1, "CANCELLED", "as you asked"))
     assert session.memory._arena.used == 0
     assert session.tickets == {}
-    assert ticket.told == 0
+    assert ticket.ends == 0
     session.close()
 
 
 # ------------------------------------------------------------------------------------------------ connections
 
 
-def test_a_server_that_does_not_know_whether_it_has_loaded() -> None:
-    """And one that goes away again before it has said so; what was given up meanwhile is not sent."""
+def test_requests_are_repeated_to_a_server_without_the_loaded_query() -> None:
+    """The connection is lost once more before the answer; a request cancelled meanwhile is not repeated."""
     session = connected(owner=1)
     kept, _ = ask(session, {"x": np.arange(3)})
     gone, _ = ask(session, {"x": np.arange(3)})
     for owner in (2, 3):
         session.disconnected()
-        decode(session.hello(7, "test").data)
-        feed(session, Welcome(PROTOCOL, owner, "server"))
-        (loaded,) = said(session.take())
+        (loaded,) = sent(connect(session, owner))
         assert loaded.what == "loaded"
     session.cancel(gone)
-    said(session.take())
+    session.take()
     feed(session, Fail(loaded.request, "INVALID_ARG", "unknown query 'loaded'"))
-    (infer,) = said(session.take())
+    (infer,) = sent(session)
     assert infer.request == 1
     feed(session, Reply(1, 1, ()))
-    assert (kept.told, gone.told) == (1, 0)
+    assert (kept.ends, gone.ends) == (1, 0)
     assert not session.tickets
     session.close()
 
 
-def test_a_new_connection_repeats_what_is_unanswered() -> None:
+def test_unanswered_requests_are_repeated_on_a_new_connection() -> None:
     session = connected(owner=1)
     inputs = {"x": np.arange(10_000.0), "small": np.arange(3)}
     answered, _ = ask(session, inputs)
     open_one, _ = ask(session, inputs)
     step, _ = ask(session, inputs, sequence=9)
     gone, _ = ask(session, inputs)
-    question = Noted()
+    question = RecordingTicket()
     session.ask(question, "models", 0.0)
     feed(session, Reply(1, 1, ()))
     session.cancel(gone)
@@ -325,26 +272,24 @@ def test_a_new_connection_repeats_what_is_unanswered() -> None:
     assert isinstance(step.error, ConnectionLost)
     assert not session.connected
     later, packets = ask(session, inputs)
-    decode(session.hello(7, "test").data)
-    feed(session, Welcome(PROTOCOL, 2, "server"))
-    mapped, models, loaded = said(session.take())
+    mapped, models, loaded = sent(connect(session, 2))
     assert mapped.segment >> 32 == 2
     assert (models.request, models.what) == (5, "models")
     assert (loaded.request, loaded.what) == (7, "loaded")
     feed(session, Answer(7, b'{"loaded": true}'))
     assert session.urgent
-    messages = said(session.take())
+    messages = sent(session)
     assert [message.request for message in messages] == [2, 6]
     for infer in messages:
         assert infer.inputs[0].data[0].segment == mapped.segment
     feed(session, Reply(2, 1, ()), Reply(6, 1, ()), Answer(5, b"[]"))
-    assert (answered.told, open_one.told, step.told, gone.told, later.told, question.told) == (1, 1, 1, 0, 1, 1)
+    assert (answered.ends, open_one.ends, step.ends, gone.ends, later.ends, question.ends) == (1, 1, 1, 0, 1, 1)
     assert session.memory._arena.used == 0
     session.close()
     assert packets
 
 
-def test_other_protocols() -> None:
+def test_another_protocol_version_is_refused() -> None:
     session = Session()
     session.hello(1, "test")
     with pytest.raises(ProtocolError, match="speaks protocol 99, this client 1"):
@@ -353,8 +298,8 @@ def test_other_protocols() -> None:
     assert str(session.goodbye) == "only 99 here"
 
 
-def test_a_server_that_does_not_know_the_connection() -> None:
-    """It was started anew, and ZeroMQ has connected again: no reason to give up."""
+def test_a_restarted_server_that_misses_hello_only_ends_the_connection() -> None:
+    """ZeroMQ reconnects by itself; the client must reconnect and not give up."""
     session = connected()
     with pytest.raises(ConnectionLost, match="must be Hello"):
         feed(session, Goodbye("CONNECTION_LOST", "the first message of a connection must be Hello"))
@@ -368,11 +313,11 @@ def test_a_map_without_its_descriptor_ends_the_connection() -> None:
     feed(session, Unmap(78), Pong(1))
 
 
-def test_unreachable_memory_is_an_error_of_its_request() -> None:
+def test_an_output_in_an_unknown_segment_fails_its_request() -> None:
     session = connected()
     ticket, _ = ask(session, {})
     assert session.receive(codec.encode([[33, 1, 1, [["y", "FP32", [2000], [[5, 0, 8000]]]]]])) == 1
     assert ticket.error is not None
     assert ticket.error.code == "HANDLE_LOST"
-    assert session.has_returns, "a handle that was given is given back, whatever became of it"
+    assert session.has_returns, "the handle is returned although it could not be mapped"
     session.close()

@@ -1,4 +1,4 @@
-"""Answers in parts, in a session without input or output: any order of what comes and what is read."""
+"""Streamed responses in a session: the window, failures, cancellation and lost connections."""
 
 from __future__ import annotations
 
@@ -10,53 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, ModelFailed
-from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    PROTOCOL,
-    Answer,
-    Cancel,
-    ClientMessage,
-    Fail,
-    Infer,
-    More,
-    Part,
-    Tensor,
-    Welcome,
-)
+from shmserve.protocol.messages import Cancel, Fail, Infer, More, Part, Tensor
 from shmserve.session import Session, StreamTicket
 from shmserve.session.session import GRACE_S
+from tests.support.sessions import confirm_loaded, connect, connected, feed, sent
 
-decode = codec.Codec(ClientMessage).decode
 
-
-class Noted(StreamTicket):
-    __slots__ = ("told",)
+class CountingTicket(StreamTicket):
+    __slots__ = ("notifications",)
 
     def __init__(self, window: int) -> None:
         super().__init__(window)
-        self.told = 0
+        self.notifications = 0
 
     def on_part(self) -> None:
-        self.told += 1
+        self.notifications += 1
 
 
-def feed(session: Session, *messages: Any) -> None:
-    session.receive(codec.encode(list(messages)))
-
-
-def sent(session: Session) -> list[Any]:
-    return [message for packet in session.take() for message in decode(packet.data)]
-
-
-def connected() -> Session:
-    session = Session("frames")
-    session.hello(1, "test")
-    feed(session, Welcome(PROTOCOL, 7, "test"))
-    return session
-
-
-def asked(session: Session, window: int, **more: Any) -> tuple[Noted, Infer]:
-    ticket = Noted(window)
+def asked(session: Session, window: int, **more: Any) -> tuple[CountingTicket, Infer]:
+    ticket = CountingTicket(window)
     session.infer(ticket, "m", {"x": np.zeros(1, np.float32)}, 0.0, window=window, **more)
     (infer,) = sent(session)
     assert infer.options.window == window
@@ -67,16 +39,16 @@ def part(request: int, value: int, last: bool = False) -> Part:
     return Part(request, 1, (Tensor("y", "INT64", (1,), value.to_bytes(8, "little")),), None, last)
 
 
-def read(session: Session, ticket: Noted) -> int:
+def read(session: Session, ticket: CountingTicket) -> int:
     return int(session.next_part(ticket)["y"].item())
 
 
 @given(window=st.integers(1, 9), count=st.integers(0, 40), empty_end=st.booleans(), data=st.data())
-def test_whatever_comes_and_is_read_in_whatever_order(window: int, count: int, empty_end: bool, data: Any) -> None:
-    """The server sends while it may. They never wait for each other, and never is more than a window kept."""
-    session = connected()
+def test_any_order_of_arriving_and_reading(window: int, count: int, empty_end: bool, data: Any) -> None:
+    """No deadlock, no more than a window of unread parts, and all parts in order."""
+    session = connected("frames")
     ticket, infer = asked(session, window)
-    room, made, found = window, 0, list[int]()
+    room, made, values = window, 0, list[int]()
     while not (ticket.ended and not ticket.parts):
         mores = [message for message in sent(session) if isinstance(message, More)]
         room += sum(message.count for message in mores)
@@ -88,7 +60,7 @@ def test_whatever_comes_and_is_read_in_whatever_order(window: int, count: int, e
         assert choices, "each waits for the other"
         match data.draw(st.sampled_from(choices)):
             case "read":
-                found.append(read(session, ticket))
+                values.append(read(session, ticket))
             case "part":
                 made += 1
                 room -= 1
@@ -96,23 +68,23 @@ def test_whatever_comes_and_is_read_in_whatever_order(window: int, count: int, e
             case "end":
                 feed(session, Part(infer.request, 1, (), None, True))
         assert len(ticket.parts) <= window
-    assert found == list(range(1, count + 1))
+    assert values == list(range(1, count + 1))
     assert not session.tickets
     assert ticket.error is None
 
 
-def test_a_failure_waits_until_the_parts_before_it_are_read() -> None:
-    session = connected()
+def test_a_failure_follows_the_unread_parts() -> None:
+    session = connected("frames")
     ticket, infer = asked(session, 4)
     feed(session, part(infer.request, 1), part(infer.request, 2), Fail(infer.request, "MODEL_FAILED", "no more"))
-    assert ticket.told == 3
+    assert ticket.notifications == 3
     assert [read(session, ticket), read(session, ticket)] == [1, 2]
     assert isinstance(ticket.error, ModelFailed)
-    assert not sent(session)  # nothing is asked of a request that has ended
+    assert not sent(session)  # no More for a request that has ended
 
 
-def test_what_comes_after_a_cancel_is_nobodys() -> None:
-    session = connected()
+def test_parts_after_a_cancel_are_dropped() -> None:
+    session = connected("frames")
     ticket, infer = asked(session, 4)
     feed(session, part(infer.request, 1))
     assert session.cancel(ticket)
@@ -122,22 +94,20 @@ def test_what_comes_after_a_cancel_is_nobodys() -> None:
     assert len(ticket.parts) == 1
     feed(session, Fail(infer.request, "CANCELLED", "so it is"))
     assert not session.tickets
-    feed(session, part(infer.request, 4))  # of nobody at all
+    feed(session, part(infer.request, 4))  # its request is no longer known
 
 
-def test_the_last_part_that_crosses_a_cancel_ends_it() -> None:
-    session = connected()
+def test_a_last_part_that_crosses_the_cancel_ends_the_request() -> None:
+    session = connected("frames")
     ticket, infer = asked(session, 4)
     session.cancel(ticket)
     feed(session, part(infer.request, 1, last=True))
     assert not session.tickets
 
 
-def test_who_is_forgotten_is_cancelled_with_the_next_packet() -> None:
+def test_a_dropped_stream_is_cancelled_with_the_next_packet() -> None:
     called: list[int] = []
-    session = Session("frames", on_full=lambda: called.append(1))
-    session.hello(1, "test")
-    feed(session, Welcome(PROTOCOL, 7, "test"))
+    session = connect(Session("frames", on_full=lambda: called.append(1)), memory="frames")
     ticket, infer = asked(session, 4)
     session.forget(ticket)
     assert called == [1]
@@ -146,8 +116,8 @@ def test_who_is_forgotten_is_cancelled_with_the_next_packet() -> None:
     assert not session.has_returns
 
 
-def test_deadlines_are_for_the_whole() -> None:
-    session = connected()
+def test_the_timeout_covers_the_whole_stream() -> None:
+    session = connected("frames")
     ticket, infer = asked(session, 4, timeout=2.0)
     assert infer.timeout_us == 2_000_000
     feed(session, part(infer.request, 1))
@@ -158,24 +128,21 @@ def test_deadlines_are_for_the_whole() -> None:
     assert "did not complete its responses within the timeout of 2 s" in str(ticket.error)
 
 
-def test_what_has_begun_is_not_sent_again() -> None:
-    session = connected()
+def test_a_stream_is_repeated_only_if_no_part_has_arrived() -> None:
+    session = connected("frames")
     begun, first = asked(session, 4)
     fresh, second = asked(session, 4)
     feed(session, part(first.request, 1))
     session.disconnected()
     assert isinstance(begun.error, ConnectionLost)
     assert read(session, begun) == 1
-    session.hello(1, "test")
-    feed(session, Welcome(PROTOCOL, 8, "test"))
-    (loaded,) = sent(session)
-    feed(session, Answer(loaded.request, b'{"loaded": true}'))
+    confirm_loaded(connect(session, 8, "frames"))
     assert sent(session) == [second]
     feed(session, part(second.request, 5, last=True))
     assert (read(session, fresh), fresh.ended, fresh.error) == (5, True, None)
 
 
 @pytest.mark.parametrize("window", [0, -5, (1 << 20) + 1, 1.0, True, None])
-def test_windows_that_are_none(window: Any) -> None:
+def test_invalid_windows_are_refused(window: Any) -> None:
     with pytest.raises(InvalidRequest, match="the number of responses in flight must be from 1 to 1048576"):
-        Noted(window)
+        CountingTicket(window)
