@@ -180,6 +180,11 @@ def _names() -> Generator[Thing, None, None]:
         yield Thing("shm", ("shm", name), kind, f"shared memory {SHM / name}")
 
 
+def count_descriptors() -> int:
+    """Open descriptors of this process, for tests that compare before and after."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def own_names() -> list[str]:
     """The segments that this process owns, for tests that compare before and after."""
     return sorted(path.name for path in SHM.glob(f"shmserve-{os.getpid()}-*"))

@@ -27,6 +27,7 @@ from shmserve.protocol.messages import (
 from shmserve.session import Session
 from shmserve.session.queries import WINDOW_BYTES, WINDOWS
 from shmserve.session.uploads import Body, of_json, of_load
+from tests.support.leaks import count_descriptors
 from tests.support.sessions import RecordingTicket, connect, connected, decoded, feed, sent
 
 CONFIG = {"backend": "onnxruntime"}
@@ -58,10 +59,6 @@ def sent_asks(session: Session) -> list[Ask]:
         asks += [message for message in messages if isinstance(message, Ask)]
         feed(session, *[Pong(message.number) for message in messages if isinstance(message, Ping)])
     return asks
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 # ------------------------------------------------------------------------------------------------ bodies
@@ -188,13 +185,13 @@ def large(size: int = 4 * WINDOWS * WINDOW_BYTES) -> Body:
 
 
 def test_a_file_that_changes_while_it_is_sent_cancels_the_operation(tmp_path: Path) -> None:
-    before = descriptors()
+    before = count_descriptors()
     session = connected()
     path = tmp_path / "model"
     path.write_bytes(bytes(4 * WINDOWS * WINDOW_BYTES))
     ticket = operate(session, of_load(CONFIG, {"1/a": path}))
     session.take()
-    assert descriptors() > before
+    assert count_descriptors() > before
     os.truncate(path, 10)
     feed(session, Pong(1))
     assert sent(session)[-1] == Cancel(1)
@@ -206,7 +203,7 @@ def test_a_file_that_changes_while_it_is_sent_cancels_the_operation(tmp_path: Pa
     session.take()
     assert str(longer.error) == "file '1/a' changed while it was sent: it had 10 bytes and now has 11"
     session.close()
-    assert descriptors() == before
+    assert count_descriptors() == before
 
 
 def test_a_refused_body_is_not_sent_further() -> None:

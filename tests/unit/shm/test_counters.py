@@ -1,4 +1,4 @@
-"""What models count: written in one place, read and added up in another."""
+"""Metrics of Python models: written to pages by workers, read and added up by the broker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Family = pb_utils.MetricFamily
 
 
 class Host:
-    """Counts in a page of its own."""
+    """A worker with one page."""
 
     def __init__(self) -> None:
         self.page = bytearray(PAGE_BYTES)
@@ -33,12 +33,12 @@ class Host:
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     from shmserve.workers.backends.python import pb_metrics
 
-    found = Host()
-    monkeypatch.setattr(pb_requests._Current, "host", found)
+    host = Host()
+    monkeypatch.setattr(pb_requests._Current, "host", host)
     monkeypatch.setattr(pb_metrics._Registry, "metrics", {})
     monkeypatch.setattr(pb_metrics._Registry, "families", {})
     monkeypatch.setattr(pb_metrics._Registry, "kept", False)
-    return found
+    return host
 
 
 def counted(host: Host) -> dict[tuple[str, Any], list[float]]:
@@ -65,7 +65,7 @@ def test_counter_gauge_and_histogram(host: Host) -> None:
     assert found["h", ()] == [10, 2, 1, 2]
 
 
-def test_a_metric_that_is_dropped_is_counted_no_more(host: Host) -> None:
+def test_a_metric_that_is_dropped_leaves_the_page(host: Host) -> None:
     family = Family("c", "", Family.COUNTER)
     one, two = family.Metric(), family.Metric()
     one.increment(1)
@@ -99,7 +99,7 @@ def test_a_metric_that_is_dropped_is_counted_no_more(host: Host) -> None:
         (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[1]).value(), "has no single value"),
     ],
 )
-def test_what_cannot_be_counted(host: Host, make: Any, text: str) -> None:
+def test_invalid_metrics_are_refused(host: Host, make: Any, text: str) -> None:
     with pytest.raises(pb_utils.TritonModelException, match=text):
         make()
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_counted(host: Host, make: Any, text: str) -> None:
 
 
 class Counting:
-    """A worker's page, as the broker gets it."""
+    """A worker's page, as the broker receives it."""
 
     def __init__(self, tallies: ModelCounters, peer: int, model: str = "m") -> None:
         self.extent = memfd.create(PAGE_BYTES, seal_future_write=True)
@@ -124,7 +124,7 @@ class Counting:
             place[index] = number
 
 
-def test_what_is_shown() -> None:
+def test_pages_of_all_workers_are_added_up() -> None:
     served = {"m"}
     tallies = ModelCounters(served.__contains__)
     one, two = Counting(tallies, 1), Counting(tallies, 2)
@@ -149,7 +149,7 @@ def test_what_is_shown() -> None:
         "# HELP put \n# TYPE put gauge\nput 3\n"
     )
     assert tallies.text() == expected
-    tallies.gone(1)  # its gauges go with it, what it has counted stays
+    tallies.gone(1)  # its gauges are removed; its counts remain
     assert tallies.text() == expected.replace("moved 7", "moved 4").replace("put 3", "put 4")
     tallies.gone(2)
     assert "# TYPE h histogram" in tallies.text()
@@ -158,7 +158,7 @@ def test_what_is_shown() -> None:
     assert tallies.text() == ""
 
 
-def test_a_worker_has_so_many_pages_and_no_more() -> None:
+def test_the_pages_of_a_worker_are_limited() -> None:
     tallies = ModelCounters(lambda _: True)
     for number in range(PAGES + 2):
         Counting(tallies, 1).count(Subject(f"c{number}", "", COUNTER), 1)
@@ -168,7 +168,7 @@ def test_a_worker_has_so_many_pages_and_no_more() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_a_page_is_not_believed(noise: bytes, used: int, size: int, length: int) -> None:
+def test_any_bytes_in_a_page(noise: bytes, used: int, size: int, length: int) -> None:
     page = memoryview(bytearray(4096))
     page[16 : 16 + len(noise)] = noise
     page[:8] = used.to_bytes(8, "little")
@@ -181,7 +181,7 @@ def test_a_page_is_not_believed(noise: bytes, used: int, size: int, length: int)
         pass
 
 
-def test_a_page_is_full_at_some_time() -> None:
+def test_a_page_becomes_full() -> None:
     writer = Writer(memoryview(bytearray(1024)))
     made = 0
     while writer.add(Subject(f"c{made}", "", COUNTER)) is not None:

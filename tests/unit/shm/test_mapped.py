@@ -1,4 +1,4 @@
-"""Views of others' segments: read-only, within bounds, and told of once when the last of them is gone."""
+"""Views of segments of other processes: read-only, within bounds, with one notification when the last is dropped."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
 from tests.support.hypothesis_profiles import examples
+from tests.support.leaks import count_descriptors
 
 MIB = 1 << 20
 U8 = np.dtype("uint8")
@@ -32,7 +33,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Pair:
-    """An owner and one who maps what the owner has."""
+    """An arena and a process that maps its segments (the same process here)."""
 
     def __init__(self, seal: bool = False) -> None:
         self.arena = Arena(5, lambda size: memfd.create(size, seal), limit_bytes=64 * MIB)
@@ -56,13 +57,19 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def accesses(mapped: Mapped, handle: Handle) -> list[Callable[[], Any]]:
+    """All ways to use the memory that a handle names."""
+    return [
+        lambda: mapped.view(handle, U8, (handle.size,)),
+        lambda: mapped.writable(handle, U8, (handle.size,)),
+        lambda: mapped.memory(handle),
+        lambda: mapped.address(handle),
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name, size in ITEM_BYTES.items() if size])
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3), (0,), (4, 0, 2), (1, 1, 1, 1, 1, 7)])
-def test_a_view_is_what_the_owner_wrote(pair: Pair, name: str, shape: tuple[int, ...]) -> None:
+def test_a_view_has_the_values_of_the_owner(pair: Pair, name: str, shape: tuple[int, ...]) -> None:
     dtype = to_numpy(name)
     values = np.random.default_rng(3).integers(0, 2, shape).astype(dtype)
     block = pair.block(values.nbytes)
@@ -91,7 +98,7 @@ def test_nothing_makes_a_view_writeable(pair: Pair) -> None:
     assert len(pair.mapped.memory(handle)) == 4000
 
 
-def test_even_by_address_it_cannot_be_written() -> None:
+def test_writing_by_address_is_a_segfault() -> None:
     code = """if True:
         import ctypes, os
         from shmserve.protocol.messages import Handle
@@ -121,13 +128,7 @@ def test_no_handle_reaches_outside_its_segment(offset: int, size: int) -> None:
     segment = pair.block(1).segment
     handle = Handle(segment, offset, size)
     inside = offset >= 0 and size >= 0 and offset + size <= MIB
-    attempts = (
-        lambda: pair.mapped.view(handle, U8, (size,)),
-        lambda: pair.mapped.writable(handle, U8, (size,)),
-        lambda: pair.mapped.memory(handle),
-        lambda: pair.mapped.address(handle),
-    )
-    for attempt in attempts:
+    for attempt in accesses(pair.mapped, handle):
         if inside:
             attempt()
         else:
@@ -140,7 +141,7 @@ def test_no_handle_reaches_outside_its_segment(offset: int, size: int) -> None:
     "shape",
     [(9,), (11,), (2, 6), (2**62, 4), (2**33, 2**33), (2**64, 0, 1, 5), (-10,), (-2, -5), (), (10, 1, 2)],
 )
-def test_the_shape_must_have_as_many_bytes_as_the_handle(pair: Pair, shape: tuple[int, ...]) -> None:
+def test_the_size_of_the_shape_must_be_that_of_the_handle(pair: Pair, shape: tuple[int, ...]) -> None:
     handle = pair.block(40).handle()
     for attempt in (pair.mapped.view, pair.mapped.writable):
         with pytest.raises(InvalidRequest, match=r"40|negative dim"):
@@ -154,14 +155,14 @@ def test_objects_are_never_read_from_shared_memory(pair: Pair) -> None:
             pair.mapped.view(handle, dtype, (1,))
 
 
-def test_rows_on_odd_offsets(pair: Pair) -> None:
+def test_views_at_unaligned_offsets(pair: Pair) -> None:
     block = pair.block(100)
     block.memory()[:] = bytes(range(100))
     handle = Handle(block.segment, block.offset + 3, 8)
     assert pair.mapped.view(handle, np.dtype("<u4"), (2,)).tolist() == [0x06050403, 0x0A090807]
 
 
-def test_a_structured_dtype_is_read_as_it_is(pair: Pair) -> None:
+def test_a_structured_dtype(pair: Pair) -> None:
     dtype = np.dtype([("a", "<u2"), ("b", "<f4")])
     block = pair.block(12)
     block.array(dtype, (2,))[:] = [(1, 2.5), (3, 4.5)]
@@ -171,26 +172,20 @@ def test_a_structured_dtype_is_read_as_it_is(pair: Pair) -> None:
 # -------------------------------------------------------------------------------------------- adding and removing
 
 
-def test_a_segment_that_nobody_announced_is_lost(pair: Pair) -> None:
-    handle = Handle(77, 0, 4)
-    for attempt in (
-        lambda: pair.mapped.view(handle, F32, (1,)),
-        lambda: pair.mapped.writable(handle, F32, (1,)),
-        lambda: pair.mapped.memory(handle),
-        lambda: pair.mapped.address(handle),
-    ):
+def test_a_segment_that_was_not_announced_is_lost(pair: Pair) -> None:
+    for attempt in accesses(pair.mapped, Handle(77, 0, 4)):
         with pytest.raises(HandleLost, match="77"):
             attempt()
     with pytest.raises(InvalidRequest, match="77 is not mapped"):
         pair.mapped.remove(77)
 
 
-def test_no_descriptor_is_kept_or_lost() -> None:
+def test_adding_keeps_no_descriptor_also_when_it_fails() -> None:
     extent = memfd.create(MIB)
     mapped = Mapped()
-    before = count_fds()
+    before = count_descriptors()
     mapped.add(1, MIB, fd=os.dup(extent.fd))
-    assert count_fds() == before
+    assert count_descriptors() == before
     assert (len(mapped), mapped.committed) == (1, MIB)
     bad: list[dict[str, Any]] = [
         {"segment": 1, "size": MIB, "fd": os.dup(extent.fd)},
@@ -205,7 +200,7 @@ def test_no_descriptor_is_kept_or_lost() -> None:
     for arguments in bad:
         with pytest.raises(ServeError):
             mapped.add(arguments.pop("segment"), arguments.pop("size"), **arguments)
-    assert count_fds() == before
+    assert count_descriptors() == before
     assert (len(mapped), 1 in mapped, 2 in mapped) == (1, True, False)
     mapped.close()
     extent.close()
@@ -233,15 +228,15 @@ def test_a_removed_segment_can_be_added_again(pair: Pair) -> None:
     assert pair.mapped.view(block.handle(), F32, (1,)).shape == (1,)
 
 
-def test_a_named_segment_is_mapped_and_only_from_its_user() -> None:
+def test_a_named_segment_is_mapped_only_if_its_user_owns_it() -> None:
     extent = posix.create(MIB)
     extent.memory[:4] = b"abcd"
     mapped = Mapped()
-    before = count_fds()
+    before = count_descriptors()
     with pytest.raises(Denied):
         mapped.add(1, MIB, name=extent.name, uid=os.getuid() + 1)
     mapped.add(1, MIB, name=extent.name, uid=os.getuid())
-    assert count_fds() == before
+    assert count_descriptors() == before
     assert bytes(mapped.memory(Handle(1, 0, 4))) == b"abcd"
     mapped.writable(Handle(1, 0, 1), U8, (1,))[0] = 122
     assert bytes(extent.memory[:4]) == b"zbcd"
@@ -252,7 +247,7 @@ def test_a_named_segment_is_mapped_and_only_from_its_user() -> None:
 # -------------------------------------------------------------------------------------------- writing
 
 
-def test_what_is_placed_in_the_owners_memory_arrives(pair: Pair) -> None:
+def test_the_owner_sees_what_is_written(pair: Pair) -> None:
     block = pair.block(40)
     target = pair.mapped.writable(block.handle(), F32, (10,))
     target[:] = np.arange(10)
@@ -263,7 +258,7 @@ def test_what_is_placed_in_the_owners_memory_arrives(pair: Pair) -> None:
     assert block.array(F32, (10,))[0] == 50
 
 
-def test_what_the_owner_sealed_cannot_be_written() -> None:
+def test_a_segment_that_the_owner_sealed_cannot_be_written() -> None:
     pair = Pair(seal=True)
     block = pair.block(40)
     with pytest.raises(InvalidRequest, match="sealed against writing"):
@@ -275,7 +270,7 @@ def test_what_the_owner_sealed_cannot_be_written() -> None:
     pair.close()
 
 
-def test_writing_can_be_asked_for_at_once(pair: Pair) -> None:
+def test_a_segment_can_be_added_as_writable(pair: Pair) -> None:
     block = pair.block(40)
     pair.mapped.remove(block.segment)
     pair.mapped.add(block.segment, block.home.size, fd=os.dup(block.home.fd), writable=True)
@@ -303,9 +298,7 @@ CUTS: dict[str, Callable[[Array], Any]] = {
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("dtype", [F32, np.dtype(ml_dtypes.bfloat16)], ids=str)
-def test_the_drop_is_told_once_when_all_that_was_cut_from_it_is_gone(
-    pair: Pair, dtype: np.dtype[Any], cut: str
-) -> None:
+def test_the_drop_is_reported_once_after_the_last_derived_object(pair: Pair, dtype: np.dtype[Any], cut: str) -> None:
     handle = pair.block(40 * dtype.itemsize).handle()
     dropped: deque[Handle] = deque()
     view = pair.mapped.view(handle, dtype, (4, 10), on_drop=dropped.append)
@@ -320,7 +313,7 @@ def test_the_drop_is_told_once_when_all_that_was_cut_from_it_is_gone(
     assert copy.shape == (4, 10)
 
 
-def test_a_view_in_a_cycle_is_told_when_the_cycle_is_found(pair: Pair) -> None:
+def test_a_view_in_a_reference_cycle_is_reported_when_collected(pair: Pair) -> None:
     dropped: list[Handle] = []
     cycle: list[Any] = [pair.mapped.view(pair.block(4).handle(), F32, (1,), on_drop=dropped.append)]
     cycle.append(cycle)
@@ -329,7 +322,7 @@ def test_a_view_in_a_cycle_is_told_when_the_cycle_is_found(pair: Pair) -> None:
     assert len(dropped) == 1
 
 
-def test_a_view_that_could_not_be_made_holds_nothing(pair: Pair) -> None:
+def test_a_view_that_fails_reports_no_drop(pair: Pair) -> None:
     dropped: list[Handle] = []
     with pytest.raises(InvalidRequest):
         pair.mapped.view(pair.block(8).handle(), np.dtype(object), (1,), on_drop=dropped.append)
@@ -341,7 +334,7 @@ def test_a_view_that_could_not_be_made_holds_nothing(pair: Pair) -> None:
     assert dropped == []
 
 
-def test_drops_come_from_any_thread(pair: Pair) -> None:
+def test_drops_in_several_threads(pair: Pair) -> None:
     dropped: deque[Handle] = deque()
     blocks = [pair.block(400) for _ in range(200)]
     made = deque(pair.mapped.view(block.handle(), F32, (100,), on_drop=dropped.append) for block in blocks)
@@ -386,20 +379,20 @@ FORK = """if True:
 
 
 @pytest.mark.parametrize("keep", ["del view", "", "sys.stay = view", "mapped.cycle = [view, mapped]"])
-def test_a_forked_child_gives_nothing_back_and_the_exit_of_the_parent_is_clean(keep: str) -> None:
+def test_a_forked_child_reports_no_drops_of_its_parent(keep: str) -> None:
     code = FORK.replace("KEEP", keep).replace("mapped = Mapped()", "mapped = type('M', (Mapped,), {})()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     lines = done.stdout.split()
     assert lines[:2] == ["own", "parent"]
-    assert lines[2:] in (["dropped"], []), "at exit it may be told or not, but never twice"
+    assert lines[2:] in (["dropped"], []), "at exit it may be reported or not, but never twice"
     assert keep != "del view" or lines[2:] == ["dropped"]
 
 
 # -------------------------------------------------------------------------------------------- finding
 
 
-def test_an_output_is_recognised_when_it_comes_back_as_an_input(pair: Pair) -> None:
+def test_locating_arrays_in_mapped_segments(pair: Pair) -> None:
     block = pair.block(400)
     handle = block.handle()
     view = pair.mapped.view(handle, F32, (10, 10))
@@ -418,7 +411,7 @@ def test_an_output_is_recognised_when_it_comes_back_as_an_input(pair: Pair) -> N
     assert pair.mapped.locate(view.ctypes.data, 4) is None
 
 
-def test_the_same_number_on_a_new_connection_is_not_the_same_memory(pair: Pair) -> None:
+def test_a_reused_segment_number_is_not_the_same_memory(pair: Pair) -> None:
     block = pair.block(400)
     view = pair.mapped.view(block.handle(), F32, (100,))
     pair.mapped.remove(block.segment)

@@ -1,4 +1,4 @@
-"""Descriptors: the seals are real, and what is not sealed is not mapped."""
+"""Segments as memfds: their seals, and that only sealed memfds are mapped."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import fcntl
 import mmap
 import os
 import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,18 +14,15 @@ import pytest
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.shm import pages
 from shmserve.shm.extents import base, memfd
+from tests.support.leaks import count_descriptors
 
 SIZE = 1 << 16
 
 
-def count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def refused(fd: int, says: str, size: int = SIZE, writable: bool = False) -> None:
-    """The attempt fails, and takes the descriptor with it."""
-    with pytest.raises(InvalidRequest, match=says):
-        memfd.attach(fd, size, writable)
+def refused(fd: int, text: str, size: int = SIZE) -> None:
+    """The attempt fails and closes the descriptor."""
+    with pytest.raises(InvalidRequest, match=text):
+        memfd.attach(fd, size, False)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -44,7 +38,7 @@ def test_nobody_can_cut_it_short_or_unseal_it() -> None:
     extent.close()
 
 
-def test_it_is_reserved_and_not_inherited() -> None:
+def test_memory_is_reserved_and_the_descriptor_not_inherited() -> None:
     extent = memfd.create(SIZE)
     assert os.fstat(extent.fd).st_blocks * 512 >= SIZE
     assert not os.get_inheritable(extent.fd)
@@ -73,14 +67,14 @@ def test_cold_pages_are_reserved_in_steps() -> None:
     extent.close()
 
 
-def test_what_is_cold_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_pages_count_as_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_available", lambda: 3 * SIZE)
     memfd.create_cold(SIZE, 2 * SIZE).close()
     with pytest.raises(Unavailable, match="cannot reserve"):
         memfd.create_cold(SIZE, 2 * SIZE + 1)
 
 
-def test_after_future_write_only_the_maker_writes() -> None:
+def test_only_the_creator_writes_to_a_sealed_segment() -> None:
     extent = memfd.create(SIZE, seal_future_write=True)
     extent.memory[:2] = b"hi"
     with pytest.raises(PermissionError):
@@ -98,39 +92,25 @@ def test_after_future_write_only_the_maker_writes() -> None:
     extent.close()
 
 
-def test_the_reader_of_a_sealed_extent_dies_if_it_forces_a_write() -> None:
-    """Not only numpy guards it: the page tables do."""
-    extent = memfd.create(SIZE, seal_future_write=True)
-    code = """if True:
-        import ctypes, sys
-        from shmserve.shm.extents import memfd
-        extent = memfd.attach(int(sys.argv[1]), int(sys.argv[2]), False)
-        ctypes.memset(extent.address, 1, 1)
-    """
-    command = [sys.executable, "-c", code, str(extent.fd), str(SIZE)]
-    done = subprocess.run(command, pass_fds=(extent.fd,), check=False)
-    assert done.returncode == -signal.SIGSEGV
-    assert extent.memory[0] == 0
-    extent.close()
-
-
-@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK])
-def test_what_is_not_sealed_is_refused(seals: int) -> None:
-    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+@pytest.mark.parametrize(
+    ("seals", "missing"),
+    [
+        (None, "F_SEAL_SHRINK, F_SEAL_GROW"),  # it cannot be sealed
+        (0, "F_SEAL_SHRINK, F_SEAL_GROW"),
+        (fcntl.F_SEAL_GROW, "F_SEAL_SHRINK"),
+        (fcntl.F_SEAL_SHRINK, "F_SEAL_GROW"),
+    ],
+)
+def test_an_unsealed_memfd_is_refused(seals: int | None, missing: str) -> None:
+    fd = os.memfd_create("test", 0 if seals is None else os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SIZE)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    missing = "F_SEAL_SHRINK" if not seals & fcntl.F_SEAL_SHRINK else "F_SEAL_GROW"
+    if seals is not None:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     refused(fd, f"lacks {missing}")
 
 
-def test_a_memfd_that_cannot_be_sealed_is_refused() -> None:
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, SIZE)
-    refused(fd, "lacks F_SEAL_SHRINK, F_SEAL_GROW")
-
-
 @pytest.mark.parametrize("kind", ["file", "pipe", "folder", "device", "shm"])
-def test_what_is_no_memfd_is_refused(kind: str, tmp_path: Path) -> None:
+def test_other_descriptors_are_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(SIZE))
     shm_name = Path("/dev/shm", f"test-{os.getpid()}")
     if kind == "pipe":
@@ -151,43 +131,43 @@ def test_a_smaller_size_than_the_real_one_is_refused() -> None:
     extent.close()
 
 
-def test_a_descriptor_that_is_none_is_an_error_not_a_crash() -> None:
+def test_a_closed_descriptor_is_an_error() -> None:
     fd = os.dup(0)
     os.close(fd)
     with pytest.raises(Unavailable, match="Bad file descriptor"):
         memfd.attach(fd, SIZE, False)
 
 
-def test_the_limit_of_file_sizes_is_named() -> None:
+def test_the_error_names_the_file_size_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = count_fds()
+    before = count_descriptors()
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
     try:
         with pytest.raises(Unavailable, match=f"{SIZE + 1} bytes.*file size limit"):
             memfd.create(SIZE + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert count_fds() == before
+    assert count_descriptors() == before
 
 
-def test_a_mapping_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_mapping_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> int:
         return 2**64 - 1
 
     extent = memfd.create(SIZE)
-    before = count_fds()
+    before = count_descriptors()
     monkeypatch.setattr(pages, "_mmap", none)
     with pytest.raises(Unavailable, match=f"cannot make {SIZE}"):
         memfd.create(SIZE)
     with pytest.raises(Unavailable, match=f"cannot map {SIZE}"):
         memfd.attach(os.dup(extent.fd), SIZE, False)
-    assert count_fds() == before
+    assert count_descriptors() == before
     monkeypatch.undo()
     extent.close()
 
 
-def test_an_old_kernel_has_its_pages_touched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """-1 and EINVAL is what madvise gives for advice that it does not know."""
+def test_pages_are_touched_where_madvise_does_not_know_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """madvise returns -1 and EINVAL for advice that the kernel does not know."""
     real = pages._madvise
 
     def unknown(address: int, size: int, _: int) -> int:
@@ -200,7 +180,7 @@ def test_an_old_kernel_has_its_pages_touched_one_by_one(monkeypatch: pytest.Monk
     extent.close()
 
 
-def test_an_older_kernel_without_the_flag_against_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noexec_is_omitted_where_the_kernel_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[[str, int], int] = os.memfd_create
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Named segments: who may open them, and that the sweep takes what the dead left and nothing else."""
+"""Named segments: access to them, and removal of those of dead processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.errors import Denied, InvalidRequest, NotFound, Unavailable
 from shmserve.shm.extents import posix
-from tests.support.leaks import own_names
+from tests.support.leaks import count_descriptors, own_names
 
 SIZE = 1 << 16
 SHM = Path("/dev/shm")
@@ -34,7 +34,7 @@ def python(code: str, *arguments: str) -> str:
 
 @pytest.fixture
 def leftover() -> Iterator[list[Path]]:
-    """Names that a test makes by hand."""
+    """Files that a test creates in /dev/shm by hand."""
     made: list[Path] = []
     yield made
     for one in made:
@@ -54,7 +54,7 @@ def test_names_are_random_and_tell_their_owner() -> None:
         extent.close()
 
 
-def test_the_mode_is_exact_whatever_the_umask_says() -> None:
+def test_the_mode_does_not_depend_on_the_umask() -> None:
     mask = os.umask(0o077)
     try:
         private, grouped = posix.create(SIZE), posix.create(SIZE, 0o660, os.getgid())
@@ -68,7 +68,7 @@ def test_the_mode_is_exact_whatever_the_umask_says() -> None:
 
 
 def test_the_group_is_given_before_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In between, no group that was not meant may open it."""
+    """In between, no other group may open the segment."""
     seen: list[tuple[str, int]] = []
     fchown, fchmod = os.fchown, os.fchmod
 
@@ -86,7 +86,7 @@ def test_the_group_is_given_before_the_mode(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [("group", 0o600), ("mode", 0o640)]
 
 
-def test_a_group_that_cannot_be_given_is_denied_and_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_be_set_is_denied_and_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -99,12 +99,12 @@ def test_a_group_that_cannot_be_given_is_denied_and_leaves_no_name(monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["", "/", "..", "/..", "a/b", "/a/../b", "x" * 300, "a b", "a\0b", "ä", "//x", "a\n"])
-def test_a_name_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="characters"):
         posix.attach(name, SIZE, False)
 
 
-def test_a_name_that_nobody_has_is_not_found() -> None:
+def test_an_unknown_name_is_not_found() -> None:
     with pytest.raises(NotFound, match="no such shared memory object") as caught:
         posix.attach("/shmserve-nobody", SIZE, False)
     assert "nobody" not in str(caught.value)
@@ -118,18 +118,18 @@ def test_a_link_is_not_followed(leftover: list[Path], tmp_path: Path) -> None:
         posix.attach(leftover[0].name, SIZE, False)
 
 
-def test_what_belongs_to_another_user_is_denied_where_that_matters() -> None:
+def test_a_segment_of_another_user_is_denied() -> None:
     extent = posix.create(SIZE)
     assert extent.name is not None
-    before = len(os.listdir("/proc/self/fd"))
+    before = count_descriptors()
     with pytest.raises(Denied, match=f"does not belong to user {os.getuid() + 1}"):
         posix.attach(extent.name, SIZE, False, uid=os.getuid() + 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert count_descriptors() == before
     posix.attach(extent.name[1:], SIZE, False, uid=os.getuid()).close()
     extent.close()
 
 
-def test_where_only_reading_is_allowed_only_writing_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_is_denied_where_only_reading_is_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
     extent = posix.create(SIZE)
     assert extent.name is not None
     real = posix_ipc.SharedMemory
@@ -148,7 +148,7 @@ def test_where_only_reading_is_allowed_only_writing_is_denied(monkeypatch: pytes
     extent.close()
 
 
-def test_part_of_a_larger_object_may_be_mapped() -> None:
+def test_a_part_of_a_segment_may_be_mapped() -> None:
     extent = posix.create(SIZE)
     assert extent.name is not None
     other = posix.attach(extent.name, 100, False)
@@ -157,7 +157,7 @@ def test_part_of_a_larger_object_may_be_mapped() -> None:
     extent.close()
 
 
-def test_unlinking_keeps_the_pages_and_a_name_removed_by_hand_is_no_error() -> None:
+def test_pages_outlive_their_name() -> None:
     first, second = posix.create(SIZE), posix.create(SIZE)
     first.unlink()
     assert not path(first.name).exists()
@@ -167,7 +167,7 @@ def test_unlinking_keeps_the_pages_and_a_name_removed_by_hand_is_no_error() -> N
     second.close()
 
 
-def test_a_forked_child_does_not_take_the_name_away() -> None:
+def test_a_forked_child_does_not_remove_the_name() -> None:
     code = """if True:
         import os
         from shmserve.shm.extents import posix
@@ -186,7 +186,7 @@ def test_a_forked_child_does_not_take_the_name_away() -> None:
 
 
 OWN = os.getpid() << 32
-"""Instead of the number of the pid namespace: a server beside these tests does not sweep such names."""
+"""Replaces the number of the pid namespace, so that servers beside these tests ignore the names."""
 LEAVE = f"""if True:
     import os
     from shmserve.shm.extents import posix
@@ -228,7 +228,7 @@ def test_the_sweep_takes_what_the_dead_left_and_nothing_else(leftover: list[Path
 
 
 @pytest.mark.usefixtures("namespace")
-def test_the_sweep_takes_what_one_of_the_dead_left(leftover: list[Path]) -> None:
+def test_the_sweep_for_one_process(leftover: list[Path]) -> None:
     one, other = (path(python(LEAVE)) for _ in range(2))
     leftover += [one, other]
     pid = int(one.name.split("-")[1])
@@ -242,7 +242,7 @@ def test_the_sweep_takes_what_one_of_the_dead_left(leftover: list[Path]) -> None
 
 
 @pytest.mark.usefixtures("namespace")
-def test_the_sweep_leaves_a_living_child_alone() -> None:
+def test_the_sweep_keeps_names_of_a_running_child() -> None:
     code = LEAVE.replace("os._exit(0)", "input()")
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -259,18 +259,18 @@ def test_the_sweep_leaves_a_living_child_alone() -> None:
 
 
 @pytest.mark.usefixtures("namespace")
-def test_a_process_that_waits_to_be_reaped_is_dead(leftover: list[Path]) -> None:
+def test_the_sweep_takes_names_of_a_zombie(leftover: list[Path]) -> None:
     with subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         name = path(child.stdout.readline().strip())
         leftover.append(name)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays as it is
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is not reaped
         assert posix.sweep() == 1
         assert not name.exists()
 
 
 @pytest.mark.usefixtures("namespace")
-def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_keeps_names_of_a_process_that_proc_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden(pid: int) -> int:
         raise FileNotFoundError(2, "hidden")
 
@@ -282,7 +282,7 @@ def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("namespace")
-def test_what_the_sweep_may_not_remove_stays(monkeypatch: pytest.MonkeyPatch, leftover: list[Path]) -> None:
+def test_the_sweep_skips_names_that_it_may_not_remove(monkeypatch: pytest.MonkeyPatch, leftover: list[Path]) -> None:
     def denied(name: str) -> None:
         raise posix_ipc.PermissionsError(name)
 

@@ -1,4 +1,4 @@
-"""String tensors against a plain loop over struct, and everything that outside bytes can be instead."""
+"""String tensors against a plain loop over struct, and malformed input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def objects(items: list[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
 
 
 @given(st.lists(st.binary(max_size=20), max_size=20))
-def test_bytes_there_and_back(items: list[bytes]) -> None:
+def test_bytes_round_trip(items: list[bytes]) -> None:
     data = encode_bytes(objects(items))
     assert data == plain(items)
     back = decode_bytes(data, (len(items),))
@@ -62,11 +62,11 @@ def test_text_is_utf8(items: list[str | bytes]) -> None:
         (b"word\0", [b"word\0"]),
     ],
 )
-def test_all_that_holds_strings(array: Any, items: list[bytes]) -> None:
+def test_all_containers_of_strings(array: Any, items: list[bytes]) -> None:
     assert encode_bytes(array) == plain(items)
 
 
-def test_the_argument_is_left_as_it_was() -> None:
+def test_the_argument_is_not_changed() -> None:
     array = objects(["a", b"b"])
     encode_bytes(array)
     assert array.tolist() == ["a", b"b"]
@@ -81,12 +81,12 @@ def test_the_argument_is_left_as_it_was() -> None:
         ([1.5], "element 0 is of type float"),
     ],
 )
-def test_what_is_no_string_is_refused(items: list[Any], says: str) -> None:
+def test_other_elements_are_refused(items: list[Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(says)):
         encode_bytes(objects(items))
 
 
-def test_other_types_become_text_where_that_is_asked_for() -> None:
+def test_other_types_are_converted_on_request() -> None:
     assert encode_bytes(objects(["a", 5, None, b"b", 1.5]), str) == plain([b"a", b"5", b"None", b"b", b"1.5"])
     with pytest.raises(InvalidRequest, match="element 0 cannot be sent as UTF-8"):
         encode_bytes(objects(["\ud800"]), str)
@@ -138,7 +138,7 @@ def test_any_buffer_is_read_and_copied(kind: Any) -> None:
         (b"", (-1, -1), "shape [-1, -1] has a negative dim"),
     ],
 )
-def test_what_does_not_fit_is_refused(data: bytes, shape: tuple[int, ...], says: str) -> None:
+def test_malformed_tensors_are_refused(data: bytes, shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(says)):
         decode_bytes(data, shape, "T")
     if "for T" in says:
