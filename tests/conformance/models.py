@@ -1,7 +1,6 @@
-"""Models for the ends of the conformance suite: with an optional input, with an output too few, and slow ones.
+"""Models with an optional input, and slow models, for each backend.
 
-The rule: `adding` is a + b, or a + 100 where b is not there; `few` makes y, and its configuration says that it also
-makes z; `slow` is y = x after a while.
+`adding` is a + b, or a + 100 without b; `slow` is y = x after a while.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from tests.support.workers.worker_models import (
 Make = Callable[[Path], ModelConfig]
 X = {"x": ("FP32", (-1,))}
 Y = {"y": ("FP32", (-1,))}
-Z = {**Y, "z": ("FP32", (-1,))}
 TIMES, SIDE = 24, 512
-"""A slow model multiplies so many matrices of this side. They are diagonal, so that it knows what comes out."""
+"""A slow model multiplies TIMES diagonal matrices of this side, so that the result is known."""
 
 
 def adding_config(backend: str) -> ModelConfig:
@@ -39,10 +37,6 @@ def adding_config(backend: str) -> ModelConfig:
 
 
 # ---------------------------------------------------------------------------------------------- identity
-
-
-def identity_few(folder: Path) -> ModelConfig:
-    return config("identity", X, Z)
 
 
 def identity_slow(folder: Path) -> ModelConfig:
@@ -55,11 +49,6 @@ def identity_slow(folder: Path) -> ModelConfig:
 def python_adding(folder: Path) -> ModelConfig:
     python_model(folder, PYTHON_ADD)
     return adding_config("python")
-
-
-def python_few(folder: Path) -> ModelConfig:
-    python_model(folder, PYTHON_ECHO)
-    return config("python", X, Z)
 
 
 def python_slow(folder: Path) -> ModelConfig:
@@ -77,11 +66,6 @@ def onnx_adding(folder: Path) -> ModelConfig:
     return adding_config("onnxruntime")
 
 
-def onnx_few(folder: Path) -> ModelConfig:
-    Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1]).node("Identity", ["x"], ["y"]).save(folder)
-    return config("onnxruntime", X, Z)
-
-
 def onnx_slow(folder: Path) -> ModelConfig:
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1])
     graph.weight("one", np.eye(SIDE, dtype=np.float32)).weight("side", np.float32(SIDE))
@@ -95,14 +79,6 @@ def onnx_slow(folder: Path) -> ModelConfig:
 
 
 # ---------------------------------------------------------------------------------------------- openvino
-
-
-def openvino_few(folder: Path) -> ModelConfig:
-    from openvino import opset13
-
-    x = openvino_input("x", "FP32", [-1])
-    openvino_save(folder, [x], [openvino_result("y", opset13.negative(x))])
-    return config("openvino", X, Z)
 
 
 def openvino_slow(folder: Path) -> ModelConfig:
@@ -122,7 +98,7 @@ def openvino_slow(folder: Path) -> ModelConfig:
 
 
 def openvino_adding(folder: Path) -> ModelConfig:
-    """It cannot be: a model of OpenVINO has no optional inputs."""
+    """Refused: a model of OpenVINO has no optional inputs."""
     from openvino import opset13
 
     a, b = openvino_input("a", "FP32", [-1, 2]), openvino_input("b", "FP32", [-1, 2])
@@ -136,11 +112,6 @@ def openvino_adding(folder: Path) -> ModelConfig:
 def torch_adding(folder: Path) -> ModelConfig:
     torch_forward(folder, "a, b: Optional[Tensor]", "return a + 100 if b is None else a + b")
     return adding_config("pytorch")
-
-
-def torch_few(folder: Path) -> ModelConfig:
-    torch_forward(folder, "x", "return x")
-    return config("pytorch", X, Z)
 
 
 def torch_slow(folder: Path) -> ModelConfig:
@@ -157,13 +128,6 @@ def torch_slow(folder: Path) -> ModelConfig:
 
 
 ADDING: dict[str, Make] = {"python": python_adding, "onnxruntime": onnx_adding, "pytorch": torch_adding}
-FEW: dict[str, Make] = {
-    "identity": identity_few,
-    "python": python_few,
-    "onnxruntime": onnx_few,
-    "openvino": openvino_few,
-    "pytorch": torch_few,
-}
 SLOW: dict[str, Make] = {
     "identity": identity_slow,
     "python": python_slow,

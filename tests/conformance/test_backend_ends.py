@@ -1,4 +1,4 @@
-"""What every backend does at the ends: optional inputs, too few outputs, long runs, crashes, unloading."""
+"""Special cases that each backend must handle: optional inputs, missing outputs, long runs, crashes, unloading."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Row, Tensor, Wanted
 from shmserve.workers.process.exit_codes import Exit
-from tests.conformance.models import ADDING, FEW, SLOW, Make, openvino_adding
+from tests.conformance.models import ADDING, SLOW, Make, openvino_adding
 from tests.conformance.test_backends import needs
 from tests.support.workers.in_process import loaded
-from tests.support.workers.worker_harness import PATIENCE_S, WorkerProcess, config, work
+from tests.support.workers.worker_harness import PATIENCE_S, WorkerProcess, assert_failed, config, work
 from tests.support.workers.worker_models import KINDS, Kind
 
 pytestmark = pytest.mark.process
@@ -26,13 +27,12 @@ def kinds(table: dict[str, Make]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", [BY_NAME[name] for name in table], ids=list(table))
 
 
-def tensor(name: str, *values: float) -> Tensor:
-    array = np.array([values], np.float32)
-    return Tensor(name, "FP32", array.shape, array.tobytes())
-
-
 def flat(name: str, *values: float) -> Tensor:
     return Tensor(name, "FP32", (len(values),), np.array(values, np.float32).tobytes())
+
+
+def tensor(name: str, *values: float) -> Tensor:
+    return replace(flat(name, *values), shape=(1, len(values)))
 
 
 def values(worker: WorkerProcess, row: Row) -> list[Any]:
@@ -41,7 +41,7 @@ def values(worker: WorkerProcess, row: Row) -> list[Any]:
 
 
 def ended(worker: WorkerProcess) -> int:
-    """Also where it has died before it read what was sent to it."""
+    """The exit code, also if the worker died before it read all messages."""
     try:
         return worker.ended()
     except ConnectionResetError:
@@ -49,13 +49,13 @@ def ended(worker: WorkerProcess) -> int:
 
 
 def test_every_backend_is_in_every_table() -> None:
-    assert set(FEW) == set(SLOW) == set(BY_NAME)
+    assert set(SLOW) == set(BY_NAME)
     assert set(BY_NAME) - set(ADDING) == {"identity", "openvino"}
 
 
 @kinds(ADDING)
 def test_an_optional_input(kind: Kind, tmp_path: Path) -> None:
-    """Requests with it and without it in one batch, and an end while batches wait."""
+    """Requests with and without it in one batch, and a stop while batches wait."""
     needs(kind)
     with WorkerProcess(ADDING[kind.name](tmp_path), tmp_path) as worker:
         worker.loaded()
@@ -71,10 +71,9 @@ def test_an_optional_input(kind: Kind, tmp_path: Path) -> None:
         assert [row.request for row in rows] == [5]
 
 
-def test_identity_leaves_out_what_it_did_not_get(tmp_path: Path) -> None:
-    given = config("identity", {"a": ("FP32", (2,)), "b": ("FP32", (-1,))}, {"a": ("FP32", (2,)), "b": ("FP32", (-1,))},
-                   max_batch=8, optional=["b"])  # fmt: skip
-    with WorkerProcess(given, tmp_path) as worker:
+def test_identity_omits_outputs_of_missing_inputs(tmp_path: Path) -> None:
+    tensors = {"a": ("FP32", (2,)), "b": ("FP32", (-1,))}
+    with WorkerProcess(config("identity", tensors, tensors, max_batch=8, optional=["b"]), tmp_path) as worker:
         worker.loaded()
         rows = worker.run(work(1, tensor("a", 1, 2)), work(2, tensor("a", 1, 2), tensor("b", 3, 4)))
         assert [values(worker, row) for row in rows] == [[[[1, 2]]], [[[1, 2]], [[3, 4]]]]
@@ -89,35 +88,29 @@ def test_openvino_refuses_optional_inputs(tmp_path: Path) -> None:
     assert "input 'b' is optional, and a model of OpenVINO needs all inputs" in failed.text
 
 
-@kinds(FEW)
-def test_an_output_too_few(kind: Kind, tmp_path: Path) -> None:
-    """The load fails where the engine knows its outputs, else each request does. A Python model may omit outputs."""
+@pytest.mark.parametrize("kind", KINDS, ids=list(BY_NAME))
+def test_a_model_without_an_output_of_the_configuration(kind: Kind, tmp_path: Path) -> None:
+    """The load fails if the engine knows its outputs, else each request fails. A Python model may omit outputs."""
     needs(kind)
-    given = FEW[kind.name](tmp_path)
+    echo = kind.echo(tmp_path, ("FP32",), (-1,), 0)
     try:
-        with loaded(given, tmp_path) as model:
+        with loaded(replace(echo, output=(*echo.output, replace(echo.output[0], name="z"))), tmp_path) as model:
             for number in (1, 2):
-                (row,), _, _ = model.runner.run([work(number, flat("x", 1, 2), rows=0)])
+                (row,), _, _ = model.runner.run([work(number, flat("xFP32", 1, 2), rows=0)])
                 if kind.name == "python":
                     assert row.error is None
-                    assert [output.name for output in row.outputs] == ["y"]
-                    continue
-                assert row.outputs == ()
-                assert row.error is not None
-                if kind.name == "pytorch":  # as Triton says it
-                    assert row.error.code == "INTERNAL"
-                    assert "output index which doesn't exist. This model has 1 outputs" in row.error.text
-                    continue
-                assert row.error.code == "MODEL_FAILED"
-                assert "expected 2" in row.error.text
-                assert "found 1" in row.error.text
+                    assert [output.name for output in row.outputs] == ["yFP32"]
+                elif kind.name == "pytorch":  # the text of Triton
+                    assert_failed(row, "INTERNAL", "output index which doesn't exist. This model has 1 outputs")
+                else:
+                    assert_failed(row, "MODEL_FAILED", "expected 2 output(s), found 1")
     except InvalidRequest as error:
         assert "'z'" in str(error)  # noqa: PT017 (one or the other)
 
 
 @kinds(SLOW)
-def test_a_long_run_and_a_crash(kind: Kind, tmp_path: Path) -> None:
-    """What comes while a batch runs is run after it, in order. A crash in a batch is the end of this process only."""
+def test_batches_run_in_order_and_a_crash_ends_the_worker(kind: Kind, tmp_path: Path) -> None:
+    """A batch that arrives while another runs starts after it."""
     needs(kind)
     with WorkerProcess(SLOW[kind.name](tmp_path), tmp_path) as worker:
         worker.loaded()

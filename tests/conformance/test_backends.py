@@ -1,6 +1,6 @@
-"""What every backend does, through a real worker process. numpy says what is right.
+"""What every backend must do, through a real worker process. Expected values come from numpy.
 
-Each backend has a model whose outputs are its inputs, for all data types at once.
+Each backend has a model whose outputs are its inputs, with all data types in one model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
-from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, work
+from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, work
 from tests.support.workers.worker_models import KINDS, TENSORRT, Kind
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -39,13 +39,12 @@ class Echo:
         self.numbers = itertools.count(1)
 
     def grow(self, shape: tuple[int, ...], rows: int) -> None:
-        """Makes all arenas as large as they will get, so that no test is blamed for a segment that stays."""
+        """Grows all arenas to their final size, so that the leak check finds no new segments after a test."""
         block = self.worker.arena.allocate(16 << 20)
         self.worker.arena.free(block.segment, block.offset)
         arrays = arrays_of(self.dtypes, shape)
         for audience in AUDIENCES:
-            (row,) = self.worker.run(self.work(arrays, rows=rows, audience=audience))
-            self.check(row, arrays)
+            self.round_trip(arrays, rows=rows, audience=audience)
 
     def work(self, arrays: dict[str, Array], rows: int | None = None, **how: Any) -> Any:
         shared = how.pop("shared", None)
@@ -53,6 +52,12 @@ class Echo:
             self.worker.tensor(f"x{dtype}", array, dtype=dtype, shared=shared) for dtype, array in arrays.items()
         ]
         return work(next(self.numbers), *tensors, rows=rows, **how)
+
+    def round_trip(self, *given: dict[str, Array], **how: Any) -> None:
+        """Sends these requests as one batch; each must get its own arrays back."""
+        rows = self.worker.run(*[self.work(arrays, **how) for arrays in given])
+        for row, arrays in zip(rows, given, strict=True):
+            self.check(row, arrays)
 
     def check(self, row: Row, arrays: dict[str, Array]) -> None:
         assert row.error is None, row.error
@@ -62,7 +67,7 @@ class Echo:
             assert tensor.shape == expected.shape
             found = self.worker.array(tensor, to_numpy(dtype))
             assert np.array_equal(found, expected), tensor.name
-            # Small ones are in the message, large ones are not, and what is ours goes back.
+            # Small outputs are in the message; memory of the worker is returned.
             if isinstance(tensor.data, bytes):
                 assert len(tensor.data) <= INLINE_BYTES
             else:
@@ -123,38 +128,25 @@ def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Wo
         yield worker, kind
 
 
-# ---------------------------------------------------------------------------------------------- what goes right
+# ---------------------------------------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize("width", [0, 1, 5, 1500])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_one_request(batched: Echo, width: int, rows: int) -> None:
-    arrays = arrays_of(batched.dtypes, (rows, width))
-    (row,) = batched.worker.run(batched.work(arrays))
-    batched.check(row, arrays)
+@pytest.mark.parametrize("shares", [(1,), (3,), (1, 1, 1, 1), (3, 1, 2)], ids=str)
+def test_each_request_gets_its_rows(batched: Echo, width: int, shares: tuple[int, ...]) -> None:
+    batched.round_trip(*[arrays_of(batched.dtypes, (rows, width), seed) for seed, rows in enumerate(shares)])
 
 
-@pytest.mark.parametrize("width", [0, 1, 5, 1500])
-@pytest.mark.parametrize("shares", [(1, 1, 1, 1), (3, 1, 2)], ids=str)
-def test_many_requests(batched: Echo, width: int, shares: tuple[int, ...]) -> None:
-    given = [arrays_of(batched.dtypes, (rows, width), seed) for seed, rows in enumerate(shares)]
-    rows = batched.worker.run(*[batched.work(arrays) for arrays in given])
-    for row, arrays in zip(rows, given, strict=True):
-        batched.check(row, arrays)
-
-
-def test_shared_and_inline_together(batched: Echo) -> None:
+def test_shared_and_inline_inputs_in_one_batch(batched: Echo) -> None:
     given = [arrays_of(batched.dtypes, (1, 7), seed) for seed in range(4)]
     works = [batched.work(arrays, shared=number % 2 == 0) for number, arrays in enumerate(given)]
     for row, arrays in zip(batched.worker.run(*works), given, strict=True):
         batched.check(row, arrays)
 
 
-def test_shapes_that_do_not_stack(batched: Echo) -> None:
-    """The broker does not send these together; if it did, each would still get its own answer."""
-    given = [arrays_of(batched.dtypes, (1, width)) for width in (3, 4, 3, 1200)]
-    for row, arrays in zip(batched.worker.run(*[batched.work(arrays) for arrays in given]), given, strict=True):
-        batched.check(row, arrays)
+def test_requests_that_do_not_stack_run_apart(batched: Echo) -> None:
+    """The broker does not send them together; if it did, each would still get its own outputs."""
+    batched.round_trip(*[arrays_of(batched.dtypes, (1, width)) for width in (3, 4, 3, 1200)])
 
 
 def test_inputs_in_another_order(batched: Echo) -> None:
@@ -163,8 +155,7 @@ def test_inputs_in_another_order(batched: Echo) -> None:
     batched.check(row, arrays)
 
 
-def test_parts(batched: Echo) -> None:
-    """Rows of one tensor that lie in different places."""
+def test_rows_of_one_tensor_in_several_places(batched: Echo) -> None:
     arrays = arrays_of(batched.dtypes, (4, 9))
     given = batched.work(arrays, shared=True)
     parted = []
@@ -213,17 +204,10 @@ def test_outputs_in_the_callers_memory(batched: Echo, together: int) -> None:
             assert np.array_equal(batched.worker.array(tensor, to_numpy(dtype)), arrays[dtype])
 
 
-def test_without_a_batch_dimension(plain: Echo) -> None:
+def test_requests_without_a_batch_dimension(plain: Echo) -> None:
     for length in (0, 1, 3, 2000):
-        arrays = arrays_of(plain.dtypes, (length, 2), length)
-        (row,) = plain.worker.run(plain.work(arrays, rows=0))
-        plain.check(row, arrays)
-
-
-def test_several_without_a_batch_dimension(plain: Echo) -> None:
-    given = [arrays_of(plain.dtypes, (2, 2), seed) for seed in range(3)]
-    for row, arrays in zip(plain.worker.run(*[plain.work(a, rows=0) for a in given]), given, strict=True):
-        plain.check(row, arrays)
+        plain.round_trip(arrays_of(plain.dtypes, (length, 2), length), rows=0)
+    plain.round_trip(*[arrays_of(plain.dtypes, (2, 2), seed) for seed in range(3)], rows=0)
 
 
 def test_outputs_never_alias_inputs(plain: Echo) -> None:
@@ -272,18 +256,17 @@ def test_a_batch_of_several_audiences(batched: Echo) -> None:
         batched.check(row, given)
 
 
-# ---------------------------------------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------------------------------------- errors
 
 
-def test_a_model_that_fails_fails_its_batch_and_nothing_else(failing: tuple[WorkerProcess, Kind]) -> None:
+def test_a_failing_model_fails_its_batch_only(failing: tuple[WorkerProcess, Kind]) -> None:
     worker, kind = failing
     x = Tensor("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())
     bad, options = kind.fail(x)
     rows = worker.run(work(1, x), work(2, *bad, options=options), work(3, x))
     for row in rows:
-        assert row.outputs == ()
+        assert_failed(row, "MODEL_FAILED")
         assert row.error is not None
-        assert row.error.code == "MODEL_FAILED"
         assert row.error.text.startswith("Failed to process the request(s) for model instance 'm_0_0', message: ")
     (row,) = worker.run(work(4, x))
     assert row.error is None
@@ -291,33 +274,32 @@ def test_a_model_that_fails_fails_its_batch_and_nothing_else(failing: tuple[Work
     assert "m_0_0" in worker.said()
 
 
-Bad = tuple[str, Any, str, str]
 WIDTH = 4
 
 
-def bad_tensors(dtype: str, size: int, handle: Handle) -> list[Bad]:
-    """What a client may get wrong about one input of shape (1, WIDTH), whose bytes are at a handle."""
+def bad_tensors(dtype: str, size: int, handle: Handle) -> list[tuple[Tensor, str, str]]:
+    """Wrong descriptions of one input of shape (1, WIDTH), whose bytes are at a handle."""
     wrong = "FP64" if dtype != "FP64" else "FP32"
     segment, offset = handle.segment, handle.offset
-    shape = (1, WIDTH)
+
+    def bad(data: Any, shape: tuple[int, ...] = (1, WIDTH), name: str = f"x{dtype}", kind: str = dtype) -> Tensor:
+        return Tensor(name, kind, shape, data)
+
+    zeros = b"\0" * size
+    halves = (Handle(segment, offset, 1), Handle(segment, offset, size - 1))
     return [
-        ("short", Tensor(f"x{dtype}", dtype, shape, b"\0" * (size - 1)), "INVALID_ARG", f"got {size - 1}"),
-        ("long", Tensor(f"x{dtype}", dtype, shape, b"\0" * (size + 1)), "INVALID_ARG", f"Expected {size}"),
-        ("dtype", Tensor(f"x{dtype}", wrong, shape, b"\0" * size), "INVALID_ARG", f"'{wrong}'"),
-        ("name", Tensor("nothing", dtype, shape, b"\0" * size), "INVALID_ARG", "'nothing'"),
-        ("negative", Tensor(f"x{dtype}", dtype, (1, -WIDTH), b"\0" * size), "INVALID_ARG", "negative dim"),
-        ("rows", Tensor(f"x{dtype}", dtype, (2, WIDTH), b"\0" * size * 2), "INVALID_ARG", "batch size"),
-        ("scalar", Tensor(f"x{dtype}", dtype, (), b"\0" * size), "INVALID_ARG", "batch size"),
-        ("frame", Tensor(f"x{dtype}", dtype, shape, 0), "INVALID_ARG", "frame"),
-        ("no segment", Tensor(f"x{dtype}", dtype, shape, (Handle(segment + 99, 0, size),)), "HANDLE_LOST", ""),
-        ("outside", Tensor(f"x{dtype}", dtype, shape, (Handle(segment, 1 << 40, size),)), "INVALID_ARG", "outside"),
-        ("handle size", Tensor(f"x{dtype}", dtype, shape, (Handle(segment, offset, size - 1),)), "INVALID_ARG", "got"),
-        (
-            "parts",
-            Tensor(f"x{dtype}", dtype, shape, (Handle(segment, offset, 1), Handle(segment, offset, size - 1))),
-            "INVALID_ARG",
-            "rows",
-        ),
+        (bad(zeros[1:]), "INVALID_ARG", f"got {size - 1}"),
+        (bad(zeros + b"\0"), "INVALID_ARG", f"Expected {size}"),
+        (bad(zeros, kind=wrong), "INVALID_ARG", f"'{wrong}'"),
+        (bad(zeros, name="nothing"), "INVALID_ARG", "'nothing'"),
+        (bad(zeros, (1, -WIDTH)), "INVALID_ARG", "negative dim"),
+        (bad(zeros * 2, (2, WIDTH)), "INVALID_ARG", "batch size"),
+        (bad(zeros, ()), "INVALID_ARG", "batch size"),
+        (bad(0), "INVALID_ARG", "frame"),
+        (bad((Handle(segment + 99, 0, size),)), "HANDLE_LOST", ""),
+        (bad((Handle(segment, 1 << 40, size),)), "INVALID_ARG", "outside"),
+        (bad((Handle(segment, offset, size - 1),)), "INVALID_ARG", "got"),
+        (bad(halves), "INVALID_ARG", "rows"),
     ]
 
 
@@ -327,16 +309,13 @@ def test_a_bad_input_fails_its_request_alone(batched: Echo) -> None:
     size = good[dtype].nbytes
     (handle,) = batched.worker.tensor("", good[dtype], dtype=dtype, shared=True).data  # type: ignore[misc]
     assert isinstance(handle, Handle)
-    for what, tensor, code, text in bad_tensors(dtype, size, handle):
+    for tensor, code, text in bad_tensors(dtype, size, handle):
         middle = batched.work(good)
         middle.inputs = tuple(tensor if given.name == f"x{dtype}" else given for given in middle.inputs)
         rows = batched.worker.run(batched.work(good), middle, batched.work(good))
         batched.check(rows[0], good)
         batched.check(rows[2], good)
-        error = rows[1].error
-        assert error is not None, what
-        assert (error.code, text in error.text) == (code, True), (what, error)
-        assert rows[1].outputs == ()
+        assert_failed(rows[1], code, text)
 
 
 def test_missing_and_repeated_inputs(batched: Echo) -> None:
@@ -345,11 +324,8 @@ def test_missing_and_repeated_inputs(batched: Echo) -> None:
     few.inputs = few.inputs[1:]
     twice.inputs = (*twice.inputs, twice.inputs[0])
     rows = batched.worker.run(few, twice, batched.work(good))
-    assert rows[0].error is not None
-    assert rows[0].error.code == "INVALID_ARG"
-    assert f"x{batched.dtypes[0]}" in rows[0].error.text
-    assert rows[1].error is not None
-    assert "given twice" in rows[1].error.text
+    assert_failed(rows[0], "INVALID_ARG", f"x{batched.dtypes[0]}")
+    assert_failed(rows[1], "INVALID_ARG", "given twice")
     batched.check(rows[2], good)
 
 
@@ -370,31 +346,26 @@ def test_bad_strings(batched: Echo, data: bytes, text: str) -> None:
     bad = batched.work(good)
     bad.inputs = (*bad.inputs[:-1], Tensor("xBYTES", "BYTES", (1, 2), data))
     rows = batched.worker.run(bad, batched.work(good))
-    assert rows[0].error is not None
-    assert rows[0].error.code == "INVALID_ARG"
-    assert text in rows[0].error.text
-    assert "xBYTES" in rows[0].error.text
+    assert_failed(rows[0], "INVALID_ARG", text)
+    assert_failed(rows[0], "INVALID_ARG", "xBYTES")
     batched.check(rows[1], good)
 
 
-def test_bad_wishes_for_outputs(batched: Echo) -> None:
+def test_a_bad_output_fails_its_request_alone(batched: Echo) -> None:
     arrays = arrays_of(batched.dtypes, (1, 5))
     dtype = batched.dtypes[0]
     size = arrays[dtype].nbytes
     small = batched.worker.place(size)
-    wishes = [
+    bad_outputs = [
         (Wanted("nothing"), "INVALID_ARG", "'nothing'"),
         (Wanted(f"y{dtype}", Handle(small.segment, small.offset, size - 1)), "INVALID_ARG", f"{size} bytes"),
         (Wanted(f"y{dtype}", Handle((CLIENT << 32) + 77, 0, size)), "HANDLE_LOST", ""),
         (Wanted(f"y{dtype}", Handle(small.segment, 1 << 40, size)), "INVALID_ARG", "outside"),
     ]
-    for wish, code, text in wishes:
+    for wanted, code, text in bad_outputs:
         for alone in (True, False):
-            bad = batched.work(arrays, outputs=[wish])
+            bad = batched.work(arrays, outputs=[wanted])
             rows = batched.worker.run(bad) if alone else batched.worker.run(bad, batched.work(arrays))
-            error = rows[0].error
-            assert error is not None
-            assert error.code == code
-            assert text in error.text
+            assert_failed(rows[0], code, text)
             if not alone:
                 batched.check(rows[1], arrays)

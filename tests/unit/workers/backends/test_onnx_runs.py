@@ -415,7 +415,7 @@ def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch:
 
 
 def test_prepacked_weights_are_mapped(tmp_path: Path) -> None:
-    """As the page of ONNX models and bench.suites.weights have it: the results stay, and the weights are the file's."""
+    """With weights that bench.suites.weights has prepacked, the results stay the same, and the file is mapped."""
     make(tmp_path / "plain" / "model.onnx", 2, external=True)
     prepack(tmp_path / "plain" / "model.onnx", tmp_path / "packed" / "1" / "model.onnx")
     width = {"x": ("FP32", (-1, 1024))}, {"y": ("FP32", (-1, 1024))}
