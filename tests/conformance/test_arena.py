@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,25 +32,32 @@ def make(request: pytest.FixtureRequest) -> Callable[[int], Extent]:
     return MAKERS[request.param]
 
 
-class Listener:
-    """What an arena says, in its order."""
+@pytest.fixture
+def arena(make: Callable[[int], Extent]) -> Iterator[Arena]:
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    yield arena
+    arena.close()
+
+
+class Recorder:
+    """Records announcements and withdrawals, in order."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, int]] = []
+        self.messages: list[tuple[str, int]] = []
 
     def announce(self, segment: Segment) -> None:
-        self.said.append(("map", segment.id))
+        self.messages.append(("map", segment.id))
 
     def withdraw(self, segment: int) -> None:
-        self.said.append(("unmap", segment))
+        self.messages.append(("unmap", segment))
 
 
-def test_nothing_is_made_before_it_is_needed(make: Callable[[int], Extent]) -> None:
-    ears = Listener()
-    arena = Arena(7, make, limit_bytes=64 * MIB, announce=ears.announce)
-    assert (arena.committed, arena.used, arena.held, ears.said) == (0, 0, 0, [])
+def test_a_segment_is_created_by_the_first_allocation(make: Callable[[int], Extent]) -> None:
+    recorder = Recorder()
+    arena = Arena(7, make, limit_bytes=64 * MIB, announce=recorder.announce)
+    assert (arena.committed, arena.used, arena.held, recorder.messages) == (0, 0, 0, [])
     block = arena.allocate(1000)
-    assert ears.said == [("map", (7 << OWNER_SHIFT) | 1)]
+    assert recorder.messages == [("map", (7 << OWNER_SHIFT) | 1)]
     assert (arena.committed, arena.used, arena.held) == (MIB, 1024, MIB)
     assert (block.segment, block.offset, block.size) == ((7 << OWNER_SHIFT) | 1, 0, 1000)
     assert block.handle() == Handle((7 << OWNER_SHIFT) | 1, 0, 1000)
@@ -69,8 +76,7 @@ def test_segments_double_up_to_their_full_size(make: Callable[[int], Extent]) ->
     arena.close()
 
 
-def test_blocks_are_aligned_and_their_bytes_are_their_own(make: Callable[[int], Extent]) -> None:
-    arena = Arena(1, make, limit_bytes=64 * MIB)
+def test_blocks_are_aligned_and_do_not_overlap(arena: Arena) -> None:
     blocks = [arena.allocate(size) for size in (1, 63, 64, 65, 4097, 0, 2 * MIB)]
     for number, block in enumerate(blocks):
         assert block.address % 64 == 0
@@ -82,22 +88,18 @@ def test_blocks_are_aligned_and_their_bytes_are_their_own(make: Callable[[int], 
         assert (data == number).all()
         if block.size:
             assert data.ctypes.data == block.address
-    arena.close()
 
 
-def test_the_block_freed_last_comes_first_also_across_segments(make: Callable[[int], Extent]) -> None:
-    arena = Arena(1, make, limit_bytes=64 * MIB)
+def test_the_block_freed_last_comes_first_also_across_segments(arena: Arena) -> None:
     blocks = [arena.allocate(600 * 1024) for _ in range(4)]
     assert len({block.segment for block in blocks}) > 1
     for block in blocks:
         arena.free(block.segment, block.offset, block.size)
         again = arena.allocate(600 * 1024)
         assert (again.segment, again.offset) == (block.segment, block.offset)
-    arena.close()
 
 
-def test_a_batch_is_split_into_rows_that_are_freed_one_by_one(make: Callable[[int], Extent]) -> None:
-    arena = Arena(1, make, limit_bytes=64 * MIB)
+def test_a_batch_is_split_into_rows_that_are_freed_one_by_one(arena: Arena) -> None:
     block = arena.allocate(4 * 3 * 10)
     block.array(F32, (10, 3))[:] = np.arange(30, dtype=F32).reshape(10, 3)
     rows = arena.split(block, [12] * 10)
@@ -113,12 +115,10 @@ def test_a_batch_is_split_into_rows_that_are_freed_one_by_one(make: Callable[[in
         arena.check()
     assert arena.used == 0
     assert arena.allocate(120).offset == block.offset
-    arena.close()
 
 
 @pytest.mark.parametrize("sizes", [[0, 100, 0, 28, 0], [0, 0], [0], [128, 0]])
-def test_rows_without_bytes_can_be_told_apart_too(sizes: list[int]) -> None:
-    arena = Arena(1, heap.create, limit_bytes=MIB)
+def test_empty_rows_have_distinct_places(sizes: list[int], arena: Arena) -> None:
     rows = arena.split(arena.allocate(128), sizes)
     assert [row.size for row in rows] == sizes
     assert len({(row.segment, row.offset) for row in rows}) == len(sizes)
@@ -126,7 +126,6 @@ def test_rows_without_bytes_can_be_told_apart_too(sizes: list[int]) -> None:
         arena.free(row.segment, row.offset, row.size)
     assert arena.used == 0
     arena.check()
-    arena.close()
 
 
 def test_a_split_that_fails_changes_nothing() -> None:
@@ -142,7 +141,7 @@ def test_a_split_that_fails_changes_nothing() -> None:
     arena.close()
 
 
-def test_the_limit_is_told_with_its_numbers_and_its_knob(make: Callable[[int], Extent]) -> None:
+def test_the_error_at_the_limit_names_the_numbers_and_the_setting(make: Callable[[int], Extent]) -> None:
     arena = Arena(1, make, limit_bytes=3 * MIB + 100, knob="--arena-bytes")
     first = arena.allocate(MIB)
     arena.allocate(2 * MIB - 4096)
@@ -163,21 +162,20 @@ def test_the_last_segment_is_only_as_large_as_the_limit_allows() -> None:
     arena.close()
 
 
-def test_idle_segments_make_room_where_the_other_side_can_be_told() -> None:
-    ears = Listener()
-    arena = Arena(2, heap.create, limit_bytes=4 * MIB, announce=ears.announce, withdraw=ears.withdraw)
+def test_idle_segments_make_room_if_they_can_be_withdrawn() -> None:
+    recorder = Recorder()
+    arena = Arena(2, heap.create, limit_bytes=4 * MIB, announce=recorder.announce, withdraw=recorder.withdraw)
     blocks = [arena.allocate(MIB) for _ in range(4)]
     ids = [segment.id for segment in arena.segments]
     for block in blocks:
         arena.free(block.segment, block.offset)
     large = arena.allocate(4 * MIB)
-    assert ears.said[len(ids) :] == [*(("unmap", one) for one in ids), ("map", large.segment)]
+    assert recorder.messages[len(ids) :] == [*(("unmap", one) for one in ids), ("map", large.segment)]
     assert large.segment not in ids
     arena.close()
 
 
-def test_trim_gives_up_all_idle_segments_but_one(make: Callable[[int], Extent]) -> None:
-    arena = Arena(1, make, limit_bytes=64 * MIB)
+def test_trim_gives_up_all_idle_segments_but_one(arena: Arena) -> None:
     blocks = [arena.allocate(MIB) for _ in range(8)]
     kept = blocks[0]
     for block in blocks[1:]:
@@ -194,12 +192,12 @@ def test_trim_gives_up_all_idle_segments_but_one(make: Callable[[int], Extent]) 
     for one in gone:
         with pytest.raises(InvalidRequest, match="does not belong to"):
             arena.free(one, 0)
-    assert arena.allocate(20 * MIB).segment not in [*idle, kept.segment], "ids are never used again"
-    arena.close()
+    assert arena.allocate(20 * MIB).segment not in [*idle, kept.segment], "ids are never reused"
 
 
-def test_what_was_never_given_cannot_be_freed(make: Callable[[int], Extent]) -> None:
-    arena = Arena(1, make, limit_bytes=64 * MIB)
+def test_a_block_that_was_not_allocated_cannot_be_freed(arena: Arena) -> None:
+    with pytest.raises(InvalidRequest, match="-5 bytes"):
+        arena.allocate(-5)  # without a segment
     block = arena.allocate(100)
     bad = [
         (block.segment + 1, 0, None),
@@ -218,15 +216,11 @@ def test_what_was_never_given_cannot_be_freed(make: Callable[[int], Extent]) -> 
     with pytest.raises(InvalidRequest, match="twice"):
         arena.free(block.segment, block.offset)
     with pytest.raises(InvalidRequest, match="-5 bytes"):
-        arena.allocate(-5)
-    arena.close()
-    with pytest.raises(InvalidRequest, match="-5 bytes"):
-        Arena(1, make, limit_bytes=MIB).allocate(-5)
+        arena.allocate(-5)  # with one
 
 
-def test_closing_leaves_arrays_valid_and_nothing_else(make: Callable[[int], Extent]) -> None:
+def test_closing_leaves_arrays_valid_and_nothing_else(arena: Arena) -> None:
     before = len(os.listdir("/proc/self/fd")), own_names()
-    arena = Arena(1, make, limit_bytes=64 * MIB)
     data = arena.allocate(400).array(F32, (10, 10))
     data[:] = 3
     arena.close()
@@ -239,8 +233,7 @@ def test_closing_leaves_arrays_valid_and_nothing_else(make: Callable[[int], Exte
         arena.allocate(1)
 
 
-def test_an_array_must_fit_its_block() -> None:
-    arena = Arena(1, heap.create, limit_bytes=MIB)
+def test_an_array_must_fit_its_block(arena: Arena) -> None:
     block = arena.allocate(100)
     with pytest.raises(InvalidRequest, match="needs 104 bytes, the block has 100"):
         block.array(F32, (26,))
@@ -250,11 +243,9 @@ def test_an_array_must_fit_its_block() -> None:
         block.array(np.dtype(object), (1,))
     assert block.array(F32, ()).shape == ()
     assert block.array(F32, (0, 5)).shape == (0, 5)
-    arena.close()
 
 
-def test_the_drop_of_the_last_slice_is_noticed() -> None:
-    arena = Arena(1, heap.create, limit_bytes=MIB)
+def test_on_drop_is_called_when_the_last_slice_is_dropped(arena: Arena) -> None:
     dropped: list[Block] = []
     block = arena.allocate(4000)
     data = block.array(F32, (10, 100), on_drop=dropped.append)
@@ -264,11 +255,9 @@ def test_the_drop_of_the_last_slice_is_noticed() -> None:
     assert dropped == []
     del part
     assert dropped == [block]
-    arena.close()
 
 
-def test_arrays_are_found_by_address(make: Callable[[int], Extent]) -> None:
-    arena = Arena(1, make, limit_bytes=64 * MIB)
+def test_arrays_are_found_by_address(arena: Arena) -> None:
     assert arena.locate(4096, 1) is None
     block = arena.allocate(1000)
     data = block.array(U8, (1000,))
@@ -283,17 +272,16 @@ def test_arrays_are_found_by_address(make: Callable[[int], Extent]) -> None:
     far = arena.allocate(MIB)
     assert arena.locate(far.address + 5, 10) == (far.segment, 5)
     assert arena.locate(np.zeros(5).ctypes.data, 40) is None
-    arena.close()
 
 
-def test_a_new_number_of_the_owner_renames_all_segments() -> None:
-    ears = Listener()
-    arena = Arena(3, heap.create, limit_bytes=64 * MIB, announce=ears.announce)
+def test_renumber_gives_all_segments_new_ids() -> None:
+    recorder = Recorder()
+    arena = Arena(3, heap.create, limit_bytes=64 * MIB, announce=recorder.announce)
     first, second = arena.allocate(MIB), arena.allocate(MIB)
     old = [first.segment, second.segment]
     arena.renumber(9)
     assert [one >> OWNER_SHIFT for one in (first.segment, second.segment)] == [9, 9]
-    assert ears.said[2:] == [("map", first.segment), ("map", second.segment)]
+    assert recorder.messages[2:] == [("map", first.segment), ("map", second.segment)]
     with pytest.raises(InvalidRequest):
         arena.free(old[0], 0)
     arena.free(first.segment, first.offset)
@@ -316,18 +304,18 @@ def test_a_segment_that_could_not_be_announced_is_not_kept(make: Callable[[int],
     assert (arena.committed, arena.segments) == (0, [])
 
 
-def test_a_nearly_full_machine_gets_the_small_segment() -> None:
-    asked: list[int] = []
+def test_a_smaller_segment_is_tried_if_memory_is_short() -> None:
+    requested: list[int] = []
 
     def scarce(size: int) -> Extent:
-        asked.append(size)
+        requested.append(size)
         if size > 8192:
             raise Unavailable(f"cannot reserve {size} bytes")
         return heap.create(size)
 
     arena = Arena(1, scarce, limit_bytes=64 * MIB)
     assert arena.allocate(5000).home.size == 8192
-    assert asked == [MIB, 8192]
+    assert requested == [MIB, 8192]
     with pytest.raises(Unavailable, match="12288"):
         arena.allocate(10_000)
     arena.close()
@@ -348,7 +336,7 @@ def test_the_message_that_announces_a_segment() -> None:
 
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 5), st.booleans()), max_size=40))
-def test_whatever_is_asked_for_no_two_blocks_share_a_byte(steps: list[tuple[int, int, bool]]) -> None:
+def test_blocks_never_overlap(steps: list[tuple[int, int, bool]]) -> None:
     arena = Arena(1, heap.create, limit_bytes=4 * MIB, segment_bytes=MIB)
     held: list[tuple[Block, int]] = []
     for number, (size, pieces, free_first) in enumerate(steps):
@@ -361,10 +349,9 @@ def test_whatever_is_asked_for_no_two_blocks_share_a_byte(steps: list[tuple[int,
         except Unavailable:
             assert arena.committed + size > 4 * MIB - MIB
             continue
-        made = arena.split(block, [size // pieces] * pieces) if pieces else [block]
-        for one in made:
-            one.memory()[:] = bytes([number]) * one.size
-            held.append((one, number))
+        for part in arena.split(block, [size // pieces] * pieces) if pieces else [block]:
+            part.memory()[:] = bytes([number]) * part.size
+            held.append((part, number))
         arena.check()
     for block, mark in held:
         assert (block.array(U8, (block.size,)) == mark).all()

@@ -1,4 +1,4 @@
-"""What every kind of extent must do, and what only a kind with a descriptor or a name can."""
+"""What every kind of extent must do, and what the kinds with a descriptor or a name must do besides."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def count_fds() -> int:
 
 
 def resident_bytes(address: int) -> int:
-    """What of the mapping at this address is in memory and in this process's page table."""
+    """The resident size of the mapping at this address."""
     text = Path("/proc/self/smaps").read_text()
     found = re.search(rf"^0*{address:x}-.*?^Rss: +(\d+) kB", text, re.MULTILINE | re.DOTALL)
     assert found is not None
@@ -79,14 +79,14 @@ def test_new_memory_is_zero_warm_and_writable(make: Callable[[int], Extent]) -> 
     extent.close()
 
 
-def test_a_size_that_is_no_whole_number_of_pages(make: Callable[[int], Extent]) -> None:
+def test_a_size_that_is_not_a_multiple_of_the_page_size(make: Callable[[int], Extent]) -> None:
     extent = make(5000)
     assert (extent.size, len(extent.memory)) == (5000, 5000)
     array(extent)[:] = 1
     extent.close()
 
 
-def test_closing_is_final_repeatable_and_leaves_nothing(make: Callable[[int], Extent]) -> None:
+def test_close_is_final_and_idempotent(make: Callable[[int], Extent]) -> None:
     before = count_fds()
     extent = make(SIZE)
     fd, name = extent.fd, extent.name
@@ -117,7 +117,7 @@ def test_views_outlive_the_extent(make: Callable[[int], Extent]) -> None:
     assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
-def test_an_extent_that_is_only_dropped_leaves_nothing(make: Callable[[int], Extent]) -> None:
+def test_dropping_an_extent_closes_it(make: Callable[[int], Extent]) -> None:
     before = count_fds()
     extent = make(SIZE)
     name = extent.name
@@ -127,10 +127,10 @@ def test_an_extent_that_is_only_dropped_leaves_nothing(make: Callable[[int], Ext
 
 
 @pytest.mark.parametrize("size", [2**62, 2**70])
-def test_more_than_the_machine_has_is_not_even_tried(
+def test_more_than_the_machine_has_is_refused_before_allocation(
     make: Callable[[int], Extent], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel would take all that there is, and then kill processes."""
+    """The kernel would allocate all memory, and then kill processes."""
 
     def never(*_: int) -> None:
         raise AssertionError("this test must not fill the machine")
@@ -143,12 +143,12 @@ def test_more_than_the_machine_has_is_not_even_tried(
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_no_bytes_are_no_extent(make: Callable[[int], Extent], size: int) -> None:
+def test_a_size_below_1_is_refused(make: Callable[[int], Extent], size: int) -> None:
     with pytest.raises(Internal, match=f"{size} bytes"):
         make(size)
 
 
-def test_both_sides_see_what_either_writes(shared: Callable[[int], Extent]) -> None:
+def test_both_sides_see_each_others_writes(shared: Callable[[int], Extent]) -> None:
     extent = shared(SIZE)
     array(extent)[:3] = (1, 2, 3)
     other = attach(extent, SIZE, True)
@@ -157,7 +157,7 @@ def test_both_sides_see_what_either_writes(shared: Callable[[int], Extent]) -> N
     array(other)[3] = 4
     assert array(extent)[3] == 4
     other.close()
-    assert extent.name is None or Path("/dev/shm", extent.name[1:]).exists(), "only the maker takes the name away"
+    assert extent.name is None or Path("/dev/shm", extent.name[1:]).exists(), "only the creator removes the name"
     extent.close()
 
 
@@ -175,8 +175,8 @@ def test_another_process_sees_it(shared: Callable[[int], Extent]) -> None:
         data[5] = 77
         extent.close()
     """
-    told = python(code, extent.name or str(extent.fd), str(SIZE), pass_fds=(extent.fd,))
-    assert int(told) == 9 * SIZE
+    printed = python(code, extent.name or str(extent.fd), str(SIZE), pass_fds=(extent.fd,))
+    assert int(printed) == 9 * SIZE
     assert array(extent)[5] == 77
     extent.close()
 
@@ -205,18 +205,18 @@ def test_a_wrong_size_is_refused(shared: Callable[[int], Extent], size: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("number", "says"),
+    ("number", "text"),
     [(errno.ENOSPC, "is full: .* bytes free"), (errno.ENOMEM, "no memory left"), (errno.EIO, "Input/output error")],
 )
-def test_a_full_machine_is_told_in_numbers(
-    shared: Callable[[int], Extent], monkeypatch: pytest.MonkeyPatch, number: int, says: str
+def test_the_error_of_a_full_machine_has_the_numbers(
+    shared: Callable[[int], Extent], monkeypatch: pytest.MonkeyPatch, number: int, text: str
 ) -> None:
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = count_fds(), own_names()
-    with pytest.raises(Unavailable, match=f"cannot reserve {SIZE} bytes.*{says}") as caught:
+    with pytest.raises(Unavailable, match=f"cannot reserve {SIZE} bytes.*{text}") as caught:
         shared(SIZE)
     assert "/dev/shm" not in str(caught.value)
     assert (count_fds(), own_names()) == before
