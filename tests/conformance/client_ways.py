@@ -1,4 +1,4 @@
-"""The ways to reach a broker that echoes: both clients over every kind of link. Both halves of their suite use it."""
+"""Both clients over every kind of link to a broker that echoes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.protocol.messages import (
-    Handle,
-    Tensor,
-)
+from shmserve.protocol.messages import Handle, Tensor
 from tests.support.broker.fake_broker import FakeBroker
 from tests.support.client_faces import FACES
 
@@ -29,20 +26,14 @@ CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError)
 
 
 WAYS = [
-    "sync lane",
-    "sync ipc",
-    "sync frames",
-    "sync tcp",
-    "asyncio lane",
-    "asyncio ipc",
-    "uvloop lane",
-    "uvloop frames",
-    "uvloop tcp",
+    *("sync lane", "sync ipc", "sync frames", "sync tcp"),
+    *("asyncio lane", "asyncio ipc"),
+    *("uvloop lane", "uvloop frames", "uvloop tcp"),
 ]
 
 
 def ways(*links: str) -> pytest.MarkDecorator:
-    """For tests that make sense over these links only."""
+    """Runs a test over these links only."""
     return pytest.mark.parametrize("way", [way for way in WAYS if way.split()[1] in links], indirect=True)
 
 
@@ -66,8 +57,8 @@ def connect(broker: FakeBroker, way: str) -> Callable[..., Any]:
 
 @pytest.fixture
 def client(connect: Callable[..., Any]) -> Iterator[Any]:
-    with connect() as made:
-        yield made
+    with connect() as client:
+        yield client
 
 
 shared_only = ways("lane", "ipc")
@@ -92,7 +83,7 @@ NUMBERS = [name for name in ITEM_BYTES if name != "BYTES"]
 
 
 def place_of(tensor: Tensor) -> Handle:
-    """The one handle that a tensor has come by."""
+    """The single handle of a tensor in shared memory."""
     assert isinstance(tensor.data, tuple)
     (handle,) = tensor.data
     return handle

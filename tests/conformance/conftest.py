@@ -1,4 +1,4 @@
-"""The fixtures of the client suite, for the two files that hold it."""
+"""The fixtures of the client suite."""
 
 from __future__ import annotations
 

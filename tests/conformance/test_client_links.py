@@ -1,4 +1,4 @@
-"""The other half of test_clients.py: deadlines, cancellation, and the connection itself."""
+"""Both clients over every kind of link: deadlines, cancellation and the connection."""
 
 from __future__ import annotations
 
@@ -10,25 +10,14 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.protocol.messages import (
-    OWNER_SHIFT,
-    Bye,
-    Cancel,
-    Goodbye,
-    Ping,
-    Pong,
-    Reclaim,
-    Released,
-    Reply,
-    Return,
-)
+from shmserve.protocol.messages import OWNER_SHIFT, Bye, Cancel, Goodbye, Ping, Pong, Reclaim, Released, Reply, Return
 from tests.conformance.client_ways import CANCELLED, place_of, shared_only, ways
 from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
 
-# ------------------------------------------------------------------------------------------------ time
+# ------------------------------------------------------------------------------------------------ deadlines
 
 
-def test_a_deadline_is_kept_by_the_client_too(client: Any, broker: FakeBroker) -> None:
+def test_the_client_enforces_the_deadline_too(client: Any, broker: FakeBroker) -> None:
     x = np.zeros((100, 100))
     client.live()  # connects
     with pytest.raises(shmserve.DeadlineExceeded, match=r"model 'hold' did not respond within the timeout of 0\.02 s"):
@@ -73,7 +62,7 @@ def test_cancel(client: Any, broker: FakeBroker) -> None:
 
 
 @shared_only
-def test_inputs_are_not_reused_before_released(client: Any, broker: FakeBroker) -> None:
+def test_inputs_are_not_reused_before_they_are_released(client: Any, broker: FakeBroker) -> None:
     x = np.full((100, 100), 1.0)
     with pytest.raises(shmserve.QueueTimeout, match="waited for too long"):
         client.infer("held", {"x": x})
@@ -89,7 +78,7 @@ def test_inputs_are_not_reused_before_released(client: Any, broker: FakeBroker) 
 
 
 @shared_only
-def test_a_place_is_kept_until_released(client: Any, broker: FakeBroker) -> None:
+def test_memory_for_an_output_is_kept_until_it_is_released(client: Any, broker: FakeBroker) -> None:
     place = client.empty((100, 100))
     with pytest.raises(shmserve.QueueTimeout):
         client.infer("held", {"x": 1}, outputs={"x": place})
@@ -113,7 +102,7 @@ def test_a_place_is_kept_until_released(client: Any, broker: FakeBroker) -> None
 
 
 @shared_only
-def test_reclaim(client: Any, broker: FakeBroker) -> None:
+def test_reclaim_is_answered_with_returns(client: Any, broker: FakeBroker) -> None:
     result = client.infer("echo", {"x": np.zeros(10_000, np.uint8)})
     del result
     gc.collect()
@@ -123,7 +112,7 @@ def test_reclaim(client: Any, broker: FakeBroker) -> None:
     assert broker.wait_for(Return)
 
 
-def test_ping(client: Any, broker: FakeBroker) -> None:
+def test_ping_is_answered(client: Any, broker: FakeBroker) -> None:
     client.live()
     (peer,) = broker.peers.values()
     broker.do(lambda: peer.send(Ping(77)))
@@ -132,7 +121,7 @@ def test_ping(client: Any, broker: FakeBroker) -> None:
     assert broker.wait_for(Pong).number == 77
 
 
-def test_bye(client: Any, broker: FakeBroker) -> None:
+def test_close_sends_bye_and_cancels_requests(client: Any, broker: FakeBroker) -> None:
     client.live()
     future = client.submit("hold", {"x": 1})
     client.close()
@@ -143,7 +132,7 @@ def test_bye(client: Any, broker: FakeBroker) -> None:
         client.infer("echo", {"x": 1})
 
 
-@ways("lane", "ipc", "frames")  # of tcp, the port would be another
+@ways("lane", "ipc", "frames")  # with tcp, the new broker has another port
 def test_an_unanswered_request_is_sent_again(
     client: Any, broker: FakeBroker, link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +144,7 @@ def test_an_unanswered_request_is_sent_again(
     if link == "lane":
         result = client.infer("die", inputs)
         assert broker.deaths == 1
-    else:  # ZeroMQ: only the end of the server is the end of a connection
+    else:  # ZeroMQ: a connection ends only with the server
         future = client.submit("hold", inputs)
         broker.parked.get(timeout=20)
         broker.stop()
@@ -170,7 +159,7 @@ def test_an_unanswered_request_is_sent_again(
     if link in ("lane", "ipc"):
         owners = {place_of(tensor).segment >> OWNER_SHIFT for tensor in broker.requests[-1].inputs}
         assert owners == {broker.owners}, "all in segments of the new connection"
-    del received  # belongs to the old connection, and is not returned on the new one
+    del received  # of the old connection: it is not returned on the new one
     gc.collect()
     client.flush()
     client.infer("echo", {"own": own})
@@ -184,10 +173,9 @@ def test_a_step_of_a_sequence_is_not_sent_again(client: Any, broker: FakeBroker)
 
 
 @ways("lane", "ipc")
-def test_who_has_no_time_to_wait_for_the_server_speaks_for_himself(
+def test_a_request_with_a_short_timeout_fails_while_others_wait_for_the_server(
     client: Any, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait on, for as long as the server has time to come back."""
     patient = client.submit("hold", {"x": np.arange(3)})
     broker.parked.get(timeout=20)
     broker.stop()
@@ -216,7 +204,7 @@ def test_no_server(broker: FakeBroker, connect: Callable[..., Any], link: str) -
                 client.infer("echo", {"x": 1})
 
 
-def test_wait_ready(client: Any, broker: FakeBroker) -> None:
+def test_wait_ready_waits_for_the_models(client: Any, broker: FakeBroker) -> None:
     broker.ready = False
     broker.answers["models"] = [{"name": "m", "version": "1", "state": "LOADING", "reason": "half way"}]
     with pytest.raises(shmserve.DeadlineExceeded, match=r"not ready after 0\.1 s: m 1 is LOADING \(half way\)"):
@@ -226,7 +214,7 @@ def test_wait_ready(client: Any, broker: FakeBroker) -> None:
     client.wait_ready("m")
 
 
-def test_goodbye(client: Any, broker: FakeBroker) -> None:
+def test_goodbye_fails_requests_and_the_client_connects_again(client: Any, broker: FakeBroker) -> None:
     future = client.submit("hold", {"x": 1})
     peer, _, _ = broker.parked.get(timeout=20)
     broker.do(lambda: peer.send(Goodbye("DENIED", "not for you")))
@@ -235,16 +223,16 @@ def test_goodbye(client: Any, broker: FakeBroker) -> None:
     assert client.infer("echo", {"x": 1})["x"] == 1, "over a new connection"
 
 
-def test_an_answer_to_nothing_is_returned(client: Any, broker: FakeBroker, link: str) -> None:
+def test_outputs_of_an_unknown_request_are_returned(client: Any, broker: FakeBroker, link: str) -> None:
     client.live()
     (peer,) = broker.peers.values()
 
-    def unasked() -> None:
+    def reply_to_nothing() -> None:
         frames: list[bytes] = []
         tensor = peer.tensor("x", "UINT8", (5000,), bytes(5000), frames)
         peer.send(Reply(999, 1, (tensor,)), frames=tuple(frames))
 
-    broker.do(unasked)
+    broker.do(reply_to_nothing)
     client.live()
     client.flush()
     client.live()

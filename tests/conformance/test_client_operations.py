@@ -1,4 +1,4 @@
-"""Operations on models through both clients and every link. The oracle is what the broker was told."""
+"""Operations on models through both clients and every link. Expected values are what the broker received."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tests.support.broker.fake_broker import NOTHING, FakeBroker
 DONE = {"model": "m", "versions": [{"version": "1", "state": "READY", "seconds": 0.5}], "changed": True, "warnings": []}
 
 
-class Noting:
-    """Answers every operation and keeps what it was told."""
+class Operations:
+    """Answers every operation and records it."""
 
     def __init__(self, broker: FakeBroker) -> None:
-        self.told: list[tuple[str, str, int, bytes]] = []
+        self.received: list[tuple[str, str, int, bytes]] = []
         for what in ("load", "unload", "restart", "origins"):
-            broker.answers[what] = lambda model, version, body, what=what: self.note(what, model, version, body)
+            broker.answers[what] = lambda model, version, body, what=what: self.record(what, model, version, body)
 
-    def note(self, *told: Any) -> Any:
-        self.told.append(told)
-        if told[1] == "broken":
+    def record(self, *operation: Any) -> Any:
+        self.received.append(operation)
+        if operation[1] == "broken":
             raise shmserve.Unavailable("failed to load 'broken', no version is available")
         return DONE
 
 
 @pytest.fixture
-def noting(broker: FakeBroker) -> Noting:
-    return Noting(broker)
+def operations(broker: FakeBroker) -> Operations:
+    return Operations(broker)
 
 
-def test_what_is_asked(client: Any, noting: Noting) -> None:
+def test_each_operation_and_its_options(client: Any, operations: Operations) -> None:
     assert client.load("m") == DONE
     client.load("m", config={"max_batch_size": 3})
     client.load("m", config='{"max_batch_size": 3}')
@@ -51,7 +51,7 @@ def test_what_is_asked(client: Any, noting: Noting) -> None:
     client.restart("m", version=2, instance="m_0_1")
     assert client.origins("m", 2) == DONE
     config = b'{"config": {"max_batch_size": 3}}\n'
-    assert noting.told == [
+    assert operations.received == [
         ("load", "m", 0, b""),
         ("load", "m", 0, config),
         ("load", "m", 0, config),
@@ -66,15 +66,17 @@ def test_what_is_asked(client: Any, noting: Noting) -> None:
         client.load("broken")
     with pytest.raises(shmserve.InvalidRequest, match="files= needs config="):
         client.load("m", files={"1/a": b""})
-    assert len(noting.told) == 10
+    assert len(operations.received) == 10
 
 
-def test_files_of_megabytes(client: Any, noting: Noting, broker: FakeBroker, tmp_path: Path) -> None:
+def test_large_files_are_sent_in_the_body(
+    client: Any, operations: Operations, broker: FakeBroker, tmp_path: Path
+) -> None:
     data = np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8).tobytes()
     (tmp_path / "model.onnx").write_bytes(data)
     files = {"1/model.onnx": tmp_path / "model.onnx", "1/empty": b"", "labels.txt": b"a\nb\n", "2/x": data[:100_000]}
     assert client.load("m", config={"backend": "onnxruntime"}, files=files) == DONE
-    ((_, _, _, body),) = noting.told
+    ((_, _, _, body),) = operations.received
     line, _, rest = body.partition(b"\n")
     header = json.loads(line)
     assert header["config"] == {"backend": "onnxruntime"}
@@ -84,7 +86,7 @@ def test_files_of_megabytes(client: Any, noting: Noting, broker: FakeBroker, tmp
     assert client.infer("echo", {"x": 1})["x"] == 1
 
 
-def test_an_operation_has_no_timeout_but_its_own(connect: Callable[..., Any], broker: FakeBroker) -> None:
+def test_the_default_timeout_does_not_apply_to_operations(connect: Callable[..., Any], broker: FakeBroker) -> None:
     broker.answers["load"] = NOTHING
     with connect() as client:
         client.live()
@@ -95,7 +97,9 @@ def test_an_operation_has_no_timeout_but_its_own(connect: Callable[..., Any], br
         assert client.load("m") == DONE
 
 
-def test_a_body_that_the_server_does_not_take(client: Any, noting: Noting, broker: FakeBroker) -> None:
+def test_a_body_that_is_not_sent_in_time_changes_nothing(
+    client: Any, operations: Operations, broker: FakeBroker
+) -> None:
     client.live()
     broker.pongs = False
     with pytest.raises(shmserve.DeadlineExceeded, match="could not be sent within its timeout; nothing was changed"):
@@ -103,17 +107,17 @@ def test_a_body_that_the_server_does_not_take(client: Any, noting: Noting, broke
     assert client.live()
     client.flush()
     assert broker.wait_for(Cancel)
-    assert noting.told == []
+    assert operations.received == []
     assert broker.bodies == {}
 
 
 @ways("lane")
-def test_a_connection_that_ends_in_an_operation(client: Any, broker: FakeBroker) -> None:
-    asked = 0
+def test_an_operation_is_not_repeated_after_the_connection_is_lost(client: Any, broker: FakeBroker) -> None:
+    calls = 0
 
     def die(model: str, version: int, body: bytes) -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         for peer in list(broker.peers.values()):
             broker.drop(peer)
         return NOTHING
@@ -122,12 +126,14 @@ def test_a_connection_that_ends_in_an_operation(client: Any, broker: FakeBroker)
     with pytest.raises(shmserve.ConnectionLost, match="it may have taken effect"):
         client.load("m")
     assert client.live()
-    assert asked == 1
+    assert calls == 1
 
 
 @pytest.mark.parametrize("way", ["sync lane", "sync ipc"], indirect=True)
-def test_requests_of_other_threads_go_on(client: Any, noting: Noting, broker: FakeBroker) -> None:
-    """While a body is being sent, and is waited for."""
+def test_requests_of_other_threads_continue_during_an_operation(
+    client: Any, operations: Operations, broker: FakeBroker
+) -> None:
+    """While its body is sent, and while its answer is awaited."""
     client.live()
     broker.pongs = False
     found: list[Any] = []
@@ -141,12 +147,11 @@ def test_requests_of_other_threads_go_on(client: Any, noting: Noting, broker: Fa
     assert found == [DONE]
 
 
-def test_many_files(client: Any, noting: Noting, tmp_path: Path) -> None:
-    """More than there may be open files would be too many to open at once."""
+def test_many_files_are_not_opened_at_once(client: Any, operations: Operations, tmp_path: Path) -> None:
     paths = []
     for number in range(300):
         path = tmp_path / str(number)
         path.write_bytes(os.urandom(number))
         paths.append(path)
     client.load("m", config={}, files={f"1/{path.name}": path for path in paths})
-    assert noting.told[0][3].endswith(b"".join(path.read_bytes() for path in paths))
+    assert operations.received[0][3].endswith(b"".join(path.read_bytes() for path in paths))

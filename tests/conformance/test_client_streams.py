@@ -1,4 +1,4 @@
-"""Answers in parts, to both clients over every kind of link, against a broker that counts how many may be underway."""
+"""Streamed responses for both clients over every kind of link. The broker counts how many may be in flight."""
 
 from __future__ import annotations
 
@@ -17,22 +17,13 @@ from tests.support.broker.fake_broker import FakeBroker
 LARGE = 3000
 
 
-def ask(client: Any, count: int, *, window: int = 16, **wishes: Any) -> Any:
-    return client.stream("parts", {"x": np.array([count], np.float32)}, window=window, parameters=wishes)
-
-
-def told(broker: FakeBroker, kind: type) -> list[Any]:
-    found = []
-    while not broker.told.empty():
-        message = broker.told.get()
-        if isinstance(message, kind):
-            found.append(message)
-    return found
+def ask(client: Any, count: int, *, window: int = 16, **parameters: Any) -> Any:
+    return client.stream("parts", {"x": np.array([count], np.float32)}, window=window, parameters=parameters)
 
 
 @pytest.mark.parametrize("size", [1, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("full_end", [False, True], ids=["empty end", "full end"])
-def test_parts_in_their_order(client: Any, size: int, full_end: bool) -> None:
+def test_parts_arrive_in_order(client: Any, size: int, full_end: bool) -> None:
     for count in (0, 1, 40):
         found = list(ask(client, count, size=size, full_end=full_end and count > 0))
         assert [part.parameters["index"] for part in found] == list(range(1, count + 1))
@@ -43,7 +34,7 @@ def test_parts_in_their_order(client: Any, size: int, full_end: bool) -> None:
             assert not part["y"].flags.writeable
 
 
-def test_more_are_asked_for_as_they_are_read(client: Any, broker: FakeBroker) -> None:
+def test_reading_a_part_requests_more(client: Any, broker: FakeBroker) -> None:
     stream = ask(client, 100, window=4)
     (peer,) = broker.peers.values()
     for index in range(10):
@@ -58,12 +49,12 @@ def test_more_are_asked_for_as_they_are_read(client: Any, broker: FakeBroker) ->
 
 @ways("lane")
 @pytest.mark.parametrize("window", [1, 2, 3, 7])
-def test_any_window(client: Any, window: int) -> None:
+def test_windows_of_any_size(client: Any, window: int) -> None:
     assert [part["y"].item() for part in ask(client, 20, window=window)] == list(range(20))
 
 
 @ways("lane")
-def test_several_streams_and_requests_beside_them(client: Any) -> None:
+def test_several_streams_and_requests_at_once(client: Any) -> None:
     streams = [ask(client, 10, window=2) for _ in range(5)]
     for index in range(10):
         for stream in streams:
@@ -73,7 +64,7 @@ def test_several_streams_and_requests_beside_them(client: Any) -> None:
     assert [next(stream, None) for stream in streams] == [None] * 5
 
 
-def test_a_failure_comes_after_the_parts_before_it(client: Any) -> None:
+def test_a_failure_arrives_after_earlier_parts(client: Any) -> None:
     stream = ask(client, 3, fail=1)
     assert [next(stream)["y"].item() for _ in range(3)] == [0, 1, 2]
     with pytest.raises(shmserve.ModelFailed, match="no more of this"):
@@ -84,7 +75,7 @@ def test_a_failure_comes_after_the_parts_before_it(client: Any) -> None:
 
 
 @shared_only
-def test_parts_keep_their_memory_and_give_it_back(client: Any, broker: FakeBroker) -> None:
+def test_parts_keep_their_memory_until_they_are_dropped(client: Any, broker: FakeBroker) -> None:
     stream = ask(client, 6, window=2, size=LARGE)
     kept = [next(stream) for _ in range(4)]
     for index, part in enumerate(kept):
@@ -100,7 +91,7 @@ def test_parts_keep_their_memory_and_give_it_back(client: Any, broker: FakeBroke
 
 
 @shared_only
-def test_parts_that_nobody_took_are_given_back(client: Any, broker: FakeBroker) -> None:
+def test_unread_parts_are_returned(client: Any, broker: FakeBroker) -> None:
     stream = ask(client, 6, window=4, size=LARGE)
     next(stream)
     stream.close()
@@ -113,7 +104,7 @@ def test_parts_that_nobody_took_are_given_back(client: Any, broker: FakeBroker) 
     assert broker.held_handles == []
 
 
-def test_who_drops_the_iterator_cancels(client: Any, broker: FakeBroker) -> None:
+def test_dropping_the_iterator_cancels_the_stream(client: Any, broker: FakeBroker) -> None:
     for part in ask(client, 100, window=2):
         assert part["y"] == 0
         break
@@ -126,7 +117,7 @@ def test_who_drops_the_iterator_cancels(client: Any, broker: FakeBroker) -> None
 
 
 @ways("lane")
-def test_a_server_that_answers_once(client: Any, broker: FakeBroker) -> None:
+def test_a_single_response_is_a_stream_of_one_part(client: Any, broker: FakeBroker) -> None:
     stream = client.stream("echo", {"x": np.arange(3.0)})
     assert [part["x"].tolist() for part in stream] == [[0, 1, 2]]
     stream = client.stream("echo", {"x": np.arange(3000.0)}, outputs=["x"])
@@ -134,7 +125,7 @@ def test_a_server_that_answers_once(client: Any, broker: FakeBroker) -> None:
 
 
 @ways("lane")
-def test_what_cannot_be_asked_for(client: Any) -> None:
+def test_invalid_windows_and_outputs_are_refused(client: Any) -> None:
     x = {"x": np.ones(1, np.float32)}
     for window in (0, -1, 1 << 21, 2.5, True):
         with pytest.raises(shmserve.InvalidRequest, match="the number of responses in flight"):
@@ -145,7 +136,7 @@ def test_what_cannot_be_asked_for(client: Any) -> None:
 
 
 @ways("lane", "ipc")
-def test_a_timeout_is_for_the_whole_stream(client: Any, broker: FakeBroker) -> None:
+def test_the_timeout_applies_to_the_whole_stream(client: Any, broker: FakeBroker) -> None:
     stream = client.stream("hold", {"x": np.ones(1, np.float32)}, timeout=0.2)
     peer, infer, _ = broker.parked.get(timeout=20)
     assert infer.timeout_us == 200_000
@@ -160,7 +151,7 @@ def test_a_timeout_is_for_the_whole_stream(client: Any, broker: FakeBroker) -> N
 
 
 @ways("lane")
-def test_the_inputs_are_kept_until_the_last_part(client: Any, broker: FakeBroker) -> None:
+def test_inputs_are_kept_until_the_last_part(client: Any, broker: FakeBroker) -> None:
     arena = client.client._link.session.memory._arena if isinstance(client.client, shmserve.Client) else None
     x = np.arange(LARGE, dtype=np.float32)
     y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
@@ -180,7 +171,7 @@ def test_the_inputs_are_kept_until_the_last_part(client: Any, broker: FakeBroker
 
 
 @ways("lane", "ipc")
-def test_only_what_has_not_begun_is_asked_again(connect: Callable[..., Any], broker: FakeBroker) -> None:
+def test_only_a_stream_without_a_part_is_sent_again(connect: Callable[..., Any], broker: FakeBroker) -> None:
     x = {"x": np.ones(1, np.float32)}
     y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
     with connect() as client:
@@ -203,7 +194,7 @@ def test_only_what_has_not_begun_is_asked_again(connect: Callable[..., Any], bro
 
 
 @ways("lane")
-def test_a_part_that_cannot_be_read(client: Any, broker: FakeBroker) -> None:
+def test_an_invalid_part_fails_the_stream(client: Any, broker: FakeBroker) -> None:
     stream = client.stream("hold", {"x": np.ones(1, np.float32)})
     peer, infer, _ = broker.parked.get(timeout=20)
     broker.do(lambda: peer.send(Part(infer.request, 1, (Tensor("y", "FP32", (5,), b"abc"),))))
@@ -214,7 +205,7 @@ def test_a_part_that_cannot_be_read(client: Any, broker: FakeBroker) -> None:
 
 
 @ways("lane")
-def test_a_client_that_is_closed_in_between(client: Any, broker: FakeBroker) -> None:
+def test_closing_the_client_ends_the_stream(client: Any, broker: FakeBroker) -> None:
     stream = ask(client, 100, window=2)
     assert next(stream)["y"] == 0
     closing = client.client.close()

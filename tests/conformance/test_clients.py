@@ -1,5 +1,6 @@
-"""What both clients do over every kind of link, against a broker that echoes. The oracle is numpy, and what the broker
-was told. This file: tensors, shared memory and what is said of a request; test_client_links.py has the rest.
+"""Both clients over every kind of link, against a broker that echoes: tensors, shared memory, options of requests.
+
+Expected values come from numpy and from the messages that the broker received.
 """
 
 from __future__ import annotations
@@ -13,12 +14,7 @@ import pytest
 
 import shmserve
 from shmserve.clients.transport.address import TCP_FRAME_BYTES
-from shmserve.protocol.messages import (
-    FRAME_BYTES,
-    INLINE_BYTES,
-    Handle,
-    Return,
-)
+from shmserve.protocol.messages import FRAME_BYTES, INLINE_BYTES, Handle, Return
 from tests.conformance.client_ways import LARGE, NUMBERS, data, place_of, shared_only, ways
 from tests.support.broker.fake_broker import FakeBroker, echo
 
@@ -54,7 +50,7 @@ def test_strings(client: Any, broker: FakeBroker, count: int) -> None:
     assert {tensor.dtype for tensor in broker.requests[0].inputs} == {"BYTES"}
 
 
-def test_shapes_and_things_that_are_no_arrays(client: Any) -> None:
+def test_shapes_strides_and_python_values(client: Any) -> None:
     strided = np.arange(24_000, dtype=np.int32).reshape(40, 600)
     inputs = {
         "scalar": np.float32(2.5),
@@ -95,7 +91,7 @@ def test_raw_types(client: Any, broker: FakeBroker) -> None:
         shmserve.Raw("COMPLEX", bits)
 
 
-def test_where_bytes_travel(client: Any, broker: FakeBroker, link: str) -> None:
+def test_small_tensors_are_inline_and_large_ones_are_not(client: Any, broker: FakeBroker, link: str) -> None:
     small = np.zeros(INLINE_BYTES, np.uint8)
     large = np.zeros(INLINE_BYTES + 1, np.uint8)
     many = {f"x{number:02}": small for number in range(16)}
@@ -106,18 +102,18 @@ def test_where_bytes_travel(client: Any, broker: FakeBroker, link: str) -> None:
     shared = tuple if link in ("lane", "ipc") else int
     assert isinstance(first.inputs[1].data, shared)
     kinds = [type(tensor.data) for tensor in second.inputs]
-    assert kinds == [bytes] * 12 + [shared] * 4, "what is over 48 KiB in one message goes elsewhere"
+    assert kinds == [bytes] * 12 + [shared] * 4, "a message has at most 48 KiB inline"
 
 
-def test_batches_and_many_in_flight(client: Any) -> None:
+def test_many_requests_in_flight(client: Any) -> None:
     x = np.arange(8 * 40, dtype=np.float32).reshape(8, 40)
     futures = [client.submit("echo", {"x": x + number}) for number in range(300)]
     for number, future in enumerate(futures):
         np.testing.assert_array_equal(future.result()["x"], x + number)
 
 
-def test_more_than_any_buffer_holds_before_a_result_is_asked_for(client: Any) -> None:
-    """4 KiB each way; the broker does not read while it cannot write."""
+def test_more_requests_than_buffers_hold_before_a_result_is_read(client: Any) -> None:
+    """4 KiB in each direction; the broker does not read while it cannot write."""
     x = np.zeros(1024, np.float32)
     futures = [client.submit("echo", {"x": x + number}) for number in range(1500)]
     for number, future in enumerate(futures):
@@ -144,7 +140,7 @@ def test_arrays_of_empty_are_not_copied(client: Any, broker: FakeBroker) -> None
 
 
 @shared_only
-def test_memory_of_empty_is_used_again_when_dropped(client: Any, broker: FakeBroker) -> None:
+def test_dropped_memory_of_empty_is_reused(client: Any, broker: FakeBroker) -> None:
     handles = []
     for _ in range(3):
         x = client.empty((64, 1024), np.uint8)
@@ -158,7 +154,7 @@ def test_memory_of_empty_is_used_again_when_dropped(client: Any, broker: FakeBro
 
 
 @shared_only
-def test_memory_of_empty_stays_while_a_request_is_in_flight(client: Any, broker: FakeBroker) -> None:
+def test_memory_of_empty_is_kept_while_a_request_is_in_flight(client: Any, broker: FakeBroker) -> None:
     x = client.empty((4, 4096), np.uint8)
     x[:] = 9
     future = client.submit("hold", {"x": x})
@@ -180,27 +176,27 @@ def test_empty_over_any_link(client: Any) -> None:
 
 
 @shared_only
-def test_blocks_of_inputs_are_used_again(client: Any, broker: FakeBroker) -> None:
+def test_memory_of_inputs_is_reused(client: Any, broker: FakeBroker) -> None:
     for number in range(4):
         client.infer("echo", {"x": np.full((100, 100), number, np.float32)})
     assert len({request.inputs[0].data for request in broker.requests}) == 1
 
 
 @shared_only
-def test_received_outputs_are_passed_on(client: Any, broker: FakeBroker) -> None:
+def test_received_outputs_are_sent_without_a_copy(client: Any, broker: FakeBroker) -> None:
     x = np.arange(50_000, dtype=np.float64).reshape(50, 1000)
     first = client.infer("echo", {"x": x})["x"]
-    (given,) = broker.held_handles
+    (output,) = broker.held_handles
     second = client.infer("echo", {"x": first, "rows": first[10:20]})
     np.testing.assert_array_equal(second["x"], x)
     np.testing.assert_array_equal(second["rows"], x[10:20])
     whole, rows = map(place_of, broker.requests[1].inputs)
-    assert whole == given
-    assert rows == Handle(given.segment, given.offset + 80_000, 80_000)
+    assert whole == output
+    assert rows == Handle(output.segment, output.offset + 80_000, 80_000)
 
 
 @shared_only
-def test_dropped_outputs_are_returned_once_as_they_were_given(client: Any, broker: FakeBroker) -> None:
+def test_dropped_outputs_are_returned_once(client: Any, broker: FakeBroker) -> None:
     x = np.zeros((100, 100), np.float32)
     results = [client.infer("echo", {"x": x}) for _ in range(3)]
     assert len(broker.held_handles) == 3
@@ -215,12 +211,11 @@ def test_dropped_outputs_are_returned_once_as_they_were_given(client: Any, broke
     gc.collect()
     client.infer("echo", {"x": 1})  # returns go with the next message
     assert broker.held_handles == []
-    told = [type(message).__name__ for message in broker.packets[-1]]
-    assert told == ["Return", "Infer"]
+    assert [type(message).__name__ for message in broker.packets[-1]] == ["Return", "Infer"]
 
 
 @shared_only
-def test_much_dropped_memory_is_returned_without_a_call(client: Any, broker: FakeBroker) -> None:
+def test_large_dropped_outputs_are_returned_without_another_call(client: Any, broker: FakeBroker) -> None:
     result = client.infer("echo", {"x": np.zeros(300_000, np.uint8)})
     del result
     gc.collect()
@@ -231,7 +226,7 @@ def test_much_dropped_memory_is_returned_without_a_call(client: Any, broker: Fak
 
 
 @shared_only
-def test_rows_from_several_places(client: Any, broker: FakeBroker) -> None:
+def test_an_output_in_several_parts(client: Any, broker: FakeBroker) -> None:
     x = np.arange(60_000, dtype=np.int64).reshape(60, 1000)
     result = client.infer("rows", {"x": x})
     np.testing.assert_array_equal(result["x"], x)
@@ -242,7 +237,7 @@ def test_rows_from_several_places(client: Any, broker: FakeBroker) -> None:
 
 
 @shared_only
-def test_outputs_are_placed(client: Any, broker: FakeBroker) -> None:
+def test_outputs_are_written_to_shared_memory_of_the_client(client: Any, broker: FakeBroker) -> None:
     x = np.arange(10_000, dtype=np.float32).reshape(100, 100)
     place = client.empty((100, 100))
     result = client.infer("echo", {"x": x, "small": x[0]}, outputs={"x": place, "small": None})
@@ -260,7 +255,7 @@ def test_outputs_are_placed(client: Any, broker: FakeBroker) -> None:
     assert broker.held_handles == []
 
 
-def test_outputs_that_are_small_or_come_in_frames_are_written_to_their_place(client: Any) -> None:
+def test_outputs_are_copied_to_arrays_outside_of_shared_memory(client: Any) -> None:
     small, large = np.zeros((2, 3)), np.zeros((100, 100))
     x = np.random.default_rng(0).random((100, 100))
     result = client.infer("echo", {"a": x[:2, :3], "b": x}, outputs={"a": small, "b": large})
@@ -284,10 +279,10 @@ def test_results_outlive_the_client(connect: Callable[..., Any]) -> None:
     assert (own == 5).all()
 
 
-# ------------------------------------------------------------------------------------------------ what is asked for
+# ------------------------------------------------------------------------------------------------ requests
 
 
-def test_all_that_can_be_said_of_a_request(client: Any, broker: FakeBroker) -> None:
+def test_all_options_of_a_request(client: Any, broker: FakeBroker) -> None:
     result = client.infer(
         "echo", {"x": 1, "y": 2}, outputs=["y"], version="3", timeout=7.5, priority=2, sequence=42,
         sequence_start=True, sequence_end=True, parameters={"a": 1, "b": "two", "timeout": 1500}, request_id="id-1",
@@ -295,17 +290,16 @@ def test_all_that_can_be_said_of_a_request(client: Any, broker: FakeBroker) -> N
     assert list(result) == ["y"]
     assert result.version == 3
     assert result.parameters == {"a": 1, "b": "two"}
-    (said,) = broker.requests
-    assert (said.version, said.timeout_us) == (3, 7_500_000)
-    assert said.options is not None
-    assert said.options.id == "id-1"
-    assert said.options.priority == 2
-    assert said.options.queue_timeout_us == 1500
-    assert (said.options.sequence, said.options.sequence_start, said.options.sequence_end) == (42, True, True)
-    assert [wanted.name for wanted in said.outputs or ()] == ["y"]
+    (request,) = broker.requests
+    assert (request.version, request.timeout_us) == (3, 7_500_000)
+    options = request.options
+    assert options is not None
+    assert (options.id, options.priority, options.queue_timeout_us) == ("id-1", 2, 1500)
+    assert (options.sequence, options.sequence_start, options.sequence_end) == (42, True, True)
+    assert [wanted.name for wanted in request.outputs or ()] == ["y"]
 
 
-def test_what_cannot_travel_is_refused_at_once(client: Any, broker: FakeBroker) -> None:
+def test_an_invalid_request_is_refused_before_it_is_sent(client: Any, broker: FakeBroker) -> None:
     def refused(text: str, *args: Any, **kwargs: Any) -> None:
         with pytest.raises(shmserve.InvalidRequest, match=text):
             client.infer(*args, **kwargs)
@@ -356,10 +350,10 @@ def test_own_memory_has_a_limit(connect: Callable[..., Any]) -> None:
         with pytest.raises(shmserve.Unavailable, match="raise memory_bytes of the client"):
             client.infer("echo", {"x": np.zeros(1 << 19, np.uint8), "y": np.zeros(1 << 20, np.uint8)})
         kept = client.empty(1 << 20, np.uint8)
-        assert kept.nbytes == 1 << 20, "what was taken for the refused request is free again"
+        assert kept.nbytes == 1 << 20, "the memory of the refused request is free again"
 
 
-def test_errors_come_as_their_class(client: Any) -> None:
+def test_errors_have_their_class(client: Any) -> None:
     with pytest.raises(shmserve.NotFound, match="Request for unknown model: 'nope' is not found"):
         client.infer("nope", {"x": np.zeros((200, 200))})
     with pytest.raises(shmserve.Internal, match=r"output 'x' \(FP32 \[1000\]\) cannot be read"):
@@ -368,7 +362,7 @@ def test_errors_come_as_their_class(client: Any) -> None:
         client.config("nope")
 
 
-def test_questions(client: Any, broker: FakeBroker) -> None:
+def test_status_queries(client: Any, broker: FakeBroker) -> None:
     broker.answers["statistics"] = {"model_stats": [{"name": "m" * 100, "version": str(n)} for n in range(2000)]}
     broker.answers["metadata"] = {"name": "shmserve", "version": "1", "extensions": []}
     assert client.live() is True
