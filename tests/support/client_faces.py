@@ -11,6 +11,7 @@ from typing import Any
 import uvloop
 
 from shmserve import AsyncClient, Client
+from shmserve.testing import Server
 
 uvloop.new_event_loop().close()
 """The first loop of a process makes a pipe for signals that stays; it is no leak of any test."""
@@ -141,3 +142,11 @@ FACES: dict[str, Callable[..., Any]] = {
     "asyncio": lambda url, **options: AsyncFace(url, asyncio.new_event_loop, **options),
     "uvloop": lambda url, **options: AsyncFace(url, uvloop.new_event_loop, **options),
 }
+
+
+def connect(server: Server, way: str, **options: Any) -> Any:
+    """Opens a client. `way` names its face and its link: "sync lane", "asyncio ipc", "sync frames" (ZeroMQ)."""
+    face, link = way.split()
+    if link == "frames":
+        options["memory"] = "frames"
+    return FACES[face](server.url if link == "lane" else server.zmq_url, **options)

@@ -36,8 +36,16 @@ def identity(repository: Path, name: str, batch: int = 8, count: int = 1, **para
 
 
 class Launched:
+    """A broker in its own process. `program`: Python code to run instead of `shmserve.broker.main`."""
+
     def __init__(
-        self, repository: Path, runtime_dir: Path, *options: str, wait: bool = True, stdin: int = subprocess.DEVNULL
+        self,
+        repository: Path,
+        runtime_dir: Path,
+        *options: str,
+        wait: bool = True,
+        stdin: int = subprocess.DEVNULL,
+        program: str = "",
     ) -> None:
         self.runtime_dir = runtime_dir
         self.lane = str(runtime_dir / "lane.sock")
@@ -45,7 +53,8 @@ class Launched:
         self._log = runtime_dir.with_suffix(".log")
         self.code: int | None = None
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
+        start = ("-c", program) if program else ("-m", "shmserve.broker.main")
+        command = [sys.executable, *start, "--model-repository", str(repository)]
         command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer)]
         command += ["--no-gateway", "--metrics-interval-ms", "0", *options]
         with self._log.open("ab") as log:

@@ -116,6 +116,11 @@ def pids(client: shmserve.Client, model: str) -> dict[str, int]:
     return found
 
 
+def unload_all(client: shmserve.Client) -> None:
+    for name in {entry["name"] for entry in client.models() if entry["state"]}:
+        client.unload(name)
+
+
 def until(client: shmserve.Client, holds: Callable[[], object], what: str = "") -> None:
     """Asks again and again until it is so."""
     end = time.monotonic() + PATIENCE_S

@@ -17,7 +17,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.gateway.test_http import Gateway, wait_in_flight
-from tests.process.pipelines.test_ensembles import ensemble, model
+from tests.support.ensemble_models import ensemble, model
 from tests.support.living import pids, until
 
 pytestmark = pytest.mark.process

@@ -1,4 +1,4 @@
-"""Ensembles of real processes with a step that answers many times: order, handles, and how far the model runs ahead."""
+"""Ensembles with a decoupled step: order of responses, memory, and how far the model runs ahead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.process.pipelines.test_ensembles import BATCHES, arena, ensemble, model, numbers
-from tests.support.client_faces import FACES
+from tests.process.pipelines.test_ensembles import arena
+from tests.support.client_faces import connect
+from tests.support.ensemble_models import BATCHES, ensemble, model, numbers
 from tests.support.living import pids, until
+from tests.support.model_files import python_model
 from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
@@ -39,23 +41,18 @@ class TritonPythonModel:
             if sent == wishes.get("dies"):
                 os.abort()
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        if "told" in wishes:
-            with open(wishes["told"], "w") as file:
+        if "report" in wishes:
+            with open(wishes["report"], "w") as file:
                 file.write(f"{sent}.")
 """
-ADD = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        found = []
-        for request in requests:
-            left, right = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in "xr")
-            error = pb_utils.TritonError("the beast is not for me") if (left == 666).any() else None
-            found.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", left + right)], error))
-        return found
-"""
+ADD = python_model(
+    """
+    r = pb_utils.get_input_tensor_by_name(request, "r").as_numpy()
+    if (x == 666).any():
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError("666 is refused"))
+    return self.respond(x + r)
+    """
+)
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
@@ -74,22 +71,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("way", ["sync lane", "sync frames", "asyncio lane"])
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_the_answers_come_in_order(server: Server, way: str, size: int) -> None:
-    face, link = way.split()
-    made = {"memory": "frames"} if link == "frames" else {}
-    with FACES[face](server.url if link == "lane" else server.zmq_url, **made) as client:
+def test_responses_come_in_order(server: Server, way: str, size: int) -> None:
+    with connect(server, way) as client:
         x = numbers(size)
         for name, term in (("flow", 0), ("outer", 0), ("sums", x)):
             found = [part["z"].copy() for part in client.stream(name, {"x": x}, parameters={"count": 25}, window=4)]
             assert len(found) == 25
             assert all((z == x + term + number).all() for number, z in enumerate(found)), name
         assert list(client.stream("flow", {"x": x}, parameters={"count": 0})) == []
-        assert link == "frames" or arena(client) == 0
+        assert way == "sync frames" or arena(client) == 0
     with server.client() as client:
         until(client, lambda: Seen(client.metrics())("shmserve_held_bytes") == 0)
 
 
-def test_what_is_made_once_is_in_each_answer(server: Server) -> None:
+def test_outputs_of_steps_that_respond_once_are_in_each_response(server: Server) -> None:
     with server.client() as client:
         x = numbers(50_000)
         for part in client.stream("sums", {"x": x}, parameters={"count": 3}):
@@ -97,35 +92,35 @@ def test_what_is_made_once_is_in_each_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", ["flow", "outer"])
-def test_the_model_waits_for_a_caller_who_takes_his_time(server: Server, tmp_path: Path, name: str) -> None:
-    """Three answers are taken of a thousand, and four may be there. The model is ahead by four more for each stage."""
-    told = tmp_path / "told"
+def test_a_slow_reader_slows_the_model_down(server: Server, tmp_path: Path, name: str) -> None:
+    """The client takes three of a thousand responses, with a window of four; each stage adds another window."""
+    report = tmp_path / "report"
     with server.client() as client:
-        parameters = {"count": 1000, "told": str(told)}
+        parameters = {"count": 1000, "report": str(report)}
         with client.stream(name, {"x": numbers(10)}, parameters=parameters, window=4) as parts:
             for _ in range(3):
                 next(parts)
-        until(client, lambda: told.exists() and told.read_text().endswith("."))
-        assert 3 <= int(told.read_text()[:-1]) <= 3 + 4 + 4 * (1 + (name == "outer")) + 1
+        until(client, lambda: report.exists() and report.read_text().endswith("."))
+        assert 3 <= int(report.read_text()[:-1]) <= 3 + 4 + 4 * (1 + (name == "outer")) + 1
 
 
-def test_who_cannot_take_many_answers_is_told(server: Server) -> None:
+def test_infer_of_a_decoupled_ensemble_is_refused(server: Server) -> None:
     with server.client() as client, pytest.raises(shmserve.Unsupported, match=r"'outer' .* call it with stream\(\)"):
         client.infer("outer", {"x": numbers(1)}, parameters={"count": 1})
 
 
-def test_an_answer_that_fails_ends_it(server: Server) -> None:
+def test_a_failed_response_ends_the_stream(server: Server) -> None:
     x = np.full(3, 660, np.float32)
     found: list[float] = []
     with server.client() as client:
         parts = client.stream("sums", {"x": x}, parameters={"count": 20}, window=2)
-        with pytest.raises(shmserve.ModelFailed, match=r"in ensemble 'sums', .*the beast"):
+        with pytest.raises(shmserve.ModelFailed, match=r"in ensemble 'sums', .*666 is refused"):
             found.extend(part["z"][0] for part in parts)
     assert found == [1320 + number for number in range(len(found))]
     assert len(found) <= 6
 
 
-def test_a_model_that_dies_in_the_midst(server: Server) -> None:
+def test_a_crash_of_the_model_ends_the_stream(server: Server) -> None:
     with server.client() as client:
         before = pids(client, "count")
         with pytest.raises(shmserve.ModelFailed, match=r"in ensemble 'flow', .*ended"):

@@ -1,6 +1,6 @@
-"""Sequences from end to end: many at once over several instances, and whatever happens to them meanwhile.
+"""Sequences: many at once over several instances, crashes, reloads, timeouts and cancellation.
 
-The rule of the file: what a sequence is answered is compared with what numpy makes of it alone.
+The responses to a sequence are compared with what numpy computes of it alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
+from tests.support.client_faces import connect
 from tests.support.living import group, pids, renew, until, write
+from tests.support.model_files import python_model, write_model
 from tests.support.workers.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -51,53 +53,34 @@ WAYS = {
     "max_queue_delay_microseconds: 2000 }",
 }
 
-SUMS = """
-import os
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        folder = os.path.join(args["model_repository"], args["model_version"])
-        with open(os.path.join(folder, "generation")) as file:
-            self.generation = float(file.read())
-        self.sums = {}
-
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        name = request.correlation_id()
-        flags = request.flags()
-        if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
-            self.sums[name] = 0.0
-        self.sums[name] += pb_utils.get_input_tensor_by_name(request, "x").as_numpy()[0, 0]
-        found = [self.sums[name], self.generation, os.getpid()]
-        if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
-            del self.sums[name]
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([found], np.float64))])
-"""
-AGAIN = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.runs = {}
-
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        name = request.correlation_id()
-        runs = self.runs[name] = self.runs.get(name, 0) + 1
-        if runs < pb_utils.get_input_tensor_by_name(request, "x").as_numpy()[0, 0]:
-            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-            return None
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[self.runs.pop(name)]], np.float64))])
-"""
+SUMS = python_model(
+    """
+    name, flags = request.correlation_id(), request.flags()
+    if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+        self.sums[name] = 0.0
+    self.sums[name] += x[0, 0]
+    found = [self.sums[name], self.generation, os.getpid()]
+    if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+        del self.sums[name]
+    return self.respond(np.array([found], np.float64))
+    """,
+    """
+    with open(os.path.join(args["model_repository"], args["model_version"], "generation")) as file:
+        self.generation = float(file.read())
+    self.sums = {}
+    """,
+)
+AGAIN = python_model(
+    """
+    name = request.correlation_id()
+    runs = self.runs[name] = self.runs.get(name, 0) + 1
+    if runs < x[0, 0]:
+        request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        return None
+    return self.respond(np.array([[self.runs.pop(name)]], np.float64))
+    """,
+    "self.runs = {}",
+)
 PYTHON = """
 backend: "python" max_batch_size: 4
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -106,12 +89,9 @@ output [ { name: "y" data_type: TYPE_FP64 dims: [ -1 ] } ]
 
 
 def summing(root: Path, name: str, strategy: str = "direct { }", instances: int = 1, idle_us: int = 60_000_000) -> Path:
-    folder = root / name
-    (folder / "1").mkdir(parents=True)
-    write(folder / "1" / "model.py", SUMS)
-    renew(folder, 1)
     batching = f"sequence_batching {{ {strategy} max_sequence_idle_microseconds: {idle_us} }}\n"
-    write(folder / "config.pbtxt", PYTHON + batching + group(instances))
+    folder = write_model(root, name, PYTHON + batching + group(instances), SUMS)
+    renew(folder, 1)
     return folder
 
 
@@ -137,13 +117,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     summing(root, "renewed")
     summing(root, "shrinks", instances=2)
     summing(root, "narrow", "oldest { max_candidate_sequences: 1 }", idle_us=100_000)
-    folder = root / "again"
-    (folder / "1").mkdir(parents=True)
-    write(folder / "1" / "model.py", AGAIN)
-    write(
-        folder / "config.pbtxt",
-        f"{PYTHON} sequence_batching {{ oldest {{ max_candidate_sequences: 4 }} iterative_sequence: true }}",
-    )
+    batching = "sequence_batching { oldest { max_candidate_sequences: 4 } iterative_sequence: true }"
+    write_model(root, "again", PYTHON + batching, AGAIN)
     return root
 
 
@@ -160,14 +135,14 @@ def client(server: Server) -> Iterator[shmserve.Client]:
 
 
 class Summed:
-    """A sequence of one of the models that sum, and what it must be answered."""
+    """A sequence of a summing model, and the expected sum."""
 
     def __init__(self, client: shmserve.Client, model: str, name: Name) -> None:
         self.client, self.model, self.name = client, model, name
         self.sum = 0.0
         self.generation = self.pid = 0
 
-    def say(self, x: float, flags: str = "") -> shmserve.Result:
+    def send(self, x: float, flags: str = "") -> shmserve.Result:
         start, end = "start" in flags, "end" in flags
         return self.client.infer(
             self.model,
@@ -178,8 +153,8 @@ class Summed:
             timeout=30,
         )
 
-    def go_on(self, x: float, flags: str = "") -> None:
-        total, generation, pid = self.say(x, flags)["y"][0].tolist()
+    def step(self, x: float, flags: str = "") -> None:
+        total, generation, pid = self.send(x, flags)["y"][0].tolist()
         self.sum = x if "start" in flags else self.sum + x
         assert total == self.sum
         assert "start" in flags or (self.generation, self.pid) == (generation, pid), "it has moved"
@@ -197,14 +172,14 @@ def alone(x: Array) -> Array:
 
 @pytest.mark.parametrize("link", ["lane", "zmq"])
 @pytest.mark.parametrize("model", WAYS)
-def test_sequences_at_once(server: Server, model: str, link: str) -> None:
-    """In any order across sequences, in their order within each; ids are numbers and strings."""
+def test_interleaved_sequences(server: Server, model: str, link: str) -> None:
+    """Interleaved at random, in order within each sequence; ids are numbers and strings."""
     made = np.random.default_rng(len(model))
     steps = [made.standard_normal((4 + number % 9, WIDTH)).astype(np.float32) for number in range(SEQUENCES)]
     turns = [number for number, x in enumerate(steps) for _ in x]
     random.Random(model + link).shuffle(turns)
     futures: list[list[Any]] = [[] for _ in steps]
-    with shmserve.Client(server.url if link == "lane" else server.zmq_url) as client:
+    with connect(server, f"sync {link}") as client:
         for number in turns:
             at = len(futures[number])
             futures[number].append(
@@ -221,8 +196,8 @@ def test_sequences_at_once(server: Server, model: str, link: str) -> None:
             np.testing.assert_allclose(got, alone(x), rtol=1e-4, atol=1e-5)
 
 
-def test_an_id_is_used_again(client: shmserve.Client) -> None:
-    """Whole sequences of one id, sent without waiting: each begins from nothing."""
+def test_an_id_can_be_reused(client: shmserve.Client) -> None:
+    """Whole sequences with one id, submitted without waiting; each starts from zero."""
     futures = [
         client.submit(
             "sums",
@@ -237,20 +212,20 @@ def test_an_id_is_used_again(client: shmserve.Client) -> None:
     assert found == [float(sum(range(n - n % 3 + 1, n + 2))) for n in range(12)]
 
 
-def test_started_again_without_an_end(client: shmserve.Client) -> None:
+def test_a_start_flag_restarts_a_sequence(client: shmserve.Client) -> None:
     sequence = Summed(client, "sums", 12)
-    sequence.go_on(3, "start")
-    sequence.go_on(4, "start")
-    sequence.go_on(5, "end")
+    sequence.step(3, "start")
+    sequence.step(4, "start")
+    sequence.step(5, "end")
     with pytest.raises(shmserve.InvalidRequest, match="START flag on the first request"):
-        sequence.say(1)
+        sequence.send(1)
 
 
-def test_a_worker_is_killed(client: shmserve.Client) -> None:
-    """Its sequences are over, whether something was under way or not, and can begin anew."""
+def test_sequences_of_a_killed_worker_end(client: shmserve.Client) -> None:
+    """Its sequences end and can be started again; those of the other worker continue."""
     sequences = [Summed(client, "mortal", number) for number in range(1, 9)]
     for sequence in sequences:
-        sequence.go_on(sequence.name, "start")  # type: ignore[arg-type]
+        sequence.step(sequence.name, "start")  # type: ignore[arg-type]
     victim = sequences[0].pid
     lost = [sequence for sequence in sequences if sequence.pid == victim]
     assert len(lost) == 4
@@ -259,37 +234,37 @@ def test_a_worker_is_killed(client: shmserve.Client) -> None:
     for sequence in sequences:
         if sequence in lost:
             with pytest.raises(shmserve.Unavailable, match=f"sequence {sequence.name} has ended: .*send START again"):
-                sequence.say(1)
+                sequence.send(1)
         else:
-            sequence.go_on(2)
+            sequence.step(2)
     for sequence in lost:
-        sequence.go_on(5, "start")
+        sequence.step(5, "start")
         assert sequence.pid != victim
     for sequence in sequences:
-        sequence.go_on(1, "end")
+        sequence.step(1, "end")
 
 
-def test_reloaded_meanwhile(client: shmserve.Client, repository: Path) -> None:
-    """Those that live finish with the old generation; its process goes with the last of them."""
+def test_a_reload_keeps_live_sequences_on_the_old_generation(client: shmserve.Client, repository: Path) -> None:
+    """Live sequences finish on the old generation, new ones start on the new one."""
     old, new = Summed(client, "renewed", 1), Summed(client, "renewed", 2)
-    old.go_on(1, "start")
+    old.step(1, "start")
     renew(repository / "renewed", 2)
     assert client.load("renewed")["changed"] is True
-    new.go_on(1, "start")
-    old.go_on(2)
-    new.go_on(3)
-    old.go_on(4, "end")
-    new.go_on(5, "end")
+    new.step(1, "start")
+    old.step(2)
+    new.step(3)
+    old.step(4, "end")
+    new.step(5, "end")
     assert (old.generation, new.generation) == (1, 2)
-    old.go_on(7, "start end")
+    old.step(7, "start end")
     assert old.generation == 2
 
 
-def test_fewer_instances(client: shmserve.Client, repository: Path) -> None:
-    """The one too many finishes its sequences, and takes no new ones."""
+def test_a_removed_instance_finishes_its_sequences(client: shmserve.Client, repository: Path) -> None:
+    """The surplus instance finishes its sequences and gets no new ones."""
     sequences = [Summed(client, "shrinks", number) for number in range(1, 5)]
     for sequence in sequences:
-        sequence.go_on(1, "start")
+        sequence.step(1, "start")
     before = set(pids(client, "shrinks").values())
     assert {sequence.pid for sequence in sequences} == before
     path = repository / "shrinks" / "config.pbtxt"
@@ -297,41 +272,41 @@ def test_fewer_instances(client: shmserve.Client, repository: Path) -> None:
     client.load("shrinks")
     more = [Summed(client, "shrinks", number) for number in range(5, 7)]
     for sequence in more:
-        sequence.go_on(1, "start")
+        sequence.step(1, "start")
     assert len({sequence.pid for sequence in more}) == 1
     for sequence in sequences:
-        sequence.go_on(2)
+        sequence.step(2)
     for sequence in sequences + more:
-        sequence.go_on(3, "end")
+        sequence.step(3, "end")
     until(client, lambda: set(pids(client, "shrinks").values()) == {more[0].pid}, "it ends with its last sequence")
 
 
-def test_idle(client: shmserve.Client) -> None:
-    """The one place there is goes from who says nothing to who waits."""
-    silent, waiting = Summed(client, "narrow", "silent"), Summed(client, "narrow", "waiting")
-    silent.go_on(1, "start")
-    waiting.go_on(1, "start end")
+def test_an_idle_sequence_loses_its_place(client: shmserve.Client) -> None:
+    """Its place is given to the sequence that waits."""
+    idle, waiting = Summed(client, "narrow", "idle"), Summed(client, "narrow", "waiting")
+    idle.step(1, "start")
+    waiting.step(1, "start end")
     with pytest.raises(shmserve.InvalidRequest, match=r"it had no request for 0\.1 s"):
-        silent.say(2)
+        idle.send(2)
 
 
-def test_cancelled(client: shmserve.Client) -> None:
-    """Whoever gives up a request gives up the sequence."""
+def test_a_cancelled_request_ends_its_sequence(client: shmserve.Client) -> None:
+    """The cancellation of a request ends the sequence."""
     first, other = Summed(client, "narrow", 1), Summed(client, "narrow", 2)
-    first.go_on(1, "start")
+    first.step(1, "start")
     x = {"x": np.ones((1, 1), np.float32)}
     waits = [client.submit("narrow", x, sequence=2, sequence_start=n == 0) for n in range(3)]
     assert waits[1].cancel()
-    first.go_on(1, "end")
+    first.step(1, "end")
     with pytest.raises(shmserve.Cancelled, match="earlier request of sequence 2"):
         waits[2].result()
-    with pytest.raises(shmserve.InvalidRequest, match="was cancelled"):
-        other.say(1)
-    other.go_on(1, "start end")
+    with pytest.raises(shmserve.InvalidRequest, match="given up"):
+        other.send(1)
+    other.step(1, "start end")
 
 
-def test_run_again_and_again(client: shmserve.Client) -> None:
-    """Without ids: each request is a sequence of its own."""
+def test_requests_are_rescheduled_until_the_model_responds(client: shmserve.Client) -> None:
+    """Without an id, each request is a sequence of its own."""
     wanted = [7, 1, 30, 2, 2, 11, 1, 5]
     futures = [client.submit("again", {"x": np.full((1, 1), runs, np.float32)}) for runs in wanted]
     assert [future.result()["y"].item() for future in futures] == wanted
@@ -339,26 +314,26 @@ def test_run_again_and_again(client: shmserve.Client) -> None:
     assert client.infer("again", {"x": x}, sequence=9, sequence_start=True, sequence_end=True)["y"].item() == 3
 
 
-def test_the_server_waits_for_those_that_live(tmp_path: Path) -> None:
-    """New ones are refused. When the last one has ended, it ends."""
+def test_a_stop_waits_for_live_sequences(tmp_path: Path) -> None:
+    """New sequences are refused. The server ends after the last one."""
     summing(tmp_path, "sums")
     with Server(tmp_path) as server, server.client() as client:
         sequence = Summed(client, "sums", 1)
-        sequence.go_on(1, "start")
+        sequence.step(1, "start")
         ended = threading.Thread(target=server.stop)
         ended.start()
         until(client, lambda: refused(client), "it stops")
-        sequence.go_on(2)
-        sequence.go_on(3)
+        sequence.step(2)
+        sequence.step(3)
         assert ended.is_alive()
-        sequence.go_on(4, "end")
+        sequence.step(4, "end")
         ended.join(30)
         assert not ended.is_alive()
 
 
 def refused(client: shmserve.Client) -> bool:
     try:
-        Summed(client, "sums", 2).say(1, "start end")
+        Summed(client, "sums", 2).send(1, "start end")
     except shmserve.Unavailable:
         return True
     return False

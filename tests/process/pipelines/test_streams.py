@@ -1,4 +1,4 @@
-"""Streams from end to end: decoupled models behind a real server, both clients over every link."""
+"""Streams of decoupled models through a real server, with both clients over every link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.support.client_faces import FACES
+from tests.support.client_faces import connect
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -48,8 +49,8 @@ def wishes(request):
     return json.loads(request.parameters())
 
 
-def say(request, word):
-    with open(wishes(request)["told"], "w") as file:
+def report(request, word):
+    with open(wishes(request)["report"], "w") as file:
         file.write(word)
 
 
@@ -67,7 +68,7 @@ class TritonPythonModel:
             sender.send(response(sent, wishes(request).get("size", 1)))
             sent += 1
         if sender.is_cancelled():
-            say(request, f"cancelled after {sent}")
+            report(request, f"cancelled after {sent}")
         sender.send(flags=FINAL)
 """
 TOKENS = """\
@@ -82,7 +83,7 @@ class TritonPythonModel:
                 yield response(index, wishes(request).get("size", 1))
         finally:
             if request.is_cancelled():
-                say(request, f"cancelled after {index + 1}")
+                report(request, f"cancelled after {index + 1}")
 """
 FAILS = """\
 class TritonPythonModel:
@@ -98,21 +99,13 @@ LARGE = 3000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
-    for name, source in (
-        ("repeat", REPEAT),
-        ("tokens", TOKENS),
-        ("fails", FAILS),
-        ("mortal", REPEAT),
-        ("counted", REPEAT),
-    ):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name, backend="python", more=DECOUPLED))
-        (repository / name / "1" / "model.py").write_text(HEAD + source)
-    (repository / "once" / "1").mkdir(parents=True)
-    (repository / "once" / "config.pbtxt").write_text(CONFIG.format(name="once", backend="identity", more=""))
+    sources = {"repeat": REPEAT, "tokens": TOKENS, "fails": FAILS, "mortal": REPEAT, "counted": REPEAT}
+    for name, source in sources.items():
+        write_model(repository, name, CONFIG.format(name=name, backend="python", more=DECOUPLED), HEAD + source)
+    write_model(repository, "once", CONFIG.format(name="once", backend="identity", more=""))
     with Server(repository, "--exit-on-error", "true") as running:
+        # Named segments stay while their workers live: make all that the tests need before the leak check starts.
         with shmserve.Client(running.zmq_url) as client:
-            # Named segments stay while their workers live. All that the tests will need are made now.
             for name in ("repeat", "tokens", "mortal"):
                 streams = [ask(client, name, 20, size=LARGE) for _ in range(8)]
                 kept = [part for stream in streams for part in stream]
@@ -122,21 +115,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(params=WAYS)
 def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Any]:
-    face, link = request.param.split()
-    url = server.url if link == "lane" else server.zmq_url
-    with FACES[face](url, **({"memory": "frames"} if link == "frames" else {})) as made:
+    with connect(server, request.param) as made:
         yield made
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Iterator[Any]:
-    """A named pipe, and what a model has written to it by the time that it is asked for."""
-    path = tmp_path / "told"
+def report(tmp_path: Path) -> Iterator[Any]:
+    """A named pipe, and a function that waits for what a model writes to it."""
+    path = tmp_path / "report"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def read() -> str:
-        assert select.select([reader], [], [], 20)[0], "the model has said nothing"
+        assert select.select([reader], [], [], 20)[0], "the model has written nothing"
         return os.read(reader, 100).decode()
 
     yield path, read
@@ -149,7 +140,7 @@ def ask(client: Any, model: str, count: int, *, window: int = 16, **wishes: Any)
 
 
 @pytest.mark.parametrize("model", ["repeat", "tokens"])
-def test_all_parts_in_their_order(client: Any, model: str) -> None:
+def test_responses_come_in_order(client: Any, model: str) -> None:
     for count, size in ((0, 1), (1, 1), (50, 1), (20, LARGE)):
         found = list(ask(client, model, count, size=size))
         assert [part["y"].shape for part in found] == [(1, size)] * count
@@ -158,7 +149,7 @@ def test_all_parts_in_their_order(client: Any, model: str) -> None:
         del found
 
 
-def test_a_model_with_one_answer(client: Any) -> None:
+def test_a_model_that_responds_once_can_be_streamed(client: Any) -> None:
     stream = client.stream("once", {"x": np.full((1, 1), 7, np.float32)})
     assert [part["y"].item() for part in stream] == [7]
 
@@ -189,12 +180,12 @@ def test_statistics_count_responses_by_their_index(server: Server) -> None:
         assert parts == each["success"]["ns"] + each["empty_response"]["ns"]
 
 
-def test_a_decoupled_model_wants_to_be_streamed(client: Any) -> None:
+def test_infer_of_a_decoupled_model_is_refused(client: Any) -> None:
     with pytest.raises(shmserve.Unsupported, match=r"call it with stream\(\)"):
         client.infer("repeat", {"x": np.ones((1, 1), np.float32)})
 
 
-def test_a_model_that_fails_after_its_first_answer(client: Any) -> None:
+def test_an_error_after_the_first_response_ends_the_stream(client: Any) -> None:
     stream = ask(client, "fails", 1)
     assert next(stream)["y"] == 0
     with pytest.raises(shmserve.ModelFailed, match="ValueError: no more than one"):
@@ -203,25 +194,25 @@ def test_a_model_that_fails_after_its_first_answer(client: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["repeat", "tokens"])
-def test_a_slow_reader_slows_the_model_down_and_cancels_it(client: Any, model: str, told: Any) -> None:
-    path, read = told
-    stream = ask(client, model, 1_000_000, window=4, told=str(path))
+def test_a_slow_reader_slows_the_model_down_and_cancels_it(client: Any, model: str, report: Any) -> None:
+    path, read = report
+    stream = ask(client, model, 1_000_000, window=4, report=str(path))
     assert [next(stream)["y"].item() for _ in range(10)] == list(range(10))
     stream.close()
     word = read()
     assert word.startswith("cancelled after ")
-    # Ten were handed out, four more may be on their way, the next waits for room, and of a coroutine the one after that
-    # may be in the making when its loop gets to the cancellation.
+    # Ten were received, four more are in the window, and the next waits for credit; a coroutine may be computing
+    # another one when its event loop gets the cancellation.
     assert int(word.rpartition(" ")[2]) <= 10 + 4 + 2, word
     assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("model", ["repeat", "tokens"])
-def test_a_timeout_reaches_the_model(server: Server, model: str, told: Any) -> None:
-    path, read = told
+def test_a_timeout_cancels_the_model(server: Server, model: str, report: Any) -> None:
+    path, read = report
     x = np.array([[1_000_000]], np.float32)
     with shmserve.Client(server.url) as client:
-        stream = client.stream(model, {"x": x}, window=2, timeout=0.3, parameters={"told": str(path)})
+        stream = client.stream(model, {"x": x}, window=2, timeout=0.3, parameters={"report": str(path)})
         assert next(stream)["y"] == 0
         assert read().startswith("cancelled after ")
         with pytest.raises(shmserve.DeadlineExceeded):
@@ -229,13 +220,13 @@ def test_a_timeout_reaches_the_model(server: Server, model: str, told: Any) -> N
 
 
 @pytest.mark.parametrize("model", ["repeat", "tokens"])
-def test_the_death_of_a_client_reaches_the_model(server: Server, model: str, told: Any) -> None:
-    path, read = told
+def test_the_end_of_a_client_cancels_the_model(server: Server, model: str, report: Any) -> None:
+    path, read = report
     program = (
         "import sys, numpy, shmserve\n"
         "client = shmserve.Client(sys.argv[1])\n"
         "x = numpy.full((1, 1), 1e6, numpy.float32)\n"
-        "stream = client.stream(sys.argv[2], {'x': x}, window=2, parameters={'told': sys.argv[3]})\n"
+        "stream = client.stream(sys.argv[2], {'x': x}, window=2, parameters={'report': sys.argv[3]})\n"
         "next(stream)\n"
         "print('begun', flush=True)\n"
         "next(iter(sys.stdin))\n"
@@ -248,11 +239,11 @@ def test_the_death_of_a_client_reaches_the_model(server: Server, model: str, tol
     assert read().startswith("cancelled after ")
 
 
-def test_the_death_of_a_worker_ends_its_streams(server: Server) -> None:
+def test_the_end_of_a_worker_ends_its_streams(server: Server) -> None:
     with shmserve.Client(server.url) as client:
         (row,) = [row for row in client.models() if row["name"] == "mortal"]
         (instance,) = row["instances"]
-        streams = [ask(client, "mortal", 1_000_000, window=2, told="/nowhere") for _ in range(3)]
+        streams = [ask(client, "mortal", 1_000_000, window=2, report="/nowhere") for _ in range(3)]
         for stream in streams:
             assert next(stream)["y"] == 0
         os.kill(instance["pid"], signal.SIGKILL)
@@ -268,7 +259,7 @@ def run_cli(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "--url", server.url], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_command_shows_parts_as_they_come(server: Server, tmp_path: Path) -> None:
+def test_infer_stream_prints_each_response(server: Server, tmp_path: Path) -> None:
     words = ["infer", "tokens", "--input", "x=3", "--stream"]
     shown = run_cli(server, *words)
     assert shown.returncode == 0, shown.stderr
@@ -284,7 +275,7 @@ def test_the_command_shows_parts_as_they_come(server: Server, tmp_path: Path) ->
         assert np.load(document["outputs"]["y"]["file"]) == index
 
 
-def test_the_command_without_stream_says_what_is_missing(server: Server) -> None:
+def test_infer_without_stream_is_refused_for_a_decoupled_model(server: Server) -> None:
     refused = run_cli(server, "infer", "tokens", "--input", "x=3")
     assert refused.returncode == 1
     assert "decoupled transaction policy" in refused.stderr
@@ -296,7 +287,7 @@ def test_the_command_without_stream_says_what_is_missing(server: Server) -> None
 
 
 def some_streams(server: Server, number: int) -> dict[str, int]:
-    """What one of many clients does: reads to the end, leaves early, or has too little time."""
+    """Reads streams to the end, closes them early, or has too short a timeout; at random."""
     chance = random.Random(number)
     url, memory = [(server.url, None), (server.zmq_url, "posix"), (server.zmq_url, "frames")][number % 3]
     ended = {"read": 0, "left": 0, "late": 0}
@@ -312,7 +303,7 @@ def some_streams(server: Server, number: int) -> dict[str, int]:
                     {"x": x},
                     window=chance.choice([1, 2, 16]),
                     timeout=chance.choice([None, None, 0.01]),
-                    parameters={"size": size, "told": os.devnull},
+                    parameters={"size": size, "report": os.devnull},
                 ):
                     assert part["y"].shape == (1, size)
                     assert (part["y"] == seen).all()
@@ -328,7 +319,7 @@ def some_streams(server: Server, number: int) -> dict[str, int]:
     return ended
 
 
-def test_many_clients_that_do_as_they_like(server: Server) -> None:
+def test_many_clients_read_close_and_time_out_at_random(server: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
         for ended in pool.map(lambda number: some_streams(server, number), range(6)):
             assert sum(ended.values()) == 20

@@ -1,4 +1,4 @@
-"""The response cache of a real server: what comes in frames, or lies in shared memory, is copied and compared."""
+"""The response cache of a real server: it copies and compares inputs from frames and from shared memory."""
 
 from __future__ import annotations
 
@@ -9,29 +9,19 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.process.pipelines.test_ensembles import model
+from tests.support.ensemble_models import model
+from tests.support.model_files import python_model
 from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
 
-NUMBER = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.asked = 0
-
-    def execute(self, requests):
-        return [self.one() for _ in requests]
-
-    def one(self):
-        self.asked += 1
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full(1, self.asked, np.float32))])
-"""
-
-
+NUMBER = python_model(
+    """
+    self.executions += 1
+    return self.respond(np.full(1, self.executions, np.float32))
+    """,
+    "self.executions = 0",
+)
 MANY = NUMBER.replace("np.full(1,", "np.full(50_000,")
 
 
@@ -49,7 +39,7 @@ def hits(client: shmserve.Client) -> float:
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_what_comes_in_frames(server: Server, size: int) -> None:
+def test_inputs_in_frames_are_cached(server: Server, size: int) -> None:
     x = np.arange(size, dtype=np.float32)
     with shmserve.Client(server.zmq_url, memory="frames") as client:
         before = hits(client)
@@ -62,8 +52,8 @@ def test_what_comes_in_frames(server: Server, size: int) -> None:
         assert hits(client) - before == 2
 
 
-def test_shared_memory_of_clients(server: Server) -> None:
-    """Compared by what lies there, whatever array it is; what its owner writes later is another request."""
+def test_inputs_in_shared_memory_are_cached(server: Server) -> None:
+    """Requests are equal if the bytes are, in any array; if the owner changes them, the request is another one."""
     with server.client() as client, server.client() as other:
         before = hits(client)
         x = client.empty((100_000,), np.float32)
@@ -78,7 +68,7 @@ def test_shared_memory_of_clients(server: Server) -> None:
         assert hits(client) - before == 3
 
 
-def test_memory_with_a_name_is_not_read(server: Server) -> None:
+def test_inputs_in_named_memory_are_not_cached(server: Server) -> None:
     x = np.arange(100_000, dtype=np.float32) + 0.25
     with shmserve.Client(server.zmq_url) as client:
         before = hits(client)
@@ -87,8 +77,8 @@ def test_memory_with_a_name_is_not_read(server: Server) -> None:
         assert hits(client) == before
 
 
-def test_large_answers_are_kept_in_the_broker(server: Server) -> None:
-    """They outlive the worker's memory, are given to whoever asks, and nobody can write to them."""
+def test_large_responses_are_kept_in_the_broker(server: Server) -> None:
+    """They outlive the worker's memory, are shared by all clients, and are read-only."""
     x = np.arange(5, dtype=np.float32)
     with server.client() as client, server.client() as other:
         first = client.infer("many", {"x": x})["y"]
