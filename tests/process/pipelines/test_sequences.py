@@ -300,7 +300,7 @@ def test_a_cancelled_request_ends_its_sequence(client: shmserve.Client) -> None:
     first.step(1, "end")
     with pytest.raises(shmserve.Cancelled, match="earlier request of sequence 2"):
         waits[2].result()
-    with pytest.raises(shmserve.InvalidRequest, match="given up"):
+    with pytest.raises(shmserve.InvalidRequest, match="was cancelled"):
         other.send(1)
     other.step(1, "start end")
 

@@ -17,7 +17,8 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.shm import views
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
-from tests.support.client_faces import FACES
+from tests.support.client_faces import FACES, connect
+from tests.support.model_files import parameters, write_model
 
 pytestmark = pytest.mark.process
 
@@ -34,12 +35,7 @@ def model(repository: Path, name: str, dtypes: list[str], dims: str, batch: int,
     for dtype in dtypes:
         for kind, letter in (("input", "i"), ("output", "o")):
             tensors += f'{kind} [ {{ name: "{letter}_{dtype}" data_type: {TO_CONFIG[dtype]} dims: {dims} }} ]\n'
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name, batch=batch, tensors=tensors, more=more))
-
-
-def parameter(key: str, value: str) -> str:
-    return f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
+    write_model(repository, name, CONFIG.format(name=name, batch=batch, tensors=tensors, more=more))
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +43,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "batched", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
-    model(repository, "slow", ["FP32"], "[ -1 ]", 1, parameter("delay_us", "200000"))
+    model(repository, "slow", ["FP32"], "[ -1 ]", 1, parameters(delay_us="200000"))
     queue = "dynamic_batching { default_queue_policy { default_timeout_microseconds: 1000 } }\n"
-    model(repository, "impatient", ["FP32"], "[ -1 ]", 1, queue + parameter("delay_us", "200000"))
+    model(repository, "impatient", ["FP32"], "[ -1 ]", 1, queue + parameters(delay_us="200000"))
     with Server(repository, "--exit-on-error", "true") as running:
         with shmserve.Client(running.zmq_url) as client:
-            # Named segments stay while their workers live. All that the tests will need are made now.
+            # Named segments stay while their workers live: make all that the tests need before the leak check starts.
             x = np.zeros((2, 150_000), np.float32)
             futures = [client.submit("batched", {"i_FP32": x}) for _ in range(24)]
             futures += [client.submit(name, {"i_FP32": x[:1]}) for name in ("slow", "impatient")]
@@ -66,11 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(params=WAYS)
 def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Any]:
-    face, link = str(request.param).split()
-    url, options = (server.url, {}) if link == "lane" else (server.zmq_url, {})
-    if link == "frames":
-        options = {"memory": "frames"}
-    with FACES[face](url, **options) as made:
+    with connect(server, request.param) as made:
         yield made
 
 
@@ -87,14 +79,14 @@ def test_all_types(client: Any, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("width", [10, 50_000])
-def test_batches_of_many(client: Any, width: int) -> None:
+def test_many_requests_share_batches(client: Any, width: int) -> None:
     x = np.arange(2 * width, dtype=np.float32).reshape(2, width)
     futures = [client.submit("batched", {"i_FP32": x + number}) for number in range(24)]
     for number, future in enumerate(futures):
         np.testing.assert_array_equal(future.result()["o_FP32"], x + number)
 
 
-def test_own_memory_places_and_passing_on(client: Any) -> None:
+def test_inputs_and_outputs_in_memory_of_the_client(client: Any) -> None:
     x = client.empty((1, 100_000))
     place = client.empty((1, 100_000))
     x[:] = np.arange(100_000)
@@ -108,7 +100,7 @@ def test_own_memory_places_and_passing_on(client: Any) -> None:
     np.testing.assert_array_equal(rows, x[:, 500:90_500])
 
 
-def test_the_same_memory_is_used_again(server: Server) -> None:
+def test_output_memory_is_reused(server: Server) -> None:
     with server.client() as client:
         x = np.zeros((1, 100_000), np.float32)
         places = set()
@@ -141,7 +133,7 @@ def test_deadline_queue_timeout_and_cancel(client: Any) -> None:
     assert (again == 2).all()
 
 
-def test_errors(client: Any) -> None:
+def test_a_failed_request_does_not_affect_the_next(client: Any) -> None:
     x = np.zeros((1, 4), np.float32)
     with pytest.raises(shmserve.NotFound, match="unknown model: 'nope'"):
         client.infer("nope", {"x": x})
@@ -152,7 +144,7 @@ def test_errors(client: Any) -> None:
     assert client.infer("batched", {"i_FP32": x})["o_FP32"].shape == (1, 4)
 
 
-def test_questions(client: Any, server: Server) -> None:
+def test_questions_about_the_server_and_its_models(client: Any, server: Server) -> None:
     assert client.live()
     assert client.ready()
     assert client.ready("types")
@@ -166,7 +158,7 @@ def test_questions(client: Any, server: Server) -> None:
         client.metadata("nope")
 
 
-def test_threads(server: Server) -> None:
+def test_threads_share_a_client(server: Server) -> None:
     with server.client() as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
 
         def work(thread: int) -> int:
@@ -194,8 +186,8 @@ def test_callbacks_and_as_completed(server: Server) -> None:
 
 
 @pytest.mark.parametrize("face", ["sync", "asyncio"])
-def test_the_server_dies_and_comes_back(tmp_path: Path, face: str) -> None:
-    model(tmp_path / "models", "slow", ["FP32"], "[ -1 ]", 1, parameter("delay_us", "300000"))
+def test_requests_are_answered_after_a_crash_of_the_server(tmp_path: Path, face: str) -> None:
+    model(tmp_path / "models", "slow", ["FP32"], "[ -1 ]", 1, parameters(delay_us="300000"))
     with Server(tmp_path / "models") as server, FACES[face](server.url, reconnect_timeout=30) as client:
         x = np.arange(10_000, dtype=np.float32).reshape(1, -1)
         own = client.empty((1, 10_000))

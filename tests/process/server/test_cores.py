@@ -1,4 +1,4 @@
-"""A worker, started as the broker starts it, has the cores and the numbers of threads of its instance."""
+"""A worker that the broker starts has the cores and the number of threads of its instance."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def found(spec: InstanceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a worker says of itself at the place where it would begin to serve."""
+def environment_of_worker(spec: InstanceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The cores and variables of a worker at the point where it would start to serve."""
     folder.joinpath("look.py").write_text(LOOK % (VARIABLES,) + "sys.exit(worker.main(sys.argv[1:]))\n")
     popen = subprocess.Popen
 
@@ -66,17 +66,24 @@ def found(spec: InstanceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_cores_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = InstanceSpec("m_0_0", cpus=(CORE,), threads=3)
-    assert found(spec, tmp_path, monkeypatch) == [str(CORE), *["3"] * 5]
+    assert environment_of_worker(spec, tmp_path, monkeypatch) == [str(CORE), *["3"] * 5]
 
 
-def test_what_is_in_the_environment_counts_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_environment_take_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
     monkeypatch.setenv("MKL_NUM_THREADS", "")
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-    assert found(InstanceSpec("m_0_0", threads=5), tmp_path, monkeypatch) == [*cores, "2", "2,1", "7", "2", "2"]
+    assert environment_of_worker(InstanceSpec("m_0_0", threads=5), tmp_path, monkeypatch) == [
+        *cores,
+        "2",
+        "2,1",
+        "7",
+        "2",
+        "2",
+    ]
 
 
-def test_without_a_number_nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_number_of_threads_no_variable_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = InstanceSpec("m_0_0", cpus=(CORE,))
-    assert found(spec, tmp_path, monkeypatch) == [str(CORE), *["None"] * 5]
+    assert environment_of_worker(spec, tmp_path, monkeypatch) == [str(CORE), *["None"] * 5]

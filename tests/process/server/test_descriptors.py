@@ -1,4 +1,4 @@
-"""Processes that run out of descriptors: what is lost is announced again over a new connection."""
+"""Processes that run out of descriptors: lost segments are announced again over a new connection."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ pytestmark = pytest.mark.process
 SIZE = 1 << 16
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Launched]:
-    root = tmp_path / "models"
-    models.write(root, "identity", models.identity(max_batch=8), {})
-    with Launched(root, tmp_path / "run") as server:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    folder = tmp_path_factory.mktemp("descriptors")
+    models.write(folder / "models", "identity", models.identity(max_batch=8), {})
+    with Launched(folder / "models", folder / "run") as server:
         yield server
 
 
 @contextmanager
 def no_descriptors(pid: int) -> Iterator[None]:
-    """The process may open no further file meanwhile."""
+    """Within the block, the process cannot open any file."""
     taken = {int(entry.name) for entry in list(Path(f"/proc/{pid}/fd").iterdir()) if entry.is_symlink()}  # not our own
     free = next(number for number in range(len(taken) + 1) if number not in taken)
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -55,7 +55,7 @@ def identity(client: shmserve.Client, value: float, size: int = SIZE) -> None:
     assert np.array_equal(client.infer("identity", {"x": x}, timeout=60)["y"], x)
 
 
-def test_a_map_that_the_broker_lost_ends_the_connection(server: Launched) -> None:
+def test_a_descriptor_that_the_broker_cannot_receive_ends_the_connection(server: Launched) -> None:
     with Lane(server.lane) as lane:
         lane.hello("memfd")
         with no_descriptors(server.process.pid):
@@ -65,7 +65,7 @@ def test_a_map_that_the_broker_lost_ends_the_connection(server: Launched) -> Non
         assert "too many open files" in goodbye.text
 
 
-def test_a_client_announces_its_segments_again(server: Launched) -> None:
+def test_a_client_announces_its_segments_again_over_a_new_connection(server: Launched) -> None:
     with shmserve.Client(f"unix://{server.lane}") as client, shmserve.Client(f"unix://{server.lane}") as other:
         identity(other, 1)
         client.metadata("identity")  # connected, with no segment yet
@@ -90,14 +90,14 @@ def test_a_connection_that_cannot_be_accepted_is_refused_with_the_reason(server:
         identity(client, 3)
 
 
-def _of_client(sock: socket.socket) -> Any:
+def client_link(sock: socket.socket) -> Any:
     lane = ClientLane.__new__(ClientLane)
     lane._set_up(sock)
     return lane
 
 
-@pytest.mark.parametrize("end", [_of_client, WorkerLink], ids=["client", "worker"])
-def test_the_other_ends_of_links_give_up_a_connection_that_lost_descriptors(
+@pytest.mark.parametrize("end", [client_link, WorkerLink], ids=["client", "worker"])
+def test_clients_and_workers_close_a_connection_that_lost_descriptors(
     end: Callable[[socket.socket], Any],
 ) -> None:
     """A client connects again on ConnectionLost; a worker ends, and is started again."""
@@ -106,4 +106,4 @@ def test_the_other_ends_of_links_give_up_a_connection_that_lost_descriptors(
     with theirs, contextlib.closing(link), open(os.devnull) as file:
         socket.send_fds(theirs, [codec.encode([Map(1 << 32, 4096)])], [file.fileno()])
         with no_descriptors(os.getpid()), pytest.raises(ConnectionLost, match="RLIMIT_NOFILE"):
-            link.receive(*((1.0,) if end is _of_client else ()))
+            link.receive(*((1.0,) if end is client_link else ()))

@@ -1,7 +1,6 @@
-"""Tensors on a GPU from clients and back to them, through a real server on stand-ins for the driver and for CUDA, which
-note what is copied.
+"""Tensors on a GPU from clients and back to them, through a real server with stand-ins for the driver and for CUDA.
 
-The rule: the answer is the same wherever the model runs; only the journal tells by which way it came.
+The result does not depend on where the model runs; the journal of the stand-ins shows what was copied.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import base64
 import json
 import os
-import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,10 @@ import pytest
 import shmserve
 from shmserve.shm.extents.cuda import uuid_bytes
 from shmserve.testing import Server
-from tests import STANDINS
 from tests.process.gateway.test_http import Gateway
-from tests.process.server.test_gpus import GPUS, chained, planned
+from tests.process.server.test_gpus import GPUS, chained, clear, copies, planned, serving_on_gpus
+from tests.support.launch import await_end
+from tests.support.model_files import parameters, python_model, write_model
 from tests.support.workers.device_arrays import Foreign, end, read, write
 from tests.support.workers.gpu_harness import standins
 
@@ -34,31 +33,9 @@ PASS = """
 backend: "identity" max_batch_size: 8
 input { name: "x" data_type: TYPE_FP32 dims: 40000 } output { name: "y" data_type: TYPE_FP32 dims: 40000 }
 """
-PYTHON = """\
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse(
-                [pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy() + 1)]
-            )
-            for request in requests
-        ]
-"""
-SEQUENCES = PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 } sequence_batching { }"
-
-
-LIMITED = (
-    PASS.replace("identity", "python")
-    + """
-instance_group { kind: KIND_GPU gpus: 0 } parameters { key: "gpu_memory_limit_mb" value { string_value: "100" } }
-"""
-)
-
-
-THERE = """\
+ON_GPU = PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }"
+ADD_ONE = python_model("return self.respond(x + 1)")
+READ_ON_GPU = """\
 import ctypes
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -82,15 +59,12 @@ class TritonPythonModel:
         size = 4 * x.shape()[0] * 40000
         return np.frombuffer(ctypes.string_at(address, size), np.float32).reshape(x.shape())
 """
-STRICT = 'parameters { key: "strict_outputs" value: { string_value: "true" } }'
-GIVE = """\
-import numpy as np
-import triton_python_backend_utils as pb_utils
+ON_GPU_ARRAY = """
 from cupy.cuda import runtime
 
 
-class Made:
-    \"\"\"As a library has it: in its own memory, and written in a stream of its own.\"\"\"
+class OnGpu:
+    \"\"\"As an array of a library: in its own memory, and written in a stream of its own.\"\"\"
 
     def __init__(self, array):
         self.array = np.ascontiguousarray(array)
@@ -112,34 +86,20 @@ class Made:
     def __del__(self):
         runtime.streamDestroy(self.stream)
         runtime.free(self.address)
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
-
-    def one(self, x):
-        array = x + 5
-        if x[0, 0] == 1000:
-            array = array[:, :-1]
-        elif x[0, 0] == 2000:
-            array = array.astype(np.float64)
-        y = pb_utils.Tensor.from_dlpack("y", Made(array))
-        assert not y.is_cpu()
-        assert y.shape() == list(array.shape)
-        return pb_utils.InferenceResponse([y])
 """
-ON_GPU = """
-instance_group { kind: KIND_GPU gpus: 0 }
-parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }
-"""
-
-
-def written(repository: Path, name: str, config: str, code: str = "") -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(config)
-    if code:
-        (repository / name / "1" / "model.py").write_text(code)
+WRITE_ON_GPU = ON_GPU_ARRAY + python_model(
+    """
+    array = x + 5
+    if x[0, 0] == 1000:
+        array = array[:, :-1]
+    elif x[0, 0] == 2000:
+        array = array.astype(np.float64)
+    y = pb_utils.Tensor.from_dlpack("y", OnGpu(array))
+    assert not y.is_cpu()
+    assert y.shape() == list(array.shape)
+    return pb_utils.InferenceResponse([y])
+    """
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,30 +113,17 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     planned(repository, "plan", 0)
     planned(repository, "other", 1)
     chained(repository, "both", "plan", "other")
-    written(repository, "host", PASS)
-    written(
-        repository, "code", PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }", PYTHON
-    )
-    written(repository, "seq", SEQUENCES, PYTHON)
-    written(repository, "limited", LIMITED, PYTHON)
-    written(repository, "there", PASS.replace("identity", "python") + ON_GPU, THERE)
+    write_model(repository, "host", PASS)
+    write_model(repository, "code", ON_GPU, ADD_ONE)
+    write_model(repository, "seq", ON_GPU + "sequence_batching { }", ADD_ONE)
+    write_model(repository, "limited", ON_GPU + parameters(gpu_memory_limit_mb="100"), ADD_ONE)
+    write_model(repository, "there", ON_GPU + parameters(FORCE_CPU_ONLY_INPUT_TENSORS="no"), READ_ON_GPU)
     chained(repository, "then", "plan", "there")
-    written(
-        repository,
-        "give",
-        PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }" + STRICT,
-        GIVE,
-    )
+    write_model(repository, "give", ON_GPU + parameters(strict_outputs="true"), WRITE_ON_GPU)
     chained(repository, "given", "give", "plan")
     chained(repository, "given_elsewhere", "give", "other")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
-        patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
-        patch.setenv("STANDIN_PROCESSES", str(repository.parent / "processes"))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        with Server(repository) as server:
-            yield server
+    with serving_on_gpus(repository, journal) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -207,24 +154,13 @@ def numbers(rows: int, seed: int = 1) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 1000, (rows, WIDTH)).astype(np.float32)
 
 
-def copies(journal: Path, model: str) -> set[str]:
-    """The kinds of copies that a worker has made: 1 to the device, 2 to the host, 3 within."""
-    lines = [line for path in journal.glob(f"{model}_*") for line in path.read_text().splitlines()]
-    return {line[-1] for line in lines if line.startswith("memcpyAsync")}
-
-
-def forget(journal: Path) -> None:
-    for path in journal.iterdir():
-        path.unlink()
-
-
-def test_nothing_passes_through_the_host(journal: Path, client: shmserve.Client) -> None:
+def test_tensors_on_the_gpu_do_not_pass_through_the_host(journal: Path, client: shmserve.Client) -> None:
     x = client.empty((2, WIDTH), device="cuda:0")
     y = client.empty((2, WIDTH), device=0)
     for seed in range(3):
         given = numbers(2, seed)
         write(x.__cuda_array_interface__, given)
-        forget(journal)
+        clear(journal)
         found: Any = client.infer("plan", {"x": x}, outputs={"y": y})["y"]
         assert found is y
         np.testing.assert_array_equal(read(y.__cuda_array_interface__), given + 1)
@@ -233,12 +169,12 @@ def test_nothing_passes_through_the_host(journal: Path, client: shmserve.Client)
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_what_a_library_has_is_copied_on_the_device_when_it_is_there(
+def test_arrays_of_a_library_are_copied_within_the_device(
     runtime: Any, journal: Path, client: shmserve.Client, version: int
 ) -> None:
     given = numbers(3)
     x = Foreign(runtime, given, version=version)
-    forget(journal)
+    clear(journal)
     runtime.state.calls.clear()
     np.testing.assert_array_equal(client.infer("plan", {"x": x})["y"], given + 1)
     assert copies(journal, "plan") == {"2"}
@@ -247,7 +183,7 @@ def test_what_a_library_has_is_copied_on_the_device_when_it_is_there(
 
 
 @pytest.mark.parametrize("model", ["other", "host", "both"])
-def test_a_model_elsewhere_gets_it_by_way_of_the_host(runtime: Any, client: shmserve.Client, model: str) -> None:
+def test_models_elsewhere_get_tensors_through_the_host(runtime: Any, client: shmserve.Client, model: str) -> None:
     given = numbers(2)
     x, y = Foreign(runtime, given), Foreign(runtime, np.zeros_like(given))
     more = {"host": 0, "other": 1, "both": 2}[model]
@@ -256,7 +192,7 @@ def test_a_model_elsewhere_gets_it_by_way_of_the_host(runtime: Any, client: shms
         found: Any = client.infer(model, {"x": x}, outputs={"y": y})["y"]
         assert found is y
         np.testing.assert_array_equal(y.read(), given + more)
-    # The second time it is known: nothing is copied on the device to be tried first.
+    # The client remembers it: the second request is not tried with a copy within the device first.
     kinds = [call[4] for call in runtime.state.named("memcpyAsync")]
     sent = runtime.memcpyDeviceToDevice if model == "both" else runtime.memcpyDeviceToHost  # its first step is there
     assert kinds == [sent, runtime.memcpyHostToDevice]
@@ -267,43 +203,43 @@ def test_a_model_elsewhere_gets_it_by_way_of_the_host(runtime: Any, client: shms
     y.close()
 
 
-def test_a_model_on_the_gpu_that_reads_only_the_host(journal: Path, client: shmserve.Client) -> None:
+def test_a_python_model_without_gpu_inputs_gets_host_memory(journal: Path, client: shmserve.Client) -> None:
     given = numbers(2)
     x, y = client.empty((2, WIDTH), device="cuda:0"), client.empty((2, WIDTH), device="cuda:0")
     write(x.__cuda_array_interface__, given)
-    forget(journal)
+    clear(journal)
     client.infer("code", {"x": x}, outputs={"y": y})
     np.testing.assert_array_equal(y.numpy(), given + 1)
     assert copies(journal, "code") == {"1", "2"}
 
 
-def test_a_python_model_that_takes_it_there(journal: Path, client: shmserve.Client) -> None:
+def test_a_python_model_reads_inputs_on_the_gpu(journal: Path, client: shmserve.Client) -> None:
     given = numbers(2)
     x = client.empty((2, WIDTH), device="cuda:0")
     write(x.__cuda_array_interface__, given)
-    forget(journal)
+    clear(journal)
     np.testing.assert_array_equal(client.infer("there", {"x": x})["y"], given + 2)
     assert copies(journal, "there") == set()
     np.testing.assert_array_equal(client.infer("there", {"x": given})["y"], given + 102)
-    forget(journal)
+    clear(journal)
     np.testing.assert_array_equal(client.infer("then", {"x": x})["y"], given + 3)
     assert copies(journal, "plan") == copies(journal, "there") == set()
 
 
-def test_a_python_model_that_gives_it_there(journal: Path, client: shmserve.Client) -> None:
-    """1 is the model's own: it puts on the GPU what it gives."""
+def test_a_python_model_returns_outputs_on_the_gpu(journal: Path, client: shmserve.Client) -> None:
+    """Kind 1 is the model's own copy of its output to the GPU."""
     given, y = numbers(2), client.empty((2, WIDTH), device="cuda:0")
     for model, more, kinds in (("give", 5, {"1", "2"}), ("given", 6, {"1", "3"}), ("given_elsewhere", 6, {"1", "2"})):
-        forget(journal)
+        clear(journal)
         np.testing.assert_array_equal(client.infer(model, {"x": given})["y"], given + more)
         assert copies(journal, "give") == kinds, model
-    forget(journal)
+    clear(journal)
     client.infer("give", {"x": given}, outputs={"y": y})
     np.testing.assert_array_equal(y.numpy(), given + 5)
     assert copies(journal, "give") == {"1", "3"}
 
 
-def test_what_a_python_model_gives_wrong_there(client: shmserve.Client) -> None:
+def test_wrong_outputs_on_the_gpu_are_refused(client: shmserve.Client) -> None:
     y = client.empty((2, WIDTH), device="cuda:0")
     for number, said in ((1000, "wrong shape: expected"), (2000, "wrong data type: expected FP32, found FP64")):
         given = numbers(2)
@@ -313,14 +249,13 @@ def test_what_a_python_model_gives_wrong_there(client: shmserve.Client) -> None:
                 client.infer(model, {"x": given}, outputs=outputs)
 
 
-def test_many_places_at_once(journal: Path, client: shmserve.Client) -> None:
-    """Whatever batches they come in, nothing of them passes through the host."""
+def test_batches_with_inputs_and_outputs_on_the_gpu(journal: Path, client: shmserve.Client) -> None:
     given = [numbers(1 + seed % 3, seed) for seed in range(12)]
     places = [client.empty(array.shape, device="cuda:0") for array in given]
     inputs = [client.empty(array.shape, device="cuda:0") for array in given]
     for array, x in zip(given, inputs, strict=True):
         write(x.__cuda_array_interface__, array)
-    forget(journal)
+    clear(journal)
     futures = [client.submit("plan", {"x": x}, outputs={"y": place}) for x, place in zip(inputs, places, strict=True)]
     for array, place, future in zip(given, places, futures, strict=True):
         assert future.result()["y"] is place
@@ -328,8 +263,7 @@ def test_many_places_at_once(journal: Path, client: shmserve.Client) -> None:
     assert copies(journal, "plan") <= {"3"}
 
 
-def test_many_at_once(client: shmserve.Client) -> None:
-    """Batches of several, on the host and on the device, with places and without."""
+def test_batches_with_inputs_and_outputs_on_both_sides(client: shmserve.Client) -> None:
     given = [numbers(1, seed) for seed in range(12)]
     places = [client.empty((1, WIDTH), device="cuda:0") for _ in given]
     futures = []
@@ -344,7 +278,7 @@ def test_many_at_once(client: shmserve.Client) -> None:
         np.testing.assert_array_equal(found.numpy() if number % 3 else found, array + 1)
 
 
-def test_sequences_go_by_way_of_the_host(runtime: Any, client: shmserve.Client) -> None:
+def test_sequences_pass_through_the_host(runtime: Any, client: shmserve.Client) -> None:
     given = numbers(1)
     x = Foreign(runtime, given)
     for first, last in ((True, False), (False, False), (False, True)):
@@ -354,7 +288,7 @@ def test_sequences_go_by_way_of_the_host(runtime: Any, client: shmserve.Client) 
     x.close()
 
 
-def test_a_place_of_the_wrong_size(client: shmserve.Client) -> None:
+def test_an_output_array_of_the_wrong_size_is_refused(client: shmserve.Client) -> None:
     x = client.empty((2, WIDTH), device="cuda:0")
     with pytest.raises(shmserve.InvalidRequest, match="320000 bytes; the memory given for it has 160000"):
         client.infer("plan", {"x": x}, outputs={"y": client.empty((1, WIDTH), device="cuda:0")})
@@ -363,7 +297,7 @@ def test_a_place_of_the_wrong_size(client: shmserve.Client) -> None:
             client.infer("plan", {"x": x}, outputs={"y": client.empty(shape, device="cuda:0")})
 
 
-def test_the_memory_of_a_client_is_used_again(server: Server, runtime: Any) -> None:
+def test_gpu_memory_of_clients_is_reused(server: Server, runtime: Any) -> None:
     given = numbers(2)
     for _ in range(3):
         with server.client() as client:
@@ -375,11 +309,11 @@ def test_the_memory_of_a_client_is_used_again(server: Server, runtime: Any) -> N
     assert runtime.state.named("free") == []
 
 
-def test_the_other_client(server: Server, runtime: Any) -> None:
+def test_the_asyncio_client(server: Server, runtime: Any) -> None:
     given = numbers(2)
 
     async def ask() -> None:
-        async with shmserve.AsyncClient(runtime_dir=server.runtime_dir) as client:
+        async with server.async_client() as client:
             x, y = Foreign(runtime, given), client.empty((2, WIDTH), device="cuda:0")
             for model, more in (("plan", 1), ("host", 0)):
                 await client.infer(model, {"x": x}, outputs={"y": y})
@@ -389,11 +323,10 @@ def test_the_other_client(server: Server, runtime: Any) -> None:
     asyncio.run(ask())
 
 
-def test_other_ways_to_the_server(server: Server, runtime: Any) -> None:
-    """Over ZeroMQ no memory on a GPU is announced."""
+def test_gpu_tensors_are_copied_for_clients_over_zeromq(server: Server, runtime: Any) -> None:
     given = numbers(2)
     x = Foreign(runtime, given)
-    with shmserve.Client(f"ipc://{server.runtime_dir}/broker.sock", memory="frames") as client:
+    with shmserve.Client(server.zmq_url, memory="frames") as client:
         y = client.empty((2, WIDTH), device="cuda:0")
         found: Any = client.infer("plan", {"x": x}, outputs={"y": y})["y"]
         assert found is y
@@ -405,8 +338,8 @@ SIZE = 2 * WIDTH * 4
 REGION = "/v2/cudasharedmemory/region/g"
 
 
-def asked(gateway: Gateway, model: str, output: int = SIZE) -> tuple[int, Any]:
-    """Its input from the first half of the region, its output to the second."""
+def infer_over_http(gateway: Gateway, model: str, output: int = SIZE) -> tuple[int, Any]:
+    """Infers with the input in the first half of the region, and the output in the second."""
 
     def place(offset: int, size: int) -> dict[str, Any]:
         return {"shared_memory_region": "g", "shared_memory_offset": offset, "shared_memory_byte_size": size}
@@ -417,7 +350,7 @@ def asked(gateway: Gateway, model: str, output: int = SIZE) -> tuple[int, Any]:
     return status, json.loads(body)
 
 
-def test_memory_that_a_caller_of_the_gateway_has_registered(gateway: Gateway, runtime: Any, journal: Path) -> None:
+def test_gpu_memory_registered_over_http(gateway: Gateway, runtime: Any, journal: Path) -> None:
     given = numbers(2)
     memory = runtime.malloc(2 * SIZE)
     first, second = ({"data": (memory + at, False), "shape": (2, WIDTH), "typestr": "<f4"} for at in (0, SIZE))
@@ -427,22 +360,22 @@ def test_memory_that_a_caller_of_the_gateway_has_registered(gateway: Gateway, ru
     assert gateway.ask("POST", f"{REGION}/register", order) == (200, b"")
     status, body = gateway.ask("GET", f"{REGION}/status")
     assert (status, json.loads(body)) == (200, [{"name": "g", "device_id": 0, "byte_size": 2 * SIZE}])
-    forget(journal)
-    status, answer = asked(gateway, "plan")
+    clear(journal)
+    status, answer = infer_over_http(gateway, "plan")
     assert status == 200, answer
     assert answer["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [2, WIDTH]}]
     np.testing.assert_array_equal(read(second), given + 1)
     assert copies(journal, "plan") == set()
-    status, answer = asked(gateway, "code")
+    status, answer = infer_over_http(gateway, "code")
     np.testing.assert_array_equal(read(second), given + 1)
     for model in ("host", "other"):
-        status, answer = asked(gateway, model)
+        status, answer = infer_over_http(gateway, model)
         assert (status, model) == (501, model)
         assert answer["error"].endswith("; CUDA shared memory works only with models on the same GPU"), answer
-    status, answer = asked(gateway, "plan", SIZE - 4)
+    status, answer = infer_over_http(gateway, "plan", SIZE - 4)
     assert (status, "the memory given for it has 319996" in answer["error"]) == (400, True)
     assert gateway.ask("POST", f"{REGION}/unregister") == (200, b"")
-    status, answer = asked(gateway, "plan")
+    status, answer = infer_over_http(gateway, "plan")
     assert (status, answer["error"]) == (404, "Unable to find shared memory region: 'g'")
 
 
@@ -456,20 +389,14 @@ def workers(server: Server) -> dict[str, int]:
     return found
 
 
-def test_an_instance_over_its_limit_on_the_gpu_ends_alone(server: Server, client: shmserve.Client) -> None:
+def test_an_instance_over_its_gpu_memory_limit_is_killed_alone(server: Server, client: shmserve.Client) -> None:
     before = workers(server)
-    limited = os.pidfd_open(before["limited"])
-    told = Path(os.environ["STANDIN_PROCESSES"])
-    written_first = told.with_suffix(".new")
-    written_first.write_text(json.dumps({GPUS[0]["uuid"]: {str(pid): 200 << 20 for pid in before.values()}}))
-    written_first.rename(told)
-    try:
-        ended = select.poll()
-        ended.register(limited, select.POLLIN)
-        assert ended.poll(30_000)
-    finally:
-        os.close(limited)
-        told.unlink()
+    processes = Path(os.environ["STANDIN_PROCESSES"])
+    usage = processes.with_suffix(".new")
+    usage.write_text(json.dumps({GPUS[0]["uuid"]: {str(pid): 200 << 20 for pid in before.values()}}))
+    usage.rename(processes)
+    await_end(before["limited"])
+    processes.unlink()
     given = numbers(1)
     client.wait_ready("limited", timeout=30)
     np.testing.assert_array_equal(client.infer("limited", {"x": given})["y"], given + 1)

@@ -1,61 +1,49 @@
-"""Processes that a model started end with its worker, however that ends."""
+"""Child processes of a model end with its worker, and workers are forked only if --prepared-process is set."""
 
 from __future__ import annotations
 
 import os
-import select
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shmserve
-from bench.lib import models
-from tests.support.launch import Launched
+from tests.support.launch import Launched, await_end, children_of
+from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
-FORKS = """
-import signal
-import subprocess
-
-import numpy
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.child = subprocess.Popen(["sleep", "100000"])
-
-    def execute(self, requests):
-        pid = pb_utils.Tensor("y", numpy.array([[self.child.pid]], numpy.int64))
-        return [pb_utils.InferenceResponse([pid]) for _ in requests]
+CONFIG = """
+backend: "python" max_batch_size: 1
+input { name: "x" data_type: TYPE_FP32 dims: -1 } output { name: "y" data_type: TYPE_INT64 dims: -1 }
 """
+STARTS_CHILD = 'import subprocess; self.child = subprocess.Popen(["sleep", "100000"])'
+FORKS = python_model("return self.respond(np.array([[self.child.pid]], np.int64))", STARTS_CHILD)
 
 
-@pytest.fixture(params=["true", "false"], ids=["prepared", "fresh"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launched]:
-    root = tmp_path / "models"
-    model = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("INT64", [-1])}, max_batch=1)
-    models.write(root, "forks", model, {"model.py": FORKS})
-    options = ["--model-control-mode", "explicit", "--load-model", "forks", "--prepared-process", request.param]
-    with Launched(root, tmp_path / "run", *options) as server:
-        yield server
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "fresh"])
+def test_child_processes_of_a_model_end_with_its_worker(tmp_path: Path, is_prepared: bool) -> None:
+    write_model(tmp_path / "models", "forks", CONFIG, FORKS)
+    options = ["--model-control-mode", "explicit", "--prepared-process", str(is_prepared).lower()]
+    with (
+        Launched(tmp_path / "models", tmp_path / "run", *options) as server,
+        shmserve.Client(f"unix://{server.lane}") as client,
+    ):
+        for end_worker in (kill_worker, unload):
+            client.load("forks")
+            child = int(client.infer("forks", {"x": np.ones((1, 1), np.float32)}, timeout=60)["y"][0, 0])
+            assert (children_of(server.process.pid) == server.workers()) is not is_prepared
+            end_worker(server, client)
+            await_end(child, 60)
 
 
-@pytest.mark.parametrize("how", ["killed", "unloaded"])
-def test_what_a_model_started_ends_with_its_worker(server: Launched, how: str) -> None:
-    with shmserve.Client(f"unix://{server.lane}") as client:
-        child = int(client.infer("forks", {"x": np.ones((1, 1), np.float32)}, timeout=60)["y"][0, 0])
-        watched = os.pidfd_open(child)
-        try:
-            if how == "killed":
-                (worker,) = server.workers()
-                os.kill(worker, signal.SIGKILL)
-            else:
-                client.unload("forks", timeout=60)
-            assert select.select([watched], [], [], 60)[0], "it outlives its worker"
-        finally:
-            os.close(watched)
+def kill_worker(server: Launched, _: shmserve.Client) -> None:
+    (worker,) = server.workers()
+    os.kill(worker, signal.SIGKILL)
+    await_end(worker)
+
+
+def unload(_: Launched, client: shmserve.Client) -> None:
+    client.unload("forks", timeout=60)

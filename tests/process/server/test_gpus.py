@@ -1,14 +1,11 @@
-"""Instances on GPUs, in a real server on a machine that has none: stand-ins for the driver and for the libraries.
-
-The rule: what a worker sees is asked of a model in it.
-"""
+"""Instances on GPUs in a real server, with stand-ins for the driver and the libraries. Models report what they see."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,39 +14,24 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests import STANDINS
+from tests.support.model_files import python_model, write_model
 from tests.support.workers.gpu_harness import adder
 
 pytestmark = pytest.mark.process
 
 GPUS = [{"uuid": "GPU-aa11", "pci": "00000000:3B:00.0"}, {"uuid": "GPU-bb22", "pci": "00000000:AF:00.0"}]
-TELL = """\
-import os
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        self.said = f"{args['model_instance_kind']} {args['model_instance_device_id']} {seen}"
-
-    def execute(self, requests):
-        said = np.array([self.said], object)
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("said", said)]) for _ in requests]
-"""
+REPORT = python_model(
+    "return pb_utils.InferenceResponse([pb_utils.Tensor('seen', np.array([self.seen], object))])",
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    self.seen = f"{args['model_instance_kind']} {args['model_instance_device_id']} {visible}"
+    """,
+)
 CONFIG = """
 backend: "python"
-input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "said" data_type: TYPE_STRING dims: 1 }
+input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "seen" data_type: TYPE_STRING dims: 1 }
 instance_group [ %s ]
 """
-
-
-def telling(repository: Path, name: str, group: str) -> None:
-    folder = repository / name / "1"
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text(TELL)
-    (folder.parent / "config.pbtxt").write_text(CONFIG % group)
 
 
 PLAN = 'backend: "tensorrt" instance_group { kind: KIND_GPU gpus: %d }'
@@ -68,10 +50,36 @@ def planned(repository: Path, name: str, gpu: int) -> None:
 
 
 def chained(repository: Path, name: str, *models: str) -> None:
-    (repository / name / "1").mkdir(parents=True)
     tensors = ["x", *[f"t{number}" for number in range(len(models) - 1)], "y"]
     steps = [STEP % step for step in zip(models, tensors, tensors[1:], strict=False)]
-    (repository / name / "config.pbtxt").write_text(ENSEMBLE % "\n".join(steps))
+    write_model(repository, name, ENSEMBLE % "\n".join(steps))
+
+
+@contextmanager
+def serving_on_gpus(repository: Path, journal: Path) -> Iterator[Server]:
+    """A server on a machine with two GPUs, whose stand-ins write to `journal` what is copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
+        patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
+        patch.setenv("STANDIN_PROCESSES", str(repository.parent / "processes"))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        with Server(repository) as server:
+            yield server
+
+
+def copies(journal: Path, model: str) -> set[str]:
+    """The kinds of copies that the workers of a model have made: 1 to the device, 2 to the host, 3 within it."""
+    return {line[-1] for line in calls(journal, model) if line.startswith("memcpyAsync")}
+
+
+def calls(journal: Path, model: str) -> list[str]:
+    return [line for path in journal.glob(f"{model}_*") for line in path.read_text().splitlines()]
+
+
+def clear(journal: Path) -> None:
+    for path in journal.iterdir():
+        path.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +90,17 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("gpus")
-    telling(repository, "on_gpu", "{ kind: KIND_GPU gpus: 1 }")
-    telling(repository, "anywhere", "{ count: 1 }")
-    telling(repository, "on_cpu", "{ kind: KIND_CPU }")
-    telling(repository, "beyond", "{ kind: KIND_GPU gpus: 2 }")
+    write_model(repository, "on_gpu", CONFIG % "{ kind: KIND_GPU gpus: 1 }", REPORT)
+    write_model(repository, "anywhere", CONFIG % "{ count: 1 }", REPORT)
+    write_model(repository, "on_cpu", CONFIG % "{ kind: KIND_CPU }", REPORT)
+    write_model(repository, "beyond", CONFIG % "{ kind: KIND_GPU gpus: 2 }", REPORT)
     adder(repository / "plan", 40_000)
     for name, gpu in (("first", 0), ("second", 0), ("third", 0), ("other", 1)):
         planned(repository, name, gpu)
     chained(repository, "same", "first", "second", "third")
     chained(repository, "apart", "first", "other", "third")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
-        patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        with Server(repository) as server:
-            yield server
+    with serving_on_gpus(repository, journal) as server:
+        yield server
 
 
 @pytest.fixture
@@ -106,31 +109,29 @@ def client(server: Server) -> Iterator[shmserve.Client]:
         yield client
 
 
-def said(client: shmserve.Client, model: str) -> set[str]:
-    answers = [client.infer(model, {"x": np.zeros(1, np.float32)})["said"] for _ in range(8)]
-    return {answer[0].decode() for answer in answers}
+def seen(client: shmserve.Client, model: str) -> set[str]:
+    futures = [client.submit(model, {"x": np.zeros(1, np.float32)}) for _ in range(32)]
+    return {future.result()["seen"][0].decode() for future in futures}
 
 
 def test_a_worker_sees_its_own_gpu(client: shmserve.Client) -> None:
-    assert said(client, "on_gpu") == {"GPU 0 GPU-bb22"}
-    assert said(client, "on_cpu") == {"CPU 0 all"}
+    assert seen(client, "on_gpu") == {"GPU 0 GPU-bb22"}
+    assert seen(client, "on_cpu") == {"CPU 0 all"}
 
 
-def test_a_model_that_may_run_anywhere_has_an_instance_on_each(client: shmserve.Client) -> None:
+def test_a_model_without_a_kind_has_an_instance_on_each_gpu(client: shmserve.Client) -> None:
     config = client.config("anywhere")
     assert config["instance_group"][0]["kind"] == "KIND_GPU"
     assert config["instance_group"][0]["gpus"] == [0, 1]
-    futures = [client.submit("anywhere", {"x": np.zeros(1, np.float32)}) for _ in range(32)]
-    assert {future.result()["said"][0].decode() for future in futures} == {"GPU 0 GPU-aa11", "GPU 0 GPU-bb22"}
+    assert seen(client, "anywhere") == {"GPU 0 GPU-aa11", "GPU 0 GPU-bb22"}
 
 
-def test_a_gpu_that_is_not_there(client: shmserve.Client) -> None:
+def test_a_gpu_that_does_not_exist_is_reported(client: shmserve.Client) -> None:
     (entry,) = [entry for entry in client.models() if entry["name"] == "beyond"]
     assert "instance_group[0].gpus[0]: no GPU 2; this machine has [0, 1]" in str(entry)
 
 
-def test_a_plan(client: shmserve.Client) -> None:
-    """From the client's memory to the device and back, through the server."""
+def test_a_tensorrt_plan_is_served(client: shmserve.Client) -> None:
     random = np.random.default_rng(1)
     xs = [random.standard_normal((rows, 40_000)).astype(np.float32) for rows in (1, 2, 1, 3)]
     futures = [client.submit("plan", {"x": x}) for x in xs]
@@ -142,37 +143,28 @@ def test_a_plan(client: shmserve.Client) -> None:
     np.testing.assert_array_equal(client.infer("plan", {"x": small})["y"], small + 1)
 
 
-def test_metrics_and_the_log(server: Server, client: shmserve.Client) -> None:
+def test_metrics_and_the_log_name_the_gpus(server: Server, client: shmserve.Client) -> None:
     text = client.metrics()
     assert f'nv_gpu_memory_total_bytes{{gpu_uuid="GPU-bb22"}} {80 << 30}' in text
     assert 'nv_gpu_utilization{gpu_uuid="GPU-aa11"} 0.25' in text
     assert "GPU 1: Stand-in, GPU-bb22" in server.log
 
 
-def test_steps_on_one_gpu_hand_over_on_it(journal: Path, client: shmserve.Client) -> None:
-    """What is between steps on the same GPU never leaves it. The answer is the same whichever way it went."""
+def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shmserve.Client) -> None:
+    """Tensors between steps on the same GPU do not leave it. The result does not depend on the way."""
     x = np.arange(80_000, dtype=np.float32).reshape(2, 40_000)
+    models = ("first", "second", "other", "third")
     for ensemble in ("apart", "same"):
-        for path in journal.iterdir():
-            path.unlink()
+        clear(journal)
         futures = [client.submit(ensemble, {"x": x}) for _ in range(4)]
         for future in futures:
             np.testing.assert_array_equal(future.result()["y"], x + 3)
-        done = {path.name.partition("_")[0]: Counter(path.read_text().splitlines()) for path in journal.iterdir()}
-        copies = {
-            name: {kind for kind in ("1", "2", "3") if calls[f"memcpyAsync {kind}"]}
-            for name, calls in done.items()
-            if name in ("first", "second", "other", "third")  # another test's model may still be freeing memory
-        }
+        found = {model: copies(journal, model) for model in models}
         if ensemble == "apart":
-            assert copies == {"first": {"1", "2"}, "other": {"1", "2"}, "third": {"1", "2"}}
-        else:
-            # Within the device only what more than one request brings to a batch.
-            assert {name: kinds - {"3"} for name, kinds in copies.items()} == {
-                "first": {"1"},
-                "second": set(),
-                "third": {"2"},
-            }
-            # Each segment is opened once, whatever number of tensors lies in it.
-            assert done["second"]["ipcOpenMemHandle "] == done["first"]["ipcGetMemHandle "] >= 1
-            assert done["third"]["ipcOpenMemHandle "] == done["second"]["ipcGetMemHandle "] >= 1
+            assert found == {"first": {"1", "2"}, "second": set(), "other": {"1", "2"}, "third": {"1", "2"}}
+    # Copies within the device collect the requests of a batch.
+    assert [found[model] - {"3"} for model in models] == [{"1"}, set(), set(), {"2"}]
+    # Each segment is opened once, whatever number of tensors lies in it.
+    for maker, reader in (("first", "second"), ("second", "third")):
+        opened = calls(journal, reader).count("ipcOpenMemHandle ")
+        assert opened == calls(journal, maker).count("ipcGetMemHandle ") >= 1

@@ -1,4 +1,4 @@
-"""A model that hangs, with real processes: a restart rescues what waits behind it, and an unload can be forced."""
+"""A model that hangs: a restart rescues the queued requests, and an unload can be forced."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ import shmserve
 from shmserve.errors import DeadlineExceeded, ModelFailed, Unavailable
 from shmserve.testing import Server
 from tests.support.living import until
+from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
 ONE = {"x": np.ones((1, 1), np.float32)}
 REQUESTS = 20
 MODEL = """
-import os
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        if os.path.exists("{flag}"):
-            os.remove("{flag}")
-            while True:
-                pass
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-                for r in requests]
+if os.path.exists("{flag}"):
+    os.remove("{flag}")
+    while True:
+        pass
+return self.respond(x)
 """
 CONFIG = """
 backend: "python" max_batch_size: 4
@@ -45,7 +39,7 @@ class Hung:
         self.flag = flag
 
     def hang(self, client: shmserve.Client) -> list[shmserve.Future]:
-        """The first request hangs, and the others wait behind it."""
+        """Submits requests of which the first hangs, and the others are queued."""
         self.flag.touch()
         first = client.submit("m", ONE)
         until(client, lambda: not self.flag.exists())
@@ -58,19 +52,17 @@ class Hung:
         return entry["queued"], entry["in_flight"]
 
 
-@pytest.fixture
-def hung(tmp_path: Path) -> Iterator[Hung]:
-    flag = tmp_path / "hang"
-    (tmp_path / "models" / "m" / "1").mkdir(parents=True)
-    (tmp_path / "models" / "m" / "config.pbtxt").write_text(CONFIG)
-    (tmp_path / "models" / "m" / "1" / "model.py").write_text(MODEL.format(flag=flag))
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hung]:
+    folder = tmp_path_factory.mktemp("hung")
+    write_model(folder / "models", "m", CONFIG, python_model(MODEL.format(flag=folder / "hang")))
     options = ("--model-control-mode", "explicit", "--load-model", "m", "--exit-timeout-secs", "1")
-    with Server(tmp_path / "models", *options) as server:
-        yield Hung(server, flag)
+    with Server(folder / "models", *options) as server:
+        yield Hung(server, folder / "hang")
 
 
 @pytest.mark.parametrize("instance", [None, "m_0_0"])
-def test_a_restart_rescues_what_has_not_started(hung: Hung, instance: str | None) -> None:
+def test_a_restart_rescues_queued_requests(hung: Hung, instance: str | None) -> None:
     with hung.server.client() as client:
         first, *others = hung.hang(client)
         client.restart("m", instance=instance)
@@ -84,7 +76,7 @@ def test_a_restart_rescues_what_has_not_started(hung: Hung, instance: str | None
         assert hung.counts(client) == (0, 0)
 
 
-def test_an_unload_says_what_it_waits_for_and_can_be_forced(hung: Hung) -> None:
+def test_an_unload_reports_what_it_waits_for_and_can_be_forced(hung: Hung) -> None:
     with hung.server.client() as client:
         futures = hung.hang(client)
         until(client, lambda: client.models()[0]["instances"][0]["busy_seconds"])
@@ -94,8 +86,8 @@ def test_an_unload_says_what_it_waits_for_and_can_be_forced(hung: Hung) -> None:
         assert 'nv_inference_pending_request_count{model="m",version="1"} 19' in metrics
         assert 'shmserve_model_requests_in_flight{model="m",version="1"} 1' in metrics
         assert 'shmserve_instance_busy_seconds{model="m",version="1",model_instance="m_0_0"} 0\n' not in metrics
-        waits = r"1 request\(s\) in flight and 19 queued, instance 'm_0_0' is busy .* unload --force m"
-        with pytest.raises(DeadlineExceeded, match=waits):
+        pending = r"1 request\(s\) in flight and 19 queued, instance 'm_0_0' is busy .* unload --force m"
+        with pytest.raises(DeadlineExceeded, match=pending):
             client.unload("m", timeout=0.1)
         client.unload("m", force=True)
         for future in futures:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import shmserve
 from tests.support.launch import Launched
 from tests.support.living import until
+from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -22,57 +22,39 @@ input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
 output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
 instance_group [ { count: 2 kind: KIND_CPU } ]
 """
-HEAD = """
-import ctypes, json, os, threading
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-"""
-ANSWERS = """
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
-"""
-FAILS = f"""{HEAD}
-    def initialize(self, args):
-        json.loads("{{")
-{ANSWERS}"""
-PRINTS = f"""{HEAD}
-    def initialize(self, args):
-        threading.Thread(target=self.print, daemon=True).start()
-
-    def print(self):
+ECHO = "return self.respond(x)"
+ANSWERS = python_model(ECHO)
+FAILS = python_model(ECHO, "json.loads('{')")
+PRINTS = python_model(
+    ECHO,
+    """
+    def print_lines():
         number = 0
         while True:
             number += 1
             os.write(1, b"line %d\\n" % number)
-{ANSWERS}"""
-CRASHES = f"""{HEAD}
-    def execute(self, requests):
-        ctypes.string_at(0)
-"""
+
+    threading.Thread(target=print_lines, daemon=True).start()
+    """,
+)
+CRASHES = python_model("ctypes.string_at(0)")
 X = {"x": np.ones(1, np.float32)}
 
 
-def model(root: Path, name: str, source: str, config: str = CONFIG) -> None:
-    (root / name / "1").mkdir(parents=True, exist_ok=True)
-    (root / name / "config.pbtxt").write_text(config)
-    (root / name / "1" / "model.py").write_text(textwrap.dedent(source))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "models").mkdir()
-    return tmp_path / "models"
+def write(folder: Path, source: str, config: str = CONFIG) -> Path:
+    """Writes the model "m" into a repository, and returns the repository."""
+    write_model(folder / "models", "m", config, source)
+    return folder / "models"
 
 
 def records(text: str) -> list[str]:
-    """Each with what follows it, indented."""
+    """Each record with its indented continuation lines."""
     return re.split(r"\n(?=\d{4}-)", text.strip())
 
 
-def test_a_failed_load_is_one_record(root: Path, tmp_path: Path) -> None:
-    """Also where both instances fail, with retries, and when it is reloaded beside what is served."""
-    model(root, "m", FAILS)
+def test_a_failed_load_is_logged_once_with_a_traceback(tmp_path: Path) -> None:
+    """Also if both instances fail, with retries, and if a reload fails."""
+    root = write(tmp_path, FAILS)
     options = ("--model-control-mode", "explicit", "--load-model", "m", "--model-load-retry-count", "1")
     with (
         Launched(root, tmp_path / "run", *options) as server,
@@ -80,10 +62,10 @@ def test_a_failed_load_is_one_record(root: Path, tmp_path: Path) -> None:
     ):
         first = [text for text in records(server.log) if "JSONDecodeError" in text]
         until(client, lambda: server.log.count("UNAVAILABLE") == 1)
-        model(root, "m", HEAD + ANSWERS)
+        (root / "m" / "1" / "model.py").write_text(ANSWERS)
         client.load("m")
         before = len(records(server.log))
-        model(root, "m", FAILS)
+        (root / "m" / "1" / "model.py").write_text(FAILS)
         with pytest.raises(shmserve.ServeError, match="JSONDecodeError"):
             client.load("m")
         second = [text for text in records(server.log)[before:] if "JSONDecodeError" in text]
@@ -98,10 +80,9 @@ def test_a_failed_load_is_one_record(root: Path, tmp_path: Path) -> None:
         assert "/workers/" not in both
 
 
-def test_a_worker_that_prints_for_ever(root: Path, tmp_path: Path) -> None:
-    model(root, "m", PRINTS)
+def test_the_output_of_a_worker_is_limited(tmp_path: Path) -> None:
     with (
-        Launched(root, tmp_path / "run", "--log-worker-lines", "5") as server,
+        Launched(write(tmp_path, PRINTS), tmp_path / "run", "--log-worker-lines", "5") as server,
         shmserve.Client(runtime_dir=server.runtime_dir) as client,
     ):
         until(client, lambda: client.infer("m", X) and server.log.count("[m_0_0] ") and len(notices(server.log)) > 2)
@@ -111,7 +92,7 @@ def test_a_worker_that_prints_for_ever(root: Path, tmp_path: Path) -> None:
 
 
 def notices(log: str) -> list[int]:
-    """Where the lines of one instance say what was dropped."""
+    """The indexes of the lines that report dropped lines, among those of one instance."""
     lines = [line for line in log.splitlines() if "[m_0_0]" in line]
     pattern = re.compile(
         r" WARNING \[m_0_0\] [\d,]+ lines .* were dropped; the limit is 5 lines \(--log-worker-lines\)"
@@ -119,8 +100,8 @@ def notices(log: str) -> list[int]:
     return [number for number, line in enumerate(lines) if pattern.search(line)]
 
 
-def test_a_segfault_is_an_error(root: Path, tmp_path: Path) -> None:
-    model(root, "m", CRASHES, CONFIG.replace("count: 2", "count: 1"))
+def test_a_segfault_is_logged_as_an_error(tmp_path: Path) -> None:
+    root = write(tmp_path, CRASHES, CONFIG.replace("count: 2", "count: 1"))
     with Launched(root, tmp_path / "run") as server, shmserve.Client(runtime_dir=server.runtime_dir) as client:
         with pytest.raises(shmserve.ModelFailed):
             client.infer("m", X)
@@ -132,11 +113,10 @@ def test_a_segfault_is_an_error(root: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_log_that_cannot_be_written(root: Path, tmp_path: Path) -> None:
-    """A model that prints all the time is served, and the console has one line."""
-    model(root, "m", PRINTS)
+def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
+    """On the console; the models are served."""
     with (
-        Launched(root, tmp_path / "run", "--log-file", "/dev/full") as server,
+        Launched(write(tmp_path, PRINTS), tmp_path / "run", "--log-file", "/dev/full") as server,
         shmserve.Client(runtime_dir=server.runtime_dir) as client,
     ):
         for _ in range(100):

@@ -1,4 +1,4 @@
-"""Metrics, statistics, traces and last words of a real server, against /proc and what clients counted themselves."""
+"""Metrics, statistics, traces and the last output of crashed workers, checked against /proc."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 
 ONE = np.ones((1, 1), np.float32)
 DEADLY = np.full((1, 1), 13, np.float32)
-LAST = "thirteen is more than I can bear"
+LAST_WORDS = "thirteen is more than I can bear"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def instance_of(client: shmserve.Client, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_both_clients(server: Server, face: str) -> None:
+def test_metrics_and_statistics_count_the_same_requests(server: Server, face: str) -> None:
     with FACES[face](server.url) as made:
         before = Seen(made.metrics())("nv_inference_request_success", model="m", version="1")
         for _ in range(3):
@@ -72,7 +72,7 @@ def test_both_clients(server: Server, face: str) -> None:
     )
 
 
-def test_processes(server: Server, client: shmserve.Client) -> None:
+def test_metrics_of_processes(server: Server, client: shmserve.Client) -> None:
     client.infer("m", {"x": ONE})
     instance = instance_of(client, "m")
     seen = Seen(client.metrics())
@@ -89,7 +89,7 @@ def test_processes(server: Server, client: shmserve.Client) -> None:
     assert seen("shmserve_clients", plane="lane") >= 1
 
 
-def test_what_a_client_holds(client: shmserve.Client) -> None:
+def test_metrics_of_memory_that_clients_hold(client: shmserve.Client) -> None:
     large = client.infer("m", {"x": np.ones((16, 1), np.float32)})
     seen = Seen(client.metrics())
     assert large["y"].shape == (16, 1)
@@ -99,7 +99,7 @@ def test_what_a_client_holds(client: shmserve.Client) -> None:
     assert names <= {"", "test\\x1b[2J"}
 
 
-def test_counters_survive_a_restart_of_the_processes(client: shmserve.Client) -> None:
+def test_counters_survive_a_restart_of_workers(client: shmserve.Client) -> None:
     client.infer("m", {"x": ONE})
     before = Seen(client.metrics())
     client.restart("m")
@@ -111,20 +111,20 @@ def test_counters_survive_a_restart_of_the_processes(client: shmserve.Client) ->
     assert seen("shmserve_model_loads_total", **loads) == before("shmserve_model_loads_total", **loads) + 1
 
 
-def test_last_words(server: Server, client: shmserve.Client) -> None:
-    """Of a process that died: in the log, and for those who may look; not in the answer."""
+def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Server, client: shmserve.Client) -> None:
+    """In the log and in `models`; not in the error of the request."""
     with pytest.raises(ModelFailed) as caught:
         client.infer("frail", {"x": DEADLY})
-    assert LAST not in str(caught.value)
+    assert LAST_WORDS not in str(caught.value)
     assert client.infer("frail", {"x": ONE})["y"] == 2  # by a new process
     instance = instance_of(client, "frail")
-    assert LAST in instance["last_words"]
+    assert LAST_WORDS in instance["last_words"]
     (record,) = (record for record in records(server) if record.get("last_words"))
     assert (record["level"], record["model"], record["version"]) == ("error", "frail", 1)
     assert record["instance"] == instance["name"]
     assert record["last_words"].splitlines() == instance["last_words"]
     assert "signal SIGSEGV" in record["message"]
-    (line,) = (record for record in records(server) if record["message"] == f"[{instance['name']}] {LAST}")
+    (line,) = (record for record in records(server) if record["message"] == f"[{instance['name']}] {LAST_WORDS}")
     assert (line["level"], line["model"], line["instance"]) == ("info", "frail", instance["name"])
     seen = Seen(client.metrics())
     named = {"model": "frail", "version": "1"}
@@ -132,7 +132,7 @@ def test_last_words(server: Server, client: shmserve.Client) -> None:
     assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
 
 
-def test_a_trace(server: Server, client: shmserve.Client) -> None:
+def test_a_trace_is_logged(server: Server, client: shmserve.Client) -> None:
     trace = "why\n\x1b[31m\u2028é"
     client.infer("m", {"x": ONE})
     client.infer("m", {"x": ONE}, parameters={"trace_id": trace}, request_id="mine")
@@ -145,7 +145,7 @@ def test_a_trace(server: Server, client: shmserve.Client) -> None:
     assert 0 < parts <= found["answered_us"] + 4
 
 
-def test_the_command(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stats_command_prints_metrics(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--runtime-dir", str(server.runtime_dir)]
     assert main.main(["stats", "--prometheus", *where]) == 0
     assert Seen(capsys.readouterr().out)("shmserve_ready") == 1

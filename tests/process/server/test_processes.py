@@ -1,7 +1,4 @@
-"""What a worker's process is given: a limit of memory, and an interpreter of its model's own.
-
-The rule of the file: one server for all; each test has models of its own.
-"""
+"""Settings of worker processes: a memory limit, and an interpreter of the model's own (EXECUTION_ENV_PATH)."""
 
 from __future__ import annotations
 
@@ -27,40 +24,30 @@ from shmserve.workers import bootstrap
 from shmserve.workers.process.environment import NEEDED, command
 from shmserve.workers.process.exit_codes import Exit
 from tests import ROOT
+from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
 
-MODEL = """
-import os
-import select
-import sys
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-try:
-    import only_here
-except ImportError:
-    only_here = None
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.held = []
-
-    def execute(self, requests):
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()[0]) for request in requests]
-
-    def one(self, x):
-        kind, _, value = x.decode().partition(" ")
-        if kind == "hold":
-            self.held.append(np.ones(int(value) << 20, np.uint8))
-            if value != "1":
-                select.select([], [], [])
-        found = {"hold": "held", "prefix": sys.prefix, "variable": os.environ.get(value, ""), "path": str(sys.path),
-                 "only": getattr(only_here, "TEXT", "")}[kind]
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([found], object))])
-"""
+MODEL = python_model(
+    """
+    kind, _, value = x[0].decode().partition(" ")
+    if kind == "hold":
+        self.held.append(np.ones(int(value) << 20, np.uint8))
+        if value != "1":
+            select.select([], [], [])
+    found = {"hold": "held", "prefix": sys.prefix, "variable": os.environ.get(value, ""), "path": str(sys.path),
+             "only": getattr(self.only_here, "TEXT", "")}[kind]
+    return self.respond(np.array([found], object))
+    """,
+    """
+    self.held = []
+    try:
+        import only_here
+        self.only_here = only_here
+    except ImportError:
+        self.only_here = None
+    """,
+)
 CONFIG = """
 backend: "python" max_batch_size: 0
 input [ { name: "x" data_type: TYPE_STRING dims: [ 1 ] } ]
@@ -75,21 +62,15 @@ class Place:
     def __init__(self, folder: Path, server: Server, client: shmserve.Client) -> None:
         self.folder, self.server, self.client = folder, server, client
 
-    def write(self, name: str, count: int = 1, **parameters: str) -> Path:
-        made = self.folder / "models" / name
-        (made / "1").mkdir(parents=True)
-        (made / "1" / "model.py").write_text(MODEL)
-        text = CONFIG.replace("count: 1", f"count: {count}")
-        for key, value in parameters.items():
-            text += f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
-        (made / "config.pbtxt").write_text(text)
-        return made
+    def write(self, name: str, count: int = 1, **values: str) -> Path:
+        text = CONFIG.replace("count: 1", f"count: {count}") + parameters(**values)
+        return write_model(self.folder / "models", name, text, MODEL)
 
     def ask(self, name: str, text: str) -> str:
         found = self.client.infer(name, {"x": np.array([text], object)}, timeout=60)["y"][0]
         return found.decode() if isinstance(found, bytes) else str(found)
 
-    def reason(self, name: str) -> str:
+    def load_error(self, name: str) -> str:
         with pytest.raises(ServeError) as found:
             self.client.load(name)
         return str(found.value)
@@ -108,7 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # ------------------------------------------------------------------------------------------------- memory
 
 
-def test_who_eats_too_much_ends_alone_and_says_why(place: Place) -> None:
+def test_a_worker_over_its_memory_limit_is_killed_alone(place: Place) -> None:
     place.write("hungry", count=2, memory_limit_mb="250")
     place.write("modest")
     place.client.load("hungry")
@@ -118,19 +99,21 @@ def test_who_eats_too_much_ends_alone_and_says_why(place: Place) -> None:
         place.ask("hungry", "hold 600")
     assert "(--instance-memory-limit, memory_limit_mb)" in str(found.value)
     assert place.ask("modest", "hold 1") == "held"
-    assert place.ask("hungry", "hold 1") == "held", "the other instance, or the same started anew"
+    assert place.ask("hungry", "hold 1") == "held", "the other instance, or the same after its restart"
     assert "hold 600" not in place.server.log
     assert "private memory, limit 250 MiB" in place.server.log
     place.client.unload("hungry")
     place.client.unload("modest")
 
 
-def test_who_needs_too_much_to_load_is_not_served(place: Place) -> None:
+def test_a_model_over_its_memory_limit_does_not_load(place: Place) -> None:
     folder = place.write("fat", memory_limit_mb="200")
-    text = MODEL.replace("self.held = []", 'self.held = []\n        self.one(b"hold 600")')
-    (folder / "1" / "model.py").write_text(text)
-    wanted = r"its worker process ended while loading: killed: it uses ... MiB .*, limit 200 MiB"
-    with pytest.raises(ServeError, match=wanted):
+    source = MODEL.replace(
+        "self.held = []", "self.held = [np.ones(600 << 20, np.uint8)]\n        select.select([], [], [])"
+    )
+    (folder / "1" / "model.py").write_text(source)
+    reason = r"its worker process ended while loading: killed: it uses ... MiB .*, limit 200 MiB"
+    with pytest.raises(ServeError, match=reason):
         place.client.load("fat")
     (entry,) = [entry for entry in place.client.models() if entry["name"] == "fat"]
     assert "private memory, limit 200 MiB" in entry["reason"]
@@ -141,7 +124,7 @@ def test_who_needs_too_much_to_load_is_not_served(place: Place) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With nothing in it but a module of its own."""
+    """A virtual environment with one module."""
     made = tmp_path_factory.mktemp("environments") / "venv"
     venv.create(made, symlinks=True, with_pip=False)
     (packages,) = (made / "lib").glob("python*/site-packages")
@@ -149,7 +132,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_directory(place: Place, environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_of_a_directory(place: Place, environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write("own", count=2, EXECUTION_ENV_PATH=str(environment))
     place.client.load("own")
     assert place.ask("own", "prefix") == str(environment)
@@ -163,7 +146,7 @@ def test_a_directory(place: Place, environment: Path, monkeypatch: pytest.Monkey
 
 
 def packed(path: Path, environment: Path) -> None:
-    """As conda-pack makes them: the interpreter itself is in it, not a link to one."""
+    """An archive as of conda-pack: it contains the interpreter itself, not a link to one."""
     folder = path.with_suffix(".folder")
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python3").write_text(f'#!/bin/sh\nexec {environment}/bin/python "$@"\n')
@@ -184,35 +167,35 @@ def test_an_archive_is_unpacked_once_for_all_instances(place: Place, environment
     place.client.unload("packed")
 
 
-def in_the_foreground(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
+def shmserve_run(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "run", str(folder), "--input", f"x={what}", *words]
     caches = os.environ | {"CACHE_DIRECTORY": str(folder.parent / "caches")}
     return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["directory", "archive"])
-def test_a_model_in_the_foreground_has_its_interpreter(place: Place, environment: Path, is_packed: bool) -> None:
+def test_shmserve_run_uses_the_interpreter_of_the_model(place: Place, environment: Path, is_packed: bool) -> None:
     where = "$$TRITON_MODEL_DIRECTORY/env.tar.gz" if is_packed else str(environment)
     folder = place.write(f"alone_{is_packed}", EXECUTION_ENV_PATH=where)
     if is_packed:
         packed(folder / "env.tar.gz", environment)
-    done = in_the_foreground(folder, "only", "--json")
+    done = shmserve_run(folder, "only", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["model"] == folder.name
     assert document["outputs"]["y"]["data"] == ["only here"], done.stdout
     (folder / "1" / "model.py").write_text("import nothing_of_that_name\n")
-    done = in_the_foreground(folder, "only")
+    done = shmserve_run(folder, "only")
     assert done.returncode == 1
     assert "No module named 'nothing_of_that_name'" in done.stderr
     folder = place.write(f"without_{is_packed}", EXECUTION_ENV_PATH=str(environment / "lib"))
-    done = in_the_foreground(folder, "only")
+    done = shmserve_run(folder, "only")
     assert done.returncode == 1
     assert "neither bin/python3 nor bin/python in it can be run" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "wanted"),
+    ("name", "where", "reason"),
     [
         ("gone", "$$TRITON_MODEL_DIRECTORY/nowhere", "EXECUTION_ENV_PATH: there is no such directory or archive"),
         ("none", "$$TRITON_MODEL_DIRECTORY/1", "neither bin/python3 nor bin/python in it can be run; is it an"),
@@ -220,18 +203,18 @@ def test_a_model_in_the_foreground_has_its_interpreter(place: Place, environment
         ("broken", "$$TRITON_MODEL_DIRECTORY/env", "EXECUTION_ENV_PATH: its python3 cannot be run: Exec format error"),
     ],
 )
-def test_what_is_no_interpreter(place: Place, name: str, where: str, wanted: str) -> None:
+def test_an_environment_without_an_interpreter_is_reported(place: Place, name: str, where: str, reason: str) -> None:
     folder = place.write(name, EXECUTION_ENV_PATH=where)
     (folder / "env" / "bin").mkdir(parents=True)
     (folder / "env" / "bin" / "python3").write_text("no program")
     (folder / "env" / "bin" / "python3").chmod(0o755)
-    reason = place.reason(name)
-    assert wanted in reason
-    assert str(place.folder) not in reason
+    error = place.load_error(name)
+    assert reason in error
+    assert str(place.folder) not in error
 
 
-def first_words(environment: Path, suffix: str) -> tuple[LoadFailed, str, int]:
-    """What an interpreter says that is begun as a worker's, with packages compiled for `suffix`."""
+def first_message(environment: Path, suffix: str) -> tuple[LoadFailed, str, int]:
+    """The first message, stderr and exit code of a worker's interpreter, with packages compiled for `suffix`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script, count, sources, _, *rest = command(["--link", str(theirs.fileno())])
     with ours:
@@ -245,9 +228,9 @@ def first_words(environment: Path, suffix: str) -> tuple[LoadFailed, str, int]:
     return message, done.stderr, done.returncode
 
 
-def test_an_interpreter_that_lacks_what_a_worker_needs(environment: Path) -> None:
-    """As one of another version, which cannot use what is compiled for ours."""
-    message, said, code = first_words(environment, ".cpython-27-of-long-ago.so")
+def test_packages_that_an_interpreter_lacks_are_named(environment: Path) -> None:
+    """Such as one of another version, which cannot use our compiled packages."""
+    message, said, code = first_message(environment, ".cpython-27-of-long-ago.so")
     version = ".".join(map(str, sys.version_info[:3]))
     lacking = ", ".join(f"{name}>={least}" for name, least in NEEDED.items())
     text = f"EXECUTION_ENV_PATH: it has Python {version} and lacks {lacking}: install that in it"
@@ -256,26 +239,26 @@ def test_an_interpreter_that_lacks_what_a_worker_needs(environment: Path) -> Non
     assert code == Exit.LOAD_FAILED == bootstrap.LOAD_FAILED
 
 
-def test_the_tag_is_that_of_the_message() -> None:
+def test_the_tag_of_the_bootstrap_message() -> None:
     assert LoadFailed.__struct_config__.tag == bootstrap.TAG
 
 
 @pytest.mark.parametrize(
     ("found", "fits"), [("1.26", True), ("1.26.4", True), ("2.0rc1", True), ("1.9", False), ("", False)]
 )
-def test_versions(found: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_packages_are_compared(found: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: found)
     assert (bootstrap.lack("numpy", "1.26") == "") is fits
 
 
-def test_the_server_has_what_it_asks_for() -> None:
+def test_the_server_has_the_packages_that_it_requires() -> None:
     assert [name for name, least in NEEDED.items() if bootstrap.lack(name, least)] == []
     required = (ROOT / "setup.cfg").read_text()
     assert all(f"{name}>={least}\n" in required for name, least in NEEDED.items())
     assert os.path.exists(command([])[0])
 
 
-def test_the_page_names_what_an_interpreter_needs() -> None:
+def test_the_page_lists_the_packages_that_an_interpreter_needs() -> None:
     page = (ROOT / "docs" / "processes.md").read_text()
     assert all(f"| `{name}` | {least} or later |\n" in page for name, least in NEEDED.items())
     assert "| Python | {}.{} or later |".format(*bootstrap.LEAST) in page

@@ -1,9 +1,9 @@
-"""What was asked before a server went away is answered by the next one, also while that still loads its models."""
+"""Requests to a server that is killed are answered by the next one, also while this is still loading its models."""
 
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
+from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -19,61 +20,49 @@ max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
 dynamic_batching { }
-parameters { key: "folder" value { string_value: "FOLDER" } }
 """
-MODEL = """
-import json
-import pathlib
-import select
-import triton_python_backend_utils as pb_utils
+MODEL = python_model(
+    """
+    if self.first:
+        open(self.folder + "/begun", "w").close()
+        select.select([], [], [], 600)
+    return self.respond(x * 2)
+    """,
+    """
+    self.folder = json.loads(args["model_config"])["parameters"]["folder"]["string_value"]
+    self.first = not os.path.exists(self.folder + "/seen")
+    open(self.folder + "/seen", "w").close()
+    if not self.first:
+        open(self.folder + "/go").read()  # a pipe: blocks until the test writes
+    """,
+)
 
 
-class TritonPythonModel:
-    def initialize(self, args):
-        self.folder = pathlib.Path(json.loads(args["model_config"])["parameters"]["folder"]["string_value"])
-        first = not (self.folder / "seen").exists()
-        (self.folder / "seen").touch()
-        if not first:
-            (self.folder / "loading").touch()
-            with open(self.folder / "go") as pipe:  # until somebody writes
-                pipe.read()
-        self.first = first
-
-    def execute(self, requests):
-        if self.first:
-            (self.folder / "begun").touch()
-            select.select([], [], [], 600)
-        found = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-            found.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
-        return found
-"""
-
-
-@pytest.mark.parametrize("link", ["lane", "zmq"])
-@pytest.mark.parametrize("size", [3, 30_000])
-def test_a_request_outlives_the_server(tmp_path: Path, link: str, size: int) -> None:
-    """Its model has begun to run it. The next server is asked while its model is still loading."""
-    folder = tmp_path / "models" / "m"
-    (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(CONFIG.replace("FOLDER", str(folder)))
-    (folder / "1" / "model.py").write_text(MODEL)
-    os.mkfifo(folder / "go")
-    x = np.arange(size, dtype=np.float32)[None]
-    with Server(tmp_path / "models") as server:
-        url = server.url if link == "lane" else server.zmq_url
-        with shmserve.Client(url) as client:
-            future = client.submit("m", {"x": x})
-            client.flush()
-            asked = threading.Thread(target=future.result, args=(60,))
-            asked.start()
-            while not (folder / "begun").exists():
-                server.client().close()
-            server.kill()
-            writer = threading.Thread(target=(folder / "go").write_text, args=("",))
-            writer.start()
-            server.restart()
-            asked.join()
-            writer.join()
-            assert np.array_equal(future.result()["y"], x * 2)
+def test_requests_outlive_the_server(tmp_path: Path) -> None:
+    """Their models have begun to run them. The next server receives them while its models are still loading."""
+    cases = [(link, size) for link in ("lane", "zmq") for size in (3, 30_000)]
+    folders = [tmp_path / "models" / f"{link}_{size}" for link, size in cases]
+    for folder in folders:
+        config = CONFIG + parameters(folder=str(folder))
+        write_model(folder.parent, folder.name, config, MODEL)
+        os.mkfifo(folder / "go")
+    with (
+        Server(tmp_path / "models") as server,
+        shmserve.Client(server.url) as lane,
+        shmserve.Client(server.zmq_url) as zmq,
+        ThreadPoolExecutor(2 * len(cases)) as pool,
+    ):
+        inputs = [np.arange(size, dtype=np.float32)[None] for _, size in cases]
+        results = []
+        for (link, _), folder, x in zip(cases, folders, inputs, strict=True):
+            client = lane if link == "lane" else zmq
+            results.append(pool.submit(client.submit(folder.name, {"x": x}).result, 60))
+        while not all((folder / "begun").exists() for folder in folders):
+            server.client().close()
+        server.kill()
+        gates = [pool.submit((folder / "go").write_text, "") for folder in folders]
+        server.restart()
+        for x, result in zip(inputs, results, strict=True):
+            assert np.array_equal(result.result()["y"], x * 2)
+        for gate in gates:
+            gate.result()

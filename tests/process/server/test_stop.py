@@ -1,13 +1,10 @@
-"""A stop ends a few seconds after --exit-timeout-secs at the latest, whatever the core, the loop or a disk does."""
+"""A stop ends a few seconds after --exit-timeout-secs, even if the core, the event loop or a disk hangs."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -37,27 +34,15 @@ Catalog.read = lambda *arguments: print("READING", file=sys.stderr, flush=True) 
 STUCK = "Lifecycle.drain = lambda *arguments: threading.Event().wait()"
 
 
-class Patched(Launched):
-    """A broker with a fault."""
-
-    def __init__(self, repository: Path, runtime_dir: Path, patch: str, *options: str) -> None:
-        self.runtime_dir = runtime_dir
-        self.lane = str(runtime_dir / "lane.sock")
-        self.code = None
-        self._log = runtime_dir.with_suffix(".log")
-        reader, writer = os.pipe()
-        command = [sys.executable, "-c", PATCHED.format(patch=patch), "--model-repository", str(repository)]
-        command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer), *options]
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, pass_fds=[writer])
-        os.close(writer)
-        try:
-            self._await_ready(reader)
-        finally:
-            os.close(reader)
+def patched(folder: Path, patch: str, *options: str) -> Launched:
+    """A broker with a fault that `patch` injects."""
+    identity(folder / "models", "m")
+    program = PATCHED.format(patch=patch)
+    return Launched(folder / "models", folder / "run", "--exit-timeout-secs", "0.1", *options, program=program)
 
 
-def ends_without_its_children(server: Launched) -> int:
+def stop_with_children(server: Launched) -> int:
+    """Stops the server, and waits for the end of all its processes."""
     children = children_of(server.process.pid)
     assert children
     server.signal(signal.SIGTERM)
@@ -67,7 +52,7 @@ def ends_without_its_children(server: Launched) -> int:
     return code
 
 
-def test_a_stop_while_many_load_and_unload(tmp_path: Path) -> None:
+def test_the_server_stops_while_clients_load_and_unload(tmp_path: Path) -> None:
     identity(tmp_path / "models", "m")
     options = ("--model-control-mode", "explicit", "--exit-timeout-secs", "20")
     with Launched(tmp_path / "models", tmp_path / "run", *options) as server:
@@ -90,18 +75,16 @@ def test_a_stop_while_many_load_and_unload(tmp_path: Path) -> None:
         for _ in range(THREADS // 2):
             assert half.acquire(timeout=END_S)
         stopping.set()
-        assert ends_without_its_children(server) == 0
+        assert stop_with_children(server) == 0
         for thread in threads:
             thread.join()
         assert "did not stop" not in server.log
         assert "internal error of the server" not in server.log
 
 
-def test_a_core_that_never_drains(tmp_path: Path) -> None:
-    identity(tmp_path / "models", "m")
-    options = ("--no-gateway", "--exit-timeout-secs", "0.1")
-    with Patched(tmp_path / "models", tmp_path / "run", NEVER_DRAINED, *options) as server:
-        assert ends_without_its_children(server) == 0
+def test_the_server_stops_if_the_core_never_drains(tmp_path: Path) -> None:
+    with patched(tmp_path, NEVER_DRAINED) as server:
+        assert stop_with_children(server) == 0
         found = re.search(
             r"ERROR the server did not stop within 0.1 s \(--exit-timeout-secs\) plus 2 s; killing what is left: "
             r"0 request\(s\), (\d) process\(es\): (.*)",
@@ -112,22 +95,19 @@ def test_a_core_that_never_drains(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "lane.sock").exists()
 
 
-def test_a_loop_that_is_stuck(tmp_path: Path) -> None:
-    identity(tmp_path / "models", "m")
-    with Patched(tmp_path / "models", tmp_path / "run", STUCK, "--no-gateway", "--exit-timeout-secs", "0.1") as server:
-        assert ends_without_its_children(server) == 1
+def test_the_server_stops_if_the_event_loop_hangs(tmp_path: Path) -> None:
+    with patched(tmp_path, STUCK) as server:
+        assert stop_with_children(server) == 1
         assert "m_0_0 of model 'm' (pid " in server.log
 
 
-def test_a_disk_that_does_not_answer(tmp_path: Path) -> None:
-    """The thread that reads repositories waits for it, and the interpreter for the thread."""
-    identity(tmp_path / "models", "m")
-    options = ("--no-gateway", "--model-control-mode", "explicit", "--exit-timeout-secs", "0.1")
+def test_the_server_stops_if_a_disk_hangs(tmp_path: Path) -> None:
+    """The thread that reads repositories hangs, and the interpreter would wait for this thread."""
     with (
-        Patched(tmp_path / "models", tmp_path / "run", NO_DISK, *options) as server,
+        patched(tmp_path, NO_DISK, "--model-control-mode", "explicit") as server,
         shmserve.Client(f"unix://{server.lane}") as client,
     ):
-        load = threading.Thread(target=fails, args=(client, "m"))
+        load = threading.Thread(target=load_fails, args=(client, "m"))
         load.start()
         while "READING" not in server.log:
             load.join(0.01)
@@ -136,6 +116,6 @@ def test_a_disk_that_does_not_answer(tmp_path: Path) -> None:
         load.join()
 
 
-def fails(client: shmserve.Client, model: str) -> None:
+def load_fails(client: shmserve.Client, model: str) -> None:
     with pytest.raises(shmserve.ServeError):
         client.load(model)

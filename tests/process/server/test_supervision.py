@@ -1,4 +1,4 @@
-"""Workers that crash, hang and never finish loading, with real processes: who is told what, and who is not hurt."""
+"""Workers that crash, hang or never finish loading: which requests fail with which error, and which do not."""
 
 from __future__ import annotations
 
@@ -15,32 +15,42 @@ import shmserve
 from shmserve.errors import DeadlineExceeded, ModelFailed, Unavailable
 from shmserve.testing import Server
 from tests.support.living import until
+from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
 
-MODEL = """
-import os
-import signal
-import time
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        answers = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-            if (x == 13).any():
-                print("thirteen is more than I can bear")
-                os.kill(os.getpid(), signal.SIGSEGV)
-            if (x == 99).any():
-                while True:
-                    time.sleep(3600)
-            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
-        return answers
-"""
+MODEL = python_model(
+    """
+    if (x == 13).any():
+        print("thirteen is more than I can bear")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if (x == 99).any():
+        threading.Event().wait()
+    return self.respond(x * 2)
+    """
+)
+FLAGGED = python_model(
+    """
+    if self.crashes and os.path.exists(self.flag + ".crash"):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return self.respond(x * 2)
+    """,
+    """
+    self.flag = json.loads(args["model_config"])["parameters"]["flag"]["string_value"]
+    self.crashes = args["model_instance_name"].endswith("_1")
+    if os.path.exists(self.flag + ".full"):
+        raise RuntimeError("the device is full")
+    """,
+)
+GATED = python_model(
+    "return self.respond(x * 2)",
+    """
+    folder = args["model_repository"]
+    if os.path.exists(folder + "/loaded"):
+        open(folder + "/gate").read()  # a pipe: blocks until the test writes
+    open(folder + "/loaded", "w").close()
+    """,
+)
 CONFIG = """
 backend: "python" max_batch_size: 16
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
@@ -49,30 +59,35 @@ dynamic_batching {{ max_queue_delay_microseconds: 50000 preferred_batch_size: 16
 instance_group [ {{ count: {count} kind: KIND_CPU }} ]
 {more}
 """
-PARAMETER = 'parameters {{ key: "{}" value: {{ string_value: "{}" }} }}'
 
 
-def write(repository: Path, name: str, more: str = "", count: int = 1, model: str = MODEL) -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(CONFIG.format(count=count, more=more))
-    (repository / name / "1" / "model.py").write_text(model)
+def write(repository: Path, name: str, more: str = "", count: int = 1, model: str = MODEL) -> Path:
+    return write_model(repository, name, CONFIG.format(count=count, more=more), model)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("supervision")
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Server]:
+    repository = folder / "models"
     write(repository, "frail")
     write(repository, "worn")
     write(repository, "pair", count=2)
-    write(repository, "once", PARAMETER.format("retry_alone", "false"))
-    write(repository, "slow", PARAMETER.format("execution_limit_secs", "0.5"))
+    write(repository, "once", parameters(retry_alone="false"))
+    write(repository, "slow", parameters(execution_limit_secs="0.5"))
+    for name, count in (("three", 3), ("two", 2)):
+        write(repository, name, parameters(flag=str(folder / name)), count, FLAGGED)
+    os.mkfifo(write(repository, "gated", model=GATED) / "gate")
     with Server(repository, "--exit-on-error", "true") as server:
         yield server
 
 
 @pytest.fixture
 def server(running: Server) -> Iterator[Server]:
-    """Every test leaves all workers running: one that restarts later would count as left behind by a later test."""
+    """Waits for all workers at the end: the leak check of a later test would report one that restarts then."""
     yield running
     with running.client() as client:
         until(client, lambda: all(is_complete(entry) for entry in client.models()), "every instance ready")
@@ -83,7 +98,7 @@ def is_complete(entry: dict[str, Any]) -> bool:
 
 
 def ask(client: shmserve.Client, name: str, values: list[int]) -> list[float | str]:
-    """All in one batch. What each was answered: a number, or a code."""
+    """The answers to one batch: a number, or a code and a text."""
     futures = [client.submit(name, {"x": np.full((1, 1), value, np.float32)}) for value in values]
     found: list[float | str] = []
     for future in futures:
@@ -108,8 +123,8 @@ def test_only_the_culprit_fails(server: Server, name: str, link: str) -> None:
         assert client.infer(name, {"x": np.ones((1, 1), np.float32)})["y"] == 2
 
 
-def test_crashes_in_a_row_make_restarts_wait(server: Server) -> None:
-    """Though each time it is known which request is to blame. The first answer ends the row."""
+def test_consecutive_crashes_delay_restarts(server: Server) -> None:
+    """Even if it is known which request caused them. The first answer resets the counter."""
     with server.client() as client:
         for _ in range(3):
             with pytest.raises(ModelFailed, match="ran this request alone"):
@@ -128,7 +143,7 @@ def test_crashes_in_a_row_make_restarts_wait(server: Server) -> None:
     ]
 
 
-def test_a_model_may_not_want_a_second_run(server: Server) -> None:
+def test_requests_of_a_crashed_batch_fail_without_retry_alone(server: Server) -> None:
     with server.client() as client:
         found = ask(client, "once", [1, 13, 2])
         assert [str(answer).partition(":")[0] for answer in found] == ["MODEL_FAILED"] * 3
@@ -150,17 +165,14 @@ def test_a_timeout_does_not_wait_for_the_worker(server: Server) -> None:
         assert ask(client, "slow", [4]) == [8.0]
 
 
-def test_a_worker_killed_from_outside(server: Server) -> None:
-    """With nothing to do, and with a request that waits for another worker."""
+def test_idle_workers_that_are_killed_are_replaced(server: Server) -> None:
     with server.client() as client:
-        (pair,) = (entry for entry in client.models() if entry["name"] == "pair")
-        pids = [instance["pid"] for instance in pair["instances"]]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        for instance in entry_of(client, "pair")["instances"]:
+            os.kill(instance["pid"], signal.SIGKILL)
         assert ask(client, "pair", [1, 2, 3]) == [2.0, 4.0, 6.0]
 
 
-def test_one_that_never_finishes_loading(tmp_path: Path) -> None:
+def test_a_model_that_never_finishes_loading_is_given_up(tmp_path: Path) -> None:
     write(tmp_path, "stuck", model="import threading\nthreading.Event().wait()\n")
     write(tmp_path, "good")
     with Server(tmp_path, "--load-limit-secs", "2") as server, server.client() as client:
@@ -169,32 +181,6 @@ def test_one_that_never_finishes_loading(tmp_path: Path) -> None:
         with pytest.raises((Unavailable, shmserve.NotFound), match="it did not load within 2 s"):
             client.infer("stuck", {"x": np.ones((1, 1), np.float32)})
         assert ask(client, "good", [4]) == [8.0]
-
-
-FLAGGED = """
-import json
-import os
-import signal
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.flag = json.loads(args["model_config"])["parameters"]["flag"]["string_value"]
-        self.crashes = args["model_instance_name"].endswith("_1")
-        if os.path.exists(self.flag + ".full"):
-            raise RuntimeError("the device is full")
-
-    def execute(self, requests):
-        if self.crashes and os.path.exists(self.flag + ".crash"):
-            os.kill(os.getpid(), signal.SIGSEGV)
-        answers = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
-        return answers
-"""
 
 
 EVERYWHERE = list(range(48))
@@ -206,13 +192,11 @@ def entry_of(client: shmserve.Client, name: str) -> dict[str, Any]:
     return entry
 
 
-def test_one_that_always_crashes_is_quarantined(tmp_path: Path) -> None:
-    """No request fails meanwhile, and it is back when it has answered one."""
-    flag = tmp_path / "flag"
-    write(tmp_path / "models", "three", PARAMETER.format("flag", str(flag)), count=3, model=FLAGGED)
-    crash = flag.with_suffix(".crash")
+def test_an_instance_that_always_crashes_is_quarantined(server: Server, folder: Path) -> None:
+    """No request fails meanwhile, and the quarantine ends with its first answer."""
+    crash = folder / "three.crash"
     crash.touch()
-    with Server(tmp_path / "models") as server, server.client() as client:
+    with server.client() as client:
         while not any(instance["quarantined"] for instance in entry_of(client, "three")["instances"]):
             assert ask(client, "three", EVERYWHERE) == [2.0 * value for value in EVERYWHERE]
         found = entry_of(client, "three")
@@ -228,12 +212,11 @@ def test_one_that_always_crashes_is_quarantined(tmp_path: Path) -> None:
     assert server.log.count("leaves quarantine") == 1
 
 
-def test_one_that_cannot_load_again(tmp_path: Path) -> None:
-    """The other one serves on. When both cannot, the version is UNAVAILABLE; it comes back by itself."""
-    flag = tmp_path / "flag"
-    write(tmp_path / "models", "two", PARAMETER.format("flag", str(flag)), count=2, model=FLAGGED)
-    full = flag.with_suffix(".full")
-    with Server(tmp_path / "models") as server, server.client() as client:
+def test_a_version_is_degraded_while_one_instance_cannot_load_and_unavailable_if_none_can(
+    server: Server, folder: Path
+) -> None:
+    full = folder / "two.full"
+    with server.client() as client:
         full.touch()
         first, second = (instance["pid"] for instance in entry_of(client, "two")["instances"])
         os.kill(first, signal.SIGKILL)
@@ -252,41 +235,15 @@ def test_one_that_cannot_load_again(tmp_path: Path) -> None:
         assert ask(client, "two", [1]) == [2.0]
 
 
-GATE = """
-import pathlib
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        folder = pathlib.Path(args["model_repository"])
-        if (folder / "loaded").exists():
-            (folder / "gate").read_text()  # until somebody writes
-        (folder / "loaded").touch()
-
-    def execute(self, requests):
-        answers = []
-        for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
-        return answers
-"""
-
-
-def test_readiness_follows_the_worker(tmp_path: Path) -> None:
-    """Not ready from the moment in which the only worker of a model has gone until the next one has loaded."""
-    write(tmp_path, "gated", model=GATE)
-    os.mkfifo(tmp_path / "gated" / "gate")
-    with Server(tmp_path) as server, server.client() as client:
+def test_a_model_is_not_ready_until_the_next_worker_has_loaded(server: Server, folder: Path) -> None:
+    with server.client() as client:
         assert client.ready("gated")
-        ((instance,),) = (entry["instances"] for entry in client.models())
+        (instance,) = entry_of(client, "gated")["instances"]
         os.kill(instance["pid"], signal.SIGKILL)
-        while client.ready("gated"):  # each question is a way to the server and back
-            pass
+        until(client, lambda: not client.ready("gated"))
         waiting = client.submit("gated", {"x": np.full((1, 1), 4, np.float32)})
         client.flush()
         assert not client.ready("gated")
-        (tmp_path / "gated" / "gate").write_text("")
+        (folder / "models" / "gated" / "gate").write_text("")
         assert waiting.result(60)["y"] == 8
         assert client.ready("gated")

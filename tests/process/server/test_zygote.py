@@ -1,6 +1,6 @@
-"""Workers that are forked from a prepared process: they are what fresh interpreters would be, and depend on it no more.
+"""Workers that are forked from a prepared process: they equal fresh interpreters, and do not depend on it afterwards.
 
-The rule of the file: what a worker is, its model says, or the kernel.
+A model reports what its worker is; the rest comes from /proc.
 """
 
 from __future__ import annotations
@@ -26,36 +26,24 @@ from shmserve.workers import zygote
 from shmserve.workers.zygote import CannotFork
 from tests.support.launch import Launched, await_end, children_of, identity
 from tests.support.living import until
+from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
-MODEL = """
-import json
-import os
-import random
-import signal
-import sys
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.random = [random.random(), np.random.random(), os.urandom(4).hex()]
-
-    def execute(self, requests):
-        if pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy()[0] == 13:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        square = np.ones((400, 400), np.float32)
-        square @ square
-        names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SHMSERVE_THREADS")
-        found = {"random": self.random, "session": os.getsid(0), "pid": os.getpid(), "parent": os.getppid(),
-                 "argv": sys.argv, "threads": len(os.listdir("/proc/self/task")),
-                 "variables": {name: os.environ.get(name) for name in names}}
-        text = np.array([json.dumps(found)], object)
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", text)]) for _ in requests]
-"""
+MODEL = python_model(
+    """
+    if x[0] == 13:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    square = np.ones((400, 400), np.float32)
+    square @ square
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SHMSERVE_THREADS")
+    found = {"random": self.random, "session": os.getsid(0), "pid": os.getpid(), "parent": os.getppid(),
+             "argv": sys.argv, "threads": len(os.listdir("/proc/self/task")),
+             "variables": {name: os.environ.get(name) for name in names}}
+    return self.respond(np.array([json.dumps(found)], object))
+    """,
+    "self.random = [random.random(), np.random.random(), os.urandom(4).hex()]",
+)
 CONFIG = """
 backend: "python" max_batch_size: 0
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -83,9 +71,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("prepared")
     for name in ("look", "other"):
-        (folder / "models" / name / "1").mkdir(parents=True)
-        (folder / "models" / name / "1" / "model.py").write_text(MODEL)
-        (folder / "models" / name / "config.pbtxt").write_text(CONFIG)
+        write_model(folder / "models", name, CONFIG, MODEL)
     options = ("--model-control-mode", "explicit", "--load-model", "look")
     with (
         Launched(folder / "models", folder / "run", *options) as server,
@@ -95,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(server, client)
 
 
-def test_it_is_a_process_like_a_fresh_one(place: Place) -> None:
+def test_a_forked_worker_equals_a_fresh_process(place: Place) -> None:
     found = place.look()
     assert found["parent"] == place.server.process.pid
     assert found["session"] == found["pid"]
@@ -110,8 +96,8 @@ def test_it_is_a_process_like_a_fresh_one(place: Place) -> None:
     assert Path(f"/proc/{place.prepared}/comm").read_text() == f"{zygote.NAME}\n"
 
 
-def test_what_a_worker_has_it_has_alone(place: Place) -> None:
-    """No descriptor of the process that it was made of, nor its random numbers."""
+def test_a_worker_inherits_no_descriptors_and_no_random_state(place: Place) -> None:
+    """Of the prepared process that it was forked from."""
     sockets = [os.readlink(path) for path in Path(f"/proc/{place.look()['pid']}/fd").iterdir()]
     assert len([target for target in sockets if target.startswith("socket:")]) == 1
     before = place.look()["random"]
@@ -120,7 +106,7 @@ def test_what_a_worker_has_it_has_alone(place: Place) -> None:
     assert not set(before) & set(place.look()["random"])
 
 
-def test_its_end_is_seen_as_ever(place: Place) -> None:
+def test_the_end_of_a_forked_worker_is_detected(place: Place) -> None:
     before = place.look()["pid"]
     with pytest.raises(ModelFailed, match=r"signal SIGSEGV"):
         place.look(13)
@@ -132,7 +118,7 @@ def test_its_end_is_seen_as_ever(place: Place) -> None:
     assert place.look()["parent"] == place.server.process.pid
 
 
-def test_workers_outlive_the_process_that_they_were_made_of(place: Place) -> None:
+def test_workers_survive_the_end_of_the_prepared_process(place: Place) -> None:
     worker, first = place.look()["pid"], place.prepared
     os.kill(first, signal.SIGKILL)
     await_end(first)
@@ -142,7 +128,7 @@ def test_workers_outlive_the_process_that_they_were_made_of(place: Place) -> Non
     place.client.unload("other")
 
 
-def test_what_it_did_not_come_to_do_is_done_another_way(place: Place) -> None:
+def test_a_worker_is_spawned_if_the_prepared_process_ends_first(place: Place) -> None:
     stopped = place.prepared
     os.kill(stopped, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
@@ -158,7 +144,7 @@ def test_what_it_did_not_come_to_do_is_done_another_way(place: Place) -> None:
     place.client.unload("other")
 
 
-def test_one_that_hangs_keeps_nobody_from_the_end(tmp_path: Path) -> None:
+def test_a_prepared_process_that_hangs_is_killed(tmp_path: Path) -> None:
     identity(tmp_path / "models", "m")
     options = ("--model-control-mode", "explicit", "--load-model", "m", "--load-limit-secs", "2")
     with Launched(tmp_path / "models", tmp_path / "run", *options) as server:
@@ -173,39 +159,24 @@ def test_one_that_hangs_keeps_nobody_from_the_end(tmp_path: Path) -> None:
         assert "the process that workers are forked from does not respond" in server.log
 
 
-def test_it_imports_what_every_worker_needs_and_little_else() -> None:
-    """No engine, nothing that reads configurations from text, and nothing that has threads or random numbers."""
+def test_the_prepared_process_imports_only_what_every_worker_needs() -> None:
+    """No engine, no parser of configurations, and nothing that has threads or random numbers."""
     text = "import os, sys\nfrom shmserve.workers import zygote\nzygote._import()\nprint(*sys.modules)\n"
     modules = set(
         subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
     )
     assert modules >= set(zygote.MODULES)
-    heavy = {
-        "google.protobuf",
-        "importlib.metadata",
-        "numpy.random",
-        "onnxruntime",
-        "openvino",
-        "torch",
-        "zmq",
-        "uvloop",
-    }
-    assert not modules & heavy
+    assert not modules & {"onnxruntime", "openvino", "torch", "zmq", "uvloop"}
+    assert not modules & {"google.protobuf", "importlib.metadata", "numpy.random"}
     assert not {name for name in modules if name.startswith(("shmserve.broker", "shmserve.clients", "shmserve.core"))}
 
 
-def test_without_it(tmp_path: Path) -> None:
-    identity(tmp_path / "models", "m")
-    with Launched(tmp_path / "models", tmp_path / "run", "--prepared-process", "false") as server:
-        assert children_of(server.process.pid) == server.workers()
-
-
-def test_a_module_without_openblas() -> None:
+def test_a_module_without_openblas_is_reported() -> None:
     with pytest.raises(CannotFork, match="numpy is not linked with an OpenBLAS"):
         zygote._setter(bit_generator.__file__)
 
 
-def test_as_many_threads_as_it_would_have_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in zygote._THREADS:
         monkeypatch.delenv(name, raising=False)
     assert zygote._threads() == len(os.sched_getaffinity(0))
@@ -217,7 +188,7 @@ def test_as_many_threads_as_it_would_have_had(monkeypatch: pytest.MonkeyPatch) -
     assert zygote._threads() == 3
 
 
-def test_only_strangers_are_buried() -> None:
+def test_reap_waits_only_for_unknown_children() -> None:
     ended = []
     for _ in range(2):
         pid = os.fork()
