@@ -1,4 +1,4 @@
-"""Python models in a server: they call others and themselves, ask it, count and log; and what is copied on the way."""
+"""Python models in a server: calls of other models, loading, metrics, logs, and what is copied."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import shmserve
 from shmserve.shm import views
 from tests import ROOT
 from tests.support.launch import Launched
+from tests.support.model_files import parameters, write_model
 from tests.support.workers.python_models import (
     CALLER,
     CONTROL,
@@ -46,18 +47,16 @@ input [ {{ name: "{given}" data_type: {dtype} dims: [ -1 ] }} ]
 output [ {{ name: "{made}" data_type: {made_dtype} dims: [ -1 ] }} ]
 {more}
 """
-IS_STACKED = 'parameters { key: "stacked" value: { string_value: "true" } }'
+IS_STACKED = parameters(stacked="true")
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 def add(repository: Path, name: str, source: str, more: str = "") -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "1" / "model.py").write_text(source)
-    (repository / name / "config.pbtxt").write_text(CONFIG.format(more=more))
+    write_model(repository, name, CONFIG.format(more=more), source)
 
 
 def on_the_page(repository: Path) -> None:
-    """The models of the page, and the one that they call."""
+    """Writes the models of the page, and the one that they call."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     for name, sign, batch, given, dtype, made, made_dtype, more in (
         ("centred", "x.mean", 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", IS_STACKED),
@@ -65,12 +64,10 @@ def on_the_page(repository: Path) -> None:
         ("words", "words_total", 0, "TEXT", "TYPE_STRING", "COUNT", "TYPE_INT32", ""),
     ):
         (source,) = [block for block in blocks if sign in block]
-        add(repository, name, source)
         text = ON_THE_PAGE.format(batch=batch, given=given, dtype=dtype, made=made, made_dtype=made_dtype, more=more)
-        (repository / name / "config.pbtxt").write_text(text)
-    add(repository, "scale", LEAF.replace('"y"', '"Y"').replace("leaf_requests", "scale_requests"))
+        write_model(repository, name, text, source)
     config = CONFIG.format(more="").replace('"x"', '"X"').replace('"y"', '"Y"')
-    (repository / "scale" / "config.pbtxt").write_text(config)
+    write_model(repository, "scale", config, LEAF.replace('"y"', '"Y"').replace("leaf_requests", "scale_requests"))
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +83,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         add(repository, name, source, more)
     on_the_page(repository)
     options = ["--model-control-mode", "explicit"]
-    for name in (
-        "scale",
-        "centred",
-        "asks",
-        "words",
-        "wide",
-        "relay",
-        "leaf",
-        "caller",
-        "second",
-        "gather",
-        "many",
-        "sums",
-        "stacked",
-        "moody",
-    ):
-        options += ["--load-model", name]
+    for folder in sorted(repository.iterdir()):
+        if folder.name not in ("spare", "control"):
+            options += ["--load-model", folder.name]
     with Launched(repository, tmp_path_factory.mktemp("run") / "r", *options) as launched:
         yield launched
 
@@ -114,14 +97,14 @@ def client(server: Launched) -> Iterator[shmserve.Client]:
 
 
 def maker(array: np.ndarray[Any, Any]) -> int:
-    """The number of the process whose memory it is."""
+    """The number of the process that owns the memory."""
     hold = views.hold_of(array)
     assert hold is not None
     return int(hold.what.segment) >> 32
 
 
-def test_what_is_copied(client: shmserve.Client) -> None:
-    """The model sees the caller's own memory; of what it has computed one copy is made."""
+def test_outputs_are_copied_once_and_inputs_not_at_all(client: shmserve.Client) -> None:
+    """The model reads the client's memory; its result is copied once."""
     copies = []
     for _ in range(8):
         found = client.infer("leaf", {"x": LARGE})
@@ -129,11 +112,11 @@ def test_what_is_copied(client: shmserve.Client) -> None:
         assert found.parameters["shared"] is True
         copies.append(json.loads(found.parameters["copied"]))
     assert [LARGE.nbytes] in copies
-    assert all(sizes in ([], [LARGE.nbytes]) for sizes in copies)  # nothing has been copied before the first one
+    assert all(sizes in ([], [LARGE.nbytes]) for sizes in copies)  # it reports what was copied before
 
 
 def test_a_call_copies_nothing(client: shmserve.Client) -> None:
-    """What the caller sent is what the called model sees; what that has made is what the caller gets."""
+    """The called model reads the client's memory, and the client reads the memory of the called model."""
     makers = {maker(client.infer("leaf", {"x": LARGE})["y"]) for _ in range(10)}
     found = client.infer("caller", {"x": LARGE})
     assert (found["y"] == LARGE * 2).all()
@@ -144,7 +127,7 @@ def test_a_call_copies_nothing(client: shmserve.Client) -> None:
     assert maker(found["y"]) in makers
 
 
-def test_a_call_that_fails(client: shmserve.Client) -> None:
+def test_a_failed_call_fails_the_request(client: shmserve.Client) -> None:
     with pytest.raises(shmserve.Unsupported, match="no"):
         client.infer("caller", {"x": LARGE}, parameters={"fail": True})
     with pytest.raises(shmserve.NotFound, match="unknown model: 'nobody'"):
@@ -152,27 +135,27 @@ def test_a_call_that_fails(client: shmserve.Client) -> None:
 
 
 @pytest.mark.parametrize("chain", ["caller leaf", "second caller leaf"])
-def test_a_circle(client: shmserve.Client, chain: str) -> None:
-    """Its one instance waits for itself: that is said, and not waited for."""
+def test_a_model_that_calls_itself_fails(client: shmserve.Client, chain: str) -> None:
+    """Its only instance would wait for itself."""
     with pytest.raises(shmserve.Unavailable, match="caller"):
         client.infer("caller", {"x": LARGE}, parameters={"chain": chain}, timeout=20)
     assert (client.infer("caller", {"x": LARGE})["y"] == LARGE * 2).all()
 
 
-def test_coroutines_call(client: shmserve.Client) -> None:
+def test_coroutines_call_models(client: shmserve.Client) -> None:
     futures = [client.submit("gather", {"x": LARGE + number}) for number in range(6)]
     for number, future in enumerate(futures):
         assert (future.result(20)["y"] == (LARGE + number) * 4).all()
 
 
-def test_many_answers(client: shmserve.Client) -> None:
+def test_a_decoupled_model_calls_models(client: shmserve.Client) -> None:
     with client.stream("sums", {"x": np.arange(100, dtype=np.float32)[None]}) as answers:
         found = [float(answer["y"][0, 0]) for answer in answers]
     assert found == np.arange(100, dtype=np.float32).cumsum().tolist()
 
 
-def test_answers_are_passed_on_as_they_come(client: shmserve.Client) -> None:
-    """A reader that is slow, one that has enough, and nothing is copied or kept."""
+def test_responses_are_relayed_as_they_come(client: shmserve.Client) -> None:
+    """For a slow reader and for one that closes the stream early; nothing is copied or kept."""
     (made,) = {maker(answer["y"]) for answer in client.stream("wide", {"x": np.full((1, 1), 3, np.float32)})}
     with client.stream("relay", {"x": np.full((1, 1), 300, np.float32)}, window=2) as answers:
         for number, answer in enumerate(answers):
@@ -198,8 +181,8 @@ def held_bytes(client: shmserve.Client) -> float:
     return float(line.split()[1])
 
 
-def test_many_at_once(server: Launched, client: shmserve.Client) -> None:
-    """Coroutines and chains of calls, small and large, some of them given up: all is answered and given back."""
+def test_many_calls_at_once(server: Launched, client: shmserve.Client) -> None:
+    """Coroutines and chains of calls, small and large, some of them cancelled; all memory is returned."""
     random = np.random.default_rng(7)
     inputs = [np.full((1, size), number, np.float32) for number, size in enumerate((1, 700, 1500, 40_000, 300_000))]
     found = []
@@ -221,7 +204,7 @@ def test_many_at_once(server: Launched, client: shmserve.Client) -> None:
     assert " ended: " not in server.log
 
 
-def test_the_models_of_the_page(client: shmserve.Client) -> None:
+def test_the_examples_of_the_page(client: shmserve.Client) -> None:
     x = np.array([[1, 2, 6]], np.float32)
     assert client.infer("centred", {"X": x})["Y"].tolist() == [[-2, -1, 3]]
     assert (client.infer("asks", {"X": LARGE})["Y"] == LARGE * 2).all()
@@ -233,11 +216,11 @@ def test_the_models_of_the_page(client: shmserve.Client) -> None:
     assert 'text_bytes_bucket{le="100"} 1' in lines
 
 
-def test_stacked(client: shmserve.Client) -> None:
+def test_a_stacked_model(client: shmserve.Client) -> None:
     assert (client.infer("stacked", {"x": np.ones((3, 2), np.float32)})["y"] == 4).all()
 
 
-def test_models_are_loaded_by_models(client: shmserve.Client) -> None:
+def test_models_load_models(client: shmserve.Client) -> None:
     client.load("control")
     for expected in ([0, 1], [1, 0], [0, 1]):
         assert client.infer("control", {"x": np.zeros((1, 1), np.float32)})["y"].tolist()[0] == expected
@@ -246,7 +229,7 @@ def test_models_are_loaded_by_models(client: shmserve.Client) -> None:
     client.unload("control")
 
 
-def test_a_model_says_whether_it_is_ready(server: Launched, client: shmserve.Client) -> None:
+def test_a_model_reports_whether_it_is_ready(server: Launched, client: shmserve.Client) -> None:
     assert client.ready("moody")
     for number, ready in ((2, False), (1, True), (3, False), (4, False), (1, True)):
         client.infer("moody", {"x": np.full((1, 1), number, np.float32)})
@@ -256,7 +239,7 @@ def test_a_model_says_whether_it_is_ready(server: Launched, client: shmserve.Cli
     assert "ValueError: it broke" in server.log
 
 
-def test_metrics(client: shmserve.Client) -> None:
+def test_metrics_of_models_survive_a_restart(client: shmserve.Client) -> None:
     def counts() -> dict[str, float]:
         lines = client.metrics().splitlines()
         assert "# TYPE leaf_requests counter" in lines
@@ -278,7 +261,7 @@ def test_metrics(client: shmserve.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "level"), [("log_info", "INFO"), ("log_warn", "WARNING"), ("log_error", "ERROR"), ("log_verbose", "")]
 )
-def test_the_log(server: Launched, client: shmserve.Client, method: str, level: str) -> None:
+def test_log_methods_have_levels(server: Launched, client: shmserve.Client, method: str, level: str) -> None:
     before = len(server.log)
     client.infer("leaf", {"x": LARGE}, parameters={"log": method})
     while "it prints" not in (said := server.log[before:]):

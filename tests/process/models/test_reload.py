@@ -1,11 +1,11 @@
-"""Models that change while they are asked. The oracles: the number that a generation answers with, and /proc."""
+"""Models that change under load: their answers name their generation; processes and memory come from /proc."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support import living
+from tests.support.client_faces import connect
 from tests.support.launch import workers_of
 from tests.support.living import answer, generation, group, identity, index, pids, policy, ready, renew, states, until
 
@@ -32,156 +33,123 @@ BALLAST = living.GENERATION.replace(
 )
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    root = tmp_path_factory.mktemp("models")
-    with Server(root, "--model-control-mode", "explicit") as server:
-        yield server, root
-
-
-@pytest.fixture
-def client(running: tuple[Server, Path]) -> Iterator[shmserve.Client]:
-    """At the end no model is served."""
-    with running[0].client() as made:
-        yield made
-        for name in {entry["name"] for entry in made.models() if entry["state"]}:
-            made.unload(name)
-
-
 class Asking(threading.Thread):
-    """A client that always has requests in flight, and holds on to its last results."""
+    """A client that always has requests in flight, and holds its last results."""
 
-    def __init__(self, url: str, model: str, x: np.ndarray = LARGE) -> None:
+    def __init__(self, load: Load, url: str) -> None:
         super().__init__(name=f"asking {url[:4]}")
-        self._url, self._model, self._x = url, model, x
-        self._enough = threading.Event()
-        self._served = threading.Event()
-        self.least = 0.0
-        """What must have come into being before a request is sent may not be answered by anything older."""
-        self.most = 0.0
+        self._load, self._url = load, url
+        self._answered = threading.Event()
         self.seen: list[float] = []
         self.wrong: list[str] = []
 
     def run(self) -> None:
+        load = self._load
         held: deque[tuple[float, np.ndarray]] = deque(maxlen=HELD)
+        flying: deque[tuple[float, shmserve.Future]] = deque()
         with shmserve.Client(self._url) as client:
-            flying: deque[tuple[float, shmserve.Future]] = deque()
             try:
-                while not self._enough.is_set() or flying:
-                    while len(flying) < IN_FLIGHT and not self._enough.is_set():
-                        flying.append((self.least, client.submit(self._model, {"x": self._x})))
+                while not load.stop.is_set() or flying:
+                    while len(flying) < IN_FLIGHT and not load.stop.is_set():
+                        flying.append((load.least, client.submit(load.model, {"x": LARGE})))
                     least, future = flying.popleft()
-                    y = future.result(living.PATIENCE_S)["y"]
-                    self._look(least, y, held)
+                    self._check(least, future.result(living.PATIENCE_S)["y"], held)
             except Exception as error:
                 self.wrong.append(f"{type(error).__name__}: {error}")
-                self._served.set()
-        self.wrong += [f"what was held changed from {n}" for n, y in held if not np.array_equal(y, self._x * n)]
+                self._answered.set()
+        self.wrong += [f"what was held changed from {n}" for n, y in held if not np.array_equal(y, LARGE * n)]
 
-    def _look(self, least: float, y: np.ndarray, held: deque[tuple[float, np.ndarray]]) -> None:
-        number = y[0, 0].item()
-        if y.shape != self._x.shape or not (y == number).all():
+    def _check(self, least: float, y: np.ndarray, held: deque[tuple[float, np.ndarray]]) -> None:
+        number, most = y[0, 0].item(), self._load.most
+        if y.shape != LARGE.shape or not (y == number).all():
             self.wrong.append(f"generations are mixed: {np.unique(y)}")
-        if not least <= number <= self.most:
-            self.wrong.append(f"{number} answered, where {least} to {self.most} were served")
+        if not least <= number <= most:
+            self.wrong.append(f"{number} answered, where {least} to {most} were served")
         if not self.seen or self.seen[-1] != number:
             self.seen.append(number)
         held.append((number, y))
-        self._served.set()
+        self._answered.set()
 
-    def again(self) -> None:
-        """Returns when another answer has come."""
-        self._served.clear()
-        assert self._served.wait(living.PATIENCE_S), self.wrong
+    def await_answer(self) -> None:
+        self._answered.clear()
+        assert self._answered.wait(living.PATIENCE_S), self.wrong
         assert not self.wrong, self.wrong
-
-    def end(self) -> None:
-        self._enough.set()
-        self.join(living.PATIENCE_S)
-        assert not self.wrong, self.wrong[:5]
 
 
 class Load:
-    """Clients over both links, for the time of a block."""
+    """Clients over both links, during a block. Answers between `least` and `most` are right.
 
-    def __init__(self, server: Server, model: str, number: float, x: np.ndarray = LARGE) -> None:
-        self._all = [Asking(url, model, x) for url in 2 * (server.url, server.zmq_url)]
-        for asking in self._all:
-            asking.least = asking.most = number
+    `least` applies to the requests that are sent from then on.
+    """
+
+    def __init__(self, server: Server, model: str, number: float) -> None:
+        self.model = model
+        self.least = self.most = number
+        self.stop = threading.Event()
+        self._clients = [Asking(self, url) for url in 2 * (server.url, server.zmq_url)]
 
     def __enter__(self) -> Load:
-        for asking in self._all:
+        for asking in self._clients:
             asking.start()
-        self.again()
+        self.await_answers()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for asking in self._all:
-            asking._enough.set()
-        for asking in self._all:
+        self.stop.set()
+        for asking in self._clients:
             asking.join(living.PATIENCE_S)
-        if kind is None:
-            for asking in self._all:
-                asking.end()
+        wrong = [text for asking in self._clients for text in asking.wrong]
+        assert kind is not None or not wrong, wrong[:5]
 
-    def again(self) -> None:
-        for asking in self._all:
-            asking.again()
-
-    def may_be(self, number: float) -> None:
-        for asking in self._all:
-            asking.most = number
-
-    def must_be(self, number: float) -> None:
-        for asking in self._all:
-            asking.least = number
+    def await_answers(self) -> None:
+        """Waits for another answer to each client."""
+        for asking in self._clients:
+            asking.await_answer()
 
     def seen(self) -> list[list[float]]:
-        return [asking.seen for asking in self._all]
+        return [asking.seen for asking in self._clients]
 
 
 def processes(server: Server) -> set[int]:
-    """Of its workers."""
+    """The pids of its workers."""
     return set(workers_of(server.pid))
 
 
 # ------------------------------------------------------------------------------------------------ generations
 
 
-def test_reload_under_load(running: tuple[Server, Path], client: shmserve.Client) -> None:
-    server, root = running
+def test_reload_under_load(server: Server, root: Path, client: shmserve.Client) -> None:
     folder = generation(root, "m", 1, "dynamic_batching { }\n" + group(2))
     client.load("m")
     with Load(server, "m", 1) as load:
         for number in range(2, 6):
             renew(folder, number)
-            load.may_be(number)
+            load.most = number
             assert client.load("m")["changed"] is True
-            load.must_be(number)
+            load.least = number
             assert answer(client, "m") == number
-            load.again()
+            load.await_answers()
         until(client, lambda: processes(server) == set(pids(client, "m").values()), "the old ones have gone")
         assert len(pids(client, "m")) == 2
     assert load.seen() == [[1, 2, 3, 4, 5]] * 4
 
 
-def test_many_loads_at_a_time(running: tuple[Server, Path], client: shmserve.Client) -> None:
-    """Whoever asks: in the end the last one counts, and nobody waits for ever."""
-    server, root = running
+def test_concurrent_loads(server: Server, root: Path, client: shmserve.Client) -> None:
+    """The last one determines what is served; earlier ones succeed or fail, and do not hang."""
     folder = generation(root, "hasty", 1)
     client.load("hasty")
-    told: list[str] = []
+    outcomes: list[str] = []
 
     def ask() -> None:
         with server.client() as other:
             try:
                 other.load("hasty", timeout=living.PATIENCE_S)
-                told.append("")
+                outcomes.append("")
             except shmserve.Unavailable as error:
-                told.append(str(error))
+                outcomes.append(str(error))
 
     with Load(server, "hasty", 1) as load:
-        load.may_be(4)
+        load.most = 4
         threads = []
         for number in (2, 3, 4):
             renew(folder, number)
@@ -190,11 +158,13 @@ def test_many_loads_at_a_time(running: tuple[Server, Path], client: shmserve.Cli
         for thread in threads:
             thread.join(living.PATIENCE_S)
         client.load("hasty")
-        load.must_be(4)
-        load.again()
+        load.least = 4
+        load.await_answers()
         assert answer(client, "hasty") == 4
-    assert len(told) == 3
-    assert all(not text or "Newer operation has been applied to the model lifecycle" in text for text in told), told
+    assert len(outcomes) == 3
+    assert all(not text or "Newer operation has been applied to the model lifecycle" in text for text in outcomes), (
+        outcomes
+    )
     until(client, lambda: len(processes(server)) == 1)
 
 
@@ -236,14 +206,13 @@ LOADING = "load failed for model '{name}': version 1 is at UNAVAILABLE state: "
         (is_misspelt, r"failed to load '{name}': m/config\.pbtxt:2.*max_bach_size.*max_batch_size"),
     ],
 )
-def test_a_broken_generation(
-    running: tuple[Server, Path],
+def test_a_broken_generation_does_not_replace_the_served_one(
+    server: Server,
+    root: Path,
     client: shmserve.Client,
-    tmp_path_factory: pytest.TempPathFactory,
     break_it: Callable[[Path], None],
     reason: str,
 ) -> None:
-    server, root = running
     name = break_it.__name__
     folder = generation(root, name, 1)
     client.load(name)
@@ -252,20 +221,20 @@ def test_a_broken_generation(
         break_it(folder)
         for _ in range(2):
             text = reason.replace("{name}", name).replace("m/", name + "/")
-            with pytest.raises(shmserve.ServeError, match=f"(?s){text}") as told:
+            with pytest.raises(shmserve.ServeError, match=f"(?s){text}") as caught:
                 client.load(name)
-            assert str(root) not in str(told.value)
-        load.again()
+            assert str(root) not in str(caught.value)
+        load.await_answers()
         assert pids(client, name) == before
         assert states(client, name) == {"1": "READY"}
         assert client.ready(name)
         living.write(folder / "config.pbtxt", living.PYTHON)
         living.write(folder / "1" / "model.py", living.GENERATION)
         renew(folder, 2)
-        load.may_be(2)
+        load.most = 2
         client.load(name)
-        load.must_be(2)
-        load.again()
+        load.least = 2
+        load.await_answers()
     assert load.seen() == [[1, 2]] * 4
     until(client, lambda: processes(server) == set(pids(client, name).values()))
 
@@ -273,8 +242,9 @@ def test_a_broken_generation(
 # ------------------------------------------------------------------------------------------------ in place
 
 
-def test_the_number_of_instances(running: tuple[Server, Path], client: shmserve.Client) -> None:
-    server, root = running
+def test_a_change_of_the_number_of_instances_keeps_the_others(
+    server: Server, root: Path, client: shmserve.Client
+) -> None:
     folder = generation(root, "counted", 1, group(1))
     client.load("counted")
     with Load(server, "counted", 1) as load:
@@ -285,16 +255,17 @@ def test_the_number_of_instances(running: tuple[Server, Path], client: shmserve.
             until(client, lambda count=count: len(pids(client, "counted")) == count)  # type: ignore[misc]
             after = pids(client, "counted")
             small, large = sorted((before, after), key=len)
-            assert small.items() <= large.items(), "those that are wanted stay"
+            assert small.items() <= large.items(), "no other process is restarted"
             assert client.config("counted")["instance_group"][0]["count"] == count
-            load.again()
+            load.await_answers()
             before = after
         until(client, lambda: processes(server) == set(before.values()))
         assert load.seen() == [[1]] * 4
 
 
-def test_the_version_policy(running: tuple[Server, Path], client: shmserve.Client) -> None:
-    server, root = running
+def test_a_change_of_the_version_policy_keeps_other_versions(
+    server: Server, root: Path, client: shmserve.Client
+) -> None:
     folder = generation(root, "versions", 1, policy("latest { num_versions: 1 }"))
     generation(root, "versions", 2, policy("latest { num_versions: 1 }"), version=2)
     client.load("versions")
@@ -310,10 +281,10 @@ def test_the_version_policy(running: tuple[Server, Path], client: shmserve.Clien
             living.write(folder / "config.pbtxt", living.PYTHON + policy(text))
             client.load("versions")
             assert ready(client, "versions") == expected
-            assert kept.items() <= pids(client, "versions").items(), "the one that stays is not started again"
+            assert kept.items() <= pids(client, "versions").items(), "the version that stays is not restarted"
             for version in expected:
                 assert answer(client, "versions", int(version)) == int(version)
-            load.again()
+            load.await_answers()
         with pytest.raises(shmserve.Unavailable, match="'versions' version 1 is not at ready state"):
             answer(client, "versions", 1)  # unloading, or unloaded
         assert load.seen() == [[2]] * 4
@@ -322,8 +293,7 @@ def test_the_version_policy(running: tuple[Server, Path], client: shmserve.Clien
 # ------------------------------------------------------------------------------------------------ restarts
 
 
-def test_restarts_lose_nothing(running: tuple[Server, Path], client: shmserve.Client) -> None:
-    server, root = running
+def test_restarts_under_load(server: Server, root: Path, client: shmserve.Client) -> None:
     generation(root, "again", 1, "dynamic_batching { }\n" + group(3))
     client.load("again")
     with Load(server, "again", 1) as load:
@@ -332,15 +302,15 @@ def test_restarts_lose_nothing(running: tuple[Server, Path], client: shmserve.Cl
             client.restart("again", instance=name)
             after = pids(client, "again")
             assert {key for key in before if before[key] != after.get(key)} == {f"1 {name}"}
-            load.again()
+            load.await_answers()
             before = after
         client.restart("again")
         assert not set(before.values()) & set(pids(client, "again").values())
-        load.again()
+        load.await_answers()
         before = pids(client, "again")
         client.restart("again", version=1)
         assert not set(before.values()) & set(pids(client, "again").values())
-        load.again()
+        load.await_answers()
         with pytest.raises(shmserve.NotFound, match=r"no instance 'again_0_7'; it has again_0_[012], "):
             client.restart("again", instance="again_0_7")
         with pytest.raises(shmserve.NotFound, match="cannot restart version 7 of model 'again': it is not served"):
@@ -352,7 +322,7 @@ def test_restarts_lose_nothing(running: tuple[Server, Path], client: shmserve.Cl
 
 
 def resident(pids: set[int]) -> int:
-    """Bytes of memory of these processes that no other has."""
+    """Private memory of these processes, in bytes."""
     total = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -374,12 +344,11 @@ def segments(server: Server) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("link", ["lane", "zmq"])
-def test_unloading_gives_memory_back(running: tuple[Server, Path], client: shmserve.Client, link: str) -> None:
-    server, root = running
+def test_unload_frees_memory(server: Server, root: Path, client: shmserve.Client, link: str) -> None:
     ballast, large = 64 << 20, np.ones((8, 1 << 20), np.float32)
     folder = generation(root, f"large_{link}", 1)
     living.write(folder / "1" / "model.py", BALLAST.format("ballast", f"b'x' * {ballast}"))
-    with shmserve.Client(server.url if link == "lane" else server.zmq_url) as other:
+    with connect(server, f"sync {link}") as other:
         other.live()
         first = {server.pid}
         resting, resting_segments = resident(first), segments(server)
@@ -399,8 +368,7 @@ def test_unloading_gives_memory_back(running: tuple[Server, Path], client: shmse
     until(client, lambda: sum(segments(server)) <= sum(resting_segments) + (1 << 20), "segments are back")
 
 
-def test_unloading_finishes_what_was_asked(running: tuple[Server, Path], client: shmserve.Client) -> None:
-    server, root = running
+def test_unload_finishes_requests_in_flight(server: Server, root: Path, client: shmserve.Client) -> None:
     generation(root, "leaving", 1)
     for url in (server.url, server.zmq_url):
         client.load("leaving")
@@ -417,20 +385,19 @@ def test_unloading_finishes_what_was_asked(running: tuple[Server, Path], client:
     assert index(client, "leaving")["leaving/1"]["reason"] == "unloaded"
 
 
-def test_unloading_what_is_still_loading(running: tuple[Server, Path], client: shmserve.Client, tmp_path: Path) -> None:
-    """It never becomes READY, and who asked for it is told."""
-    server, root = running
+def test_unload_of_a_model_that_is_loading(server: Server, root: Path, client: shmserve.Client, tmp_path: Path) -> None:
+    """It never becomes READY, and the load call fails."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     folder = identity(root, "slow")
     living.write(folder / "config.pbtxt", living.PYTHON)
     living.write(folder / "1" / "model.py", BALLAST.format("gate", f"open({str(gate)!r}).read()"))
-    told: list[str] = []
+    outcomes: list[str] = []
 
     def load() -> None:
         with server.client() as other, pytest.raises(shmserve.Unavailable) as error:
             other.load("slow")
-        told.append(str(error.value))
+        outcomes.append(str(error.value))
 
     asker = threading.Thread(target=load)
     asker.start()
@@ -439,6 +406,6 @@ def test_unloading_what_is_still_loading(running: tuple[Server, Path], client: s
     client.unload("slow")
     asker.join(living.PATIENCE_S)
     os.close(end)
-    assert len(told) == 1
-    assert "Newer operation has been applied to the model lifecycle" in told[0]
+    assert len(outcomes) == 1
+    assert "Newer operation has been applied to the model lifecycle" in outcomes[0]
     assert processes(server) == set()

@@ -1,5 +1,4 @@
-"""SIGHUP: the repositories are looked at when the operator says so. The oracles are the files, the numbers in answers,
-the pids of workers, and what the service manager is told."""
+"""SIGHUP: the server rereads its repositories, and notifies the service manager."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import pty
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,9 @@ from tests.support.living import answer, generation, identity, pids, ready, rene
 
 pytestmark = pytest.mark.process
 
-Start = Callable[..., Launched]
-
 
 class Manager:
-    """What the service manager hears."""
+    """Receives the notifications for the service manager."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -39,7 +36,7 @@ class Manager:
                 return
 
     def reload(self, server: Launched) -> None:
-        """Asks for it, and returns when it has ended."""
+        """Sends SIGHUP, and waits for the end of the reload."""
         server.signal(signal.SIGHUP)
         self.until("RELOADING=1")
         self.until("READY=1")
@@ -62,22 +59,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-@pytest.fixture
-def started(root: Path, tmp_path: Path, manager: Manager) -> Start:
-    def start(*options: str) -> Launched:
-        launched = Launched(root, tmp_path / "run", *options)
-        manager.until("READY=1")
-        return launched
-
-    return start
-
-
-def test_a_repository_is_served_as_it_is_now(root: Path, started: Start, manager: Manager) -> None:
+def test_a_reload_applies_the_changes_of_the_repository(root: Path, tmp_path: Path, manager: Manager) -> None:
     generation(root, "changes", 1)
     breaks = generation(root, "breaks", 1)
     for name in ("stays", "goes"):
         identity(root, name)
-    with started() as server, shmserve.Client(runtime_dir=server.runtime_dir) as client:
+    with Launched(root, tmp_path / "run") as server, shmserve.Client(runtime_dir=server.runtime_dir) as client:
+        manager.until("READY=1")
         before = pids(client, "stays")
         renew(root / "changes", 2)
         write(breaks / "config.pbtxt", "no such thing")
@@ -103,14 +91,14 @@ def test_a_repository_is_served_as_it_is_now(root: Path, started: Start, manager
         aside.rename(root)
 
 
-def test_what_load_calls_decided_stays_decided(root: Path, started: Start, manager: Manager) -> None:
-    for name in ("loaded", "other", "given"):
+def test_a_reload_keeps_the_decisions_of_load_calls(root: Path, tmp_path: Path, manager: Manager) -> None:
+    for name in ("loaded", "other", "given", "gone"):
         generation(root, name, 1)
-    gone = generation(root, "gone", 1)
     with (
-        started("--model-control-mode", "explicit") as server,
+        Launched(root, tmp_path / "run", "--model-control-mode", "explicit") as server,
         shmserve.Client(runtime_dir=server.runtime_dir) as client,
     ):
+        manager.until("READY=1")
         client.load("loaded")
         client.load("gone")
         config = {
@@ -120,37 +108,19 @@ def test_what_load_calls_decided_stays_decided(root: Path, started: Start, manag
             "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1]}],
         }
         client.load("given", config=config)
-        brought = pids(client, "given")
+        before = pids(client, "given")
         for name in ("loaded", "other", "given"):
             renew(root / name, 2)
-        shutil.rmtree(gone)
+        shutil.rmtree(root / "gone")
         manager.reload(server)
         assert answer(client, "loaded") == 2
         assert answer(client, "gone") == 1
         assert "cannot reread model 'gone', which is served unchanged" in server.log
         assert not ready(client, "other")
-        assert pids(client, "given") == brought
+        assert pids(client, "given") == before
 
 
-def test_in_mode_poll_nobody_waits_for_the_next_look(root: Path, started: Start, manager: Manager) -> None:
-    generation(root, "changes", 1)
-    options = ("--model-control-mode", "poll", "--repository-poll-secs", "3600", "--settle-secs", "0")
-    with started(*options) as server, shmserve.Client(runtime_dir=server.runtime_dir) as client:
-        renew(root / "changes", 2)
-        manager.reload(server)
-        assert answer(client, "changes") == 2
-
-
-def test_without_a_manager_the_log_says_it(root: Path, tmp_path: Path) -> None:
-    identity(root, "stays")
-    with Launched(root, tmp_path / "run") as server, shmserve.Client(runtime_dir=server.runtime_dir) as client:
-        for _ in range(3):
-            server.signal(signal.SIGHUP)
-        assert answer(client, "stays") == 1
-    assert "SIGHUP: rereading the repositories" in server.log
-
-
-def test_a_terminal_that_goes_takes_its_server_along(root: Path, tmp_path: Path) -> None:
+def test_sighup_from_a_closed_terminal_stops_the_server(root: Path, tmp_path: Path) -> None:
     identity(root, "stays")
     ours, theirs = pty.openpty()
     try:
