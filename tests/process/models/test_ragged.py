@@ -1,13 +1,15 @@
-"""Ragged batches by way of a server: requests of different shapes run together."""
+"""Ragged batches through a server: requests of different shapes run together."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+import shmserve
 from shmserve.testing import Server
+from tests.support.model_files import write_model
 from tests.support.workers.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -35,37 +37,41 @@ instance_group { count: 1 }
 """
 
 
-def test_identity_repeats_ragged_inputs(tmp_path: Path) -> None:
-    """Without batch_output, as with Triton's backend of that name."""
-    (tmp_path / "same" / "1").mkdir(parents=True)
-    (tmp_path / "same" / "config.pbtxt").write_text(IDENTITY.replace('"y"', '"x"'))
-    xs = [np.random.default_rng(1).random(shape, np.float32) for shape in ((1, 2, 3), (1, 70, 90), (1, 1, 1))]
-    with Server(tmp_path) as server, server.client() as client:
-        futures = [
-            client.submit("same", {"x": x, "plain": np.array([[number]], np.int32)}) for number, x in enumerate(xs)
-        ]
-        for number, (future, x) in enumerate(zip(futures, xs, strict=True)):
-            found = future.result()
-            assert (found["x"] == x).all()
-            assert found["x"].shape == x.shape
-            assert found["z"].tolist() == [[number]]
-            del found
-        assert client.statistics("same")["model_stats"][0]["execution_count"] == 1
+XS = [np.random.default_rng(1).random(shape, np.float32) for shape in ((1, 2, 3), (1, 70, 90), (1, 1, 1))]
+"""A batch starts when it is full: after three requests, each with another shape."""
 
 
-def test_requests_of_different_shapes_share_a_batch(tmp_path: Path) -> None:
-    """A batch starts when it is full: three requests, none of which has the shape of another."""
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    write_model(root, "same", IDENTITY.replace('"y"', '"x"'))
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1]).weight("two", np.float32(2))
     graph.input("sums", "INT32", [-1]).output("upto", "INT32", [-1, 1]).weight("column", np.array([-1, 1]))
-    graph.node("Mul", ["x", "two"], ["y"]).node("Reshape", ["sums", "column"], ["upto"]).save(tmp_path / "ragged")
-    (tmp_path / "ragged" / "config.pbtxt").write_text(CONFIG)
-    xs = [np.random.default_rng(1).random(shape, np.float32) for shape in ((1, 2, 3), (1, 70, 90), (1, 1, 1))]
-    with Server(tmp_path) as server, server.client() as client:
-        futures = [client.submit("ragged", {"x": x}) for x in xs]
-        total = 0
-        for future, x in zip(futures, xs, strict=True):
-            found = future.result()
-            total += x.size
-            assert found["upto"].tolist() == [[total]]
-            assert (found["y"] == 2 * x).all()
-            del found
+    graph.node("Mul", ["x", "two"], ["y"]).node("Reshape", ["sums", "column"], ["upto"])
+    graph.save(write_model(root, "ragged", CONFIG))
+    with Server(root) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    with server.client() as client:
+        yield client
+
+
+def test_identity_repeats_ragged_inputs(client: shmserve.Client) -> None:
+    """Without batch_output, as with Triton's backend of that name."""
+    futures = [client.submit("same", {"x": x, "plain": np.array([[number]], np.int32)}) for number, x in enumerate(XS)]
+    for number, (future, x) in enumerate(zip(futures, XS, strict=True)):
+        found = future.result()
+        np.testing.assert_array_equal(found["x"], x)
+        assert found["z"].tolist() == [[number]]
+    assert client.statistics("same")["model_stats"][0]["execution_count"] == 1
+
+
+def test_requests_of_different_shapes_share_a_batch(client: shmserve.Client) -> None:
+    futures = [client.submit("ragged", {"x": x}) for x in XS]
+    for total, future, x in zip(np.cumsum([x.size for x in XS]), futures, XS, strict=True):
+        found = future.result()
+        assert found["upto"].tolist() == [[total]]
+        np.testing.assert_array_equal(found["y"], 2 * x)
