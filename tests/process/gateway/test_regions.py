@@ -16,8 +16,8 @@ import posix_ipc
 import pytest
 
 from shmserve.testing import Server
-from tests.process.gateway.test_http import Gateway, wait_in_flight
 from tests.support.ensemble_models import ensemble, model
+from tests.support.gateway.running_gateway import Gateway, wait_in_flight
 from tests.support.living import pids, until
 
 pytestmark = pytest.mark.process

@@ -16,8 +16,8 @@ import pytest
 
 from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
-from tests.process.gateway.test_http import Gateway, model, wait_in_flight
 from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.gateway.running_gateway import Gateway, model, wait_in_flight
 
 pytestmark = pytest.mark.process
 

@@ -21,8 +21,8 @@ import pytest
 import trustme
 
 from shmserve.testing import Server
-from tests.process.gateway.test_http import Gateway, binary, model, outputs, rows
 from tests.support.gateway.rpc import message as rpc_message
+from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
 
 pytestmark = pytest.mark.process
 

@@ -21,8 +21,8 @@ from shmserve.clients.transport.keys import read_pair
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
-from tests.process.gateway.test_http import model
 from tests.support.client_faces import FACES
+from tests.support.gateway.running_gateway import model
 
 pytestmark = pytest.mark.process
 

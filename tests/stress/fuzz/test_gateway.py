@@ -23,7 +23,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from bench.hostile.client import SECRETS
 from shmserve.testing import Server
-from tests.process.gateway.test_http import Gateway, model
+from tests.support.gateway.running_gateway import Gateway, model
 
 pytestmark = pytest.mark.process
 

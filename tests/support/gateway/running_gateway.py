@@ -1,0 +1,150 @@
+"""A real gateway next to a running server, identity models for it, and the bodies of its HTTP requests."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from shmserve.dtypes import TO_CONFIG
+from shmserve.testing import Server
+
+TALKER = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            count = int(pb_utils.get_input_tensor_by_name(request, "count").as_numpy().ravel()[0])
+            for number in range(0 if count == FAILS_AT_ONCE else abs(count)):
+                if request.is_cancelled():
+                    break
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("number", np.array([number], np.int32))]))
+            if count < 0:
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no more today")))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+TALKER_CONFIG = """
+name: "talker" backend: "python" max_batch_size: 0
+input [ { name: "count" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "number" data_type: TYPE_INT32 dims: [ 1 ] } ]
+model_transaction_policy { decoupled: true }
+"""
+FAILS_AT_ONCE = -1000
+
+
+class Gateway:
+    """`http`, `grpc` and `metrics` are its ports."""
+
+    def __init__(self, server: Server, *options: str) -> None:
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "shmserve.clients.cli.main", "gateway"]
+        command += ["--runtime-dir", str(server.runtime_dir)]
+        command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-fd", str(writer), *options]
+        self.process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)
+        os.close(writer)
+        with open(reader) as ready:
+            words = ready.readline().split()
+        assert words[:1] == ["READY"], self.process.communicate()
+        ports = dict(word.split("=") for word in words[1:])
+        self.http, self.grpc, self.metrics = (int(ports.get(name, 0)) for name in ("http", "grpc", "metrics"))
+
+    def connection(self, port: int = 0) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", port or self.http, timeout=30)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+        with contextlib.closing(self.connection()) as made:
+            text = json.dumps(body) if isinstance(body, dict) else body
+            made.request(method, path, text, {name.replace("_", "-"): value for name, value in headers.items()})
+            answer = made.getresponse()
+            return answer.status, answer.read()
+
+    def socket(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.http), 30)
+
+    def stop(self) -> bytes:
+        self.process.send_signal(signal.SIGTERM)
+        _, log = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, log
+        return log
+
+
+def model(repository: Path, name: str, dtypes: list[str], dims: str, batch: int, more: str = "") -> None:
+    tensors = "".join(
+        f'{kind} [ {{ name: "{letter}_{dtype}" data_type: {TO_CONFIG[dtype]} dims: {dims} }} ]\n'
+        for dtype in dtypes
+        for kind, letter in (("input", "i"), ("output", "o"))
+    )
+    (repository / name / "1").mkdir(parents=True)
+    text = f'name: "{name}" backend: "identity" max_batch_size: {batch}\n{tensors}{more}'
+    (repository / name / "config.pbtxt").write_text(text)
+
+
+def python_model(repository: Path, name: str, config: str, source: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
+    (repository / name / "1" / "model.py").write_text(source)
+
+
+def talker(repository: Path) -> None:
+    """A decoupled model that sends the numbers below `count`, and an error at the end if it is negative."""
+    source = TALKER.replace("FAILS_AT_ONCE", str(FAILS_AT_ONCE))
+    python_model(repository, "talker", TALKER_CONFIG, source)
+
+
+def binary(inputs: dict[str, tuple[str, np.ndarray[Any, Any], bytes]], **more: Any) -> tuple[bytes, dict[str, str]]:
+    """A body of the binary data extension: JSON, and the tensors behind it."""
+    document = {
+        "inputs": [
+            {"name": name, "datatype": dtype, "shape": array.shape, "parameters": {"binary_data_size": len(raw)}}
+            for name, (dtype, array, raw) in inputs.items()
+        ],
+        "parameters": {"binary_data_output": True},
+    }
+    text = json.dumps(document | more).encode()
+    body = text + b"".join(raw for _, _, raw in inputs.values())
+    return body, {"Inference-Header-Content-Length": str(len(text))}
+
+
+def outputs(answer: http.client.HTTPResponse) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The JSON of an answer, and the bytes of its outputs."""
+    body = answer.read()
+    assert answer.status == 200, body
+    length = int(answer.headers["Inference-Header-Content-Length"])
+    document, at, found = json.loads(body[:length]), length, {}
+    for output in document["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        found[output["name"]] = body[at : at + size]
+        at += size
+    assert at == len(body)
+    return document, found
+
+
+def rows(width: int, value: float = 0.0) -> dict[str, tuple[str, np.ndarray[Any, Any], bytes]]:
+    array = np.arange(width, dtype=np.float32).reshape(1, width) + np.float32(value)
+    return {"i_FP32": ("FP32", array, array.tobytes())}
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    with server.client() as client:
+        families = text_string_to_metric_families(client.metrics())
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def wait_in_flight(server: Server, least: int, most: int) -> None:
+    """Waits until the server has so many requests in flight."""
+    while not least <= metric(server, "shmserve_requests_in_flight") <= most:
+        continue
