@@ -9,6 +9,7 @@ import random
 import secrets
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,7 +22,16 @@ from shmserve.gateway.kserve.json_tensors import CONTENTS
 from shmserve.testing import Server
 from tests.conformance.client_ways import data
 from tests.support.gateway.rpc import INFERENCE, POOL, Rpcs, infer_request, message, outputs, parameter, refused, talk
-from tests.support.gateway.running_gateway import Gateway, metric, model, python_model, talker, wait_in_flight
+from tests.support.gateway.running_gateway import (
+    Gateway,
+    gated,
+    metric,
+    model,
+    open_gate,
+    python_model,
+    talker,
+    wait_in_flight,
+)
 
 pytestmark = pytest.mark.process
 
@@ -62,15 +72,22 @@ OVERRIDE = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def gate(repository: Path) -> Path:
+    return gated(repository)
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, gate: Path) -> Iterator[Server]:
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "typed", list(CONTENTS), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
     model(repository, "row, too", ["FP32"], "[ -1 ]", 8)
     model(repository, "spare", ["FP32"], "[ -1 ]", 8)
-    delay = 'parameters { key: "delay_us" value: { string_value: "300000" } }\n'
-    model(repository, "slow", ["FP32"], "[ -1 ]", 1, delay)
     talker(repository)
     python_model(repository, "summer", SUMS, SUMMER)
     with Server(repository, "--model-control-mode", "explicit", "--load-model", "*") as running:
@@ -138,7 +155,7 @@ def test_statistics(rpcs: Rpcs) -> None:
     assert after.inference_stats.success.count == before.inference_stats.success.count + 1
     assert after.inference_stats.success.ns > before.inference_stats.success.ns
     everything = rpcs.ModelStatistics(message("ModelStatisticsRequest")).model_stats
-    assert {"row", "types", "slow"} <= {one.name for one in everything}
+    assert {"row", "types", "gated"} <= {one.name for one in everything}
 
 
 def test_a_model_name_with_a_comma(rpcs: Rpcs) -> None:
@@ -325,21 +342,25 @@ def test_tensors_in_shared_memory(rpcs: Rpcs) -> None:
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline", "stream", "channel"])
-def test_a_caller_that_goes_away_cancels_its_requests(gateway: Gateway, server: Server, way: str) -> None:
+def test_a_caller_that_goes_away_cancels_its_requests(gateway: Gateway, server: Server, gate: Path, way: str) -> None:
     with Rpcs(gateway.grpc) as rpcs:
         if way == "stream":
             with talk(rpcs) as stream:
-                stream.say(*[row(4, name="slow") for _ in range(6)])
-                wait_in_flight(server, 3, 6)
+                stream.say(*[row(4, name="gated") for _ in range(6)])
+                wait_in_flight(server, 6, 6)
         else:
             limit = 0.5 if way == "deadline" else 60.0
-            calls = [rpcs.ModelInfer.future(row(30_000, name="slow"), timeout=limit) for _ in range(6)]
-            wait_in_flight(server, 3, 6)
+            calls = [rpcs.ModelInfer.future(row(30_000, name="gated"), timeout=limit) for _ in range(6)]
+            if way == "deadline":
+                for call in calls:
+                    assert call.exception(60).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            else:
+                wait_in_flight(server, 6, 6)
             if way == "cancel":
                 for call in calls:
                     call.cancel()
-            elif way == "deadline":
-                assert calls[-1].exception(60).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_in_flight(server, 1, 2)  # the worker has one that runs and one that waits, and reads orders when it is done
+    open_gate(gate)
     wait_in_flight(server, 0, 0)
 
 

@@ -27,8 +27,10 @@ from tests.support.gateway.running_gateway import (
     FAILS_AT_ONCE,
     Gateway,
     binary,
+    gated,
     metric,
     model,
+    open_gate,
     outputs,
     rows,
     talker,
@@ -42,14 +44,21 @@ LIMITS = ("--http-max-input-size=8000000", "--http-max-json-size=200000")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def gate(repository: Path) -> Path:
+    return gated(repository)
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, gate: Path) -> Iterator[Server]:
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
     model(repository, "spare", ["FP32"], "[ -1 ]", 8)
     model(repository, "word", ["BYTES"], "[ 1 ]", 8)
-    delay = 'parameters { key: "delay_us" value: { string_value: "400000" } }\n'
-    model(repository, "slow", ["FP32"], "[ -1 ]", 1, delay)
     model(repository, ODD, ["FP32"], "[ -1 ]", 8)
     talker(repository)
     with Server(repository, "--model-control-mode", "explicit", "--load-model", "*") as running:
@@ -298,42 +307,46 @@ def test_errors(gateway: Gateway, case: str) -> None:
     assert not re.search(r"/(tmp|run|dev)/|0x[0-9a-f]{6}", error)
 
 
-def slow_request(width: int) -> bytes:
+def gated_request(width: int) -> bytes:
     body, headers = binary(rows(width))
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return (
-        f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        f"POST /v2/models/gated/infer HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body
     )
 
 
 @pytest.mark.parametrize("width", [4, 30_000])
-def test_closing_the_connection_cancels_its_request(gateway: Gateway, server: Server, width: int) -> None:
-    """One request runs and five wait. When their connections close, not all of them are run."""
-    before = [metric(server, f"nv_inference_request_{what}_total", model="slow") for what in ("success", "failure")]
+def test_closing_the_connection_cancels_its_request(gateway: Gateway, server: Server, gate: Path, width: int) -> None:
+    """One request runs, five wait and are cancelled."""
+    names = [f"nv_inference_request_{outcome}_total" for outcome in ("success", "failure")]
+    before = [metric(server, name, model="gated") for name in names]
     callers = [gateway.socket() for _ in range(6)]
     for made in callers:
-        made.sendall(slow_request(width))
-    wait_in_flight(server, 3, 6)
+        made.sendall(gated_request(width))
+        wait_in_flight(server, 1, 6)
+    wait_in_flight(server, 6, 6)
     for made in callers[1:]:
         made.close()
+    wait_in_flight(server, 1, 2)  # the worker has a second one, and reads that it is cancelled after the first
+    open_gate(gate)
     assert callers[0].recv(65536).startswith(b"HTTP/1.1 200 ")
     callers[0].close()
     wait_in_flight(server, 0, 0)
-    after = [metric(server, f"nv_inference_request_{what}_total", model="slow") for what in ("success", "failure")]
-    assert sum(after) == sum(before) + 6
-    assert after[1] > before[1]
+    after = [metric(server, name, model="gated") for name in names]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 5]
 
 
 # ---------------------------------------------------------------------------------------- the process
 
 
-def test_requests_in_flight_are_answered_at_shutdown(server: Server) -> None:
+def test_requests_in_flight_are_answered_at_shutdown(server: Server, gate: Path) -> None:
     gateway = Gateway(server)
     idle, busy = gateway.socket(), gateway.socket()
-    busy.sendall(slow_request(4))
+    busy.sendall(gated_request(4))
     wait_in_flight(server, 1, 1)
     gateway.process.send_signal(signal.SIGTERM)
     assert idle.recv(1) == b""
+    open_gate(gate)
     assert busy.recv(65536).startswith(b"HTTP/1.1 200 ")
     assert busy.recv(1) == b""
     idle.close()

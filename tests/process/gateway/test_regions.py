@@ -1,4 +1,4 @@
-"""Shared memory that callers register at the gateway: workers read and write it in place, or its bytes are copied."""
+"""Shared memory that callers register at the gateway: workers read and write it in place, or the gateway copies it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.support.living import pids, until
 pytestmark = pytest.mark.process
 
 WIDTH = 50_000
-SIZE = 4 * WIDTH
 PYTHON = """
 import triton_python_backend_utils as pb_utils
 
@@ -38,28 +37,30 @@ class TritonPythonModel:
 
 
 HELD = (
-    PYTHON.replace("import triton", "import os, time\nimport triton", 1)
+    PYTHON
     + """
     def execute(self, requests):
-        while not os.path.exists("GO"):
-            time.sleep(0.01)
+        with open(GATE) as gate:
+            gate.read()
         return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
 """
 )
 
 
 @pytest.fixture(scope="module")
-def go(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model `held` answers when it exists."""
-    return tmp_path_factory.mktemp("held") / "go"
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model `held` answers when it is opened for writing."""
+    gate = tmp_path_factory.mktemp("held") / "gate"
+    os.mkfifo(gate)
+    return gate
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, go: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     model(root, "add", PYTHON)
     model(root, "first", "")
-    model(root, "held", HELD.replace("GO", str(go)))
+    model(root, "held", HELD.replace("GATE", repr(str(gate))))
     ensemble(root, "both", "x", "y", "first(x:x)->(y:t)", "add(x:t)->(y:y)")
     with Server(root, "--exit-on-error", "true") as running:
         yield running
@@ -80,42 +81,50 @@ def copying(server: Server) -> Iterator[Gateway]:
 
 
 class Memory:
-    """Of a caller: an input at 64, an output behind it."""
+    """A registered region: an input at 64, and behind it room for an output."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, width: int = WIDTH) -> None:
         self.key = f"/h-{os.getpid()}-{secrets.token_hex(8)}"
-        self.place = posix_ipc.SharedMemory(self.key, posix_ipc.O_CREX, size=64 + 3 * SIZE)
+        self.size = 4 * width
+        self.file = posix_ipc.SharedMemory(self.key, posix_ipc.O_CREX, size=64 + 3 * self.size)
         self.gateway = gateway
-        self.x = np.arange(WIDTH, dtype=np.float32)
-        os.pwrite(self.place.fd, self.x.tobytes(), 64)
-        order = {"key": self.key, "byte_size": 3 * SIZE, "offset": 64}
-        assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", order) == (200, b"")
+        self.x = np.arange(width, dtype=np.float32)
+        os.pwrite(self.file.fd, self.x.tobytes(), 64)
+        region = {"key": self.key, "byte_size": 3 * self.size, "offset": 64}
+        assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", region) == (200, b"")
+        status = json.loads(gateway.ask("GET", "/v2/systemsharedmemory/region/r/status")[1])
+        assert status == [region | {"name": "r"}]
 
-    def infer(self, name: str, room: int = SIZE) -> tuple[int, dict[str, Any]]:
-        size = {"shared_memory_region": "r", "shared_memory_byte_size": SIZE}
-        there = {"shared_memory_region": "r", "shared_memory_byte_size": room, "shared_memory_offset": SIZE}
-        asked = {
-            "inputs": [{"name": "x", "shape": [WIDTH], "datatype": "FP32", "parameters": size}],
-            "outputs": [{"name": "y", "parameters": there}],
+    def infer(self, name: str, room: int | None = None, offset: int | None = None) -> tuple[int, dict[str, Any]]:
+        size = {"shared_memory_region": "r", "shared_memory_byte_size": self.size}
+        output = size | {"shared_memory_offset": self.size if offset is None else offset}
+        if room is not None:
+            output["shared_memory_byte_size"] = room
+        request = {
+            "inputs": [{"name": "x", "shape": [len(self.x)], "datatype": "FP32", "parameters": size}],
+            "outputs": [{"name": "y", "parameters": output}],
         }
-        status, body = self.gateway.ask("POST", f"/v2/models/{name}/infer", asked)
+        status, body = self.gateway.ask("POST", f"/v2/models/{name}/infer", request)
         return status, json.loads(body)
 
-    def output(self, count: int) -> Any:
-        found = np.frombuffer(os.pread(self.place.fd, 4 * count, 64 + SIZE), np.float32)
-        os.pwrite(self.place.fd, bytes(4 * count), 64 + SIZE)
-        return found
+    def check_output(self) -> None:
+        """The model has written x + 1, but for the last element. Clears it for the next request."""
+        count = len(self.x) - 1
+        found = np.frombuffer(os.pread(self.file.fd, 4 * count, 64 + self.size), np.float32)
+        assert np.array_equal(found, self.x[:-1] + 1)
+        os.pwrite(self.file.fd, bytes(4 * count), 64 + self.size)
 
     def close(self) -> None:
         assert self.gateway.ask("POST", "/v2/systemsharedmemory/region/r/unregister") == (200, b"")
-        self.place.close_fd()
+        assert self.gateway.ask("GET", "/v2/systemsharedmemory/status") == (200, b"[]")
+        self.file.close_fd()
         with contextlib.suppress(posix_ipc.ExistentialError):
-            self.place.unlink()
+            self.file.unlink()
 
 
 @contextlib.contextmanager
-def registered(gateway: Gateway) -> Iterator[Memory]:
-    made = Memory(gateway)
+def registered(gateway: Gateway, width: int = WIDTH) -> Iterator[Memory]:
+    made = Memory(gateway, width)
     try:
         yield made
     finally:
@@ -133,22 +142,22 @@ def until_unmapped(server: Server, key: str) -> None:
 
 
 def test_workers_read_and_write_it_in_place(server: Server, gateway: Gateway) -> None:
-    """Outputs from the second request to a model on: with the first one it is learnt what the model is."""
+    """Outputs from the second request on: the gateway learns with the first one which model it is."""
     with registered(gateway) as memory:
         for _ in range(3):
             status, answer = memory.infer("add")
             assert (status, answer["outputs"][0]) == (200, {"name": "y", "datatype": "FP32", "shape": [WIDTH - 1]})
-            assert np.array_equal(memory.output(WIDTH - 1), memory.x[:-1] + 1)
+            memory.check_output()
         assert memory.key in maps(server, "add")
         writable = [line for line in maps(server, "add").splitlines() if memory.key in line and " rw-s " in line]
         assert writable, "the output went there without a copy"
-        status, answer = memory.infer("add", SIZE - 8)
-        assert (status, f"{SIZE - 4} bytes" in answer["error"]) == (400, True)
+        status, answer = memory.infer("add", room=memory.size - 8)
+        assert (status, f"{memory.size - 4} bytes" in answer["error"]) == (400, True)
         assert memory.infer("add")[0] == 200
     until_unmapped(server, memory.key)
 
 
-def test_one_in_use_is_unregistered_after_the_request(server: Server, gateway: Gateway, go: Path) -> None:
+def test_a_region_in_use_is_unregistered_after_the_request(server: Server, gateway: Gateway, gate: Path) -> None:
     def status() -> list[str]:
         code, body = gateway.ask("GET", "/v2/systemsharedmemory/status")
         assert code == 200
@@ -159,43 +168,46 @@ def test_one_in_use_is_unregistered_after_the_request(server: Server, gateway: G
         wait_in_flight(server, 1, 1)
         assert gateway.ask("POST", "/v2/systemsharedmemory/unregister") == (200, b"")
         assert status() == ["r"]
-        go.touch()
+        gate.open("w").close()
         assert answer.result(timeout=60)[0] == 200
         assert status() == []
-        assert np.array_equal(memory.output(WIDTH - 1), memory.x[:-1] + 1)
+        memory.check_output()
 
 
-def test_its_bytes_are_copied_if_that_is_asked_for(server: Server, copying: Gateway) -> None:
+def test_regions_are_copied_with_copy_client_shm(server: Server, copying: Gateway) -> None:
     with registered(copying) as memory:
         for _ in range(2):
             assert memory.infer("add")[0] == 200
-            assert np.array_equal(memory.output(WIDTH - 1), memory.x[:-1] + 1)
+            memory.check_output()
         assert memory.key not in maps(server, "add")
 
 
-def test_answers_of_ensembles_are_copied(gateway: Gateway) -> None:
-    with registered(gateway) as memory:
+@pytest.mark.parametrize(("name", "width"), [("both", WIDTH), ("add", 8)], ids=["ensemble", "small"])
+def test_outputs_of_ensembles_and_small_outputs_are_copied(gateway: Gateway, name: str, width: int) -> None:
+    with registered(gateway, width) as memory:
         for _ in range(2):
-            status, answer = memory.infer("both")
+            status, answer = memory.infer(name)
             assert status == 200, answer
-            assert np.array_equal(memory.output(WIDTH - 1), memory.x[:-1] + 1)
+            memory.check_output()
+        status, answer = memory.infer(name, offset=3 * memory.size)
+        assert (status, "Invalid offset" in answer["error"]) == (400, True)
 
 
-def test_what_workers_cannot_open_is_copied(server: Server, gateway: Gateway) -> None:
-    """Its name has gone; the gateway has it open. Before it is connected it copies everything."""
+def test_a_region_that_workers_cannot_open_is_copied(server: Server, gateway: Gateway) -> None:
+    """Its name is removed after the gateway has opened it. A gateway copies until it is connected to the server."""
     assert gateway.ask("GET", "/v2/health/ready")[0] == 200
     with registered(gateway) as memory:
-        memory.place.unlink()
+        memory.file.unlink()
         status, answer = memory.infer("add")
         assert (status, "retry" in answer["error"]) == (503, True)
         assert memory.infer("add")[0] == 200
-        assert np.array_equal(memory.output(WIDTH - 1), memory.x[:-1] + 1)
+        memory.check_output()
 
 
 def test_who_cuts_it_short_loses_his_own_request(server: Server, gateway: Gateway) -> None:
     with registered(gateway) as memory:
         assert memory.infer("add")[0] == 200
-        os.ftruncate(memory.place.fd, 64)
+        os.ftruncate(memory.file.fd, 64)
         status, answer = memory.infer("add")  # it is run once more, by a worker that cannot map it any more
         assert status in (500, 503), answer
         with server.client() as client:

@@ -98,6 +98,34 @@ def python_model(repository: Path, name: str, config: str, source: str) -> None:
     (repository / name / "1" / "model.py").write_text(source)
 
 
+GATED = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        (request,) = requests
+        with open(GATE) as gate:
+            gate.read()
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("o_FP32", request.inputs()[0].as_numpy())])]
+"""
+
+
+def gated(repository: Path) -> Path:
+    """A model that runs one request at a time, each when its gate is opened: a named pipe that is written to."""
+    gate = repository.with_name(f"{repository.name}-gate")
+    os.mkfifo(gate)
+    model(repository, "gated", ["FP32"], "[ -1 ]", 1)
+    config = repository / "gated" / "config.pbtxt"
+    config.write_text(config.read_text().replace("identity", "python"))
+    (repository / "gated" / "1" / "model.py").write_text(GATED.replace("GATE", repr(str(gate))))
+    return gate
+
+
+def open_gate(gate: Path) -> None:
+    """Lets one request pass, once the model has it."""
+    gate.open("w").close()
+
+
 def talker(repository: Path) -> None:
     """A decoupled model that sends the numbers below `count`, and an error at the end if it is negative."""
     source = TALKER.replace("FAILS_AT_ONCE", str(FAILS_AT_ONCE))
