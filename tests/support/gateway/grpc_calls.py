@@ -1,4 +1,4 @@
-"""What tests of the services of gRPC have in common: a link and streams that are not real."""
+"""A fake link, fake streams, and calls of the gRPC services on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.gateway.rpc import message, parameter
 
 
 class Link:
-    """Keeps what is asked, for the test to answer."""
+    """Keeps requests and queries for the test to answer."""
 
     def __init__(self) -> None:
         self.session = self
@@ -88,7 +88,7 @@ class Stream:
 
 
 class Forward:
-    """Of metadata, what begins with x-."""
+    """Forwards the metadata that begins with x-."""
 
     def of(self, headers: Any) -> dict[str, str] | None:
         return {name: value for name, value in headers if name.startswith("x-")} or None
@@ -106,7 +106,7 @@ class Case:
         self.call: Any = Methods(self.services)(stream)
 
     def ask(self, model: str = "m", **more: Any) -> Any:
-        """Sends a request; gives its ticket, where it came so far."""
+        """Sends a request. Returns its ticket, or None if it was refused."""
         before = len(self.link.asked)
         made = message("ModelInferRequest", model_name=model, id=more.pop("id", ""))
         for name, value in more.items():
@@ -114,17 +114,17 @@ class Case:
         self.call.message(made.SerializeToString())
         return self.link.asked[-1][0] if len(self.link.asked) > before else None
 
-    def said(self) -> list[tuple[str, str, bool | None]]:
-        """Of each answer since the last time: id, its output or error, and whether it is the final one."""
-        found = []
+    def answers(self) -> list[tuple[str, str, bool | None]]:
+        """The responses since the last call: id, output or error, and whether it is the final one."""
+        answers = []
         for data in self.stream.sent:
             one = message("ModelStreamInferResponse").FromString(data)
             answer = one.infer_response
             final = answer.parameters["triton_final_response"].bool_param if answer.parameters else None
             text = one.error_message or b"".join(answer.raw_output_contents).decode()
-            found.append((answer.id, text, final))
+            answers.append((answer.id, text, final))
         self.stream.sent.clear()
-        return found
+        return answers
 
 
 def part(text: str, last: bool = False) -> Held:
@@ -133,6 +133,6 @@ def part(text: str, last: bool = False) -> Held:
 
 
 def reply(text: str) -> Reply:
-    """Of a model that is not decoupled."""
+    """The response of a model that is not decoupled."""
     data = text.encode()
     return Reply(0, 1, (Tensor("o", "UINT8", (len(data),), data),))

@@ -1,6 +1,4 @@
-"""The ZeroMQ door of a gateway in a thread of the test's process, before a broker that the test commands; and a bare
-client of it, which knows only zmq and msgpack.
-"""
+"""The gateway's ZeroMQ listener in a thread, and a client of it that uses only zmq and msgpack."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ HELLO = [6, 1, 0, "bare", "frames"]
 
 
 class ListenerThread:
-    """Of three clients with keys, `alice` may operate, `bob` infers, and `eve` is not let in."""
+    """Of three clients with keys, `alice` has all roles, `bob` infers, and `eve` is not in the file of keys."""
 
     def __init__(
         self, folder: Path, url: str, limits: ZmqLimits | None = None, address: str = "tcp://127.0.0.1:0"
@@ -34,21 +32,20 @@ class ListenerThread:
             write_pair(folder, "server", make_pair(), "infer")
             for name, roles in (("alice", "infer,observe,operate"), ("bob", "infer"), ("eve", "infer")):
                 write_pair(folder, name, make_pair(), roles)
-        self.let_in("alice", "bob")
+        self.write_keys("alice", "bob")
         self._url = url
         self._address = address
         self._limits = limits or ZmqLimits(exit_timeout_s=5.0)
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-door")
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-listener")
         self._thread.start()
         self._ready.wait(20)
 
-    def let_in(self, *names: str) -> None:
+    def write_keys(self, *names: str) -> None:
         lines = [(self.folder / f"{name}.pub").read_text() for name in names]
-        there = self.folder / "keys"
         new = self.folder / "keys.new"
         new.write_text("# name by name\n\n" + "".join(lines))
-        new.rename(there)
+        new.rename(self.folder / "keys")
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -65,7 +62,7 @@ class ListenerThread:
         await link.close()
 
     def do(self, what: Any) -> Any:
-        """Calls it in the door's thread."""
+        """Calls `what` in the listener's thread."""
 
         async def call() -> Any:
             return what()
@@ -91,7 +88,7 @@ class ListenerThread:
 
 
 class Bare:
-    """A DEALER with CURVE. `kept`: so many messages libzmq reads ahead of it."""
+    """A DEALER with CURVE. `kept`: messages that libzmq reads ahead."""
 
     def __init__(
         self, listener: ListenerThread, name: str, identity: bytes = b"", greet: bool = True, kept: int = 1000
@@ -117,15 +114,15 @@ class Bare:
         self.socket.send_multipart([msgpack.packb(list(messages)), *frames])
 
     def receive(self) -> Any:
-        """The next message; its frames are in `frames`."""
+        """Returns the next message; its frames are in `frames`."""
         while not self.coming:
-            assert self.socket.poll(20_000), "nothing came"
+            assert self.socket.poll(20_000), "no message was received"
             packet, *self.frames = self.socket.recv_multipart()
             self.coming += msgpack.unpackb(packet)
         return self.coming.pop(0)
 
     def quiet(self) -> bool:
-        """Whether all that the door has said so far has been heard: it answers in order."""
+        """Whether no other message precedes the answer to a ping: all messages have been received."""
         self.send([4, 77])
         return bool(self.receive() == [5, 77])
 

@@ -220,14 +220,6 @@ def test_unread_http_responses_are_counted() -> None:
     assert budget.held == 0
 
 
-def test_a_response_that_is_read_at_once_is_not_counted() -> None:
-    budget = Budget(16 * MIB)
-    connection, transport, _, _ = connected(budget=budget)
-    receive(connection, post(bytes(MIB)))
-    assert answered(transport.sent) == [(200, bytes(MIB))]
-    assert budget.held == 0
-
-
 def test_unread_grpc_responses_are_counted() -> None:
     host = Host(held_bytes=16 * MIB, message_bytes=16 * MIB)
     slow = Caller(host)

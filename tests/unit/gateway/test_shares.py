@@ -34,19 +34,19 @@ class Ticket(PendingCall):
 
 def fill(payer: Payer, most: int, size: int = 0) -> list[Charged]:
     """Charges up to `most` calls, until one is refused."""
-    made: list[Charged] = []
+    charged: list[Charged] = []
     with suppress(Unavailable):
         for _ in range(most):
             ticket = Ticket()
             payer.charge(ticket, size)
-            made.append(ticket)
-    return made
+            charged.append(ticket)
+    return charged
 
 
 def pool(calls: int, bounds: ShareBounds) -> Shares:
-    made = Shares(bounds)
-    made.limits({"client_requests": calls})
-    return made
+    shares = Shares(bounds)
+    shares.limits({"client_requests": calls})
+    return shares
 
 
 def counts(shares: Shares) -> tuple[int, int]:
@@ -58,11 +58,11 @@ def test_nine_connections_of_one_address_leave_the_others_room() -> None:
     attackers = [shares.connect("10.0.0.1").payer("") for _ in range(9)]
     taken = [len(fill(attacker, 1000)) for attacker in attackers]
     assert 2048 <= sum(taken) <= 4096
-    assert len(fill(shares.connect("10.0.0.1").payer(""), 1000)) >= 50, "beside them, at the same address"
+    assert len(fill(shares.connect("10.0.0.1").payer(""), 1000)) >= 50, "at the same address"
     assert len(fill(shares.connect("10.0.0.2").payer(""), 10_000)) >= 1000, "at another address"
 
 
-def test_nine_connections_of_this_machine_leave_the_others_room() -> None:
+def test_nine_local_connections_leave_the_others_room() -> None:
     shares = Shares()
     for _ in range(9):
         fill(shares.connect("127.0.0.1").payer(""), 1000)
@@ -93,12 +93,12 @@ def test_a_connection_alone_has_a_quarter_of_the_calls() -> None:
     assert 'share_refusals_total{share="connection"} 2' in shares.metrics()
 
 
-def test_each_next_one_has_a_quarter_of_what_the_others_leave() -> None:
+def test_each_connection_has_a_quarter_of_the_rest() -> None:
     shares = pool(400, ShareBounds())
     assert [len(fill(shares.connect(f"10.0.0.{n + 10}").payer(""), 1000)) for n in range(5)] == [100, 75, 56, 42, 31]
 
 
-def test_a_full_address_is_closed_to_those_who_have_much_of_it() -> None:
+def test_a_full_address_refuses_its_largest_connections() -> None:
     shares = pool(400, ShareBounds(connection=1.0))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 1000)) == 100
@@ -108,7 +108,7 @@ def test_a_full_address_is_closed_to_those_who_have_much_of_it() -> None:
     assert [len(fill(shares.connect("10.0.0.1").payer(""), 1000)) for _ in range(8)] == [18, 14, 10, 8, 6, 4, 3, 3]
 
 
-def test_a_token_is_charged_wherever_it_comes_from() -> None:
+def test_the_share_of_a_token_includes_all_its_connections() -> None:
     shares = pool(400, ShareBounds())
     connections = [shares.connect(f"10.0.0.{n + 10}") for n in range(30)]
     taken = [len(fill(connection.payer("bob"), 1000)) for connection in connections]
@@ -119,7 +119,7 @@ def test_a_token_is_charged_wherever_it_comes_from() -> None:
     shares.connect("10.9.9.9").payer("").take(0)
 
 
-def test_input_bytes_have_shares_too_and_one_request_always_fits() -> None:
+def test_input_bytes_have_shares_and_one_request_always_fits() -> None:
     shares = Shares(ShareBounds(input_bytes=4000))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 10, 400)) == 2
@@ -139,16 +139,16 @@ def test_with_whole_shares_only_the_total_counts() -> None:
         payer.take(0)
 
 
-def test_below_the_smallest_share_nothing_is_looked_at() -> None:
-    """What a request costs while the gateway is calm: a broker without limits is never asked about any account."""
+def test_no_account_is_checked_below_the_smallest_share() -> None:
+    """Requests stay cheap while few are in flight."""
     shares = pool(400, ShareBounds())
     payer = shares.connect("10.0.0.1").payer("")
-    shares.connect("10.0.0.1").payer("")  # which has nothing in flight
+    shares.connect("10.0.0.1").payer("")  # without requests in flight
     payer.accounts[1].share = 0.0
     assert len(fill(payer, 99)) == 99
 
 
-def test_questions_have_an_allowance_of_their_own() -> None:
+def test_queries_have_shares_of_their_own() -> None:
     shares = pool(400, ShareBounds())
     shares.limits({"client_questions": 40})
     payer = shares.connect("10.0.0.1").payer("bob")
@@ -158,7 +158,7 @@ def test_questions_have_an_allowance_of_their_own() -> None:
         payer.questions.take(0)
 
 
-def test_a_call_is_released_once_however_it_ends() -> None:
+def test_a_call_is_released_once() -> None:
     shares = Shares()
     payer = shares.connect("10.0.0.1").payer("bob")
 
@@ -186,7 +186,7 @@ def test_a_call_is_released_once_however_it_ends() -> None:
     ("::ffff:10.1.2.3", "10.1.2.3"), ("fe80::1%eth0", "fe80::/64"), ("", ""), ("None", ""), ("127.0.0.9", ""),
     ("::1", ""), ("::ffff:127.0.0.1", ""),
 ])  # fmt: skip
-def test_addresses_of_one_caller(address: str, expected: str) -> None:
+def test_addresses_of_one_client(address: str, expected: str) -> None:
     assert network_of(address) == expected
 
 
@@ -194,7 +194,7 @@ def test_addresses_of_one_caller(address: str, expected: str) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["take", "give", "close"]), st.integers(0, 50)), max_size=300)
 )
-def test_counts_are_the_sums_of_what_is_in_flight(steps: list[tuple[int, str, int]]) -> None:
+def test_counts_are_the_sums_of_the_calls_in_flight(steps: list[tuple[int, str, int]]) -> None:
     shares = pool(60, ShareBounds(input_bytes=2000))
     open_: dict[int, tuple[ConnectionShares, str]] = {}
     flying: list[tuple[int, str, Charged]] = []

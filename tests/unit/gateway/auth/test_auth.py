@@ -1,4 +1,4 @@
-"""Who may do what at the gateway's doors: roles, tokens, restricted APIs, headers for models, certificates."""
+"""Access control of the gateway: roles, tokens, restricted APIs, forwarded headers and certificates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import re
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +27,28 @@ from shmserve.gateway.http.heads import HttpHeads, parse
 from shmserve.protocol.messages import PARAMETERS
 from shmserve.protocol.roles import ROLES
 from shmserve.terminal.errors import Failed, Misuse
+from tests.support.gateway.http_connection import lines
 
 
 def nothing(name: str) -> None:
     return None
 
 
-def lines(*named: str, path: str = "/v2/models/m/infer", method: str = "POST") -> bytes:
-    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: x", *named, "", "")).encode("latin-1")
-
-
 def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+def with_token(roles: Iterable[str] = ROLES, token: str = "t", role: str = "infer") -> EndpointAccess:
+    """An endpoint that grants `roles` without a token, and `role` to a token."""
+    return EndpointAccess(roles, tokens.Tokens(f"a {role} {digest(token)}"))
 
 
 # ---------------------------------------------------------------------------------------- roles
 
 
 @pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
-def test_who_has_none_of_the_roles_is_refused(action: str) -> None:
-    """Every action against every set of roles; one that is not in the table nobody has."""
+def test_an_action_needs_one_of_its_roles(action: str) -> None:
+    """Every action with every set of roles. An action that is not in the table is denied."""
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
         access = EndpointAccess(roles)
         if roles & set(NEEDS.get(action, ())):
@@ -56,7 +59,7 @@ def test_who_has_none_of_the_roles_is_refused(action: str) -> None:
 
 
 @pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
-def test_tokens_give_their_roles_and_nobody_else_has_any(action: str) -> None:
+def test_tokens_grant_their_roles_and_no_others(action: str) -> None:
     known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in ROLES))
     access = EndpointAccess((), known)
     for role in ROLES:
@@ -66,17 +69,17 @@ def test_tokens_give_their_roles_and_nobody_else_has_any(action: str) -> None:
         else:
             with pytest.raises(Denied, match="neither this token nor this endpoint grants"):
                 access.check(action, bearer.get)
-    for given_ in (None, "", "Bearer", "Bearer infe", "Basic infer", "infer", f"Bearer {digest('infer')}"):
-        headers_: dict[str, Any] = {"authorization": given_}
+    for invalid in (None, "", "Bearer", "Bearer infe", "Basic infer", "infer", f"Bearer {digest('infer')}"):
+        headers: dict[str, Any] = {"authorization": invalid}
         if action in OPEN:
-            access.check(action, headers_.get)
+            access.check(action, headers.get)
         else:
             with pytest.raises(Unauthenticated):
-                access.check(action, headers_.get)
+                access.check(action, headers.get)
 
 
-def test_a_token_adds_to_what_the_door_gives_and_a_wrong_one_is_said() -> None:
-    access = EndpointAccess(["observe"], tokens.Tokens(f"a infer {digest('t')}"))
+def test_a_token_adds_to_the_roles_of_the_endpoint_and_an_unknown_one_is_refused() -> None:
+    access = with_token(["observe"])
     access.check("statistics", nothing)
     access.check("statistics", {"authorization": "bearer t"}.get)
     access.check("infer", {"authorization": "BEARER  t"}.get)
@@ -87,13 +90,13 @@ def test_a_token_adds_to_what_the_door_gives_and_a_wrong_one_is_said() -> None:
     assert str(access) == "roles observe, tokens: 1"
 
 
-def test_pages_in_browsers_change_nothing_in_the_name_of_who_looks_at_them() -> None:
-    """Browsers let any page send a POST to this machine, and say of which page it is."""
+def test_web_pages_change_nothing_without_a_token() -> None:
+    """Browsers let any page send a POST to this machine, with the page as its origin."""
     page = {"origin": "http://example.org", "authorization": "Bearer t"}
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
     changing |= {"memory_register", "memory_unregister", "memory_status"}
     for action in NEEDS:
-        EndpointAccess(ROLES, tokens.Tokens(f"a operate {digest('t')}")).check(action, page.get)
+        with_token(role="operate").check(action, page.get)
         if action in changing:
             with pytest.raises(Denied, match="requests from web pages"):
                 EndpointAccess(ROLES).check(action, page.get)
@@ -104,27 +107,25 @@ def test_pages_in_browsers_change_nothing_in_the_name_of_who_looks_at_them() -> 
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def test_a_new_token_is_one() -> None:
+def test_a_new_token_and_its_line() -> None:
     token, line = tokens.new("alice", "infer,observe")
     assert token not in line
     assert len(token) >= 40
-    assert tokens.Tokens(f"# people\n\n{line}\n").holder(f"Bearer {token}") == (
-        "alice",
-        frozenset({"infer", "observe"}),
-    )
+    holder = tokens.Tokens(f"# people\n\n{line}\n").holder(f"Bearer {token}")
+    assert holder == ("alice", frozenset({"infer", "observe"}))
     assert tokens.new("alice", "infer")[0] != token
     with pytest.raises(tokens.BadTokens):
         tokens.new("a b", "infer")
 
 
-def test_the_command_that_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_for_a_new_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["gateway", "--new-token", "alice=infer"]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"alice infer {digest(said.err.split()[-1])}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"alice infer {digest(printed.err.split()[-1])}\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "text"),
     [
         ("alice infer", "NAME ROLE,ROLE SHA256"),
         ("alice infer secret", "not the token itself"),
@@ -133,15 +134,21 @@ def test_the_command_that_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
         (f"a infer {digest('x')}\nb infer {digest('x')}", "line 2: the same token"),
     ],
 )
-def test_lines_of_tokens_that_are_none(line: str, said: str) -> None:
-    with pytest.raises(tokens.BadTokens, match=said) as caught:
+def test_invalid_lines_of_tokens_are_refused(line: str, text: str) -> None:
+    with pytest.raises(tokens.BadTokens, match=text) as caught:
         tokens.Tokens(line)
     assert "secret" not in str(caught.value)
 
 
-def test_nobody_else_may_write_the_file_of_tokens(tmp_path: Path) -> None:
+@pytest.fixture
+def tokens_file(tmp_path: Path) -> Path:
     path = tmp_path / "tokens"
     path.write_text(f"a infer {digest('x')}\n")
+    return path
+
+
+def test_an_invalid_file_of_tokens_is_refused(tokens_file: Path) -> None:
+    path = tokens_file
     path.chmod(0o640)
     assert len(tokens.load(str(path))) == 1
     path.chmod(0o660)
@@ -155,11 +162,11 @@ def test_nobody_else_may_write_the_file_of_tokens(tmp_path: Path) -> None:
     with pytest.raises(tokens.BadTokens, match="exceeds"):
         tokens.load(str(path))
     with pytest.raises(tokens.BadTokens, match="No such file"):
-        tokens.load(str(tmp_path / "none"))
+        tokens.load(f"{path}.none")
 
 
 @given(st.text(max_size=200))
-def test_any_text_is_tokens_or_not(text: str) -> None:
+def test_any_text_is_a_file_of_tokens_or_refused(text: str) -> None:
     with contextlib.suppress(tokens.BadTokens):
         assert tokens.Tokens(text).holder("Bearer x") is None
 
@@ -172,16 +179,16 @@ def test_every_action_is_in_one_group() -> None:
     assert sorted(grouped) == sorted(set(NEEDS) - {"metrics"})
 
 
-def test_a_group_wants_its_header() -> None:
-    given_ = [restricted_apis.read("health,model-repository:Admin-Key=a=b"), restricted_apis.read("inference:user=u")]
-    found = restricted_apis.Restrictions(given_)
-    assert found.headers == {"admin-key", "user"}
-    assert found.refusal("live", {"admin-key": "a=b"}.get) is None
-    assert found.refusal("infer", {"user": "u"}.get) is None
-    assert found.refusal("config", nothing) is None
+def test_a_restricted_group_needs_its_header() -> None:
+    options = ["health,model-repository:Admin-Key=a=b", "inference:user=u"]
+    restricted = restricted_apis.Restrictions(list(map(restricted_apis.read, options)))
+    assert restricted.headers == {"admin-key", "user"}
+    assert restricted.refusal("live", {"admin-key": "a=b"}.get) is None
+    assert restricted.refusal("infer", {"user": "u"}.get) is None
+    assert restricted.refusal("config", nothing) is None
     text = "This API is restricted, expecting header 'Admin-Key'"
     for wrong in ({}, {"admin-key": "a"}, {"admin-key": "a=b "}, {"user": "u"}, {"admin-key": "é\udc80"}):
-        assert found.refusal("load", wrong.get) == text
+        assert restricted.refusal("load", wrong.get) == text
     rpc = restricted_apis.Restrictions([restricted_apis.read("inference:k=v", restricted_apis.RPC_PREFIX)], "protocol")
     assert rpc.refusal("infer", {"triton-grpc-protocol-k": "v"}.get) is None
     text = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
@@ -192,20 +199,19 @@ def test_a_group_wants_its_header() -> None:
     "text", ["", "health", "health:k", "health:=v", "health:k=", "cooking:k=v", ":k=v", "health,:k=v", "health:a b=v",
              "health:k=\x01", "health:k= v", "health:k=é"],
 )  # fmt: skip
-def test_restrictions_that_are_none(text: str) -> None:
+def test_invalid_restrictions_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         restricted_apis.read(text)
 
 
-def test_a_group_is_restricted_once() -> None:
+def test_a_group_can_be_restricted_once() -> None:
     with pytest.raises(ValueError, match="health is restricted more than once"):
         restricted_apis.Restrictions([restricted_apis.read("health:a=b"), restricted_apis.read("trace,health:c=d")])
 
 
-def test_roles_come_first_and_restrictions_with_them() -> None:
-    access = EndpointAccess(
-        ["infer"], None, restricted_apis.Restrictions([restricted_apis.read("inference,statistics:k=v")])
-    )
+def test_roles_and_restrictions_are_both_checked() -> None:
+    restricted = restricted_apis.Restrictions([restricted_apis.read("inference,statistics:k=v")])
+    access = EndpointAccess(["infer"], None, restricted)
     access.check("infer", {"k": "v"}.get)
     with pytest.raises(Denied, match="restricted, expecting header 'k'"):
         access.check("infer", nothing)
@@ -213,10 +219,10 @@ def test_roles_come_first_and_restrictions_with_them() -> None:
         access.check("statistics", {"k": "v"}.get)
 
 
-# ---------------------------------------------------------------------------------------- headers for models
+# ---------------------------------------------------------------------------------------- forwarded headers
 
 
-def test_headers_that_fit_go_on() -> None:
+def test_matching_headers_are_forwarded() -> None:
     forward = header_forwarding.Forward("x-.*|User", ["x-key"])
     assert forward.of([("X-A", "1"), ("x-key", "2"), ("x-a", "3"), ("USER", "4"), ("ax-b", "5")]) == {
         "X-A": "1, 3", "USER": "4",
@@ -225,7 +231,7 @@ def test_headers_that_fit_go_on() -> None:
     assert header_forwarding.Forward("(?-i)X-.*").of([("x-a", "1"), ("X-a", "2")]) == {"X-a": "2"}
 
 
-def test_what_means_something_to_the_server_is_refused() -> None:
+def test_reserved_headers_are_refused() -> None:
     forward = header_forwarding.Forward(".*")
     names = ["Timeout", "priority", "sequence_id", "Sequence_Start", "sequence_end", "triton_x", "headers",
              "binary_data_output"]  # fmt: skip
@@ -239,7 +245,7 @@ def test_what_means_something_to_the_server_is_refused() -> None:
 
 
 def test_a_hostile_name_takes_no_longer_than_another() -> None:
-    """With Python's own `re` this would not end."""
+    """With the module `re` this would not end."""
     forward = header_forwarding.Forward("(a+)+(b+)+(.*.*.*.*.*.*)+c")
     assert forward.of([("a" * 120, "")]) is None
     with pytest.raises(ValueError, match="the limit is"):
@@ -250,12 +256,12 @@ def test_a_hostile_name_takes_no_longer_than_another() -> None:
         header_forwarding.Forward("(((((a{100}){100}){100}){100}){100})")
 
 
-def test_a_header_stands_for_the_parameter_of_its_name() -> None:
-    given_ = {"a": 1, "x-user": "of the body"}
-    assert header_forwarding.merged(given_, None) is given_
+def test_a_header_replaces_the_parameter_of_its_name() -> None:
+    parameters = {"a": 1, "x-user": "of the body"}
+    assert header_forwarding.merged(parameters, None) is parameters
     assert header_forwarding.merged(None, {"b": "c"}) == {"b": "c"}
-    assert header_forwarding.merged(given_, {"X-User": "of the head"}) == {"a": 1, "X-User": "of the head"}
-    assert given_ == {"a": 1, "x-user": "of the body"}
+    assert header_forwarding.merged(parameters, {"X-User": "of the head"}) == {"a": 1, "X-User": "of the head"}
+    assert parameters == {"a": 1, "x-user": "of the body"}
     with pytest.raises(InvalidRequest, match="including forwarded headers"):
         header_forwarding.merged({f"a{number}": 1 for number in range(PARAMETERS)}, {"b": "c"})
 
@@ -263,8 +269,8 @@ def test_a_header_stands_for_the_parameter_of_its_name() -> None:
 # ---------------------------------------------------------------------------------------- heads
 
 
-def test_heads_say_who_may_and_what_goes_on() -> None:
-    access = EndpointAccess((), tokens.Tokens(f"a infer {digest('t')}"))
+def test_heads_have_the_result_of_the_access_check() -> None:
+    access = with_token(())
     heads = HttpHeads(access, forward=header_forwarding.Forward("x-.*"))
     good = lines("Authorization: Bearer t", "X-User: J\xf6rg", "x-user: b")
     head = heads.head(good)
@@ -276,14 +282,14 @@ def test_heads_say_who_may_and_what_goes_on() -> None:
     assert isinstance(refused.refusal, Unauthenticated)
     assert refused.refusal.__traceback__ is None
     assert heads.head(bad) is not refused
-    assert heads.head(lines(path="/v2", method="GET")).refusal is not None
-    assert heads.head(lines(path="/v2/health/live", method="GET")).refusal is None
+    assert heads.head(lines(first="GET /v2 HTTP/1.1")).refusal is not None
+    assert heads.head(lines(first="GET /v2/health/live HTTP/1.1")).refusal is None
     access.tokens = tokens.Tokens("")
     heads.forget()
     assert isinstance(heads.head(good).refusal, Unauthenticated)
 
 
-def test_two_authorizations_are_none() -> None:
+def test_two_authorizations_are_refused() -> None:
     access = EndpointAccess(ROLES, tokens.Tokens(f"a infer {digest('a')}\nb infer {digest('b')}"))
     for other in "ab":
         head = parse(lines("Authorization: Bearer a", f"authorization: Bearer {other}"), access=access)
@@ -311,19 +317,27 @@ def files(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
     return {path.name: str(path) for path in tmp_path.iterdir()} | {"none": str(tmp_path / "none")}
 
 
-def test_certificates_make_a_context(files: dict[str, str]) -> None:
-    made = tls.context(Files(FlagFile(files["cert"], "--c"), FlagFile(files["key"], "--k")), "h2")
-    assert made.minimum_version == ssl.TLSVersion.TLSv1_2
-    assert made.verify_mode == ssl.CERT_NONE
-    both = Files(FlagFile(files["both"], "--c"), None, FlagFile(files["ca"], "--a"))
-    assert tls.context(both, "h2").verify_mode == ssl.CERT_REQUIRED
-    assert tls.exposed(Files(FlagFile(files["cert"], "--c"), FlagFile(files["key"], "--k"))) is None
+def chosen(files: dict[str, str], cert: str, key: str | None, ca: str | None = None) -> Files:
+    return Files(
+        FlagFile(files[cert], "--c"),
+        FlagFile(files[key], "--k") if key else None,
+        FlagFile(files[ca], "--a") if ca else None,
+    )
+
+
+def test_the_context_of_certificates(files: dict[str, str]) -> None:
+    separate = chosen(files, "cert", "key")
+    context = tls.context(separate, "h2")
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert context.verify_mode == ssl.CERT_NONE
+    assert tls.context(chosen(files, "both", None, "ca"), "h2").verify_mode == ssl.CERT_REQUIRED
+    assert tls.exposed(separate) is None
     Path(files["key"]).chmod(0o644)
-    assert "chmod 600" in (tls.exposed(Files(FlagFile(files["cert"], "--c"), FlagFile(files["key"], "--k"))) or "")
+    assert "chmod 600" in (tls.exposed(separate) or "")
 
 
 @pytest.mark.parametrize(
-    ("cert", "key", "ca", "flags_", "said"),
+    ("cert", "key", "ca", "flag", "text"),
     [
         ("none", "key", None, "--c", "No such file"),
         ("cert", "none", None, "--k", "No such file"),
@@ -335,20 +349,15 @@ def test_certificates_make_a_context(files: dict[str, str]) -> None:
         ("cert", "key", "noise", "--a", "no certificate"),
     ],
 )
-def test_files_that_are_no_certificates(
-    files: dict[str, str], cert: str, key: str | None, ca: str | None, flags_: str, said: str
+def test_invalid_certificates_are_refused(
+    files: dict[str, str], cert: str, key: str | None, ca: str | None, flag: str, text: str
 ) -> None:
-    chosen = Files(
-        FlagFile(files[cert], "--c"),
-        FlagFile(files[key], "--k") if key else None,
-        FlagFile(files[ca], "--a") if ca else None,
-    )
-    with pytest.raises(tls.BadCertificate, match=said) as caught:
-        tls.context(chosen, "h2")
-    assert flags_ in str(caught.value)
+    with pytest.raises(tls.BadCertificate, match=text) as caught:
+        tls.context(chosen(files, cert, key, ca), "h2")
+    assert flag in str(caught.value)
 
 
-def test_an_encrypted_key_asks_nobody(files: dict[str, str], tmp_path: Path) -> None:
+def test_an_encrypted_key_is_refused_without_a_prompt(files: dict[str, str], tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
     key = serialization.load_pem_private_key(Path(files["key"]).read_bytes(), None)
@@ -369,20 +378,20 @@ def arguments(*words: str) -> argparse.Namespace:
     return main.parser().parse_args(["gateway", *words])
 
 
-def test_doors_without_a_guard_say_so() -> None:
+def test_endpoints_without_access_control() -> None:
     guards = Guards(arguments())
     assert guards.http.tls is guards.metrics.tls is guards.rpc.tls is None
     assert guards.http.lack("127.0.0.1") is guards.http.lack("localhost") is guards.http.lack("::1") is None
-    told = guards.http.lack("0.0.0.0") or ""
-    assert "any client can use it" in told
-    assert "not encrypted" in told
+    warning = guards.http.lack("0.0.0.0") or ""
+    assert "any client can use it" in warning
+    assert "not encrypted" in warning
     guards.http.access.check("infer", nothing)
     guards.metrics.access.check("metrics", nothing)
     with pytest.raises(Denied):
         guards.metrics.access.check("infer", nothing)
 
 
-def test_grpc_gives_what_http_gives_unless_it_is_said() -> None:
+def test_the_roles_of_grpc_default_to_those_of_http() -> None:
     for words in (["--http-roles", "infer"], ["--http-roles", "observe", "--grpc-roles", "infer"]):
         guards = Guards(arguments(*words))
         guards.rpc.access.check("infer", nothing)
@@ -390,31 +399,29 @@ def test_grpc_gives_what_http_gives_unless_it_is_said() -> None:
             guards.rpc.access.check("statistics", nothing)
 
 
-def test_what_is_lacking_where(files: dict[str, str], tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    path.write_text(f"a infer {digest('x')}\n")
-    secure, known = ("--tls-cert", files["both"]), ("--tokens-file", str(path))
+def test_missing_protection_on_other_interfaces(files: dict[str, str], tokens_file: Path) -> None:
+    secure, known = ("--tls-cert", files["both"]), ("--tokens-file", str(tokens_file))
     assert Guards(arguments(*secure, *known)).http.lack("0.0.0.0") is None
     assert Guards(arguments(*secure, "--tls-client-ca", files["ca"])).http.lack("::") is None
     assert "not encrypted" not in (Guards(arguments(*secure)).http.lack("0.0.0.0") or "")
-    told = Guards(arguments(*known)).http.lack("example.org") or ""
-    assert "can use it" not in told
-    assert "including tokens, is not encrypted" in told
+    warning = Guards(arguments(*known)).http.lack("example.org") or ""
+    assert "can use it" not in warning
+    assert "including tokens, is not encrypted" in warning
 
 
-def test_tritons_flags_are_for_grpc_alone(files: dict[str, str]) -> None:
-    given_ = ("--grpc-use-ssl", "true", "--grpc-server-cert", files["cert"], "--grpc-server-key", files["key"])
-    guards = Guards(arguments(*given_))
+def test_tritons_tls_flags_are_for_grpc_only(files: dict[str, str]) -> None:
+    words = ("--grpc-use-ssl", "true", "--grpc-server-cert", files["cert"], "--grpc-server-key", files["key"])
+    guards = Guards(arguments(*words))
     assert guards.http.tls is None
     assert guards.rpc.tls is not None
     assert guards.rpc.tls.verify_mode == ssl.CERT_NONE
-    mutual = Guards(arguments(*given_, "--grpc-use-ssl-mutual=true", "--grpc-root-cert", files["ca"]))
+    mutual = Guards(arguments(*words, "--grpc-use-ssl-mutual=true", "--grpc-root-cert", files["ca"]))
     assert mutual.rpc.tls is not None
     assert mutual.rpc.tls.verify_mode == ssl.CERT_REQUIRED
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("--tls-key", "x"), "--tls-key requires --tls-cert"),
         (("--tls-client-ca", "x"), "--tls-client-ca requires --tls-cert"),
@@ -425,23 +432,21 @@ def test_tritons_flags_are_for_grpc_alone(files: dict[str, str]) -> None:
         (("--http-restricted-api", "health:a=b", "--http-restricted-api", "health:a=b"), "more than once"),
     ],
 )
-def test_flags_that_do_not_go_together(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(Misuse, match=re.escape(said)):
+def test_inconsistent_flags_are_refused(words: tuple[str, ...], text: str) -> None:
+    with pytest.raises(Misuse, match=re.escape(text)):
         Guards(arguments(*words))
 
 
-def test_files_that_are_not_there_are_said_with_their_flag(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_its_flag(tmp_path: Path) -> None:
     for flag in ("--tls-cert", "--tokens-file"):
         with pytest.raises(Failed, match=re.escape(f"{flag} {tmp_path / 'none'}: No such file or directory")):
             Guards(arguments(flag, str(tmp_path / "none")))
 
 
-def test_files_are_read_again_as_a_whole(files: dict[str, str], tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    path.write_text(f"a infer {digest('x')}\n")
-    guards = Guards(arguments("--tls-cert", files["both"], "--tokens-file", str(path)))
+def test_files_are_reloaded_only_if_all_are_valid(files: dict[str, str], tokens_file: Path) -> None:
+    guards = Guards(arguments("--tls-cert", files["both"], "--tokens-file", str(tokens_file)))
     before, known = guards.http.tls, guards.http.access.tokens
-    path.write_text(f"a infer {digest('y')}\n")
+    tokens_file.write_text(f"a infer {digest('y')}\n")
     certificate = Path(files["both"]).read_bytes()
     Path(files["both"]).write_bytes(b"")
     with pytest.raises(Failed, match="--tls-cert"):
@@ -456,17 +461,9 @@ def test_files_are_read_again_as_a_whole(files: dict[str, str], tmp_path: Path) 
         guards.http.access.check("infer", {"authorization": "Bearer x"}.get)
 
 
-def test_keys_are_not_for_models(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    path.write_text(f"a infer {digest('x')}\n")
-    words = [
-        "--tokens-file",
-        str(path),
-        "--http-restricted-api",
-        "health:admin=x",
-        "--http-header-forward-pattern",
-        ".*",
-    ]
+def test_credentials_are_not_forwarded(tokens_file: Path) -> None:
+    words = ["--tokens-file", str(tokens_file)]
+    words += ["--http-restricted-api", "health:admin=x", "--http-header-forward-pattern", ".*"]
     words += ["--grpc-restricted-protocol", "health:k=x", "--grpc-header-forward-pattern", ".*"]
     guards = Guards(arguments(*words))
     for guard in (guards.http, guards.rpc):

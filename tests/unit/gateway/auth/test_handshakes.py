@@ -20,7 +20,7 @@ from shmserve.gateway.listeners.handshakes import ADDRESS_SHARE, LEAST_ROOM, UND
 
 uvloop.new_event_loop().close()  # the first loop of a process opens a pipe for signals, which libuv keeps
 MOST = int(UNDER_WAY * ADDRESS_SHARE)
-"""Under way for one address alone."""
+"""Handshakes under way from one address."""
 
 
 class Greeter(asyncio.Protocol):
@@ -35,8 +35,8 @@ class Endpoint:
         self.loop = asyncio.get_running_loop()
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         authority.issue_cert("localhost").configure_cert(tls)
-        self.caller = ssl.create_default_context()
-        authority.configure_trust(self.caller)
+        self.client_tls = ssl.create_default_context()
+        authority.configure_trust(self.client_tls)
         self.under_way: list[int] = []
         self.iterations: Counter[int] = Counter()
         self._iteration = 0
@@ -57,7 +57,7 @@ class Endpoint:
         return Greeter()
 
     async def connect(self, address: str, hello: bool) -> socket.socket:
-        """A caller who sends no more than the first message of a handshake."""
+        """A client that sends at most the first message of a handshake."""
         caller = socket.socket()
         self.callers.append(caller)
         caller.bind((address, 0))
@@ -69,17 +69,17 @@ class Endpoint:
 
     def hello(self) -> bytes:
         sent = ssl.MemoryBIO()
-        made = self.caller.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
+        client = self.client_tls.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
         with pytest.raises(ssl.SSLWantReadError):
-            made.do_handshake()
+            client.do_handshake()
         return sent.read()
 
     async def honest(self) -> bytes:
         caller = await self.connect("127.0.0.1", False)
-        read, write = await asyncio.open_connection(sock=caller, ssl=self.caller, server_hostname="localhost")
-        found = await read.readline()
+        read, write = await asyncio.open_connection(sock=caller, ssl=self.client_tls, server_hostname="localhost")
+        greeting = await read.readline()
         write.transport.abort()
-        return found
+        return greeting
 
     async def until(self, reached: Callable[[], bool]) -> None:
         while not reached():
@@ -179,7 +179,7 @@ def test_a_client_that_does_not_finish_its_handshake_is_disconnected(authority: 
     run(test, authority, patience_s=0.05)
 
 
-def test_what_is_not_tls_is_disconnected(authority: trustme.CA) -> None:
+def test_a_client_without_tls_is_disconnected(authority: trustme.CA) -> None:
     async def test(endpoint: Endpoint) -> None:
         caller = await endpoint.connect("127.0.0.1", False)
         await endpoint.loop.sock_sendall(caller, b"GET / HTTP/1.1\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Calls of gRPC on streams and a session that are not real: who is told what, in which order, and what is given up."""
+"""Unary gRPC calls and health, with a fake stream and a fake session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.http2.codes import Code, RpcError
@@ -41,7 +41,7 @@ def test_an_inference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "text"),
     [
         ({"inputs": [{"name": "i", "datatype": "FP32", "contents": {}}]}, "contents field must not be specified when "
          "using raw_input_contents for 'i' for model 'm'"),
@@ -49,10 +49,10 @@ def test_an_inference() -> None:
         ({}, "has 1 tensors, and 0 inputs"),
     ],
 )  # fmt: skip
-def test_raw_contents_fit_the_inputs(fields: dict[str, Any], said: str) -> None:
+def test_raw_contents_that_do_not_fit_the_inputs_are_refused(fields: dict[str, Any], text: str) -> None:
     case = Case("ModelInfer")
     made = message("ModelInferRequest", model_name="m", id="me", raw_input_contents=[b"abcd"], **fields)
-    with pytest.raises(RpcError, match=said) as caught:
+    with pytest.raises(RpcError, match=text) as caught:
         case.call.message(made.SerializeToString())
     assert caught.value.code == Code.INVALID_ARGUMENT
     assert caught.value.text.startswith("[request id: me] ")
@@ -60,31 +60,37 @@ def test_raw_contents_fit_the_inputs(fields: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-def test_metadata_goes_on_to_models(method: str) -> None:
+def test_metadata_is_forwarded_to_the_model(method: str) -> None:
     case = Case(method, **{"x-who": "me", "authorization": "secret"})
     case.ask(**dict[str, Any](mine=1, **{"x-who": "you"}))
     assert case.link.asked[0][1][10] == {"x-who": "me", "mine": 1}
 
 
-def test_how_an_inference_fails() -> None:
-    for error, code, text in (
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
         (NotFound("no 'm'"), Code.NOT_FOUND, "no 'm'"),
         (InvalidRequest("no"), Code.INVALID_ARGUMENT, "[request id: me] no"),
-        (
-            Unsupported("model 'm' has a decoupled transaction policy"), Code.UNIMPLEMENTED,
-            "ModelInfer RPC doesn't support models with decoupled transaction policy: "
-            "model 'm' has a decoupled transaction policy",
-        ),
-    ):  # fmt: skip
-        case = Case("ModelInfer")
-        case.ask(id="me").fail(error)
-        assert case.stream.end == (code, text)
-        assert not case.stream.sent
+        (Unsupported("model 'm' has a decoupled transaction policy"), Code.UNIMPLEMENTED,
+         "ModelInfer RPC doesn't support models with decoupled transaction policy: "
+         "model 'm' has a decoupled transaction policy"),
+    ],
+)  # fmt: skip
+def test_an_error_ends_the_call(error: ServeError, code: Code, text: str) -> None:
     case = Case("ModelInfer")
-    ticket = case.ask()
-    ticket.settle(Reply(0, 1, (Tensor("o", "INT8", (2,), 7),)))  # of a kind that the lane does not have
+    case.ask(id="me").fail(error)
+    assert case.stream.end == (code, text)
+    assert not case.stream.sent
+
+
+def test_a_response_that_cannot_be_forwarded_is_an_internal_error() -> None:
+    case = Case("ModelInfer")
+    case.ask().settle(Reply(0, 1, (Tensor("o", "INT8", (2,), 7),)))  # a kind of data that the lane does not have
     assert case.stream.end is not None
     assert case.stream.end[0] == Code.INTERNAL
+
+
+def test_a_call_without_a_valid_request_is_refused() -> None:
     case = Case("ModelInfer")
     with pytest.raises(RpcError, match="not this one"):
         case.ask("refused")
@@ -93,7 +99,7 @@ def test_how_an_inference_fails() -> None:
         case.call.half_closed()
 
 
-def test_an_inference_is_taken_back() -> None:
+def test_a_cancelled_inference_is_cancelled_in_the_session() -> None:
     case = Case("ModelInfer")
     ticket = case.ask()
     case.call.cancelled()
@@ -106,7 +112,7 @@ def test_an_inference_is_taken_back() -> None:
     assert case.link.cancelled == [ticket]
 
 
-def test_what_needs_another_role_is_known_from_the_message() -> None:
+def test_a_role_that_depends_on_the_message_is_checked() -> None:
     case = Case("TraceSetting")
     case.services.access = EndpointAccess({"infer", "observe"}, knob="--grpc-roles")
     case.call.message(b"")
@@ -119,7 +125,7 @@ def test_what_needs_another_role_is_known_from_the_message() -> None:
     assert not case.link.asked
 
 
-def test_a_question_is_short() -> None:
+def test_the_size_of_a_query_is_limited_except_for_loads() -> None:
     case = Case("TraceSetting")
     long = message("TraceSettingRequest", settings={"x": {"value": [""] * 40_000}}).SerializeToString()
     with pytest.raises(RpcError, match=r"TraceSettingRequest has .* bytes; the limit is 65536"):
@@ -151,8 +157,8 @@ def test_any_messages_are_answered_or_refused(method: str, service: str, message
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 @pytest.mark.parametrize("name", ["i", "input"])
-def test_a_large_tensor_is_where_models_read_it(method: str, name: str) -> None:
-    """Of two, the first need not be copied, wherever in the message it is; the second is as before."""
+def test_a_large_tensor_is_received_in_shared_memory(method: str, name: str) -> None:
+    """The first of two tensors is not copied, at any place in the message; the second is."""
     case = Case(method)
     case.link.memory = GatewaySession("memfd").memory
     tensors = [bytes([number]) * 9001 for number in (1, 2)]
@@ -174,11 +180,11 @@ def test_a_large_tensor_is_where_models_read_it(method: str, name: str) -> None:
     again = Case(method)
     again.link.memory = case.link.memory
     assert again.call.room(len(data), data[:2000]) is not None
-    again.call.message(memoryview(data))  # it was read to another place after all
+    again.call.message(memoryview(data))  # received elsewhere
     assert [bytes(array) for array in again.link.asked[0][1][1][1].arrays] == tensors
 
 
-def test_memory_that_is_used_up_is_told_when_the_message_is_here() -> None:
+def test_a_message_is_refused_when_shared_memory_is_used_up() -> None:
     case = Case("ModelInfer")
     case.link.memory = GatewaySession("memfd", memory_bytes=1 << 16).memory
     made = message("ModelInferRequest", model_name="m", raw_input_contents=[bytes(1 << 20)])
@@ -214,7 +220,7 @@ def test_health() -> None:
     assert caught.value.code == Code.NOT_FOUND
 
 
-def test_who_watches_is_told_of_changes() -> None:
+def test_a_watch_reports_changes() -> None:
     case = Case("Watch", HEALTH)
     case.call.message(b"")
     case.call.half_closed()

@@ -1,4 +1,4 @@
-"""Large typed contents in slices: the same as protobuf reads, or refused."""
+"""Large typed contents are read in slices, with the result of protobuf or an error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def request(*inputs: tuple[str, str, list[Any]], **more: Any) -> bytes:
     for number, (dtype, field, values) in enumerate(inputs):
         one = made.inputs.add(name=f"i{number}", datatype=dtype, shape=[len(values)])
         getattr(one.contents, field).extend(values)
-    found: bytes = made.SerializeToString()
-    return found
+    data: bytes = made.SerializeToString()
+    return data
 
 
-def seen(plan: RpcPlan) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+def tensors(plan: RpcPlan) -> list[tuple[str, str, tuple[int, ...], bytes]]:
     return [(spec.name, spec.dtype, spec.shape, bytes(spec.data or b"")) for spec in plan.plan.inputs]
 
 
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, st.SearchStrategy[Any]]] = {
 @pytest.mark.parametrize("size", [16, SLICE_BYTES])
 @settings(max_examples=examples(150))
 @given(data=st.data())
-def test_the_same_as_protobuf(monkeypatch: pytest.MonkeyPatch, size: int, data: st.DataObject) -> None:
+def test_slices_give_the_plan_of_protobuf(monkeypatch: pytest.MonkeyPatch, size: int, data: st.DataObject) -> None:
     monkeypatch.setattr(contents, "SLICE_BYTES", size)
     kinds = data.draw(st.lists(st.sampled_from(sorted(KINDS)), max_size=3))
     text = request(*[(kind, KINDS[kind][0], data.draw(st.lists(KINDS[kind][1], max_size=30))) for kind in kinds])
@@ -59,23 +59,23 @@ def test_the_same_as_protobuf(monkeypatch: pytest.MonkeyPatch, size: int, data: 
             finished(plan_in_slices(text))
         return
     cut = finished(plan_in_slices(text))
-    assert seen(cut) == seen(whole)
+    assert tensors(cut) == tensors(whole)
     assert (cut.model, cut.raw, cut.contents) == (whole.model, whole.raw, whole.contents)
 
 
 @settings(max_examples=examples(300))
 @given(st.binary(max_size=40), st.integers(0, 60))
-def test_any_bytes_are_the_same_or_refused(noise: bytes, place: int) -> None:
+def test_any_bytes_give_the_plan_of_protobuf_or_are_refused(noise: bytes, place: int) -> None:
     text = request(("INT32", "int_contents", [1, -1, 300]), ("BYTES", "bytes_contents", [b"ab", b""]))
     for damaged in (text[:place] + noise + text[place:], text[:place] + noise, noise):
         try:
             found = finished(plan_in_slices(damaged))
         except InvalidRequest:
             continue
-        assert seen(found) == seen(plan_of(damaged))
+        assert tensors(found) == tensors(plan_of(damaged))
 
 
-def test_elements_of_another_type_are_refused() -> None:
+def test_contents_of_another_type_are_refused() -> None:
     for dtype, field in (("FP32", "int_contents"), ("INT8", "uint_contents"), ("BYTES", "int_contents")):
         with pytest.raises(InvalidRequest, match=f"{field} has some"):
             finished(plan_in_slices(request((dtype, field, [1]))))
@@ -83,13 +83,13 @@ def test_elements_of_another_type_are_refused() -> None:
         finished(plan_in_slices(request(("FP16", "fp32_contents", [1]))))
 
 
-def test_a_slice_is_of_few_elements() -> None:
+def test_the_elements_of_a_slice_are_limited() -> None:
     for dtype, values in (("INT8", [1] * 500_000), ("BYTES", [b""] * 250_000)):
         text = request((dtype, KINDS[dtype][0], values))
         assert steps(plan_in_slices(text)) >= len(text) // SLICE_BYTES
 
 
-def test_what_protobuf_reads_is_bounded() -> None:
+def test_what_is_left_to_protobuf_is_limited() -> None:
     parameters = {f"p{number}": {"string_param": "x" * 1000} for number in range(2000)}
     with pytest.raises(InvalidRequest, match="in addition to its tensors"):
         finished(plan_in_slices(request(("FP32", "fp32_contents", [1.0]), parameters=parameters)))

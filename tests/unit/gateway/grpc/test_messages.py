@@ -1,4 +1,4 @@
-"""Requests and answers of gRPC as bytes, against protobuf itself; and what each call asks for."""
+"""Encoding of gRPC messages, compared with protobuf, and the broker queries of each method."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, 
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
 from shmserve.gateway.kserve.plans import InputPlan, Place, RequestOptions, RequestPlan
-from shmserve.gateway.limits.caller_shares import Payer, Shares
 from shmserve.gateway.limits.turns import finished
-from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, FixedDocument, Route, question_of
+from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, question_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.messages import TENSORS, Tensor
 from shmserve.protocol.roles import ROLES
 from shmserve.session.encode import TopK
 from shmserve.shm import strings
+from tests.support.gateway.grpc_calls import Stream
 from tests.support.gateway.rpc import message, parameter
 from tests.support.hypothesis_profiles import examples
 
@@ -76,7 +76,7 @@ def requests(draw: Any) -> Any:
 
 
 @given(requests(), st.sampled_from([bytes, bytearray, memoryview]))
-def test_a_request_is_taken_apart(case: tuple[Any, bytes], kind: Any) -> None:
+def test_the_tensors_of_a_request_are_separated(case: tuple[Any, bytes], kind: Any) -> None:
     made, data = case
     taken = take_apart(kind(data))
     assert taken.id == made.id
@@ -92,7 +92,7 @@ def test_a_request_is_taken_apart(case: tuple[Any, bytes], kind: Any) -> None:
 )
 @settings(max_examples=examples(300))
 def test_any_bytes_are_a_plan_or_refused(data: bytes, changes: list[tuple[int, int]]) -> None:
-    """And those which protobuf takes are taken apart as protobuf does it."""
+    """A plan has the fields that protobuf reads."""
     noise = bytearray(data)
     for at, value in changes:
         if noise:
@@ -112,12 +112,12 @@ def test_any_bytes_are_a_plan_or_refused(data: bytes, changes: list[tuple[int, i
         b"\x9a\x00\x01a",
     ],
 )  # fmt: skip
-def test_bytes_that_are_no_request(data: bytes) -> None:
+def test_bytes_that_are_not_a_request_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="ModelInferRequest"):
         plan_of(take_apart(data).head)
 
 
-def test_fields_of_later_versions_are_passed_over() -> None:
+def test_unknown_fields_are_ignored_up_to_a_number() -> None:
     known = message("ModelInferRequest", model_name="m", id="x", raw_input_contents=[b"abc"]).SerializeToString()
     more = b"\x50\x96\x01" + b"\x59" + bytes(8) + b"\x65" + bytes(4) + b"\x6a\x02hi" + b"\x82\x7d\x01z"
     taken = take_apart(more + known + more)
@@ -126,7 +126,7 @@ def test_fields_of_later_versions_are_passed_over() -> None:
         take_apart(b"\x3a\x00" * 5000)
 
 
-def test_a_request_of_everything() -> None:
+def test_all_fields_of_a_request() -> None:
     made = message("ModelInferRequest", model_name="m", model_version="3")
     made.inputs.add(name="a", datatype="FP32", shape=[2, 3])
     held = made.inputs.add(name="b", datatype="INT8", shape=[4])
@@ -136,11 +136,11 @@ def test_a_request_of_everything() -> None:
     for name, value in (("shared_memory_region", "r"), ("shared_memory_byte_size", 64)):
         parameter(place.parameters[name], value)
     parameter(made.outputs.add(name="k").parameters["classification"], 2)
-    given_parameters: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "sequence_id": 7, "sequence_start": True, "sequence_end": True, "timeout": 9, "mine": 1.5,
         "triton_enable_empty_final_response": True,
     }  # fmt: skip
-    for name, value in given_parameters.items():
+    for name, value in parameters.items():
         parameter(made.parameters[name], value)
     made.parameters["priority"].uint64_param = 4
     places = {"p": Place("r", 0, 64)}
@@ -172,7 +172,7 @@ def with_output(name: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "text"),
     [
         (one_input(shape=[-1]), "dims must be from 0"),
         (one_input(shape=[1] * 33), "33 dims"),
@@ -200,8 +200,8 @@ def with_output(name: str, value: Any) -> Any:
         (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(999)}), "999 parameters"),
     ],
 )  # fmt: skip
-def test_what_is_refused(made: Any, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_invalid_requests_are_refused(made: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
         plan_of(made.SerializeToString())
 
 
@@ -227,7 +227,7 @@ def test_typed_contents_are_the_bytes_of_the_tensor(dtype: str) -> None:
     assert plan.plan.inputs[0].data == array.tobytes()
 
 
-def test_plans_are_remembered_where_they_can_be() -> None:
+def test_plans_without_tensors_are_cached() -> None:
     plans = RpcPlans(5000)
     plain = one_input().SerializeToString()
     assert plans.plan(plain) is plans.plan(bytes(bytearray(plain)))
@@ -238,18 +238,18 @@ def test_plans_are_remembered_where_they_can_be() -> None:
         finished(plans.in_slices(large))
     strings_ = one_input(datatype="BYTES", contents={"bytes_contents": [b"a"] * 2000}).SerializeToString()
     assert finished(plans.in_slices(strings_)).plan.inputs[0].data == b"\1\0\0\0a" * 2000
-    for number in range(3000):  # their number is bounded
+    for number in range(3000):  # more than are cached
         plans.plan(one_input(name=str(number)).SerializeToString())
     assert plans.plan(plain) == plan_of(plain)
 
 
-# ---------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------- responses
 
 TENSOR = st.tuples(NAMES, st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 2**40), max_size=3), BLOBS)
 
 
 @given(NAMES, st.integers(0, 2**62), NAMES, st.lists(TENSOR, max_size=4), st.booleans(), st.booleans())
-def test_an_answer_is_what_protobuf_reads(
+def test_protobuf_reads_responses(
     model: str, version: int, request_id: str, tensors: list[Any], in_pieces: bool, final: bool
 ) -> None:
     outputs = [Tensor(name, dtype, tuple(shape), data) for name, dtype, shape, data in tensors]
@@ -270,7 +270,7 @@ def test_an_answer_is_what_protobuf_reads(
         assert found.error_message == ""
 
 
-def test_tensors_are_not_copied_into_an_answer() -> None:
+def test_tensors_are_not_copied_into_a_response() -> None:
     data = memoryview(bytes(100_000))
     parts = ResponseEncoder().infer("m", 1, "", b"", [Tensor("o", "UINT8", (100_000,), ())], [[data]])
     assert any(part is data for part in parts)
@@ -278,78 +278,84 @@ def test_tensors_are_not_copied_into_an_answer() -> None:
         ResponseEncoder().infer("m", 1, "", b"", [Tensor("o", "UINT8", (1,), 0)], None)
 
 
-def test_an_error_of_a_stream() -> None:
+def test_protobuf_reads_the_error_of_a_stream() -> None:
     found = message("ModelStreamInferResponse").FromString(stream_error("no \udcff", "me"))
     assert (found.error_message, found.infer_response.id) == ("no ?", "me")
 
 
-def test_parameters_of_an_answer() -> None:
-    given_parameters: dict[str, Any] = {"a": True, "b": -(2**63), "c": "é", "d": 0.5, "e": 2**63 - 1, "f": 2**64 - 1}
-    found = message("ModelInferResponse").FromString(grpc_wire.parameters_of(given_parameters))
+def test_protobuf_reads_the_parameters_of_a_response() -> None:
+    parameters: dict[str, Any] = {"a": True, "b": -(2**63), "c": "é", "d": 0.5, "e": 2**63 - 1, "f": 2**64 - 1}
+    found = message("ModelInferResponse").FromString(grpc_wire.parameters_of(parameters))
     shown = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in found.parameters.items()}
-    assert shown == given_parameters
+    assert shown == parameters
 
 
-# ---------------------------------------------------------------------------------------- everything else
+# ---------------------------------------------------------------------------------------- methods
 
 
-def test_every_method_is_there() -> None:
+def test_every_method_is_implemented() -> None:
     assert set(methods(INFERENCE)) == set(RPCS) | {"ModelInfer", "ModelStreamInfer"}
     assert {rpc.action for rpc in RPCS.values()} <= set(NEEDS)
 
 
-def asked(rpc_name: str, /, **fields: Any) -> tuple[Route, BrokerQuery | FixedDocument]:
+def query(rpc_name: str, /, **fields: Any) -> BrokerQuery:
+    """The broker query of a call."""
     rpc = RPCS[rpc_name]
     route, arguments = rpc.query(rpc.request(**fields))
-    return route, question_of(route, arguments, Regions(False))
+    found = question_of(route, arguments, Regions(False))
+    assert isinstance(found, BrokerQuery)
+    return found
 
 
-def answered(name: str, document: Any) -> Any:
+def body_of(question: BrokerQuery) -> bytes:
+    assert question.body is not None
+    return question.body.take()
+
+
+def response(name: str, document: Any) -> Any:
+    """The response message of a method for the document of the broker."""
     rpc = RPCS[name]
     return read(rpc.response, filled(rpc.response, rpc.shown(document)))
 
 
-def test_documents_are_messages() -> None:
-    _, question = asked("ModelReady", name="m", version="2")
-    assert isinstance(question, BrokerQuery)
+def test_documents_become_messages() -> None:
+    question = query("ModelReady", name="m", version="2")
     assert (question.what, question.model, question.version) == ("ready", "m", "2")
-    assert answered("ModelReady", question.show({"ready": True})).ready is True
-    assert answered("ModelReady", question.failed(NotFound("?"))).ready is False
-    _, question = asked("RepositoryIndex", ready=True)
-    assert isinstance(question, BrokerQuery)
+    assert response("ModelReady", question.show({"ready": True})).ready is True
+    assert response("ModelReady", question.failed(NotFound("?"))).ready is False
     models = [{"name": "a", "version": "1", "state": "READY", "reason": ""}, {"name": "b", "state": ""}]
-    (model,) = answered("RepositoryIndex", question.show(models)).models
+    (model,) = response("RepositoryIndex", query("RepositoryIndex", ready=True).show(models)).models
     assert (model.name, model.version, model.state) == ("a", "1", "READY")
     statistics = {"model_stats": [{"name": "m", "last_inference": 2**60, "own": {"x": 1}, "batch_stats": []}]}
-    assert answered("ModelStatistics", statistics).model_stats[0].last_inference == 2**60
+    assert response("ModelStatistics", statistics).model_stats[0].last_inference == 2**60
     region = {"name": "r", "key": "/k", "offset": 3, "byte_size": 2**40}
-    assert answered("SystemSharedMemoryStatus", [region]).regions["r"].byte_size == 2**40
+    assert response("SystemSharedMemoryStatus", [region]).regions["r"].byte_size == 2**40
     with pytest.raises(Internal):
-        answered("ServerMetadata", {"name": 3})
+        response("ServerMetadata", {"name": 3})
 
 
 def test_loads() -> None:
     parameters = {"config": {"string_param": '{"backend": "python"}'}, "file:1/model.py": {"bytes_param": b"x"}}
-    _, question = asked("RepositoryModelLoad", model_name="m", parameters=parameters)
-    assert isinstance(question, BrokerQuery)
-    assert question.body is not None
-    assert question.body.take() == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
-    _, question = asked("RepositoryModelLoad", model_name="m", parameters={"previous": {"bool_param": True}})
-    assert isinstance(question, BrokerQuery)
-    assert question.body is not None
-    assert (question.what, question.body.take()) == ("rollback", b"")
+    question = query("RepositoryModelLoad", model_name="m", parameters=parameters)
+    assert body_of(question) == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
+    question = query("RepositoryModelLoad", model_name="m", parameters={"previous": {"bool_param": True}})
+    assert (question.what, body_of(question)) == ("rollback", b"")
     with pytest.raises(BadLoad, match="failed to load 'm', failed to poll from model repository: wrong"):
         question.failed(InvalidRequest("wrong"))
     with pytest.raises(BadLoad, match="load failed for model 'm': version 1 is at UNAVAILABLE state: no file"):
         question.failed(InvalidRequest("load failed for model 'm': version 1 is at UNAVAILABLE state: no file"))
-    _, question = asked("RepositoryModelUnload", model_name="m", parameters={"unload_dependents": {"bool_param": True}})
-    assert isinstance(question, BrokerQuery)
-    assert question.body is not None
-    assert json.loads(question.body.take()) == {"unload_dependents": True, "wait": False}
-    _, question = asked("RepositoryModelUnload", model_name="m", parameters={"force": {"bool_param": True}})
-    assert isinstance(question, BrokerQuery)
-    assert question.body is not None
-    assert json.loads(question.body.take()) == {"unload_dependents": False, "wait": False, "force": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("unload_dependents", {"unload_dependents": True, "wait": False}),
+        ("force", {"unload_dependents": False, "wait": False, "force": True}),
+    ],
+)
+def test_unloads(name: str, options: dict[str, Any]) -> None:
+    question = query("RepositoryModelUnload", model_name="m", parameters={name: {"bool_param": True}})
+    assert json.loads(body_of(question)) == options
 
 
 @pytest.mark.parametrize(
@@ -370,45 +376,32 @@ def test_loads() -> None:
         ("LogSettings", {"settings": {"log_info": {}}}, InvalidRequest),
     ],
 )
-def test_questions_that_are_refused(name: str, fields: dict[str, Any], kind: type[ServeError]) -> None:
+def test_invalid_calls_are_refused(name: str, fields: dict[str, Any], kind: type[ServeError]) -> None:
     with pytest.raises(kind):
-        asked(name, **fields)
+        query(name, **fields)
 
 
-def test_settings() -> None:
-    route, question = asked("TraceSetting", model_name="m")
-    assert route.action == "trace"
+def test_trace_settings() -> None:
+    assert query("TraceSetting", model_name="m").what == "trace"
     values = {"trace_rate": {"value": ["1"]}, "trace_level": {"value": ["A", "B"]}, "log_frequency": {"value": []}}
-    route, question = asked("TraceSetting", settings=values)
-    assert route.action == "set_trace"
-    assert isinstance(question, BrokerQuery)
-    assert question.body is not None
-    said = json.loads(question.body.take())
-    assert said == {"trace_rate": ["1"], "trace_level": ["A", "B"], "log_frequency": None}
-    shown = answered("TraceSetting", {"trace_level": ["OFF"], "trace_rate": "1000"}).settings
+    question = query("TraceSetting", settings=values)
+    assert question.what == "set_trace"
+    assert json.loads(body_of(question)) == {"trace_rate": ["1"], "trace_level": ["A", "B"], "log_frequency": None}
+    shown = response("TraceSetting", {"trace_level": ["OFF"], "trace_rate": "1000"}).settings
     assert {name: list(one.value) for name, one in shown.items()} == {"trace_level": ["OFF"], "trace_rate": ["1000"]}
-    log = {"log_info": {"bool_param": False}, "log_verbose_level": {"uint32_param": 2}}
-    route, question = asked("LogSettings", settings=log | {"log_format": {"string_param": "default"}})
-    assert route.action == "set_log"
-    assert isinstance(question, BrokerQuery)
-    assert question.body is not None
-    said = json.loads(question.body.take())
-    assert said == {"log_info": False, "log_verbose_level": 2, "log_format": "default"}
-    back = answered("LogSettings", said).settings
-    assert {name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in back.items()} == said
 
 
-class _Stream:
-    metadata: dict[str, str] = {}
+def test_log_settings() -> None:
+    changed = {"log_info": {"bool_param": False}, "log_verbose_level": {"uint32_param": 2}}
+    question = query("LogSettings", settings=changed | {"log_format": {"string_param": "default"}})
+    assert question.what == "set_log"
+    document = json.loads(body_of(question))
+    assert document == {"log_info": False, "log_verbose_level": 2, "log_format": "default"}
+    shown = response("LogSettings", document).settings
+    assert {name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in shown.items()} == document
 
-    def __init__(self, path: str) -> None:
-        self.path = path
 
-    def payer(self, token: str) -> Payer:
-        return Shares().connect("127.0.0.1").payer(token)
-
-
-def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None:
+def test_access_is_denied_before_a_message_is_read() -> None:
     nothing: Any = None
     paths = {f"/{INFERENCE}/{name}": rpc.action for name, rpc in RPCS.items()}
     paths |= {
@@ -417,18 +410,16 @@ def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None
         f"/{HEALTH}/Check": "ready",
     }
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
-        methods = Methods(Services(nothing, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False)))
+        methods: Any = Methods(Services(nothing, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False)))
         for path, action in paths.items():
-            stream: Any = _Stream(path)
             if roles & set(NEEDS[action]):
-                methods(stream)
+                methods(Stream(path))
                 continue
             with pytest.raises(RpcError, match="--grpc-roles") as caught:
-                methods(stream)
+                methods(Stream(path))
             assert caught.value.code == Code.PERMISSION_DENIED
-        unknown: Any = _Stream("/inference.GRPCInferenceService/Nothing")
         with pytest.raises(RpcError) as caught:
-            methods(unknown)
+            methods(Stream("/inference.GRPCInferenceService/Nothing"))
         assert caught.value.code == Code.UNIMPLEMENTED
 
 

@@ -1,4 +1,4 @@
-"""ModelStreamInfer on streams that are not real."""
+"""ModelStreamInfer, with a fake stream and a fake session."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from shmserve.gateway.http2.codes import Code
 from shmserve.protocol.messages import Reply
 from tests.support.gateway.grpc_calls import Case, part, reply
 
-# ---------------------------------------------------------------------------------------- streams
 
-
-def test_whole_answers_come_in_the_order_of_their_requests() -> None:
+def test_single_responses_are_sent_in_the_order_of_their_requests() -> None:
     case = Case("ModelStreamInfer")
     first, second = case.ask(id="1"), case.ask(id="2")
     assert case.ask("refused", id="3") is None
     fourth = case.ask(id="4")
     second.settle(reply("b"))
     fourth.settle(reply("d"))
-    assert case.said() == []
+    assert case.answers() == []
     first.settle(reply("a"))
-    assert case.said() == [
+    assert case.answers() == [
         ("1", "a", True), ("2", "b", True), ("3", "[request id: 3] not this one", None), ("4", "d", True),
     ]  # fmt: skip
     case.call.half_closed()
@@ -33,77 +31,77 @@ def test_whole_answers_come_in_the_order_of_their_requests() -> None:
     assert not case.services.streams
 
 
-def test_answers_in_parts_come_as_they_are_made() -> None:
+def test_responses_of_decoupled_models_are_sent_at_once() -> None:
     case = Case("ModelStreamInfer")
     waits, talks, again = case.ask("w", id="w"), case.ask("p", id="p"), case.ask("p", id="q")
     talks.part(part("a"), False)
     again.part(part("x"), False)
     talks.part(part("b"), False)
     again.part(None, True)
-    assert case.said() == [("p", "a", False), ("q", "x", False), ("p", "b", False)]
+    assert case.answers() == [("p", "a", False), ("q", "x", False), ("p", "b", False)]
     talks.part(part("c", True), True)
-    assert case.said() == [("p", "c", True)]
-    known = case.ask("p", id="r")  # by now it is known that this model answers so
+    assert case.answers() == [("p", "c", True)]
+    known = case.ask("p", id="r")  # the model is known to be decoupled
     known.part(part("y", True), True)
-    assert case.said() == [("r", "y", True)]
+    assert case.answers() == [("r", "y", True)]
     case.call.half_closed()
     assert case.stream.end is None
     waits.settle(reply("z"))
-    assert case.said() == [("w", "z", True)]
+    assert case.answers() == [("w", "z", True)]
     assert case.stream.end == (0, "")
 
 
-def test_answers_of_a_decoupled_model_do_not_wait_for_one_another() -> None:
-    """Though each is the only one to its request, and nothing was known of the model before the first of them."""
+def test_the_first_responses_of_a_decoupled_model_do_not_wait_for_each_other() -> None:
+    """Even if each is the only response to its request, and the model is not known to be decoupled before."""
     case = Case("ModelStreamInfer")
     slow, quick, other, failing = case.ask("p", id="1"), case.ask("p", id="2"), case.ask(id="3"), case.ask("p", id="4")
     failing.fail(Unavailable("no more"))
     other.settle(reply("o"))
-    assert case.said() == []
+    assert case.answers() == []
     quick.part(part("q", True), True)
-    assert case.said() == [("2", "q", True), ("4", "no more", None), ("3", "o", True)]
+    assert case.answers() == [("2", "q", True), ("4", "no more", None), ("3", "o", True)]
     slow.part(part("s", True), True)
-    assert case.said() == [("1", "s", True)]
-    first, second = case.ask(id="5"), case.ask(id="6")  # they still do if it is not decoupled
+    assert case.answers() == [("1", "s", True)]
+    first, second = case.ask(id="5"), case.ask(id="6")  # these do, as their model is not decoupled
     second.settle(reply("t"))
-    assert case.said() == []
+    assert case.answers() == []
     first.settle(reply("f"))
-    assert case.said() == [("5", "f", True), ("6", "t", True)]
+    assert case.answers() == [("5", "f", True), ("6", "t", True)]
 
 
-def test_an_empty_final_answer_is_for_who_asks_for_it() -> None:
+def test_an_empty_final_response_is_sent_on_request() -> None:
     for wanted in (False, True):
         case = Case("ModelStreamInfer")
         ticket = case.ask(id="1", triton_enable_empty_final_response=wanted)
         ticket.part(part("a"), False)
         ticket.part(None, True)
-        assert case.said() == [("1", "a", False), *([("1", "", True)] if wanted else [])]
+        assert case.answers() == [("1", "a", False), *([("1", "", True)] if wanted else [])]
         ticket = case.ask(id="2", triton_enable_empty_final_response=wanted)
         ticket.part(part("b", True), True)
-        assert case.said() == [("2", "b", True)]
+        assert case.answers() == [("2", "b", True)]
         assert "triton_enable_empty_final_response" not in (case.link.asked[-1][1][10] or {})
 
 
-def test_an_error_ends_its_request_and_not_the_stream() -> None:
+def test_an_error_does_not_end_the_stream() -> None:
     case = Case("ModelStreamInfer")
     ticket, other = case.ask("p", id="1"), case.ask(id="2")
     ticket.part(part("a"), False)
     ticket.fail(Unavailable("no more"))
     case.call.message(b"\xff")
     other.settle(reply("b"))
-    said = case.said()
-    assert said[:3] == [("1", "a", False), ("1", "no more", None), ("2", "b", True)]
-    assert "ModelInferRequest" in said[3][1]
+    *answers, invalid = case.answers()
+    assert answers == [("1", "a", False), ("1", "no more", None), ("2", "b", True)]
+    assert "ModelInferRequest" in invalid[1]
     assert case.stream.end is None
 
 
-def test_or_the_stream_for_who_asks_for_that() -> None:
+def test_an_error_ends_the_stream_on_request() -> None:
     case = Case("ModelStreamInfer", triton_grpc_error="true")
     first, second = case.ask(id="1"), case.ask(id="2")
     second.fail(NotFound("gone"))
-    assert case.said() == []
+    assert case.answers() == []
     first.settle(reply("a"))
-    assert case.said() == [("1", "a", True)]
+    assert case.answers() == [("1", "a", True)]
     assert case.stream.end == (Code.NOT_FOUND, "gone")
     case = Case("ModelStreamInfer", triton_grpc_error="true")
     first, second = case.ask(id="1"), case.ask(id="2")
@@ -112,7 +110,7 @@ def test_or_the_stream_for_who_asks_for_that() -> None:
     assert case.link.cancelled == [second]
 
 
-def test_a_caller_who_does_not_read_is_sent_no_more() -> None:
+def test_responses_wait_until_the_client_reads() -> None:
     case = Case("ModelStreamInfer")
     talks, whole = case.ask("p", id="p"), case.ask(id="w")
     talks.part(part("a"), False)
@@ -120,33 +118,33 @@ def test_a_caller_who_does_not_read_is_sent_no_more() -> None:
     talks.part(part("b"), False)
     talks.part(None, True)
     whole.settle(reply("c"))
-    assert case.said() == [("p", "a", False)]
-    assert talks.handed == 1  # of the two that came, and no more are asked for
+    assert case.answers() == [("p", "a", False)]
+    assert talks.handed == 1  # of the two received; no more are requested
     case.call.half_closed()
     case.stream.writable = True
     case.call.resume()
-    assert case.said() == [("p", "b", False), ("w", "c", True)]
+    assert case.answers() == [("p", "b", False), ("w", "c", True)]
     assert case.stream.end == (0, "")
 
 
-def test_too_many_requests_wait_at_the_caller() -> None:
+def test_the_stream_is_paused_at_many_requests() -> None:
     case = Case("ModelStreamInfer")
     tickets = [case.ask() for _ in range(grpc_stream.MOST)]
     assert case.stream.paused
     for count, ticket in enumerate(tickets, 1):
         ticket.settle(reply("a"))
         assert case.stream.paused is (grpc_stream.MOST - count > grpc_stream.MOST // 2)
-    assert len(case.said()) == grpc_stream.MOST
+    assert len(case.answers()) == grpc_stream.MOST
 
 
-def test_a_stream_is_taken_back() -> None:
+def test_a_cancelled_stream_cancels_its_requests() -> None:
     case = Case("ModelStreamInfer")
     done, left, right = case.ask(), case.ask(), case.ask("p")
     done.settle(reply("a"))
     right.part(part("b"), False)
     case.call.cancelled()
     assert case.link.cancelled == [left, right]
-    case.said()
+    case.answers()
     left.settle(reply("c"))
     right.fail(Unavailable("late"))
     case.call.resume()
@@ -155,7 +153,7 @@ def test_a_stream_is_taken_back() -> None:
     assert not case.services.streams
 
 
-def test_a_gateway_that_stops_ends_streams_when_they_are_answered() -> None:
+def test_shutdown_ends_streams_after_their_responses() -> None:
     idle, busy = Case("ModelStreamInfer"), Case("ModelStreamInfer")
     ticket = busy.ask()
     for case in (idle, busy):
@@ -163,25 +161,25 @@ def test_a_gateway_that_stops_ends_streams_when_they_are_answered() -> None:
     ends = [idle.stream.end, busy.stream.end]
     assert busy.ask(id="late") is None
     ticket.settle(reply("a"))
-    assert busy.said() == [("", "a", True), ("late", grpc_stream.STOPPING, None)]
+    assert busy.answers() == [("", "a", True), ("late", grpc_stream.STOPPING, None)]
     stops = (Code.UNAVAILABLE, "the gateway is stopping")
     assert [*ends, busy.stream.end] == [stops, None, stops]
 
 
-def test_mistakes_of_ours_end_one_request(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_ends_one_request(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("ModelStreamInfer")
 
-    def broken(*given: Any) -> Any:
+    def broken(*arguments: Any) -> Any:
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
         patch.setattr(grpc_stream, "answer_of", broken)
         ticket = case.ask(id="1")
         ticket.part(part("a"), False)
-        assert case.said() == [("1", "the gateway could not forward the response; see its log", None)]
+        assert case.answers() == [("1", "the gateway could not forward the response; see its log", None)]
         assert case.link.cancelled == [ticket]
     case.ask().settle(reply("b"))
-    assert case.said() == [("", "b", True)]
+    assert case.answers() == [("", "b", True)]
     unary = Case("ModelInfer")
     with monkeypatch.context() as patch:
         patch.setattr(grpc_calls, "answer_of", broken)

@@ -132,17 +132,6 @@ def waiting(number: int, *more: tuple[str, str]) -> bytes:
     return frame(HEAD, 4, number, hpack.Encoder().encode([*headers, *more])) + frame(DATA, 1, number, message(b"x"))
 
 
-def test_calls_are_answered() -> None:
-    async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
-        caller = await connect()
-        caller.send(HELLO, unary(1, b"one"), unary(3, b"two"))
-        assert (await caller.frame(DATA))[2:] == (1, message(b"one"))
-        assert (await caller.frame(DATA))[2:] == (3, message(b"two"))
-        assert listener.answers == {0: 2}
-
-    run(scenario)
-
-
 def test_a_connection_over_the_limit_is_refused_while_the_others_are_busy() -> None:
     async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         first = await connect()

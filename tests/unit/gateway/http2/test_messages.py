@@ -186,6 +186,7 @@ def test_messages_over_the_limits_end_their_calls() -> None:
     caller.send(number, message(b"a" * 100_001)[:1000], end=False)
     assert caller.status(number) == Code.RESOURCE_EXHAUSTED
     assert "100001 vs. 100000" in caller.ended[number]["grpc-message"]
+    assert "--grpc-max-input-size" in caller.ended[number]["grpc-message"]
     first, second = caller.begin(), caller.begin()
     caller.send(first, message(b"a" * 80_000)[:1000], end=False)
     caller.send(second, message(b"a" * 80_000)[:60_000], end=False)

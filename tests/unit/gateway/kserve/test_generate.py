@@ -1,4 +1,4 @@
-"""The generate extension's mapping, without a socket. Oracles are numpy and the json of the library."""
+"""Requests and responses of the generate extension, compared with numpy and the module `json`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tests.support.hypothesis_profiles import examples
 
 
 def config(batch: int = 0, **inputs: tuple[str, list[Any]]) -> dict[str, Any]:
-    found = [{"name": name, "data_type": f"TYPE_{dtype}", "dims": dims} for name, (dtype, dims) in inputs.items()]
-    return {"max_batch_size": batch, "input": found}
+    tensors = [{"name": name, "data_type": f"TYPE_{dtype}", "dims": dims} for name, (dtype, dims) in inputs.items()]
+    return {"max_batch_size": batch, "input": tensors}
 
 
 TEXT = config(4, text=("STRING", ["1"]), many=("FP32", ["-1"]), image=("UINT8", [2, "-1"]), free=("INT32", [-1, -1]))
 
 
 def test_inputs_and_parameters() -> None:
-    asked = {"text": "hé", "many": [1, 2.5], "id": "me", "priority": 2, "temperature": 0.5, "parameters": {"top": 3}}
-    found = generate_plan(json.dumps(asked).encode(), TEXT)
-    assert found.inputs == (
+    request = {"text": "hé", "many": [1, 2.5], "id": "me", "priority": 2, "temperature": 0.5, "parameters": {"top": 3}}
+    plan = generate_plan(json.dumps(request).encode(), TEXT)
+    assert plan.inputs == (
         InputPlan("text", "BYTES", (1, 1), 7, b"\x03\0\0\0h\xc3\xa9"),
         InputPlan("many", "FP32", (1, 2), 8, np.array([1, 2.5], np.float32).tobytes()),
     )
-    assert found.options == RequestOptions("me", 2, parameters={"temperature": 0.5, "top": 3})
+    assert plan.options == RequestOptions("me", 2, parameters={"temperature": 0.5, "top": 3})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_model_without_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"{", "failed to parse"),
         (b"[]", "not an object"),
@@ -81,8 +81,8 @@ def test_a_model_without_batches() -> None:
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else value,
 )
-def test_what_is_refused(text: bytes, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_invalid_requests_are_refused(text: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         generate_plan(text, TEXT)
 
 
@@ -96,23 +96,17 @@ JSON = st.recursive(
 
 
 @settings(max_examples=examples(60))
-@given(
-    st.dictionaries(
-        st.sampled_from(["text", "many", "image", "free", "id", "priority", "parameters"]) | st.text(), JSON
-    )
-)
-def test_any_object_is_a_plan_or_refused_in_words(given_object: dict[str, Any]) -> None:
-    """Also where the words have half a character in them."""
+@given(st.dictionaries(KEYS, JSON))
+def test_any_object_is_a_plan_or_refused(document: dict[str, Any]) -> None:
+    """The error is valid JSON, even if the object has lone surrogates."""
     try:
-        plan = generate_plan(json.dumps(given_object).encode(), TEXT)
+        outcome = repr(generate_plan(json.dumps(document).encode(), TEXT))
     except InvalidRequest as error:
-        said = json.loads(error_body(str(error)))["error"]
-    else:
-        said = repr(plan)
-    assert said
+        outcome = json.loads(error_body(str(error)))["error"]
+    assert outcome
 
 
-def test_an_answer() -> None:
+def test_a_response_and_its_event() -> None:
     tensors = (
         Tensor("one", "FP32", (1, 1), np.array([0.5], np.float32).tobytes()),
         Tensor("text", "BYTES", (1,), b"\2\0\0\0hi"),

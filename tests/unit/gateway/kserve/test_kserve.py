@@ -1,4 +1,4 @@
-"""The gateway's mapping of the KServe protocol, without a socket. Oracles are numpy and the json of the library."""
+"""Requests and responses of the KServe protocol in JSON, compared with numpy and the module `json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,6 +28,7 @@ from shmserve.gateway.kserve.plans import (
     plan_of,
     raw_plan,
 )
+from shmserve.gateway.limits.turns import finished
 from shmserve.protocol.messages import Handle, Reply, Tensor
 from shmserve.session.encode import TopK
 from tests.support.hypothesis_profiles import examples
@@ -37,8 +37,8 @@ NUMBERS = [name for name in ITEM_BYTES if name not in ("BYTES", "FP16", "BF16")]
 
 
 def request(**more: Any) -> bytes:
-    given = {"inputs": [{"name": "x", "shape": [2], "datatype": "INT32", "data": [1, 2]}]} | more
-    return json.dumps(given).encode()
+    document = {"inputs": [{"name": "x", "shape": [2], "datatype": "INT32", "data": [1, 2]}]} | more
+    return json.dumps(document).encode()
 
 
 def one_input(**more: Any) -> bytes:
@@ -48,7 +48,7 @@ def one_input(**more: Any) -> bytes:
 # ---------------------------------------------------------------------------------------- requests
 
 
-def test_a_request_of_everything() -> None:
+def test_all_fields_of_a_request() -> None:
     found = plan_of(
         request(
             id="a",
@@ -78,7 +78,7 @@ def test_a_request_of_everything() -> None:
     assert [found.is_binary(name) for name in "pqr"] == [True, False, True]
 
 
-def test_number_0_is_no_sequence() -> None:
+def test_sequence_id_0_is_no_sequence() -> None:
     options = plan_of(request(parameters={"sequence_id": 0, "sequence_start": True, "sequence_end": True})).options
     assert (options.sequence, options.sequence_start, options.sequence_end) == (None, False, False)
 
@@ -91,7 +91,7 @@ BAD = {
         b'{"inputs":[{"name":"\\ud800","shape":[1],"datatype":"FP32","data":[NaN]}]}', "lone surrogate"),
     "no inputs": (b"{}", "missing required field `inputs`"),
     "nested": (b'{"inputs":' + b"[" * 5000 + b"]" * 5000 + b"}", "JSON nesting depth exceeds"),
-    "nested where nobody looks": (request()[:-1] + b',"z":' + b"[" * 5000 + b"]" * 5000 + b"}", "nesting depth"),
+    "nested in an unknown field": (request()[:-1] + b',"z":' + b"[" * 5000 + b"]" * 5000 + b"}", "nesting depth"),
     "nested data": (one_input(data="@").replace(b'"@"', b"[" * 150 + b"1" + b"]" * 150), "JSON nesting depth exceeds"),
     "mixed data": (one_input(data=[1, [2]]), "mixes"),
     "too few": (one_input(data=[1]), "has 2 elements, and 1 are given"),
@@ -134,9 +134,9 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "said"), BAD.values(), ids=BAD)
-def test_what_is_refused(text: bytes, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said.replace("[", r"\[")):
+@pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD)
+def test_invalid_requests_are_refused(text: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message.replace("[", r"\[")):
         plan_of(text)
 
 
@@ -168,7 +168,7 @@ def test_tensors_in_shared_memory() -> None:
         {"parameters": {"shared_memory_region": "r"}},
     ],
 )
-def test_tensors_that_cannot_be_in_shared_memory(given_input: dict[str, Any]) -> None:
+def test_invalid_tensors_in_shared_memory_are_refused(given_input: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         plan_of(one_input(**given_input))
 
@@ -179,11 +179,11 @@ def test_any_bytes_are_a_plan_or_refused(text: bytes) -> None:
         assert isinstance(plan_of(text), RequestPlan)
 
 
-def test_plans_are_remembered_where_they_can_be() -> None:
+def test_plans_without_data_are_cached() -> None:
     plans = RequestPlans()
     same = one_input(parameters={"binary_data_size": 8})
     assert plans.plan(same) is plans.plan(bytes(bytearray(same)))
-    assert plans.plan(request()) is not plans.plan(request()), "one with data is not kept"
+    assert plans.plan(request()) is not plans.plan(request()), "a plan with data is not cached"
     for number in range(1100):
         plans.plan(one_input(parameters={"binary_data_size": 8, "n": number}))
     assert len(plans._known) <= 1024
@@ -197,8 +197,8 @@ SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(NUMBERS).flatmap(lambda name: st.tuples(st.just(name), arrays.arrays(to_numpy(name), SHAPES))))
-def test_numbers_there_and_back(case: tuple[str, np.ndarray[Any, Any]]) -> None:
-    """Each value comes through JSON as it was, nested as numpy nests it or flat."""
+def test_numbers_roundtrip(case: tuple[str, np.ndarray[Any, Any]]) -> None:
+    """Values are equal after JSON, in nested or flat lists."""
     name, array = case
     raw = bytes(json_tensors.to_json("y", name, array.shape, array.tobytes()))
     flat = json.loads(raw)
@@ -211,7 +211,7 @@ def test_numbers_there_and_back(case: tuple[str, np.ndarray[Any, Any]]) -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=()), max_size=5)))
-def test_strings_there_and_back(words: list[str]) -> None:
+def test_strings_roundtrip(words: list[str]) -> None:
     text = json.dumps({"inputs": [{"name": "x", "shape": [len(words)], "datatype": "BYTES", "data": words}]})
     try:
         data = bytes(plan_of(text.encode()).inputs[0].data or b"")
@@ -222,7 +222,7 @@ def test_strings_there_and_back(words: list[str]) -> None:
     assert json.loads(bytes(json_tensors.to_json("y", "BYTES", (len(words),), data))) == words
 
 
-def test_what_is_no_number() -> None:
+def test_nan_and_infinity() -> None:
     data = plan_of(b'{"inputs":[{"name":"x","shape":[3],"datatype":"FP64","data":[NaN,Infinity,-Infinity]}]}').inputs[0]
     values = np.frombuffer(data.data or b"", np.float64)
     assert math.isnan(values[0])
@@ -230,7 +230,7 @@ def test_what_is_no_number() -> None:
     assert bytes(json_tensors.to_json("y", "FP64", (3,), values.tobytes())) == b"[NaN,Infinity,-Infinity]"
 
 
-def test_outputs_that_json_cannot_carry() -> None:
+def test_outputs_that_need_binary_data() -> None:
     for name in ("FP16", "BF16"):
         with pytest.raises(InvalidRequest, match="request it as binary data"):
             json_tensors.to_json("y", name, (1,), b"\0\0")
@@ -241,7 +241,7 @@ def test_outputs_that_json_cannot_carry() -> None:
 # ---------------------------------------------------------------------------------------- answers
 
 
-def test_an_answer_in_json_and_binary() -> None:
+def test_a_response_in_json_and_binary() -> None:
     reply = Reply(1, 3, (Tensor("p", "INT16", (2,), b"\1\0\2\0"), Tensor("q", "BYTES", (1,), b"\2\0\0\0hi")), {"k": 1})
     plan = RequestPlan((), 0, RequestOptions("me"), None, {"p": True})
     length, parts = response("m", plan, reply)
@@ -260,7 +260,7 @@ def test_an_answer_in_json_and_binary() -> None:
     assert [output["data"] for output in json.loads(bytes(parts[0]))["outputs"]] == [[1, 2], ["hi"]]
 
 
-def test_an_answer_in_shared_memory_is_not_copied() -> None:
+def test_a_response_in_shared_memory_is_not_copied() -> None:
     views = [np.arange(6, dtype=np.uint8).data, np.arange(2, dtype=np.uint8).data]
     reply = Reply(1, 1, (Tensor("p", "UINT8", (8,), (Handle(1, 0, 6), Handle(1, 64, 2))),))
     length, parts = response("m", RequestPlan((), 0, RequestOptions(binary=True)), Held(reply, [list(views)]))
@@ -271,7 +271,7 @@ def test_an_answer_in_shared_memory_is_not_copied() -> None:
     assert json.loads(bytes(parts[0]))["outputs"][0]["data"] == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
-def test_an_answer_that_is_written_to_a_place() -> None:
+def test_an_output_is_written_to_its_region() -> None:
     written = {}
     reply = Reply(1, 1, (Tensor("p", "UINT8", (4,), b"abcd"), Tensor("q", "UINT8", (1,), b"e")))
     plan = RequestPlan((), 0, RequestOptions(), None, {}, {"p": Place("r", 3, 6)})
@@ -301,8 +301,7 @@ def test_negative_dims_are_an_internal_error_as_in_triton(values: int) -> None:
     ):
         plan_of(text)
     with pytest.raises(Internal, match="Unable to parse 'shape'"):
-        for _ in plan_in_slices(text, 1 << 20):
-            pass
+        finished(plan_in_slices(text, 1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +326,7 @@ def test_a_raw_request(
 
 
 @pytest.mark.parametrize(
-    ("given_config", "size", "said"),
+    ("model_config", "size", "text"),
     [
         (config("FP32", [1], count=2), 8, r"must only have 1 input \(found 1\) to be deduced but got 2 inputs in 'm'"),
         (config("STRING", [2]), 8, "For BYTE datatype raw input 'x', the model must have input shape"),
@@ -337,9 +336,9 @@ def test_a_raw_request(
         (config("FP32", [-1, 0]), 8, "not a multiple"),
     ],
 )
-def test_a_raw_request_that_cannot_be(given_config: dict[str, Any], size: int, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        raw_plan("m", given_config, size)
+def test_invalid_raw_requests_are_refused(model_config: dict[str, Any], size: int, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        raw_plan("m", model_config, size)
 
 
 # ---------------------------------------------------------------------------------------- errors
@@ -366,11 +365,7 @@ def test_every_error_has_a_status() -> None:
         (Unsupported("no"), 501, "no"),
     ],
 )  # fmt: skip
-def test_errors_as_callers_see_them(error: ServeError, http: int, text: str) -> None:
+def test_status_and_text_of_errors(error: ServeError, http: int, text: str) -> None:
     assert status.http_of(error) == http
     assert status.http_text_of(error, "me") == text
     assert status.grpc_of(error) == status.BY_CODE[error.code][1]
-
-
-def test_raw_is_json() -> None:
-    assert isinstance(json_tensors.to_json("y", "BOOL", (2,), b"\0\1"), msgspec.Raw)

@@ -1,4 +1,4 @@
-"""The document that the HTTP door gives of itself says all that is there, and nothing else."""
+"""The OpenAPI document of the HTTP endpoint has all routes, and no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shmserve.gateway.http.routes import PATHS, resolve
 from shmserve.gateway.kserve.plans import plan_of
 
 DOCUMENT = json.loads(openapi.text())
-GIVEN = {"{model}": "m", "{version}": "3", "{region}": "r", "{repository}": "s"}
+VALUES = {"{model}": "m", "{version}": "3", "{region}": "r", "{repository}": "s"}
 
 
 def operations() -> Iterator[tuple[str, str, Any]]:
@@ -24,12 +24,12 @@ def operations() -> Iterator[tuple[str, str, Any]]:
             yield path, method, operation
 
 
-def test_it_has_every_route_and_every_route_leads_somewhere() -> None:
-    told = {(path, method.upper()) for path, method, _ in operations()}
-    assert told == {(path.template, method) for path in PATHS for method in path.wants}
+def test_all_routes_are_documented_and_resolved() -> None:
+    routes = {(path, method.upper()) for path, method, _ in operations()}
+    assert routes == {(path.template, method) for path in PATHS for method in path.wants}
     actions = set()
-    for template, method in told:
-        path = re.sub(r"{\w+}", lambda found: GIVEN[found[0]], template)
+    for template, method in routes:
+        path = re.sub(r"{\w+}", lambda match: VALUES[match[0]], template)
         route = resolve(method, path)
         assert route.status == 200, path
         assert route.version == ("3" if "{version}" in template else "")
@@ -37,12 +37,12 @@ def test_it_has_every_route_and_every_route_leads_somewhere() -> None:
     assert actions == set(NEEDS) - {"metrics"} == set(openapi.OPERATIONS)
 
 
-def test_names_are_used_once_and_parameters_are_all_there() -> None:
+def test_operation_ids_are_unique_and_path_parameters_complete() -> None:
     names = [operation["operationId"] for _, _, operation in operations()]
     assert len(names) == len(set(names))
     for path, _, operation in operations():
-        told = [parameter["name"] for parameter in operation["parameters"] if parameter["in"] == "path"]
-        assert told == re.findall(r"{(\w+)}", path)
+        documented = [parameter["name"] for parameter in operation["parameters"] if parameter["in"] == "path"]
+        assert documented == re.findall(r"{(\w+)}", path)
 
 
 def references(node: Any) -> Iterator[str]:
@@ -53,7 +53,7 @@ def references(node: Any) -> Iterator[str]:
             yield from references(value)
 
 
-def test_references_lead_somewhere_and_all_schemas_are_used() -> None:
+def test_references_are_resolved_and_all_schemas_are_used() -> None:
     found = set(references(DOCUMENT))
     for reference in found:
         place: Any = DOCUMENT
@@ -63,6 +63,6 @@ def test_references_lead_somewhere_and_all_schemas_are_used() -> None:
 
 
 @pytest.mark.parametrize("datatype", DOCUMENT["components"]["schemas"]["Datatype"]["enum"])
-def test_datatypes_are_those_that_are_taken(datatype: str) -> None:
-    given = {"name": "x", "datatype": datatype, "shape": [0], "parameters": {"binary_data_size": 0}}
-    assert plan_of(json.dumps({"inputs": [given]}).encode()).inputs[0].dtype == datatype
+def test_documented_datatypes_are_accepted(datatype: str) -> None:
+    tensor = {"name": "x", "datatype": datatype, "shape": [0], "parameters": {"binary_data_size": 0}}
+    assert plan_of(json.dumps({"inputs": [tensor]}).encode()).inputs[0].dtype == datatype

@@ -1,4 +1,4 @@
-"""The ZeroMQ door without a socket: how it is started, its file of keys, and whatever a client may say."""
+"""The ZeroMQ listener without a socket: its options, its file of keys, and random messages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_r15_not_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
         keys.make_pair()
 
 
-def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> None:
+def test_it_is_off_by_default_and_local_addresses_are_known() -> None:
     assert zmqtcp_start.check(parser().parse_args(["gateway"])) is None
     for address, others in (
         ("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("*", True), ("[::]", True),
@@ -89,32 +89,32 @@ def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> Non
         (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: duplicate key"),
     ],
 )
-def test_files_of_keys_that_are_none(line: str, text: str) -> None:
+def test_invalid_files_of_keys_are_refused(line: str, text: str) -> None:
     with pytest.raises(shmserve.InvalidRequest, match=text):
         parse(line, "file")
 
 
 def test_files_of_keys() -> None:
     first, second = "#" * 40, "z" * 40
-    found = parse(f"# a comment\n\n{first} infer,operate  Alice of there \n#\n{second} observe\n", "file")
-    assert found == {first: KeyEntry(INFER | OPERATE, "Alice of there"), second: KeyEntry(OBSERVE, "")}
+    entries = parse(f"# a comment\n\n{first} infer,operate  Alice of there \n#\n{second} observe\n", "file")
+    assert entries == {first: KeyEntry(INFER | OPERATE, "Alice of there"), second: KeyEntry(OBSERVE, "")}
 
 
 class _NoBroker:
-    """In the place of the link: what is asked goes nowhere."""
+    """A link without a broker: requests stay unanswered."""
 
     def __init__(self) -> None:
         self.session = GatewaySession("memfd", memory_bytes=1 << 24)
         self.shares = Shares()
 
     def send_soon(self, with_deadline: bool = False) -> None:
-        """Nobody is there."""
+        """Does nothing."""
 
     def cancel(self, ticket: Any) -> None:
         self.session.cancel(ticket)
 
 
-class _Outside(PeerHost):
+class _Host(PeerHost):
     def __init__(self) -> None:
         self.link = _NoBroker()  # type: ignore[assignment]
         self.limits = LIMITS
@@ -148,19 +148,19 @@ _infer = st.builds(
 
 @settings(max_examples=examples(40))
 @given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
-def test_whatever_is_said_nothing_is_raised_and_nothing_is_kept(said: list[Any]) -> None:
-    outside = _Outside()
-    peer = Peer(outside, b"me", 1, "key", KeyEntry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
+def test_random_messages_raise_nothing_and_leave_nothing(messages: list[Any]) -> None:
+    host = _Host()
+    peer = Peer(host, b"me", 1, "key", KeyEntry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
     peer.receive(msgpack.packb([HELLO]), [])
     peer.take_out()
-    for one in said:
+    for one in messages:
         peer.receive(one if isinstance(one, bytes) else msgpack.packb(one), [b"", bytes(5000)])
         peer.take_out()
-    assert outside.sent[0][0] == 32
-    assert {message[0] for message in outside.sent} <= {32, 34, 39, 5}
+    assert host.sent[0][0] == 32
+    assert {message[0] for message in host.sent} <= {32, 34, 39, 5}
     peer.end()
-    tickets = outside.link.session.tickets
+    tickets = host.link.session.tickets
     assert all(
         ticket.message is None or getattr(ticket.message, "what", "") in OPERATIONS for ticket in tickets.values()
     )
-    outside.link.session.close()
+    host.link.session.close()

@@ -1,6 +1,4 @@
-"""The ZeroMQ door, before a broker that does what the test says: what goes through it, who comes in, and what a
-hostile client can do.
-"""
+"""The gateway's ZeroMQ listener before a fake broker: forwarding, keys and hostile clients."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def listener(broker: FakeBroker) -> Iterator[ListenerThread]:
     with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
         made = ListenerThread(Path(folder), broker.lane, LIMITS)
         with shmserve.Client(made.url, **made.keys("alice"), timeout=20) as client:
-            # The door is connected to the broker from here on, and both have all the memory that they will need.
+            # Connects the listener to the broker, and makes both allocate all their memory.
             for future in [client.submit("echo", {"x": np.zeros(3 << 20, np.uint8)}) for _ in range(2)]:
                 future.result()
             client.infer("echo", {"x": np.zeros(4 << 20, np.uint8)})
@@ -51,11 +49,11 @@ def listener(broker: FakeBroker) -> Iterator[ListenerThread]:
 
 @pytest.fixture(autouse=True)
 def _as_it_was(broker: FakeBroker, listener: ListenerThread) -> Iterator[None]:
-    """Nothing of a test is left in the door, nor held of the broker's memory."""
+    """Checks that no request or memory of a test is left in the listener or the broker."""
     yield
     gc.collect()
     listener.do(lambda: listener.listener.link.flush())
-    with Bare(listener, "alice") as bare:  # whose question comes behind what was given back
+    with Bare(listener, "alice") as bare:  # its query is processed after the returned memory
         bare.send([9, 1, "live"])
         assert bare.receive()[:3] == [37, 1, b'{"live": true}']
     while listener.do(lambda: listener.listener.peers):
@@ -79,11 +77,11 @@ def client(request: pytest.FixtureRequest, listener: ListenerThread) -> Iterator
         yield made
 
 
-# ------------------------------------------------------------------------------------------------ what goes through
+# ------------------------------------------------------------------------------------------------ forwarding
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (4,), (1024,), (1025,), (300, 1000)])
-def test_tensors_come_back_as_they_went(client: Any, shape: tuple[int, ...]) -> None:
+def test_tensors_are_forwarded(client: Any, shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     found = client.infer("echo", {"x": x, "again": x}, version=3, parameters={"a": 1, "b": "c"})
     np.testing.assert_array_equal(found["x"], x)
@@ -92,19 +90,19 @@ def test_tensors_come_back_as_they_went(client: Any, shape: tuple[int, ...]) -> 
     assert found.parameters == {"a": 1, "b": "c"}
 
 
-def test_strings_and_parts_of_several_workers(client: Any) -> None:
+def test_strings_and_outputs_in_parts_are_forwarded(client: Any) -> None:
     words = np.array([["a" * 3000, "ä"], ["", "b" * 3000]], object)
     assert client.infer("echo", {"x": words})["x"].tolist() == [[w.encode() for w in row] for row in words.tolist()]
     x = np.arange(20_000.0).reshape(4, -1)
     np.testing.assert_array_equal(client.infer("rows", {"x": x})["x"], x)
 
 
-def test_many_in_flight(client: Any) -> None:
+def test_many_requests_in_flight(client: Any) -> None:
     futures = [client.submit("echo", {"x": np.full(1500, n)}) for n in range(60)]
     assert [int(future.result()["x"][7]) for future in futures] == list(range(60))
 
 
-def test_errors_and_questions(client: Any, broker: FakeBroker) -> None:
+def test_errors_and_queries_are_forwarded(client: Any, broker: FakeBroker) -> None:
     with pytest.raises(shmserve.NotFound, match="unknown model: 'nothing'"):
         client.infer("nothing", {"x": 1})
     assert client.live()
@@ -117,7 +115,7 @@ def test_errors_and_questions(client: Any, broker: FakeBroker) -> None:
     client.live()
 
 
-def test_a_stream_is_made_as_fast_as_it_is_read(client: Any, broker: FakeBroker) -> None:
+def test_a_stream_is_requested_as_it_is_read(client: Any, broker: FakeBroker) -> None:
     count = np.array([6], np.float32)
     with client.stream("parts", {"x": count}, window=4, parameters={"size": 2000}) as stream:
         found = [next(stream), next(stream)]
@@ -137,7 +135,7 @@ def test_a_stream_is_made_as_fast_as_it_is_read(client: Any, broker: FakeBroker)
         list(stream)
 
 
-def test_bodies_of_operations(client: Any, broker: FakeBroker) -> None:
+def test_bodies_of_operations_are_forwarded_up_to_the_limit(client: Any, broker: FakeBroker) -> None:
     got: list[bytes] = []
 
     def load(model: str, version: int, body: bytes) -> Any:
@@ -153,8 +151,10 @@ def test_bodies_of_operations(client: Any, broker: FakeBroker) -> None:
     assert client.live()
 
 
-def test_too_much(client: Any, broker: FakeBroker, listener: ListenerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    client.live()  # the limits are known from here on
+def test_tensors_over_the_limit_or_share_are_refused(
+    client: Any, broker: FakeBroker, listener: ListenerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.live()  # makes the client know the limits
     with pytest.raises(shmserve.InvalidRequest, match=f"over the limit of {LIMITS.input_bytes} for one message"):
         client.infer("echo", {"x": np.zeros(LIMITS.input_bytes + 1, np.uint8)})
     large = np.zeros(3 << 20, np.uint8)
@@ -169,26 +169,26 @@ def test_too_much(client: Any, broker: FakeBroker, listener: ListenerThread, mon
     assert client.infer("echo", {"x": large})["x"].nbytes == large.nbytes
 
 
-def test_a_client_that_goes_takes_its_requests_along(listener: ListenerThread, broker: FakeBroker, bare: Any) -> None:
+def test_requests_of_a_closed_connection_are_cancelled(listener: ListenerThread, broker: FakeBroker, bare: Any) -> None:
     one = bare()
     one.send([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
     _, infer, _ = broker.parked.get(timeout=20)
-    one.close()  # without a word: libzmq tells that the connection has ended
+    one.close()  # without a message: libzmq reports the end of the connection
     assert broker.wait_for(Cancel).request == infer.request
 
 
-def test_cancelled_and_answered_once(broker: FakeBroker, bare: Any) -> None:
+def test_a_cancelled_request_is_answered_once(broker: FakeBroker, bare: Any) -> None:
     one = bare()
     one.send([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
     peer, infer, frames = broker.parked.get(timeout=20)
     one.send([8, 5])
     assert one.receive() == [34, 5, "CANCELLED", "the request was cancelled by the client"]
     assert broker.wait_for(Cancel).request == infer.request
-    broker.do(lambda: echo(broker, peer, infer, frames))  # the two have crossed
+    broker.do(lambda: echo(broker, peer, infer, frames))  # sent before the cancellation was received
     assert one.quiet()
 
 
-def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_server_gets_the_requests_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = FakeBroker(tmp_path)
     broker.start()
     (tmp_path / "keys").mkdir()
@@ -213,7 +213,9 @@ def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
     broker.stop()
 
 
-def test_a_gateway_that_is_started_again(broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_gateway_gets_the_requests_again(
+    broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listener = ListenerThread(tmp_path, broker.lane, ZmqLimits(exit_timeout_s=0.01))
     x = np.arange(5000.0)
     with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as client:
@@ -226,10 +228,10 @@ def test_a_gateway_that_is_started_again(broker: FakeBroker, tmp_path: Path, mon
     listener.stop()
 
 
-# ------------------------------------------------------------------------------------------------ who comes in
+# ------------------------------------------------------------------------------------------------ keys
 
 
-def test_roles_are_those_of_the_key(listener: ListenerThread, broker: FakeBroker) -> None:
+def test_a_client_has_the_roles_of_its_key(listener: ListenerThread, broker: FakeBroker) -> None:
     with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
         assert bob.infer("echo", {"x": 1})["x"] == 1
         assert bob.ready()
@@ -240,7 +242,7 @@ def test_roles_are_those_of_the_key(listener: ListenerThread, broker: FakeBroker
 
 
 @pytest.mark.parametrize("face", list(FACES))
-def test_who_is_not_let_in_is_told_why(listener: ListenerThread, face: str) -> None:
+def test_a_rejected_key_is_an_error_with_its_reason(listener: ListenerThread, face: str) -> None:
     right, make = listener.keys("alice"), FACES[face]
     with (
         make(listener.url, **listener.keys("eve")) as eve,
@@ -255,7 +257,7 @@ def test_who_is_not_let_in_is_told_why(listener: ListenerThread, face: str) -> N
         client.infer("echo", {"x": 1})
 
 
-def test_without_keys_there_is_no_client(
+def test_a_client_without_keys_is_refused(
     listener: ListenerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     right = listener.keys("alice")
@@ -276,24 +278,24 @@ def test_without_keys_there_is_no_client(
         assert client.live()
 
 
-def test_keys_come_and_go_while_it_runs(listener: ListenerThread) -> None:
+def test_the_file_of_keys_is_reloaded(listener: ListenerThread) -> None:
     with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
         assert bob.live()
-        listener.let_in("alice", "eve")
+        listener.write_keys("alice", "eve")
         listener.do(listener.listener.read_keys)
         with pytest.raises(shmserve.Denied, match=r"rejected the key|has no roles"):
             bob.infer("echo", {"x": 1})
     with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
         assert eve.live()
     (listener.folder / "keys").write_text("nonsense\n")
-    listener.do(listener.listener.read_keys)  # what was right goes on
+    listener.do(listener.listener.read_keys)  # keeps the valid keys
     with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
         assert eve.live()
-    listener.let_in("alice", "bob")
+    listener.write_keys("alice", "bob")
     listener.do(listener.listener.read_keys)
 
 
-def test_who_takes_an_identity_gets_nothing_of_who_had_it(
+def test_a_reused_identity_receives_no_messages_of_its_former_client(
     listener: ListenerThread, broker: FakeBroker, bare: Any
 ) -> None:
     alice = bare("alice", identity=b"mine")
@@ -308,30 +310,30 @@ def test_who_takes_an_identity_gets_nothing_of_who_had_it(
     assert bob.quiet()
 
 
-# ------------------------------------------------------------------------------------------------ hostile
+# ------------------------------------------------------------------------------------------------ hostile clients
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "text"),
+    ("message", "code", "text"),
     [
         ([7, 1, "echo", 0, []], "CONNECTION_LOST", "the first message of a connection must be Hello"),
         ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol version 9 is not supported, only"),
         ([6, 1, 0, "x", "posix"], "PROTOCOL", "only be sent as 'frames'"),
     ],
 )
-def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
+def test_an_invalid_first_message_ends_the_connection(bare: Any, message: Any, code: str, text: str) -> None:
     one = bare(greet=False)
-    one.send(said)
-    tag, found, words = one.receive()
-    assert (tag, found) == (39, code)
+    one.send(message)
+    tag, received, words = one.receive()
+    assert (tag, received) == (39, code)
     assert text in words
-    one.send([4, 1])  # it has been told
+    one.send([4, 1])  # ignored
     one.send(HELLO)
     assert one.receive()[0] == 32
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("message", "answer"),
     [
         (
             [1, 1 << 32, 4096, "/name"],
@@ -361,25 +363,25 @@ def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
         (5, [34, 0, "PROTOCOL", "a message must be an array that begins with its tag"]),
     ],
 )
-def test_what_is_refused(bare: Any, broker: FakeBroker, said: Any, answer: list[Any]) -> None:
+def test_invalid_messages_are_refused(bare: Any, broker: FakeBroker, message: Any, answer: list[Any]) -> None:
     one = bare()
     before = len(broker.requests)
-    one.send(said, frames=(b"frame",))
-    found = one.receive()
-    assert found[:-1] == answer[:-1]
-    assert answer[-1] in found[-1]
-    if found[0] == 34:
+    one.send(message, frames=(b"frame",))
+    received = one.receive()
+    assert received[:-1] == answer[:-1]
+    assert answer[-1] in received[-1]
+    if answer[0] == 34:
         assert one.quiet()
     assert len(broker.requests) == before
 
 
-def test_one_frame_named_by_many_inputs_is_counted_each_time(bare: Any) -> None:
+def test_a_frame_of_several_inputs_is_counted_for_each(bare: Any) -> None:
     one = bare()
     one.send([7, 4, "echo", 0, [[f"x{n}", "UINT8", [1 << 20], 0] for n in range(256)]], frames=(bytes(1 << 20),))
     assert one.receive()[:3] == [34, 4, "INVALID_ARG"]
 
 
-def test_garbage_is_answered_and_a_flood_of_it_ends(bare: Any, listener: ListenerThread) -> None:
+def test_a_flood_of_invalid_bytes_ends_the_connection(bare: Any, listener: ListenerThread) -> None:
     one = bare()
     one.socket.send(b"\xc1garbage")
     assert one.receive()[:3] == [34, 0, "PROTOCOL"]
@@ -396,7 +398,7 @@ def test_garbage_is_answered_and_a_flood_of_it_ends(bare: Any, listener: Listene
     assert "client_errors" in last[2]
 
 
-def test_one_that_does_not_read_is_given_up(bare: Any, listener: ListenerThread, broker: FakeBroker) -> None:
+def test_a_client_that_does_not_read_is_disconnected(bare: Any, listener: ListenerThread, broker: FakeBroker) -> None:
     one = bare(kept=1)
     frame = bytes(3 << 20)
     number = 0
@@ -406,10 +408,10 @@ def test_one_that_does_not_read_is_given_up(bare: Any, listener: ListenerThread,
             number += 1
             one.send([7, number, "hold", 0, [["x", "UINT8", [len(frame)], 0]]], frames=(frame,))
             broker.answer()
-            assert honest.live(), "and comes behind that answer"
+            assert honest.live()
 
 
-def test_too_many_requests_and_too_many_connections(
+def test_requests_and_connections_of_a_key_are_limited(
     bare: Any, listener: ListenerThread, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener.listener.link.shares.requests, "calm_calls", 100)
@@ -425,7 +427,7 @@ def test_too_many_requests_and_too_many_connections(
     assert all(other.quiet() for other in others)
 
 
-def test_strangers_at_the_port(listener: ListenerThread) -> None:
+def test_other_protocols_at_the_port_do_not_affect_clients(listener: ListenerThread) -> None:
     host, port = "127.0.0.1", int(listener.url.rpartition(":")[2])
     with socket.create_connection((host, port), 20) as half_open:
         with socket.create_connection((host, port), 20) as web:
@@ -434,32 +436,32 @@ def test_strangers_at_the_port(listener: ListenerThread) -> None:
                 while web.recv(4096):
                     pass
             except ConnectionResetError:
-                pass  # as good an end
+                pass  # also an end
         with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as honest:
             assert honest.live()
         assert half_open.fileno() > 0
 
 
-def test_a_crowd_at_the_port_is_cut_off(bare: Any, listener: ListenerThread) -> None:
+def test_connections_without_a_handshake_are_limited(bare: Any, listener: ListenerThread) -> None:
     one = bare()
     host, port = "127.0.0.1", int(listener.url.rpartition(":")[2])
     with ExitStack() as crowd:
         made = [crowd.enter_context(socket.create_connection((host, port), 20)) for _ in range(40)]
-        for knocking in made[20:]:  # there are at most 16, one of them alice
+        for refused in made[20:]:  # the limit is 16, one of them of alice
             while True:
                 try:
-                    if not knocking.recv(4096):
+                    if not refused.recv(4096):
                         break
                 except ConnectionResetError:
                     break
         assert one.quiet()
     while listener.do(lambda: len(listener.listener._connections)) > 1:
-        assert one.quiet()  # libzmq says one by one that they have gone
+        assert one.quiet()  # libzmq reports them one by one
     with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as honest:
         assert honest.live()
 
 
-def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBroker) -> None:
+def test_shutdown_answers_requests_in_flight_and_refuses_others(broker: FakeBroker) -> None:
     with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
         listener = ListenerThread(Path(folder), broker.lane, LIMITS)
         with Bare(listener, "alice") as one:
@@ -475,7 +477,7 @@ def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBr
         listener.join()
 
 
-def test_several_doors_may_share_a_port(broker: FakeBroker, tmp_path: Path) -> None:
+def test_several_listeners_can_share_a_port(broker: FakeBroker, tmp_path: Path) -> None:
     with ExitStack() as made:
         endpoints = [ListenerThread(tmp_path, broker.lane, LIMITS) for _ in range(2)]
         for listener in endpoints:
