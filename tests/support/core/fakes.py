@@ -23,9 +23,11 @@ from shmserve.protocol.messages import (
     Failure,
     Goodbye,
     Handle,
+    Infer,
     Load,
     Map,
     More,
+    Options,
     Part,
     Ping,
     Pong,
@@ -52,6 +54,10 @@ SEGMENT_BYTES = 1 << 40
 
 def references(tensors: tuple[Tensor, ...]) -> list[Handle]:
     return [handle for tensor in tensors if isinstance(tensor.data, tuple) for handle in tensor.data]
+
+
+def one_input(rows: int = 1) -> Tensor:
+    return Tensor("x", "FP32", (rows, 1), bytes(4 * rows))
 
 
 class WaitingBatch:
@@ -367,6 +373,13 @@ class FakeClient:
         assert request not in self.open
         assert request not in self.answers, "the tests number requests on and on"
         self.open.add(request)
+
+    def infer(
+        self, number: int, model: str = "m", rows: int = 1, timeout_us: int = 0, options: Options | None = None
+    ) -> tuple[int, Infer]:
+        """The event of a request with an input `x` of one element per row."""
+        self.sends(number, options.window if options is not None else 0)
+        return self.peer, Infer(number, model, 0, (one_input(rows),), None, timeout_us, options)
 
     def receive(self, message: Any) -> None:
         if isinstance(message, Part):

@@ -1,8 +1,9 @@
-"""The words of scenario files for what a model is like."""
+"""Models of unit tests, and the words of scenario files that describe a model."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from shmserve.core.policy import (
     BatchPolicy,
@@ -17,6 +18,31 @@ from shmserve.core.policy import (
 )
 
 UNITS = {"us": 10**3, "ms": 10**6, "s": 10**9}
+
+SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
+"""One input and one output."""
+BATCHING = BatchPolicy()
+
+
+def plain(
+    name: str = "m",
+    max_batch: int = 8,
+    batching: BatchPolicy | None = BATCHING,
+    **more: Any,
+) -> ModelPolicy:
+    """A model with one input `x` and one output `y`."""
+    return ModelPolicy(name, 1, max_batch, *SPECS, batching, **more)
+
+
+def step(model: str, source: str = "x", target: str = "y", mapped: str = "") -> StepPolicy:
+    """A step that runs such a model."""
+    return StepPolicy(model, 0, (("x", source),), (("y", target),), mapped=mapped)
+
+
+def plain_mapped(name: str) -> ModelPolicy:
+    """An ensemble that runs the model `m` for each row of its input."""
+    tensors = (TensorSpec("x", "FP32", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 1)),)
+    return ModelPolicy(name, 1, 0, *tensors, steps=(step("m", mapped="x"),))
 
 
 def nanoseconds(text: str) -> int:

@@ -209,6 +209,25 @@ class World:
             self._pending += self.heard(worker)
             self._pending.append((0, events.Exited(worker.peer, reason, loading_error)))
 
+    def finish(self, name: str = "m_0", took: int = 0, error: tuple[str, str] | None = None) -> FakeWorker:
+        """The running batch of this worker ends."""
+        worker = self.worker(name)
+        worker.finish(self.now, took, error=error)
+        self.settle()
+        return worker
+
+    def finish_running(self, took: int = 0) -> None:
+        """All batches that run now end."""
+        for worker in list(self.workers.values()):
+            if worker.running is not None:
+                worker.finish(self.now, took)
+        self.settle()
+
+    def finish_all(self) -> None:
+        """All queued requests are run, without time passing."""
+        while any(worker.running is not None for worker in self.workers.values()):
+            self.finish_running()
+
     def crash(self, worker: FakeWorker, reason: str = "signal SIGSEGV", loading_error: str = "") -> None:
         """Dies, and the broker notices."""
         self.die(worker, reason, loading_error)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from shmserve.core import events
 from shmserve.core.limits import NAMED, Limits
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, SequencePolicy, TensorSpec
+from shmserve.core.policy import BatchPolicy, QueuePolicy, SequencePolicy
 from shmserve.core.stats import histogram
 from shmserve.core.stats.statistics import FailureKind, Statistics, limit_in
-from shmserve.protocol.messages import Cancel, Fail, Infer, Options, Tensor
-from tests.support.core.fakes import FakeClient
+from shmserve.protocol.messages import Cancel, Fail, Options
+from tests.support.core.policies import plain
 from tests.support.core.world import World
 
 NS = st.integers(0, 2**40)
@@ -46,7 +46,7 @@ def test_quantiles_are_in_the_bucket_of_the_true_one(durations: list[int], share
     assert int(found).bit_length() == true.bit_length() or found == pytest.approx(histogram.edge(true.bit_length()))
 
 
-def test_a_quantile_of_nothing() -> None:
+def test_quantile_without_durations() -> None:
     assert histogram.quantile(histogram.empty(), 0.5) == 0.0
 
 
@@ -70,33 +70,21 @@ def test_requests_of_a_batch(arrivals: list[int], taken: int, took: int) -> None
 # ------------------------------------------------------------------------------------------ in the core
 
 
-def policy(version: int = 1, batching: BatchPolicy | None = None) -> ModelPolicy:
-    tensors = (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),)
-    return ModelPolicy("m", version, 8, *tensors, batching or BatchPolicy())
-
-
-def infer(client: FakeClient, number: int, model: str = "m", timeout_us: int = 0) -> tuple[int, Infer]:
-    client.sends(number)
-    return client.peer, Infer(number, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, timeout_us)
-
-
-def counted(world: World, version: int = 1) -> Statistics:
-    return world.core.state.models["m"].versions[version].statistics
+def counted(world: World) -> Statistics:
+    return world.core.state.models["m"].versions[1].statistics
 
 
 def test_failures_by_reason() -> None:
     world = World()
-    world.deploy(policy(batching=LEVELS))
+    world.deploy(plain(batching=LEVELS))
     client = world.connect("c")
-    world.turn([infer(client, 1)])
-    world.turn([infer(client, 2)])
-    world.turn([infer(client, 3)])  # one waits already
+    world.turn([client.infer(1)])
+    world.turn([client.infer(2)])
+    world.turn([client.infer(3)])  # one waits already
     assert "Exceeds maximum queue size" in client.answers[3].text
     world.turn([(client.peer, Cancel(2))])
-    worker = world.worker("m_0")
-    worker.finish(world.now, error=("MODEL_FAILED", "no"))
-    world.settle()
-    world.turn([infer(client, 4, timeout_us=1000)])
+    world.finish(error=("MODEL_FAILED", "no"))
+    world.turn([client.infer(4, timeout_us=1000)])
     world.advance(world.now + 2_000_000)
     assert client.answers[4].code == "DEADLINE_EXCEEDED"
     found = counted(world)
@@ -109,11 +97,11 @@ def test_failures_by_reason() -> None:
 
 def test_refused_by_a_limit() -> None:
     world = World(Limits(client_requests=1))
-    world.deploy(policy())
+    world.deploy(plain())
     client = world.connect("c")
-    world.turn([infer(client, 1), infer(client, 2), infer(client, 3, "nobody")])
+    world.turn([client.infer(1), client.infer(2), client.infer(3, "nobody")])
     assert isinstance(client.answers[2], Fail)
-    world.turn([infer(client, 4)])
+    world.turn([client.infer(4)])
     assert world.core.state.refused == {"client_requests": 3}
     assert counted(world).failures[FailureKind.REJECTED] == 2, "one was for another model"
 
@@ -127,17 +115,15 @@ def test_every_limit_is_found_in_a_text_that_names_it() -> None:
 
 def test_counts_outlive_generations_and_changes_are_counted() -> None:
     world = World()
-    world.deploy(policy())
+    world.deploy(plain())
     client = world.connect("c")
     number = 0
 
     def answered() -> int:
         nonlocal number
         number += 1
-        world.turn([infer(client, number)])
-        (busy,) = (worker for worker in world.workers.values() if worker.running is not None)
-        busy.finish(world.now)
-        world.settle()
+        world.turn([client.infer(number)])
+        world.finish_running()
         return counted(world).success_count
 
     assert answered() == 1
@@ -161,7 +147,7 @@ def test_counts_outlive_generations_and_changes_are_counted() -> None:
 
 def test_restarts_are_counted_by_instance() -> None:
     world = World()
-    world.deploy(policy(), instances=2)
+    world.deploy(plain(), instances=2)
     for _ in range(2):
         world.crash(world.worker("m_1"))
         world.advance(world.now + 10**10)
@@ -169,22 +155,17 @@ def test_restarts_are_counted_by_instance() -> None:
 
 
 def test_a_batch_of_sequences_has_rows_up_to_its_last_slot() -> None:
-    """As Triton counts them: whether the sequences in these slots have a request or not."""
-    x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
+    """As in Triton, slots whose sequences have no request count, too."""
     world = World()
-    world.deploy(ModelPolicy("m", 1, 4, (x,), (y,), sequence=SequencePolicy(True, 4, 10**9)))
-    client, worker = world.connect("a"), world.worker("m_0")
+    world.deploy(plain(max_batch=4, batching=None, sequence=SequencePolicy(True, 4, 10**9)))
+    client = world.connect("a")
     for turn, sequences in enumerate([(7, 8, 9), (8,), (-9,), (-8,), (7,)]):
         happened: list[tuple[int, object]] = []
         for sequence in sequences:
-            number = 10 * turn + abs(sequence)
-            client.sends(number)
             options = Options(sequence=abs(sequence), sequence_start=not turn, sequence_end=sequence < 0)
-            tensors = (Tensor("x", "FP32", (1, 1), bytes(4)),)
-            happened.append((client.peer, Infer(number, "m", 0, tensors, options=options)))
+            happened.append(client.infer(10 * turn + abs(sequence), options=options))
         world.turn(happened)
-        worker.finish(world.now)
-        world.settle()
+        world.finish()
     statistics = world.core.state.models["m"].versions[1].statistics
     assert {rows: batches.count for rows, batches in statistics.batches.items()} == {3: 3, 2: 1, 1: 1}
     assert statistics.inference_count == 7

@@ -1,6 +1,6 @@
-"""Roles are looked up at the action, in one table: every message and every question, with every set of roles.
+"""The roles that each message and each query needs, with every set of roles.
 
-What is allowed is written here a second time, and a message or a question that is not written here fails the test.
+`NEEDED` and `MESSAGES` repeat the table of the core: a message or a query that is not in them fails a test.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from shmserve.protocol.messages import (
     Return,
     Tensor,
     Unmap,
-    Welcome,
 )
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, ROLES
 
@@ -65,7 +64,7 @@ NEEDED = {
     "set_log": OPERATE,
     "set_trace": OPERATE,
 }
-"""Question -> the roles of which one is enough."""
+"""Query -> the roles of which one is enough."""
 MESSAGES: dict[type, tuple[str, Any, int]] = {
     Hello: ("either", Hello(1, 0, "again", "memfd"), ANY),
     Infer: ("either", Infer(5, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)), INFER),
@@ -99,7 +98,7 @@ def denials(effects: list[Effect]) -> list[Fail | Goodbye]:
 
 
 def check(effects: list[Effect], action: str, roles: int, needed: int) -> None:
-    """Denied just when none of its roles is enough: once, with a text that helps, and nothing else happens."""
+    """Denied once if none of its roles is enough, with a text that names the roles, and without other effects."""
     found = denials(effects)
     assert len(found) == (0 if roles & needed else 1), (action, access.names(roles))
     for denial in found:
@@ -157,12 +156,12 @@ def test_r8_requests_that_came_in_frames() -> None:
     check(effects, "infer", LOOK, INFER)
 
 
-def test_the_table_is_what_is_written_here() -> None:
+def test_the_table_of_roles_is_complete() -> None:
     assert NEEDED == access.QUESTIONS
     assert set(MESSAGES) == set(get_args(ClientMessage))
 
 
-def test_a_stranger_is_told_so_and_not_heard() -> None:
+def test_a_client_without_roles_is_disconnected_and_ignored() -> None:
     core, effects = serving(access.NOBODY)
     (denial,) = denials(effects)
     assert isinstance(denial, Goodbye)
@@ -172,28 +171,29 @@ def test_a_stranger_is_told_so_and_not_heard() -> None:
         assert [e for e in core.handle([(CLIENT, message)], 0) if not isinstance(e, (Close, Forget))] == []
 
 
-def test_before_hello_nobody_has_a_role() -> None:
+def test_any_message_before_hello_closes_the_connection() -> None:
     for kind, (_, message, _) in MESSAGES.items():
         if kind is Hello:
             continue
         core = Core("test")
         core.handle([(0, events.Opened(CLIENT, "uid:1", "lane", ANY))], 0)
         effects = core.handle([(CLIENT, message)], 0)
-        assert not [effect for effect in effects if isinstance(effect, Query)]
-        assert not [e for e in effects if isinstance(e, Send) and not isinstance(e.message, (Goodbye, Welcome))]
+        text = "the first message of a connection must be Hello"
+        goodbye = [Send(CLIENT, Goodbye("CONNECTION_LOST", text))] if kind is not Bye else []
+        assert [effect for effect in effects if not isinstance(effect, (Forget, Log))] == [*goodbye, Close(CLIENT)]
 
 
-def test_the_operator_is_told_of_denials_but_not_flooded() -> None:
+def test_the_log_of_denials_is_limited() -> None:
     """Once for each connection, and once a second for each user, however often it connects again."""
     core = Core("test")
-    said = []
+    logged = []
     for peer in range(1, 50):
         now = 10**12 + peer * 10**8
         turn = [(0, events.Opened(peer, f"uid:{peer % 2}", "lane", INFER)), (peer, Hello(1, 0, "", "memfd"))]
         for event in [*turn, *[(peer, Ask(5, "load"))] * 3, (0, events.Closed(peer))]:
-            said += [effect for effect in core.handle([event], now) if isinstance(effect, Log)]
-    assert len(said) == 10
-    for line in said:
+            logged += [effect for effect in core.handle([event], now) if isinstance(effect, Log)]
+    assert len(logged) == 10
+    for line in logged:
         assert line.level == "warning"
         assert "'load' needs the role operate" in line.text
-    assert {line.fields["user"] for line in said if line.fields} == {"uid:0", "uid:1"}
+    assert {line.fields["user"] for line in logged if line.fields} == {"uid:0", "uid:1"}

@@ -1,4 +1,4 @@
-"""Workers that answer with memory which they may not give away, and clients that do not keep to the protocol."""
+"""Workers that answer with memory that they do not own, and clients that violate the protocol."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
+from msgspec.structs import replace
 
 from shmserve.core import events
-from shmserve.core.effects import Close, Forget, Kill, Log, Query, Send
+from shmserve.core.effects import Close, Kill, Log, Query, Send
 from shmserve.core.limits import Limits
-from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
+from shmserve.core.policy import InstanceSpec
 from shmserve.protocol.messages import (
     Ask,
     Bye,
@@ -32,22 +33,15 @@ from shmserve.protocol.messages import (
     Return,
     Row,
     Tensor,
-    Unmap,
     Welcome,
     WorkerReport,
 )
 from shmserve.protocol.roles import EVERYTHING
 from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.policies import plain
 from tests.support.core.world import World
 
-POLICY = ModelPolicy(
-    "m",
-    1,
-    8,
-    (TensorSpec("x", "FP32", (1,)),),
-    (TensorSpec("y", "FP32", (1,)), TensorSpec("w", "FP32", (1,))),
-    BatchPolicy(),
-)
+POLICY = plain()
 LAST = 2**63 - 1
 
 
@@ -62,11 +56,6 @@ class Recorded(World):
     def sent(self, peer: int, kind: type) -> list[Any]:
         found = [effect.message for effect in self.effects if isinstance(effect, Send) and effect.peer == peer]
         return [message for message in found if isinstance(message, kind)]
-
-
-def infer(client: FakeClient, number: int) -> tuple[int, Infer]:
-    client.sends(number)
-    return client.peer, Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
 
 
 def own(worker: FakeWorker, offset: int, size: int = 4, index: int = 1) -> Handle:
@@ -88,7 +77,7 @@ WRONG: dict[str, Callable[[Recorded, FakeWorker, FakeWorker], Any]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_memory_that_a_worker_may_not_give_away(case: str) -> None:
+def test_a_worker_that_answers_with_memory_of_others_is_killed(case: str) -> None:
     world = Recorded()
     client, _ = world.connect("a"), world.connect("b")
     world.deploy(POLICY, 2)
@@ -104,10 +93,10 @@ def test_memory_that_a_worker_may_not_give_away(case: str) -> None:
         rows = tuple(Row(work.request, (Tensor("y", "FP32", (1, 1), value),)) for work, value in pairs)
         world.turn([(worker.peer, Done(done.number, rows, (0, 0, 0, 0)))])
 
-    world.turn([infer(client, 1)])
+    world.turn([client.infer(1)])
     answer((own(worker, 64),))
     assert isinstance(client.answers[1], Reply)
-    world.turn([infer(client, 2), infer(client, 3)])
+    world.turn([client.infer(2), client.infer(3)])
     answer(bytes(4), WRONG[case](world, worker, other))
     assert isinstance(client.answers[2], Reply), "the others of its batch are answered"
     failed = client.answers[3]
@@ -118,43 +107,27 @@ def test_memory_that_a_worker_may_not_give_away(case: str) -> None:
     assert [effect.peer for effect in world.effects if isinstance(effect, Kill)] == [worker.peer]
 
 
-def test_an_honest_answer_with_two_blocks() -> None:
-    world = Recorded()
-    client = world.connect("a")
-    world.deploy(POLICY, large="y w")
-    world.turn([infer(client, 1)])
-    world.worker("m_0").finish(world.now)
-    world.settle()
-    assert len(client.holds) == 2
-
-
 @pytest.mark.parametrize(
-    ("hello", "code", "part"),
+    ("hello", "text"),
     [
-        (Hello(2, 1, "a", "memfd"), "PROTOCOL", "protocol 2 is not supported, only 1"),
-        (Hello(0, 1, "a", "memfd"), "PROTOCOL", "protocol 0 is not supported"),
-        (Hello(1, 1, "a", "posix"), "PROTOCOL", "outputs 'posix' are not possible over this kind of link; use memfd"),
-        (Hello(1, 1, "a", ""), "PROTOCOL", "outputs '' are not possible"),
-        (Infer(1, "m", 0, ()), "CONNECTION_LOST", "the first message of a connection must be Hello"),
-        (Cancel(1), "CONNECTION_LOST", "must be Hello"),
-        (Ask(1, "live"), "CONNECTION_LOST", "must be Hello"),
-        (Map((1 << 32) + 1, 10), "CONNECTION_LOST", "must be Hello"),
-        (Unmap((1 << 32) + 1), "CONNECTION_LOST", "must be Hello"),
-        (Return(()), "CONNECTION_LOST", "must be Hello"),
+        (Hello(2, 1, "a", "memfd"), "protocol 2 is not supported, only 1"),
+        (Hello(0, 1, "a", "memfd"), "protocol 0 is not supported"),
+        (Hello(1, 1, "a", "posix"), "outputs 'posix' are not possible over this kind of link; use memfd"),
+        (Hello(1, 1, "a", ""), "outputs '' are not possible"),
     ],
 )
-def test_a_connection_that_begins_wrongly(hello: Any, code: str, part: str) -> None:
+def test_a_wrong_hello_closes_the_connection(hello: Hello, text: str) -> None:
     world = Recorded()
     effects = world.core.handle([(0, events.Opened(1, "uid:1000", "lane", EVERYTHING)), (1, hello)], world.now)
-    told, *rest = [effect for effect in effects if not isinstance(effect, (Forget, Log))]
-    assert isinstance(told, Send)
-    assert isinstance(told.message, Goodbye)
-    assert told.message.code == code
-    assert part in told.message.text
-    assert rest == [Close(1)]
+    goodbye, close = [effect for effect in effects if not isinstance(effect, Log)]
+    assert isinstance(goodbye, Send)
+    assert isinstance(goodbye.message, Goodbye)
+    assert goodbye.message.code == "PROTOCOL"
+    assert text in goodbye.message.text
+    assert close == Close(1)
 
 
-def test_frames_for_nobody_are_freed() -> None:
+def test_frames_of_unknown_clients_are_freed() -> None:
     world = Recorded()
     block = Handle(1, 64, 4)
     framed = events.Framed(Infer(1, "m", 0, ()), (block,))
@@ -164,7 +137,7 @@ def test_frames_for_nobody_are_freed() -> None:
     assert world.freed == [block, block]
 
 
-def test_hello_twice() -> None:
+def test_a_second_hello_closes_the_connection() -> None:
     world = Recorded()
     client = world.connect("a")
     assert len(world.sent(client.peer, Welcome)) == 1
@@ -191,7 +164,7 @@ def test_welcome_tells_the_limits() -> None:
     }
 
 
-def test_small_talk() -> None:
+def test_pings_queries_and_bye() -> None:
     world = Recorded()
     client = world.connect("a")
     world.turn([(client.peer, Ping(77)), (client.peer, Pong(1)), (client.peer, Ask(5, "live"))])
@@ -201,17 +174,16 @@ def test_small_talk() -> None:
     assert client.peer not in world.clients
 
 
-def test_a_message_that_could_not_be_read() -> None:
+def test_a_garbled_message_fails_its_request() -> None:
     world = Recorded()
     client = world.connect("a")
     world.deploy(POLICY)
-    world.turn([infer(client, 1)])
+    world.turn([client.infer(1)])
     client.open.add(9)
     world.turn([(client.peer, events.Garbled(9, "no")), (client.peer, events.Garbled(1, "no"))])
     assert client.answers[9] == Fail(9, "PROTOCOL", "no")
     assert client.errors == [Fail(0, "PROTOCOL", "no")], "request 1 is in flight, and is answered by what becomes of it"
-    world.worker("m_0").finish(world.now)
-    world.settle()
+    world.finish()
     assert isinstance(client.answers[1], Reply)
 
 
@@ -230,18 +202,7 @@ def test_segments_that_cannot_be_announced(message: Map, part: str) -> None:
     assert part in world.sent(client.peer, Goodbye)[0].text
 
 
-def test_too_many_segments() -> None:
-    world = Recorded(Limits(client_segments=2))
-    client = world.connect("a")
-    world.turn([(client.peer, world.own_segment(client, 64)) for _ in range(2)])
-    world.turn([(client.peer, Unmap((client.peer << 32) + 1)), (client.peer, world.own_segment(client, 64))])
-    assert client.peer in world.clients
-    world.turn([(client.peer, world.own_segment(client, 64))])
-    assert "has 2 segments, its limit (client_segments)" in world.sent(client.peer, Goodbye)[0].text
-
-
-def test_echoes_of_the_dead_are_not_heard() -> None:
-    """What comes from peers that have been reported gone."""
+def test_messages_of_peers_that_have_ended_are_ignored() -> None:
     world = Recorded()
     world.deploy(POLICY)
     worker = world.worker("m_0")
@@ -256,11 +217,11 @@ def test_echoes_of_the_dead_are_not_heard() -> None:
     assert len(world.effects) == before
 
 
-def test_every_message_of_the_protocol_is_taken() -> None:
+def test_every_message_of_the_protocol_has_a_handler() -> None:
     core = World().core
     assert set(get_args(ClientMessage)) <= set(core._of_clients)
-    seen_to_by_the_broker = {Loaded, Counted, Probed}  # Loaded comes as Compiled
-    assert set(get_args(WorkerReport)) - seen_to_by_the_broker <= set(core._of_workers) | set(core._of_reports)
+    of_the_broker = {Loaded, Counted, Probed}  # Loaded comes as Compiled
+    assert set(get_args(WorkerReport)) - of_the_broker <= set(core._of_workers) | set(core._of_reports)
 
 
 def test_versions_and_models_that_cannot_be_served() -> None:
@@ -280,20 +241,18 @@ def test_versions_and_models_that_cannot_be_served() -> None:
         4: ("NOT_FOUND", "Request for unknown model: 'm' version 3 is not found"),
         5: ("NOT_FOUND", "Request for unknown model: 'x' is not found"),
     }
-    world.turn([infer(client, 6)])
-    world.worker("m_0").finish(world.now)
-    world.settle()
+    world.turn([client.infer(6)])
+    world.finish()
     assert isinstance(client.answers[6], Reply)
 
 
 def test_the_highest_ready_version_is_the_default() -> None:
     world = Recorded()
     client = world.connect("a")
-    second = ModelPolicy("m", 3, POLICY.max_batch, POLICY.inputs, POLICY.outputs, POLICY.batching)
-    world.deploy(second)
+    world.deploy(replace(POLICY, version=3))
     world.policies["m", 1] = POLICY
     targets = (*world.targets["m"].values(), events.Target(1, 0, (InstanceSpec("first"),)))
     world.turn([(0, events.Deploy("m", targets))])
-    world.turn([infer(client, 1)])
+    world.turn([client.infer(1)])
     assert world.worker("m_0").running is not None
     assert world.worker("first").running is None

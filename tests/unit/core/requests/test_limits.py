@@ -1,4 +1,4 @@
-"""Each limit of the table: reached, named with its number and a hint, and closed only to those who take too much."""
+"""Each named limit: requests over it are refused with its name, its value and a hint; other clients are served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve.core import events
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits
-from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.policy import BatchPolicy
 from shmserve.core.records import ORDER
 from shmserve.core.requests.quotas import EXPELLED_NS, EXPULSIONS
 from shmserve.protocol.messages import (
@@ -29,53 +29,45 @@ from shmserve.protocol.messages import (
     Return,
     Tensor,
     Unmap,
-    Welcome,
 )
 from shmserve.protocol.roles import EVERYTHING, INFER
 from tests.support.core.fakes import FakeClient
+from tests.support.core.policies import plain, plain_mapped
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
 
 S = 10**9
-SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
 
 
 class Crowded(World):
-    """With one model that runs one request at a time, and everything that was said to clients."""
+    """With one model that runs one request at a time, and a list of all messages that were sent."""
 
     def __init__(self, large: str = "", /, **limits: Any) -> None:
         super().__init__(Limits(**limits))
-        self.said: list[tuple[int, Any]] = []
+        self.sent: list[tuple[int, Any]] = []
         self.numbers = 0
-        self.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy()), 1, large)
+        self.deploy(plain(max_batch=1), 1, large)
 
     def _send(self, effect: Any) -> None:
-        self.said.append((effect.peer, effect.message))
+        self.sent.append((effect.peer, effect.message))
         super()._send(effect)
 
-    def infer(self, client: FakeClient, count: int = 1, elements: int = 1) -> None:
+    def ask(self, client: FakeClient, count: int = 1, elements: int = 1) -> None:
         for _ in range(count):
             self.numbers += 1
             client.sends(self.numbers)
             tensor = Tensor("x", "FP32", (1, elements), bytes(4 * elements))
             self.turn([(client.peer, Infer(self.numbers, "m", 0, (tensor,)))])
 
-    def finish(self) -> None:
-        """Everything that waits is run."""
-        worker = self.worker("m_0")
-        while worker.running is not None:
-            worker.finish(self.now)
-            self.settle()
-
     def fails(self, client: FakeClient) -> list[Fail]:
         return [answer for answer in client.answers.values() if isinstance(answer, Fail)]
 
     def goodbyes(self, client: FakeClient) -> list[Goodbye]:
-        return [m for peer, m in self.said if peer == client.peer and isinstance(m, Goodbye)]
+        return [m for peer, m in self.sent if peer == client.peer and isinstance(m, Goodbye)]
 
 
-def told(answers: list[Any], name: str, *numbers: int) -> None:
-    """They were refused by this limit, in words that help."""
+def check_refused(answers: list[Any], name: str, *numbers: int) -> None:
+    """The limit `name` refused them, and the text has these numbers and a hint."""
     assert answers
     for answer in answers:
         assert answer.code == "UNAVAILABLE"
@@ -91,7 +83,7 @@ def test_connections() -> None:
     world = Crowded(connections=3)
     clients = [world.connect(f"c{n}", roles=INFER, audience=f"uid:{n}") for n in range(3)]
     late = world.connect("late", roles=INFER, audience="uid:9")
-    told(world.goodbyes(late), "connections", 3)
+    check_refused(world.goodbyes(late), "connections", 3)
     assert not late.welcomed
     assert world.connect("operator", roles=EVERYTHING, audience="uid:0").welcomed
     world.gone(clients[0])
@@ -103,7 +95,7 @@ def test_uid_connections() -> None:
     world = Crowded(uid_connections=2)
     first, _ = world.connect("a"), world.connect("b")
     third = world.connect("c")
-    told(world.goodbyes(third), "uid_connections", 2)
+    check_refused(world.goodbyes(third), "uid_connections", 2)
     assert world.connect("d", audience="uid:7").welcomed
     world.gone(first)
     assert world.connect("e").welcomed
@@ -125,13 +117,13 @@ def test_connections_of_users_are_counted_to_nothing() -> None:
 def test_client_requests() -> None:
     world = Crowded(client_requests=4)
     greedy, other = world.connect("greedy"), world.connect("other")
-    world.infer(greedy, 6)
-    told(world.fails(greedy), "client_requests", 4)
+    world.ask(greedy, 6)
+    check_refused(world.fails(greedy), "client_requests", 4)
     assert len(world.fails(greedy)) == 2
-    world.infer(other)
-    world.finish()
+    world.ask(other)
+    world.finish_all()
     assert not world.fails(other)
-    world.infer(greedy)
+    world.ask(greedy)
     assert len(world.fails(greedy)) == 2
 
 
@@ -139,16 +131,16 @@ def test_client_requests() -> None:
 def test_a_full_server_still_serves_those_who_ask_for_little(name: str) -> None:
     world = Crowded(**{name: 8})
     greedy, modest = world.connect("greedy"), world.connect("modest")
-    world.infer(greedy, 12)
-    told(world.fails(greedy), name, 8)
+    world.ask(greedy, 12)
+    check_refused(world.fails(greedy), name, 8)
     kept = len(greedy.open)
-    world.infer(modest, 3)
+    world.ask(modest, 3)
     assert not world.fails(modest)
-    world.infer(greedy)
+    world.ask(greedy)
     assert len(greedy.open) == kept
-    world.finish()
+    world.finish_all()
     assert len([a for a in modest.answers.values() if isinstance(a, Reply)]) == 3
-    world.infer(greedy)
+    world.ask(greedy)
     assert len(greedy.open) == 1
 
 
@@ -157,14 +149,14 @@ def test_bytes_that_wait(name: str) -> None:
     """Requests of a kilobyte each; the worker has taken the first two."""
     world = Crowded(**{name: 64 << 10})
     greedy, modest = world.connect("greedy"), world.connect("modest")
-    world.infer(greedy, 80, 256)
-    told(world.fails(greedy), name, 64 << 10)
+    world.ask(greedy, 80, 256)
+    check_refused(world.fails(greedy), name, 64 << 10)
     assert 64 <= len(greedy.open) <= 68
-    world.infer(modest, 1, 256)
+    world.ask(modest, 1, 256)
     assert not world.fails(modest)
-    world.finish()
+    world.finish_all()
     world.advance(world.now + 1)  # what waits is counted once in a turn
-    world.infer(greedy, 10, 256)
+    world.ask(greedy, 10, 256)
     assert len(greedy.open) == 10
 
 
@@ -176,19 +168,16 @@ def test_parameters_that_wait_are_counted(name: str) -> None:
     """Three of 60 KiB each in a request: 1 MiB has room for five, beside the one that runs."""
     world = Crowded(**{name: 1 << 20})
     greedy, modest = world.connect("greedy"), world.connect("modest")
-    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
     for number in range(1, 31):
-        greedy.sends(number)
-        world.turn([(greedy.peer, Infer(number, "m", 0, (tensor,), None, 0, LARGE))])
-    told(world.fails(greedy), name, 1 << 20)
+        world.turn([greedy.infer(number, options=LARGE)])
+    check_refused(world.fails(greedy), name, 1 << 20)
     assert 5 <= len(greedy.open) <= 9
-    world.infer(modest)
+    world.ask(modest)
     assert not world.fails(modest)
-    world.finish()
+    world.finish_all()
     world.advance(world.now + 1)
     assert world.core.state.clients[greedy.peer].bytes == 0
-    greedy.sends(31)
-    world.turn([(greedy.peer, Infer(31, "m", 0, (tensor,), None, 0, LARGE))])
+    world.turn([greedy.infer(31, options=LARGE)])
     assert greedy.open == {31}
 
 
@@ -196,10 +185,8 @@ def test_parameters_that_wait_are_counted(name: str) -> None:
 def test_a_parameter_may_have_the_bytes_of_a_field(value: str) -> None:
     world = Crowded()
     client = world.connect("a")
-    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
     for number, text in ((1, value), (2, value[:-1])):
-        client.sends(number)
-        world.turn([(client.peer, Infer(number, "m", 0, (tensor,), None, 0, Options(parameters={"p": text})))])
+        world.turn([client.infer(number, options=Options(parameters={"p": text}))])
     (fail,) = world.fails(client)
     assert (fail.request, fail.code) == (1, "INVALID_ARG")
     assert f"parameter 'p' has {len(value.encode())} bytes, over the limit of {FIELD_BYTES}" in fail.text
@@ -209,20 +196,20 @@ def test_a_parameter_may_have_the_bytes_of_a_field(value: str) -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), max_size=30), st.integers(1, 20))
 @settings(max_examples=examples(60))
 def test_totals_are_exceeded_at_most_twofold(asked: list[tuple[int, int]], limit: int) -> None:
-    """And whoever has less than an equal share is let in."""
+    """A client with less than an equal share is always served."""
     world = Crowded(requests=limit)
     clients = [world.connect(f"c{n}") for n in range(4)]
     for index, count in asked:
         client = clients[index]
         for _ in range(count):
             before, mine = len(world.core.state.requests), len(client.open)
-            world.infer(client)
+            world.ask(client)
             if before < limit or mine * 4 < limit:
                 assert len(client.open) == mine + 1
             else:
                 assert len(client.open) == mine
     assert len(world.core.state.requests) < 2 * limit + 4
-    world.finish()
+    world.finish_all()
     assert not world.core.state.requests
 
 
@@ -232,29 +219,29 @@ def test_totals_are_exceeded_at_most_twofold(asked: list[tuple[int, int]], limit
 def test_client_held_bytes() -> None:
     world = Crowded("y", client_held_bytes=8)
     client, other = world.connect("a"), world.connect("b")
-    world.infer(client, 3)
-    world.finish()
-    world.infer(client)
-    told(world.fails(client), "client_held_bytes", 12, 8)
-    assert [m for peer, m in world.said if isinstance(m, Reclaim)] == [Reclaim()]
-    world.infer(other)
-    world.finish()
+    world.ask(client, 3)
+    world.finish_all()
+    world.ask(client)
+    check_refused(world.fails(client), "client_held_bytes", 12, 8)
+    assert [m for peer, m in world.sent if isinstance(m, Reclaim)] == [Reclaim()]
+    world.ask(other)
+    world.finish_all()
     assert not world.fails(other)
     world.turn([(client.peer, Return(tuple(client.holds)))])
     client.holds.clear()
-    world.infer(client)
+    world.ask(client)
     assert len(world.fails(client)) == 1
 
 
 def test_held_bytes() -> None:
     world = Crowded("y", held_bytes=16)
     greedy, modest = world.connect("a"), world.connect("b")
-    world.infer(greedy, 5)
-    world.finish()
-    world.infer(greedy)
-    told(world.fails(greedy), "held_bytes", 20, 16)
-    world.infer(modest)
-    world.finish()
+    world.ask(greedy, 5)
+    world.finish_all()
+    world.ask(greedy)
+    check_refused(world.fails(greedy), "held_bytes", 20, 16)
+    world.ask(modest)
+    world.finish_all()
     assert not world.fails(modest)
 
 
@@ -267,7 +254,7 @@ def test_client_segments() -> None:
     world.turn([(client.peer, world.own_segment(client, 4096))])
     assert not client.ended
     world.turn([(client.peer, world.own_segment(client, 4096))])
-    told(world.goodbyes(client), "client_segments", 3)
+    check_refused(world.goodbyes(client), "client_segments", 3)
     assert not world.core.state.ledger.segments
     assert len(world.forgotten) == 5
     world.turn([(other.peer, world.own_segment(other, 4096))])
@@ -282,78 +269,74 @@ def test_segments() -> None:
     world.turn([(modest.peer, world.own_segment(modest, 4096))])
     assert not modest.ended
     world.turn([(greedy.peer, world.own_segment(greedy, 4096))])
-    told(world.goodbyes(greedy), "segments", 5, 4)
+    check_refused(world.goodbyes(greedy), "segments", 5, 4)
     assert list(world.core.state.ledger.segments) == [modest.peer << 32 | 1]
 
 
-# ---------------------------------------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------------------------------------- errors
 
 
 def test_requests_that_were_cancelled_are_not_kept_behind_one_that_runs() -> None:
-    """With preserve_ordering, where the first one runs for minutes and the rest is sent and cancelled at once."""
+    """With preserve_ordering: the first one runs for minutes, and the others are cancelled as soon as they are sent."""
     world = World(checks=False)
-    world.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy(preserve_ordering=True)))
+    world.deploy(plain(max_batch=1, batching=BatchPolicy(preserve_ordering=True)))
     client = world.connect("a")
     for number in range(1, 4001):
-        client.sends(number)
-        ask = Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
-        world.turn([(client.peer, ask), *([(client.peer, Cancel(number))] if number > 1 else [])])
+        world.turn([client.infer(number), *([(client.peer, Cancel(number))] if number > 1 else [])])
     order = world.core.state.ready["m"].order
     assert order is not None
     assert len(order) <= ORDER + 1
-    (worker,) = world.workers.values()
-    worker.finish(world.now)
-    world.settle()
+    world.finish()
     assert isinstance(client.answers[1], Reply)
     world.core.check()
 
 
-def mistake(client: FakeClient) -> tuple[int, Any]:
+def garbled(client: FakeClient) -> tuple[int, Any]:
     return client.peer, events.Garbled(0, "not a message")
 
 
 def test_client_errors() -> None:
     world = Crowded(client_errors=5)
     client, other = world.connect("a"), world.connect("b")
-    world.turn([mistake(client)] * 5 * BURST_S)
+    world.turn([garbled(client)] * 5 * BURST_S)
     assert not client.ended
-    world.turn([mistake(client)] * 3)
-    told(world.goodbyes(client), "client_errors", 5)
+    world.turn([garbled(client)] * 3)
+    check_refused(world.goodbyes(client), "client_errors", 5)
     assert len(world.goodbyes(client)) == 1
     assert len(client.errors) == 5 * BURST_S + 1
     assert not other.ended
     assert world.connect("a again").welcomed
 
 
-def test_a_few_mistakes_every_second_are_borne() -> None:
+def test_errors_below_the_rate_do_not_disconnect() -> None:
     world = Crowded(client_errors=5)
     client = world.connect("a")
     for _ in range(100):
-        world.turn([mistake(client)] * 5)
+        world.turn([garbled(client)] * 5)
         world.advance(world.now + S)
     assert not client.ended
     for _ in range(2 * BURST_S):
-        world.turn([mistake(client)] * 10)
+        world.turn([garbled(client)] * 10)
         world.advance(world.now + S)
     assert world.goodbyes(client)
 
 
-def test_one_that_makes_many_mistakes_is_heard_only_as_fast_as_the_limit() -> None:
+def test_a_client_with_many_errors_is_read_only_at_the_rate_of_the_limit() -> None:
     world = Crowded(client_errors=5)
     client, other = world.connect("a"), world.connect("b")
-    world.turn([mistake(client)] * 5 * PATIENCE_S)
+    world.turn([garbled(client)] * 5 * PATIENCE_S)
     assert not world.paused
-    world.turn([mistake(client)] * 2)
+    world.turn([garbled(client)] * 2)
     assert world.paused == {client.peer: world.now + 2 * S // 5}
     world.advance(world.paused[client.peer])
-    world.turn([mistake(client)])
+    world.turn([garbled(client)])
     assert world.paused == {client.peer: world.now + S // 5}
-    world.turn([mistake(other)])
+    world.turn([garbled(other)])
     assert list(world.paused) == [client.peer]
 
 
-def test_clients_of_one_user_that_come_to_be_sent_away_wait() -> None:
-    """Each greets twice, and the next one would come at once."""
+def test_clients_of_a_user_whose_clients_are_disconnected_again_and_again_are_paused() -> None:
+    """Each sends Hello twice and is disconnected, and the next one connects at once."""
     world = Crowded()
     old, stranger = world.connect("a"), world.connect("b", audience="uid:7")
     waits = []
@@ -371,15 +354,15 @@ def test_clients_of_one_user_that_come_to_be_sent_away_wait() -> None:
     assert world.connect("a").peer not in world.paused
 
 
-def test_no_limit_on_mistakes() -> None:
+def test_no_limit_on_errors() -> None:
     world = Crowded(client_errors=0)
     client = world.connect("a")
-    world.turn([mistake(client)] * 1000)
+    world.turn([garbled(client)] * 1000)
     assert not client.ended
 
 
-def test_requests_that_fail_are_no_mistakes() -> None:
-    """A gateway passes on what others ask: it is not sent away for their wrong shapes and names."""
+def test_failed_requests_do_not_count_as_errors() -> None:
+    """A gateway passes on the requests of others: it is not disconnected for their wrong shapes and names."""
     world = Crowded(client_errors=1)
     client = world.connect("a")
     for number in range(1, 5 * BURST_S):
@@ -389,19 +372,10 @@ def test_requests_that_fail_are_no_mistakes() -> None:
     assert {fail.code for fail in world.fails(client)} == {"INVALID_ARG", "NOT_FOUND"}
 
 
-# ---------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------------- the list of limits
 
 
-def test_limits_are_told_in_welcome() -> None:
-    world = Crowded(client_requests=11, client_segments=12, client_held_bytes=13)
-    client = world.connect("a")
-    (welcome,) = [m for peer, m in world.said if peer == client.peer and isinstance(m, Welcome)]
-    assert welcome.limits["client_requests"] == 11
-    assert welcome.limits["client_segments"] == 12
-    assert welcome.limits["client_held_bytes"] == 13
-
-
-def test_the_table_has_each_once_with_a_reason() -> None:
+def test_each_limit_is_listed_once_with_a_reason() -> None:
     names = [row.name for row in NAMED]
     assert len(names) == len(set(names))
     usual = Limits()
@@ -420,28 +394,20 @@ def test_every_limit_has_its_test() -> None:
 
 
 def test_rows_of_mapped_steps_count_for_their_client() -> None:
-    """One client's rows do not close the server to others: it is the one that is refused."""
+    """The client with many rows is refused, and others are served."""
     world = World(Limits(requests=64))
-    tensors = (TensorSpec("x", "FP32", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 1)),)
-    world.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy()))
-    steps = (StepPolicy("m", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
-    world.deploy(ModelPolicy("e", 1, 0, *tensors, steps=steps))
+    world.deploy(plain(max_batch=1))
+    world.deploy(plain_mapped("e"))
     greedy, modest = world.connect("a"), world.connect("b")
     for number in (1, 2, 3):
-        greedy.sends(number)
-        rows = Tensor("x", "FP32", (50, 1), bytes(200))
-        world.turn([(greedy.peer, Infer(number, "e", 0, (rows,)))])
+        world.turn([greedy.infer(number, "e", rows=50)])
     fail = greedy.answers[2]
     assert isinstance(fail, Fail)
     assert fail.code == "UNAVAILABLE"
     assert "in ensemble 'e', " in fail.text
     assert "(requests)" in fail.text
-    modest.sends(1)
-    world.turn([(modest.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
-    (worker,) = world.workers.values()
-    while worker.running is not None:
-        worker.finish(world.now)
-        world.settle()
+    world.turn([modest.infer(1)])
+    world.finish_all()
     assert isinstance(greedy.answers[1], Reply)
     assert isinstance(modest.answers[1], Reply)
     assert not world.core.state.requests

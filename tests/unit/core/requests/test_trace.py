@@ -1,4 +1,4 @@
-"""Requests that are traced on demand: one record each with what happened to it, none for others, and not too many."""
+"""Traces: one record per traced request, none for other requests, and a limited number per second."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
-from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
 from shmserve.core.requests.trace import ID_LENGTH, PER_SECOND, Sample
-from shmserve.protocol.messages import Call, Infer, Options, Tensor
+from shmserve.protocol.messages import Call, Infer, Options
 from tests.support.core.calling import caller_of
-from tests.support.core.fakes import FakeClient
+from tests.support.core.fakes import FakeClient, one_input
+from tests.support.core.policies import plain, step
 from tests.support.core.world import World
 
 MS = 1_000_000
-POLICY = ModelPolicy("m", 1, 256, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
+POLICY = plain(max_batch=256)
 
 
 class Logged(World):
@@ -39,22 +39,19 @@ class Logged(World):
 def infer(
     client: FakeClient, number: int, timeout_us: int = 0, model: str = "m", **parameters: Any
 ) -> tuple[int, Infer]:
-    client.sends(number)
     options = Options(id="mine", parameters=parameters) if parameters else None
-    return client.peer, Infer(number, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, timeout_us, options)
+    return client.infer(number, model, 1, timeout_us, options)
 
 
-def test_one_of_a_batch() -> None:
+def test_a_traced_request_of_a_batch() -> None:
     world = Logged()
     world.turn([infer(world.client, 1)])  # so that the next two wait and run together
     world.turn([infer(world.client, 2, trace_id="why"), infer(world.client, 3)])
     world.now += 5 * MS
-    world.worker("m_0").finish(world.now, took=MS)
-    world.settle()
+    world.finish(took=MS)
     assert not world.traced()
     world.now += 4 * MS
-    world.worker("m_0").finish(world.now, took=3 * MS)
-    world.settle()
+    world.finish(took=3 * MS)
     (found,) = world.traced()
     batch = found.pop("batch")
     assert batch > 0
@@ -69,7 +66,7 @@ def test_one_of_a_batch() -> None:
     assert not world.core.state.traces.open
 
 
-def test_one_that_fails_in_the_queue_and_one_whose_client_goes() -> None:
+def test_a_request_that_expires_in_the_queue_and_one_whose_client_disconnects() -> None:
     world = Logged()
     world.turn([infer(world.client, 1)])
     world.turn([infer(world.client, 2, timeout_us=1000, trace_id=7)])
@@ -79,12 +76,11 @@ def test_one_that_fails_in_the_queue_and_one_whose_client_goes() -> None:
     world.advance(world.now + 2 * MS)
     (found,) = world.traced()  # nobody was left to be answered with the other one
     assert (found["trace_id"], found["code"]) == ("7", "DEADLINE_EXCEEDED")
-    world.worker("m_0").finish(world.now)
-    world.settle()
+    world.finish()
     assert not world.core.state.traces.open
 
 
-def test_not_more_than_some_in_a_second_and_not_longer() -> None:
+def test_traces_per_second_and_the_length_of_ids_are_limited() -> None:
     world = Logged()
     many = range(1, PER_SECOND + 11)
     world.turn([infer(world.client, number, trace_id="x" * 1000) for number in many])
@@ -96,15 +92,14 @@ def test_not_more_than_some_in_a_second_and_not_longer() -> None:
     assert len(world.core.state.traces.open) == PER_SECOND + 1
 
 
-def test_of_a_sample_each_third_is_traced_until_the_count_is_used_up() -> None:
+def test_a_sample_traces_each_third_request_until_its_count_is_used_up() -> None:
     world = Logged()
     samples = world.core.state.traces.samples
     samples[""] = Sample(3, 2)
     for number in range(1, 13):
         world.turn([infer(world.client, number)])
         world.now += 5 * MS
-        world.worker("m_0").finish(world.now, took=MS)
-        world.settle()
+        world.finish(took=MS)
     assert [sample.fields["request"] for sample in world.samples] == [3, 6]
     (first, _) = world.samples
     assert first.log is None
@@ -116,7 +111,7 @@ def test_of_a_sample_each_third_is_traced_until_the_count_is_used_up() -> None:
     assert not world.core.state.traces.open
 
 
-def test_a_model_may_have_a_sample_of_its_own_and_a_caller_his_record_too() -> None:
+def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     world = Logged()
     samples = world.core.state.traces.samples
     samples["other"] = Sample(1)
@@ -134,17 +129,14 @@ def test_a_model_may_have_a_sample_of_its_own_and_a_caller_his_record_too() -> N
     world.worker("m_0").finish(world.now)
     world.turn([infer(world.client, 3)])
     assert not world.core.state.traces.open
-    world.worker("m_0").finish(world.now)
-    world.settle()
+    world.finish()
 
 
 def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None:
-    """Also if their own model has no sample; `count` is of requests of clients."""
+    """Also if their own model has no sample; `count` counts only requests of clients."""
     world = Logged()
-    step = StepPolicy("m", 0, (("x", "x"),), (("y", "y"),))
-    outer = StepPolicy("e", 0, (("x", "x"),), (("y", "y"),))
-    world.deploy(replace(POLICY, name="e", batching=None, steps=(step,)))
-    world.deploy(replace(POLICY, name="f", batching=None, steps=(outer,)))
+    world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
+    world.deploy(replace(POLICY, name="f", batching=None, steps=(step("e"),)))
     world.deploy(replace(POLICY, name="n"))
     samples = world.core.state.traces.samples
     samples["f"] = Sample(1, 1)
@@ -152,13 +144,12 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     calling = world.worker("m_0")
     (parent,) = (request.number for request in world.core.state.requests.values() if request.version.model == "m")
     caller_of(calling).sends(1)
-    calling.outbox.append(Call(1, parent, "n", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))
+    calling.outbox.append(Call(1, parent, "n", 0, (one_input(),)))
     world.turn([*world.heard(calling), infer(world.client, 1)])
     for name in ("n_0", "m_0", "m_0"):
-        world.worker(name).finish(world.now)
-        world.settle()
-    told = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.samples]
-    assert told == [(4, 3, "n", "f"), (3, 2, "m", "f"), (2, 1, "e", "f"), (1, 0, "f", "f")]
+        world.finish(name)
+    traced = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.samples]
+    assert traced == [(4, 3, "n", "f"), (3, 2, "m", "f"), (2, 1, "e", "f"), (1, 0, "f", "f")]
     assert all(len(sample.times) == (4 if sample.number > 2 else 0) for sample in world.samples)
     assert not world.core.state.traces.open
     world.turn([infer(world.client, 3, model="f")])
