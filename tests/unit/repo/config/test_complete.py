@@ -1,7 +1,8 @@
-"""Defaults, and what a model says of itself."""
+"""Default values, and configurations that a model completes."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,6 @@ def facts(name: str, *dims: int, dtype: str = "FP32") -> TensorFacts:
 
 
 # ---------------------------------------------------------------------------------------------------------- defaults
-
-
-def test_the_name_is_the_directory() -> None:
-    assert complete(ModelConfig(), "m").name == "m"
-    assert complete(ModelConfig(name="other"), "m").name == "other"
 
 
 @pytest.mark.parametrize(
@@ -71,54 +67,42 @@ def test_the_name_is_the_directory() -> None:
         ),
     ],
 )
-def test_backend(text: str, name: str, files: tuple[str, ...], backend: str, platform: str, file: str) -> None:
+def test_backend_platform_and_model_file(
+    text: str, name: str, files: tuple[str, ...], backend: str, platform: str, file: str
+) -> None:
     config = complete(parse(text), name, files, BACKENDS)
     assert (config.backend, config.platform, config.default_model_filename) == (backend, platform, file)
 
 
 @pytest.mark.parametrize(
-    ("text", "latest"),
+    ("text", "field", "expected"),
     [
-        ("", 1),
-        ("version_policy { }", 1),
-        ("version_policy { latest { } }", 1),
-        ("version_policy { latest { num_versions: 3 } }", 3),
+        ("", "name", "m"),
+        ('name: "other"', "name", "other"),
+        ("", "version_policy.latest.num_versions", 1),
+        ("version_policy { }", "version_policy.latest.num_versions", 1),
+        ("version_policy { latest { } }", "version_policy.latest.num_versions", 1),
+        ("version_policy { latest { num_versions: 3 } }", "version_policy.latest.num_versions", 3),
+        ("version_policy { all { } }", "version_policy", parse("version_policy { all { } }").version_policy),
+        ("max_batch_size: 8", "dynamic_batching", None),
+        ("max_batch_size: 8 dynamic_batching { }", "dynamic_batching.preferred_batch_size", (8,)),
+        (
+            "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }",
+            "dynamic_batching.preferred_batch_size",
+            (2, 4),
+        ),
+        ("dynamic_batching { }", "dynamic_batching.preferred_batch_size", ()),
+        ("sequence_batching { }", "sequence_batching.max_sequence_idle_microseconds", 1_000_000),
+        ("", "optimization.input_pinned_memory.enable", True),
+        ("optimization { input_pinned_memory { } }", "optimization.input_pinned_memory.enable", False),
+        ("optimization { eager_batching: true }", "optimization.eager_batching", True),
+        ('platform: "ensemble"', "instance_group", ()),
+        ('platform: "ensemble"', "optimization", None),
+        ('platform: "ensemble"', "backend", ""),
     ],
 )
-def test_version_policy(text: str, latest: int) -> None:
-    policy = complete(parse(text), "m").version_policy
-    assert policy is not None
-    assert policy.latest is not None
-    assert policy.latest.num_versions == latest
-
-
-def test_other_version_policies_stay() -> None:
-    given = parse("version_policy { all { } }")
-    assert complete(given, "m").version_policy == given.version_policy
-
-
-@pytest.mark.parametrize(
-    ("text", "preferred"),
-    [
-        ("max_batch_size: 8 dynamic_batching { }", (8,)),
-        ("max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }", (2, 4)),
-        ("dynamic_batching { }", ()),
-    ],
-)
-def test_preferred_batch_size(text: str, preferred: tuple[int, ...]) -> None:
-    dynamic = complete(parse(text), "m").dynamic_batching
-    assert dynamic is not None
-    assert dynamic.preferred_batch_size == preferred
-
-
-def test_no_scheduler_stays_none() -> None:
-    assert complete(parse("max_batch_size: 8"), "m").dynamic_batching is None
-
-
-def test_sequence_idle() -> None:
-    sequence = complete(parse("sequence_batching { }"), "m").sequence_batching
-    assert sequence is not None
-    assert sequence.max_sequence_idle_microseconds == 1_000_000
+def test_defaults(text: str, field: str, expected: object) -> None:
+    assert attrgetter(field)(complete(parse(text), "m", ("model.onnx",))) == expected
 
 
 def groups(text: str, gpus: tuple[int, ...] = ()) -> list[Any]:
@@ -126,8 +110,8 @@ def groups(text: str, gpus: tuple[int, ...] = ()) -> list[Any]:
     return [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group]
 
 
-def test_a_backend_that_cannot_use_a_gpu_stays_on_the_cpu() -> None:
-    """Unless it was told to: then the load says what it lacks."""
+def test_backends_without_gpu_support_default_to_the_cpu() -> None:
+    """An explicit KIND_GPU is kept: then loading fails with the reason."""
     gpus = Numbers.of((0, 1), ("onnxruntime",))
     assert groups('backend: "onnxruntime"', gpus) == [("m_0", "KIND_CPU", 2, ())]
     assert groups('backend: "python"', gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
@@ -157,28 +141,9 @@ def test_instance_groups(text: str, gpus: tuple[int, ...], wanted: list[Any]) ->
     assert groups(text, gpus) == wanted
 
 
-def test_names_of_groups_fit_for_the_longest_model() -> None:
+def test_group_names_fit_for_the_longest_model_name() -> None:
     config = load(SMALL, name="x" * 128, backends=BACKENDS).config
     assert config.instance_group[0].name == "x" * 112 + "_0"
-
-
-def test_pinned_memory_is_on_unless_off() -> None:
-    on = complete(parse(""), "m").optimization
-    off = complete(parse("optimization { input_pinned_memory { } eager_batching: true }"), "m").optimization
-    assert on is not None
-    assert on.input_pinned_memory is not None
-    assert on.input_pinned_memory.enable
-    assert off is not None
-    assert off.input_pinned_memory is not None
-    assert not off.input_pinned_memory.enable
-    assert off.eager_batching
-
-
-def test_an_ensemble_gets_no_instances() -> None:
-    config = complete(parse('platform: "ensemble"'), "e", ("model.onnx",))
-    assert config.instance_group == ()
-    assert config.optimization is None
-    assert config.backend == ""
 
 
 @pytest.mark.parametrize("text", ["", SMALL, *ALL])
@@ -188,15 +153,21 @@ def test_completing_twice_changes_nothing(text: str, gpus: tuple[int, ...]) -> N
     assert complete(once, "m", ("model.py",), BACKENDS, gpus) == once
 
 
-# ---------------------------------------------------------------------------------------------- what the model says
+# -------------------------------------------------------------------------------------- completed by the model
 
 
-def test_who_has_to_be_asked() -> None:
-    assert needs_completion(ONNX)
-    assert needs_completion(complete(parse('backend: "onnxruntime" input { name: "x" }'), "m"))
-    assert needs_completion(complete(parse('backend: "python"'), "m"))
-    assert not needs_completion(complete(parse('backend: "onnxruntime" input { } output { }'), "m"))
-    assert not needs_completion(complete(parse('backend: "identity"'), "m"))
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('backend: "onnxruntime"', True),
+        ('backend: "onnxruntime" input { name: "x" }', True),
+        ('backend: "python"', True),
+        ('backend: "onnxruntime" input { } output { }', False),
+        ('backend: "identity"', False),
+    ],
+)
+def test_models_that_complete_their_configuration(text: str, expected: bool) -> None:
+    assert needs_completion(complete(parse(text), "m")) is expected
 
 
 def test_a_model_that_can_batch() -> None:
@@ -212,49 +183,37 @@ def test_a_model_that_can_batch() -> None:
 @pytest.mark.parametrize(
     ("text", "size", "batching"),
     [
-        ("max_batch_size: 16", 16, True),
-        ("max_batch_size: 1", 1, False),
-        ("max_batch_size: 1 dynamic_batching { }", 1, True),
-        ("dynamic_batching { max_queue_delay_microseconds: 5 }", 4, True),
+        ("max_batch_size: 16", 16, ModelDynamicBatching((16,))),
+        ("max_batch_size: 1", 1, None),
+        ("max_batch_size: 1 dynamic_batching { }", 1, ModelDynamicBatching((1,))),
+        ("dynamic_batching { max_queue_delay_microseconds: 5 }", 4, ModelDynamicBatching((4,), 5)),
+        ("sequence_batching { }", 4, None),
     ],
 )
-def test_what_was_given_stays(text: str, size: int, batching: bool) -> None:
+def test_given_sizes_and_schedulers_are_kept(text: str, size: int, batching: ModelDynamicBatching | None) -> None:
     given = complete(parse('backend: "onnxruntime"' + text), "m")
     config = complete_from_model(given, [facts("x", -1, 3)], [facts("y", -1, 3)])
-    assert config.max_batch_size == size
-    assert (config.dynamic_batching is not None) is batching
-    if config.dynamic_batching is not None:
-        assert config.dynamic_batching.preferred_batch_size == (size,)
-    if "delay" in text:
-        assert config.dynamic_batching is not None
-        assert config.dynamic_batching.max_queue_delay_microseconds == 5
+    assert (config.max_batch_size, config.dynamic_batching) == (size, batching)
 
 
-def test_another_scheduler_is_kept() -> None:
-    given = complete(parse('backend: "onnxruntime" sequence_batching { }'), "m")
-    config = complete_from_model(given, [facts("x", -1, 3)], [facts("y", -1, 3)])
-    assert config.max_batch_size == 4
-    assert config.dynamic_batching is None
-
-
-def test_the_default_size_can_be_set() -> None:
+def test_the_default_size_and_batching_can_be_set() -> None:
     tensors = [facts("x", -1, 3)]
     assert complete_from_model(ONNX, tensors, tensors, default_max_batch=32).max_batch_size == 32
-    none = complete_from_model(ONNX, tensors, tensors, default_max_batch=0)
-    assert none.max_batch_size == 0
-    assert none.dynamic_batching is None
-    assert none.input[0].dims == (-1, 3)
+    for options in ({"default_max_batch": 0}, {"can_batch": False}):
+        config = complete_from_model(ONNX, tensors, tensors, **options)
+        assert (config.max_batch_size, config.dynamic_batching) == (0, None)
+        assert config.input[0].dims == (-1, 3)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs"),
+    ("inputs", "outputs", "first"),
     [
-        ([facts("x", 1, 3)], [facts("y", -1, 3)]),
-        ([facts("x", -1, 3)], [facts("y", 3)]),
-        ([facts("x", -1, 3), facts("z")], [facts("y", -1, 3)]),
+        ([facts("x", 1, 3)], [facts("y", -1, 3)], "first dimension of tensor 'x' is 1"),
+        ([facts("x", -1, 3)], [facts("y", 3)], "first dimension of tensor 'y' is 3"),
+        ([facts("x", -1, 3), facts("z")], [facts("y", -1, 3)], "first dimension of tensor 'z' does not exist"),
     ],
 )
-def test_a_model_that_cannot_batch(inputs: list[TensorFacts], outputs: list[TensorFacts]) -> None:
+def test_a_model_that_cannot_batch(inputs: list[TensorFacts], outputs: list[TensorFacts], first: str) -> None:
     config = complete_from_model(ONNX, inputs, outputs)
     assert config.max_batch_size == 0
     assert config.dynamic_batching is None
@@ -264,23 +223,10 @@ def test_a_model_that_cannot_batch(inputs: list[TensorFacts], outputs: list[Tens
     with pytest.raises(InvalidRequest, match="model does not support batching while non-zero max_batch_size") as caught:
         complete_from_model(given, inputs, outputs)
     assert "Set max_batch_size: 0 (it is 8)" in str(caught.value)
+    assert first in str(caught.value)
 
 
-def test_the_error_names_the_tensor() -> None:
-    given = complete(parse('backend: "onnxruntime" max_batch_size: 8'), "m")
-    with pytest.raises(InvalidRequest, match="first dimension of tensor 'x' is 3"):
-        complete_from_model(given, [facts("a", -1), facts("x", 3)], [])
-    with pytest.raises(InvalidRequest, match="first dimension of tensor 'y' does not exist"):
-        complete_from_model(given, [facts("a", -1)], [facts("y")])
-
-
-def test_the_caller_may_know_better() -> None:
-    config = complete_from_model(ONNX, [facts("x", -1, 3)], [facts("y", -1)], can_batch=False)
-    assert config.max_batch_size == 0
-    assert config.input[0].dims == (-1, 3)
-
-
-def test_a_tensor_with_no_dims_left_gets_one() -> None:
+def test_a_tensor_without_dims_is_reshaped_to_one() -> None:
     config = complete_from_model(ONNX, [facts("x", -1)], [facts("y", -1)])
     assert config.input[0].dims == (1,)
     assert config.input[0].reshape == ModelTensorReshape()
@@ -289,7 +235,7 @@ def test_a_tensor_with_no_dims_left_gets_one() -> None:
     verify(config, backends=BACKENDS)
 
 
-def test_only_the_missing_list_is_filled() -> None:
+def test_only_missing_tensors_are_completed() -> None:
     text = 'backend: "onnxruntime" max_batch_size: 2 input { name: "x" data_type: TYPE_FP32 dims: 7 }'
     given = complete(parse(text), "m")
     config = complete_from_model(given, [facts("x", -1, 3)], [facts("y", -1, 5)])
@@ -299,8 +245,7 @@ def test_only_the_missing_list_is_filled() -> None:
     assert complete_from_model(both, [facts("x", 1)], [facts("y", 1)]) == both
 
 
-def test_what_a_model_adds_gets_its_defaults() -> None:
-    """A python model may add a scheduler and a batch size."""
+def test_settings_that_a_model_adds_get_defaults() -> None:
     given = load('backend: "python"', name="m", backends=BACKENDS).config
     added = replace(given, max_batch_size=6, dynamic_batching=ModelDynamicBatching())
     config = verify(added, backends=BACKENDS)
@@ -310,7 +255,7 @@ def test_what_a_model_adds_gets_its_defaults() -> None:
         verify(replace(given, max_batch_size=-1), backends=BACKENDS)
 
 
-def test_a_type_that_does_not_exist_here() -> None:
+def test_unsupported_data_type() -> None:
     with pytest.raises(Unsupported, match=r"tensor 'x' has the data type COMPLEX64"):
         complete_from_model(ONNX, [facts("x", -1, dtype="COMPLEX64")], [])
 
@@ -320,7 +265,7 @@ def test_a_type_that_does_not_exist_here() -> None:
     st.lists(st.lists(st.integers(1, 9) | st.just(-1), max_size=5), min_size=2, max_size=5),
     st.integers(0, 9),
 )
-def test_a_completed_configuration_is_valid_and_stays(shapes: list[list[int]], max_batch: int) -> None:
+def test_a_completed_configuration_is_valid_and_complete(shapes: list[list[int]], max_batch: int) -> None:
     tensors = [facts(f"t{index}", *shape) for index, shape in enumerate(shapes)]
     given_config = complete(ModelConfig(backend="onnxruntime", max_batch_size=max_batch), "m")
     try:
@@ -350,8 +295,8 @@ def onnx_model(path: Path, batch: str | int) -> Path:
 
 
 @pytest.mark.parametrize(("batch", "size"), [("n", 4), (2, 0)])
-def test_with_what_the_engine_reports(tmp_path: Path, batch: str | int, size: int) -> None:
-    """The shapes of a real model; it then runs with the largest batch that the configuration promises."""
+def test_tensors_as_onnxruntime_reports_them(tmp_path: Path, batch: str | int, size: int) -> None:
+    """The model then runs with the largest batch of the configuration."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     file = onnx_model(tmp_path / "model.onnx", batch)

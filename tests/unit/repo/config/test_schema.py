@@ -1,4 +1,4 @@
-"""The schema: .proto, descriptor, structs and JSON say the same."""
+"""The schema: .proto file, descriptor, structs and JSON are consistent."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, text_format
 
 from shmserve.repo.config import protos, schema
-from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config, from_triton_json
+from shmserve.repo.config.schema import as_triton_json, decode_config, encode_config, from_triton_json
 from shmserve.repo.load import parse
-from tests.support.repo.texts import ALL, DYNAMIC
+from tests.support.repo.texts import ALL
 
 PROTO = (Path(protos.__file__).parent / "model_config.proto").read_text()
 
 
 def proto_source() -> dict[str, dict[str, int]]:
-    """message or enum -> name -> number, read from the .proto with a few lines of its own."""
+    """message or enum -> name -> number, parsed from the .proto file."""
     found: dict[str, dict[str, int]] = {}
     stack: list[tuple[str, str]] = []
     for line in PROTO.splitlines():
@@ -44,7 +44,7 @@ def proto_source() -> dict[str, dict[str, int]]:
 
 
 def descriptors() -> list[Any]:
-    """Every message, nested ones too, but map entries."""
+    """Every message, also nested ones, except map entries."""
     found: list[Any] = []
     todo = list(protos.CONFIG.file.message_types_by_name.values())
     while todo:
@@ -55,7 +55,7 @@ def descriptors() -> list[Any]:
     return found
 
 
-def test_descriptor_is_of_this_proto() -> None:
+def test_descriptor_is_built_from_the_proto_file() -> None:
     enums = {e.full_name: e for message in descriptors() for e in message.enum_types}
     enums |= {e.full_name: e for e in protos.CONFIG.file.enum_types_by_name.values()}
     built = {protos.local_name(message): {f.name: f.number for f in message.fields} for message in descriptors()}
@@ -63,8 +63,7 @@ def test_descriptor_is_of_this_proto() -> None:
     assert built == proto_source()
 
 
-def test_numbers_that_the_world_uses() -> None:
-    """A few that everybody's files depend on, from memory of the format."""
+def test_numbers_are_those_of_existing_files() -> None:
     source = proto_source()
     assert len([name for name in source if source[name].keys() & {"TYPE_FP32"}]) == 1
     assert source["ModelConfig"]["backend"] == 17
@@ -76,7 +75,7 @@ def test_numbers_that_the_world_uses() -> None:
     assert source["DataType"]["TYPE_BF16"] == 14
 
 
-def test_structs_are_the_messages() -> None:
+def test_structs_match_the_messages() -> None:
     for message in descriptors():
         struct = getattr(schema, protos.local_name(message).replace(".", ""))
         fields = {field.encode_name: field for field in msgspec.structs.fields(struct)}
@@ -108,8 +107,8 @@ def assert_type(field: Any, found: msgspec.structs.FieldInfo) -> None:
         assert kind is scalars.get(field.cpp_type, float if field.cpp_type in floats else int)
 
 
-def test_texts_give_every_field() -> None:
-    """So that what follows is about all of the schema."""
+def test_sample_texts_set_every_field() -> None:
+    """So that the tests below cover the whole schema."""
     given: set[str] = set()
 
     def walk(message: Any) -> None:
@@ -139,8 +138,8 @@ def test_texts_give_every_field() -> None:
     assert given == wanted
 
 
-@pytest.mark.parametrize("text", ALL)
-def test_json_is_what_protobuf_prints(text: str) -> None:
+@pytest.mark.parametrize("text", ["", *ALL])
+def test_json_is_that_of_protobuf(text: str) -> None:
     message = text_format.Parse(text, protos.new_config(), descriptor_pool=protos.POOL)
     wanted = json_format.MessageToDict(
         message,
@@ -177,26 +176,7 @@ def test_round_trips(text: str) -> None:
     assert from_triton_json(json.loads(json.dumps(as_triton_json(config)))) == config
 
 
-def test_json_of_nothing_prints_the_defaults() -> None:
-    plain = as_triton_json(ModelConfig(name="m"))
-    assert plain["name"] == "m"
-    assert plain["max_batch_size"] == 0
-    assert plain["input"] == []
-    assert plain["parameters"] == {}
-    assert "dynamic_batching" not in plain
-
-
-def test_json_names() -> None:
-    plain = as_triton_json(parse(DYNAMIC))
-    assert plain["input"][0]["data_type"] == "TYPE_UINT8"
-    assert plain["instance_group"][0]["rate_limiter"]["resources"] == [{"name": "R", "global": True, "count": 10}]
-    assert plain["dynamic_batching"]["max_queue_delay_microseconds"] == 2**64 - 1
-    assert list(plain["dynamic_batching"]["priority_queue_policy"]) == ["3"]
-    assert plain["parameters"]["umlaut"] == {"string_value": "\u00fc\n"}
-    assert plain["default_model_filename"] == "weights.onnx"
-
-
-def test_override_takes_numbers_as_strings_and_refuses_unknown_fields() -> None:
+def test_numbers_may_be_strings_and_unknown_fields_are_refused() -> None:
     assert from_triton_json({"max_batch_size": "16"}).max_batch_size == 16
     with pytest.raises(msgspec.ValidationError, match="unknown field `max_batch`"):
         from_triton_json({"max_batch": 16})
@@ -205,11 +185,11 @@ def test_override_takes_numbers_as_strings_and_refuses_unknown_fields() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"name": 5}', b'{"nam": ""}'])
-def test_decode_refuses(data: bytes) -> None:
+def test_invalid_data_is_not_decoded(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_config(data)
 
 
-def test_the_process_wide_pool_is_left_alone() -> None:
-    """Other packages have an `inference.ModelConfig` there."""
+def test_the_default_descriptor_pool_is_not_used() -> None:
+    """Other packages define an `inference.ModelConfig` in it."""
     assert protos.CONFIG.file.pool is not descriptor_pool.Default()

@@ -1,4 +1,4 @@
-"""Random graphs of ensembles: every valid one is accepted, and every single mistake in one is named with its place."""
+"""Random graphs of ensembles: valid ones are accepted, and a single mistake is reported with its place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def looser(random: Random, dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def make_graph(random: Random) -> tuple[ModelConfig, Models]:
-    """A valid ensemble: each step takes tensors that there are, and what nobody takes is an output."""
+    """A valid ensemble: each step reads existing tensors, and tensors that no step reads are outputs."""
     batch = random.choice((0, 4))
     lead = (-1,) if batch else ()
 
@@ -54,14 +54,14 @@ def make_graph(random: Random) -> tuple[ModelConfig, Models]:
         return Tensor(name, random.choice(TYPES), lead + dims)
 
     inputs = [tensor(f"in{index}") for index in some(random, 3)]
-    there, unused = list(inputs), {made.name for made in inputs}
+    existing, unused = list(inputs), {made.name for made in inputs}
     steps: list[ModelEnsemblingStep] = []
     models: Models = {}
     streaming = random.randint(0, 8)
     for index in some(random, 6):
-        taken = random.sample(there, random.randint(1, min(3, len(there))))
-        if index == 0:  # so that every input is taken by somebody
-            taken = inputs
+        read = random.sample(existing, random.randint(1, min(3, len(existing))))
+        if index == 0:  # so that every input is used
+            read = inputs
         made = [tensor(f"t{index}_{place}") for place in some(random, 2)]
         batches = bool(batch) and random.random() < 0.6
         skip = 1 if batches else 0
@@ -71,7 +71,7 @@ def make_graph(random: Random) -> tuple[ModelConfig, Models]:
             input=(
                 *(
                     ModelInput(name=f"x{place}", data_type=one.data_type, dims=looser(random, one.full)[skip:])
-                    for place, one in enumerate(taken)
+                    for place, one in enumerate(read)
                 ),
                 ModelInput(name="extra", data_type="TYPE_BOOL", dims=(1,), optional=True),
             ),
@@ -85,13 +85,13 @@ def make_graph(random: Random) -> tuple[ModelConfig, Models]:
         step = ModelEnsemblingStep(
             model_name=config.name,
             model_version=random.choice((-1, 0, 1, 2)),
-            input_map={f"x{place}": one.name for place, one in enumerate(taken)},
+            input_map={f"x{place}": one.name for place, one in enumerate(read)},
             output_map={f"y{place}": one.name for place, one in enumerate(made)},
         )
         steps.append(step)
-        unused -= {one.name for one in taken}
+        unused -= {one.name for one in read}
         unused |= {one.name for one in made}
-        there += made
+        existing += made
     random.shuffle(steps)
     skip = len(lead)
     config = ModelConfig(
@@ -101,7 +101,7 @@ def make_graph(random: Random) -> tuple[ModelConfig, Models]:
         input=tuple(ModelInput(name=one.name, data_type=one.data_type, dims=one.full[skip:]) for one in inputs),
         output=tuple(
             ModelOutput(name=one.name, data_type=one.data_type, dims=one.full[skip:])
-            for one in there
+            for one in existing
             if one.name in unused
         ),
         ensemble_scheduling=ModelEnsembling(step=tuple(steps)),
@@ -115,17 +115,6 @@ def all_problems(config: ModelConfig, models: Models) -> list[tuple[str, str]]:
     return found + [(problem.path, problem.text) for problem in check_graph(config, models)]
 
 
-def steps_of(config: ModelConfig) -> tuple[ModelEnsemblingStep, ...]:
-    assert config.ensemble_scheduling is not None
-    return config.ensemble_scheduling.step
-
-
-def with_step(config: ModelConfig, index: int, step: ModelEnsemblingStep) -> ModelConfig:
-    steps = list(steps_of(config))
-    steps[index] = step
-    return replace(config, ensemble_scheduling=ModelEnsembling(step=tuple(steps)))
-
-
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 def test_valid_graphs_are_accepted(seed: int) -> None:
@@ -133,182 +122,183 @@ def test_valid_graphs_are_accepted(seed: int) -> None:
 
 
 class Mutated(NamedTuple):
+    """A graph with a mistake, and the path and text of the problem."""
+
     config: ModelConfig
     models: Models
     path: str
     text: str
 
 
-Mutation = Callable[[Random, ModelConfig, Models, int], Mutated]
+class Graph:
+    """A valid graph, and one of its steps."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.config, self.models = make_graph(random)
+        self.index = random.randrange(len(self.steps))
+        self.step = self.steps[self.index]
+
+    @property
+    def steps(self) -> list[ModelEnsemblingStep]:
+        assert self.config.ensemble_scheduling is not None
+        return list(self.config.ensemble_scheduling.step)
+
+    @property
+    def model(self) -> ModelConfig:
+        config = self.models[self.step.model_name].config
+        assert config is not None
+        return config
+
+    def with_step(self, path: str, text: str, **changes: object) -> Mutated:
+        steps = self.steps
+        steps[self.index] = replace(self.step, **changes)
+        config = replace(self.config, ensemble_scheduling=ModelEnsembling(step=tuple(steps)))
+        return Mutated(config, self.models, f"{STEP}[{self.index}].{path}", text)
+
+    def with_model(self, path: str, text: str, **changes: object) -> Mutated:
+        name = self.step.model_name
+        models = {**self.models, name: self.models[name]._replace(config=replace(self.model, **changes))}
+        return Mutated(self.config, models, f"{STEP}[{self.index}].{path}", text)
+
+    def with_first_input(self, text: str, **changes: object) -> Mutated:
+        first, *others = self.model.input
+        return self.with_model('input_map["x0"]', text, input=(replace(first, **changes), *others))
+
+    def with_config(self, path: str, text: str, **changes: object) -> Mutated:
+        return Mutated(replace(self.config, **changes), self.models, path, text)
 
 
-def swap(member: StepModel, **changes: object) -> StepModel:
-    assert member.config is not None
-    return member._replace(config=replace(member.config, **changes))
+def unknown_model(graph: Graph) -> Mutated:
+    return graph.with_step("model_name", "not a model of the", model_name="nowhere")
 
 
-def renamed_model(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = replace(steps_of(config)[index], model_name="nowhere")
-    return Mutated(with_step(config, index, step), models, f"{STEP}[{index}].model_name", "not a model of the")
+def absent_version(graph: Graph) -> Mutated:
+    return graph.with_step("model_version", "found 3, but", model_version=3)
 
 
-def absent_version(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = replace(steps_of(config)[index], model_version=3)
-    return Mutated(with_step(config, index, step), models, f"{STEP}[{index}].model_version", "found 3, but")
+def unmapped_input(graph: Graph) -> Mutated:
+    input_map = dict(graph.step.input_map)
+    key = graph.random.choice(list(input_map))
+    del input_map[key]
+    return graph.with_step("input_map", f'"{key}" of model', input_map=input_map)
 
 
-def unmapped_input(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = steps_of(config)[index]
-    key = random.choice(list(step.input_map))
-    step = replace(step, input_map={name: value for name, value in step.input_map.items() if name != key})
-    return Mutated(with_step(config, index, step), models, f"{STEP}[{index}].input_map", f'"{key}" of model')
+def unknown_input(graph: Graph) -> Mutated:
+    input_map = {**graph.step.input_map, "zz": graph.config.input[0].name}
+    return graph.with_step('input_map["zz"]', f'"{graph.step.model_name}" has no input "zz"', input_map=input_map)
 
 
-def unknown_input(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = steps_of(config)[index]
-    step = replace(step, input_map={**step.input_map, "zz": config.input[0].name})
-    path = f'{STEP}[{index}].input_map["zz"]'
-    return Mutated(with_step(config, index, step), models, path, f'"{step.model_name}" has no input "zz"')
+def unknown_output(graph: Graph) -> Mutated:
+    output_map = {**graph.step.output_map, "zz": "spare"}
+    return graph.with_step('output_map["zz"]', f'"{graph.step.model_name}" has no output "zz"', output_map=output_map)
 
 
-def unknown_output(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = steps_of(config)[index]
-    step = replace(step, output_map={**step.output_map, "zz": "spare"})
-    path = f'{STEP}[{index}].output_map["zz"]'
-    return Mutated(with_step(config, index, step), models, path, f'"{step.model_name}" has no output "zz"')
+def other_type(graph: Graph) -> Mutated:
+    return graph.with_first_input("is TYPE_FP16, but", data_type="TYPE_FP16")
 
 
-def other_type(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    name = steps_of(config)[index].model_name
-    found = models[name].config
-    assert found is not None
-    changed = replace(found.input[0], data_type="TYPE_FP16")
-    models = {**models, name: swap(models[name], input=(changed, *found.input[1:]))}
-    return Mutated(config, models, f'{STEP}[{index}].input_map["x0"]', "is TYPE_FP16, but")
+def other_dims(graph: Graph) -> Mutated:
+    return graph.with_first_input("has dims", dims=(*graph.model.input[0].dims, 1, 1))
 
 
-def other_dims(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    name = steps_of(config)[index].model_name
-    found = models[name].config
-    assert found is not None
-    changed = replace(found.input[0], dims=(*found.input[0].dims, 1, 1))
-    models = {**models, name: swap(models[name], input=(changed, *found.input[1:]))}
-    return Mutated(config, models, f'{STEP}[{index}].input_map["x0"]', "has dims")
-
-
-def other_promise(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    place = random.randrange(len(config.output))
-    outputs = list(config.output)
+def other_dims_of_an_output(graph: Graph) -> Mutated:
+    outputs = list(graph.config.output)
+    place = graph.random.randrange(len(outputs))
     outputs[place] = replace(outputs[place], dims=(*outputs[place].dims, 7, 7))
-    return Mutated(replace(config, output=tuple(outputs)), models, f"output[{place}].dims", "of the ensemble has dims")
+    return graph.with_config(f"output[{place}].dims", "of the ensemble has dims", output=tuple(outputs))
 
 
-def made_twice(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = steps_of(config)[index]
-    step = replace(step, output_map={**step.output_map, "y0": config.input[0].name})
-    return Mutated(with_step(config, index, step), models, f'{STEP}[{index}].output_map["y0"]', "is already produced")
+def tensor_produced_twice(graph: Graph) -> Mutated:
+    output_map = {**graph.step.output_map, "y0": graph.config.input[0].name}
+    return graph.with_step('output_map["y0"]', "is already produced", output_map=output_map)
 
 
-def made_by_nobody(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    output = ModelOutput(name="never", data_type="TYPE_BOOL", dims=(1,))
-    path = f"output[{len(config.output)}]"
-    return Mutated(
-        replace(config, output=(*config.output, output)), models, path, '"never" is not produced by any step'
-    )
+def output_of_no_step(graph: Graph) -> Mutated:
+    outputs = (*graph.config.output, ModelOutput(name="never", data_type="TYPE_BOOL", dims=(1,)))
+    return graph.with_config(f"output[{len(outputs) - 1}]", '"never" is not produced by any step', output=outputs)
 
 
-def input_of_nobody(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    spare = ModelInput(name="spare", data_type="TYPE_BOOL", dims=(1,))
-    path = f"input[{len(config.input)}]"
-    return Mutated(replace(config, input=(*config.input, spare)), models, path, '"spare" is not used by any step')
+def unused_input(graph: Graph) -> Mutated:
+    inputs = (*graph.config.input, ModelInput(name="spare", data_type="TYPE_BOOL", dims=(1,)))
+    return graph.with_config(f"input[{len(inputs) - 1}]", '"spare" is not used by any step', input=inputs)
 
 
-def tensor_of_nobody(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    gone = random.choice(config.output).name
-    changed = replace(config, output=tuple(output for output in config.output if output.name != gone))
-    return Mutated(changed, models, f"{STEP}[", f'tensor "{gone}" is not used by any step')
+def unused_tensor(graph: Graph) -> Mutated:
+    name = graph.random.choice(graph.config.output).name
+    outputs = tuple(output for output in graph.config.output if output.name != name)
+    return graph.with_config(f"{STEP}[", f'tensor "{name}" is not used by any step', output=outputs)
 
 
-def taken_from_nowhere(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = steps_of(config)[index]
-    step = replace(step, input_map={**step.input_map, "x0": "nowhere"})
-    path = f'{STEP}[{index}].input_map["x0"]'
-    return Mutated(with_step(config, index, step), models, path, '"nowhere" is neither an input nor produced by a step')
+def unknown_tensor(graph: Graph) -> Mutated:
+    text = '"nowhere" is neither an input nor produced by a step'
+    return graph.with_step('input_map["x0"]', text, input_map={**graph.step.input_map, "x0": "nowhere"})
 
 
-def smaller_batch(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    name = steps_of(config)[index].model_name
-    models = {**models, name: swap(models[name], max_batch_size=3)}
-    path = f"{STEP}[{index}].model_name"
-    return Mutated(replace(config, max_batch_size=4), models, path, "is 3, expected 0 or at least 4")
+def smaller_batch(graph: Graph) -> Mutated:
+    mutated = graph.with_model("model_name", "is 3, expected 0 or at least 4", max_batch_size=3)
+    return mutated._replace(config=replace(mutated.config, max_batch_size=4))
 
 
-def circle_of_steps(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    step = steps_of(config)[index]
-    step = replace(step, input_map={**step.input_map, "x0": next(iter(step.output_map.values()))})
-    return Mutated(with_step(config, index, step), models, f"{STEP}[{index}].input_map", "waits for itself")
+def circle_of_steps(graph: Graph) -> Mutated:
+    own = next(iter(graph.step.output_map.values()))
+    return graph.with_step("input_map", "waits for itself", input_map={**graph.step.input_map, "x0": own})
 
 
-def circle_of_ensembles(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    name = steps_of(config)[index].model_name
-    inner = (ModelEnsemblingStep(model_name=config.name, input_map={"a": "b"}, output_map={"c": "d"}),)
-    found = swap(models[name], platform="ensemble", ensemble_scheduling=ModelEnsembling(step=inner))
-    return Mutated(
-        config, {**models, name: found}, f"{STEP}[{index}].model_name", f"depends on this ensemble: e -> {name} -> e"
-    )
+def circle_of_ensembles(graph: Graph) -> Mutated:
+    text = f"depends on this ensemble: e -> {graph.step.model_name} -> e"
+    inner = ModelEnsemblingStep(model_name=graph.config.name, input_map={"a": "b"}, output_map={"c": "d"})
+    scheduling = ModelEnsembling(step=(inner,))
+    return graph.with_model("model_name", text, platform="ensemble", ensemble_scheduling=scheduling)
 
 
-def two_streams(random: Random, config: ModelConfig, models: Models, index: int) -> Mutated:
-    """A new step that takes from two new models."""
+def two_decoupled_models(graph: Graph) -> Mutated:
+    """A new step that reads from two decoupled models."""
     stream = ModelConfig(
         name="stream",
         input=(ModelInput(name="x", data_type="TYPE_INVALID", dims=(1,)),),
         output=(ModelOutput(name="y", data_type="TYPE_BOOL", dims=(1,)),),
         model_transaction_policy=ModelTransactionPolicy(decoupled=True),
     )
-    models = {**models, "stream": StepModel(stream, (1,)), "join": StepModel(None, reason="not here", settled=False)}
-    new = [
-        ModelEnsemblingStep(model_name="stream", input_map={"x": config.input[0].name}, output_map={"y": name})
+    join = ModelEnsemblingStep(model_name="join", input_map={"a": "s1", "b": "s2"}, output_map={"c": "end"})
+    streams = [
+        ModelEnsemblingStep(model_name="stream", input_map={"x": graph.config.input[0].name}, output_map={"y": name})
         for name in ("s1", "s2")
     ]
-    join = ModelEnsemblingStep(model_name="join", input_map={"a": "s1", "b": "s2"}, output_map={"c": "end"})
-    steps = (join, *new, *steps_of(config))
+    config = replace(graph.config, ensemble_scheduling=ModelEnsembling(step=(join, *streams, *graph.steps)))
+    new = {"stream": StepModel(stream, (1,)), "join": StepModel(None, reason="not here", settled=False)}
     text = 'different decoupled models: "s1" from step 1, model "stream", "s2" from step 2, model "stream"'
-    return Mutated(
-        replace(config, ensemble_scheduling=ModelEnsembling(step=steps)), models, f"{STEP}[0].input_map", text
-    )
+    return Mutated(config, {**graph.models, **new}, f"{STEP}[0].input_map", text)
 
 
-MUTATIONS: list[Mutation] = [
-    renamed_model,
+MUTATIONS = [
+    unknown_model,
     absent_version,
     unmapped_input,
     unknown_input,
     unknown_output,
     other_type,
     other_dims,
-    other_promise,
-    made_twice,
-    made_by_nobody,
-    input_of_nobody,
-    tensor_of_nobody,
-    taken_from_nowhere,
+    other_dims_of_an_output,
+    tensor_produced_twice,
+    output_of_no_step,
+    unused_input,
+    unused_tensor,
+    unknown_tensor,
     smaller_batch,
     circle_of_steps,
     circle_of_ensembles,
-    two_streams,
+    two_decoupled_models,
 ]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_a_single_mistake_is_found(mutation: Mutation) -> None:
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_single_mistake_is_reported(mutate: Callable[[Graph], Mutated]) -> None:
     @settings(max_examples=examples(15))
     @given(st.integers(0, 2**32))
     def each(seed: int) -> None:
-        random = Random(seed)
-        config, models = make_graph(random)
-        changed = mutation(random, config, models, random.randrange(len(steps_of(config))))
-        found = all_problems(changed.config, changed.models)
-        assert any(path.startswith(changed.path) and changed.text in text for path, text in found), found
+        mutated = mutate(Graph(Random(seed)))
+        found = all_problems(mutated.config, mutated.models)
+        assert any(path.startswith(mutated.path) and mutated.text in text for path, text in found), found
 
     each()
