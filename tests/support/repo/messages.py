@@ -1,4 +1,4 @@
-"""Any message of the schema, for property tests of the repository."""
+"""A hypothesis strategy for messages of the schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 @st.composite
 def messages(draw: st.DrawFn) -> Any:
-    """A ModelConfig with any fields in it."""
+    """A ModelConfig with any fields set."""
     message = protos.new_config()
     _fill(draw, message, 0)
     return message

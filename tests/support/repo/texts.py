@@ -1,7 +1,4 @@
-"""Configurations that together give every field of the schema, for the tests of the repository.
-
-The rule of the file: text only. They are well written, but not all can be served, and the rules are not all kept.
-"""
+"""Configurations that together set every field of the schema. They parse, but some are invalid or not supported."""
 
 from __future__ import annotations
 

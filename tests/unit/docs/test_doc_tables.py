@@ -1,4 +1,4 @@
-"""The generated parts of the pages are current."""
+"""The generated parts of the pages are up to date."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_kind_of_state_has_a_diagram() -> None:
     assert set(STATES) == set(states.TABLES)
 
 
-def test_sizes_are_written_for_people() -> None:
+def test_units_of_sizes() -> None:
     assert size("queue_bytes", 1 << 30) == "1 GiB"
     assert size("queue_bytes", 1000) == "1000"
     assert size("requests", 1 << 10) == "1024"

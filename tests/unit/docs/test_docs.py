@@ -1,4 +1,4 @@
-"""The pages say what is so: links lead somewhere, commands parse, Python compiles, every page can be found."""
+"""The pages: links resolve, commands parse, Python compiles, and every page is linked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks(*languages: str) -> Iterator[Any]:
 
 
 def commands() -> Iterator[Any]:
-    """Each `shmserve ...` line, without what a shell does around it."""
+    """The words of each `shmserve ...` line, without variables, pipes and redirections."""
     for block in blocks(*SHELL):
         text = str(block.values[0]).replace("\\\n", " ")
         for line in text.splitlines():
@@ -67,12 +67,12 @@ def test_python_compiles(block: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "target"), targets())
-def test_links_lead_somewhere(page: str, target: str) -> None:
+def test_links_resolve(page: str, target: str) -> None:
     assert ((ROOT / page).parent / target).exists()
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("**/*.md")), ids=lambda page: page.name)
-def test_every_page_can_be_found(page: Path) -> None:
+def test_every_page_is_linked(page: Path) -> None:
     name = page.relative_to(ROOT / "docs").as_posix()
     if page.parent.name == "adr" and page.name != "index.md":
         assert f"({page.name})" in page.with_name("index.md").read_text()

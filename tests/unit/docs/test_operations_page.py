@@ -1,4 +1,4 @@
-"""docs/operations.md: what it quotes is what the server says. The oracles are the source and the table of errors."""
+"""docs/operations.md quotes texts, codes and settings as they are in the source."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NUMBERS = (
 )
 
 
-def spoken() -> str:
-    """All constant text of the source, each f-string as one text with a mark for what is filled in."""
+def string_constants() -> str:
+    """All string constants of the source; values in f-strings are written {}."""
     texts = []
     for folder in ("shmserve", "workers", "repo", "clients"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -49,26 +49,25 @@ def rows(header: str) -> list[str]:
     return [word for line in table.splitlines()[2:] for word in re.findall(r"`([^`]*)`", line.split("|")[1])]
 
 
-def test_every_quoted_text_is_said() -> None:
-    said = spoken()
+def test_quoted_texts_are_in_the_source() -> None:
+    source = string_constants()
     quoted = rows("Text")
     assert len(quoted) > 10
-    assert not [text for text in quoted if text not in said]
+    assert not [text for text in quoted if text not in source]
 
 
-def test_every_code_has_its_row() -> None:
-    client = {"CANCELLED", "UNKNOWN", "ALREADY_EXISTS"}
-    """Those that no operator sees."""
+def test_every_code_has_a_row() -> None:
+    client = {"CANCELLED", "UNKNOWN", "ALREADY_EXISTS"}  # of no interest to operators
     assert set(rows("Code")) == set(BY_CODE) - client
 
 
 @pytest.mark.parametrize("setting", NUMBERS)
-def test_the_numbers_are_those_of_the_unit(setting: str) -> None:
+def test_settings_are_those_of_the_unit_file(setting: str) -> None:
     assert f"\n{setting}\n" in SERVICE
 
 
 @pytest.mark.parametrize("place", INSTALLS)
-def test_the_places_are_those_of_make(place: str) -> None:
+def test_paths_are_those_of_the_makefile(place: str) -> None:
     made = (ROOT / "Makefile").read_text() + (ROOT / "systemd" / "tmpfiles.d" / "shmserve.conf").read_text()
     assert place in PAGE
     assert place in made

@@ -1,4 +1,4 @@
-"""`check` of whole repositories: what is no mistake, what cannot be read, ensembles, and the form for programs."""
+"""`check` of repositories without mistakes, of unreadable files and of ensembles, and its JSON."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from tests.support.repo.models import (
 
 def test_a_repository_without_mistakes(tmp_path: Path) -> None:
     model(tmp_path, "good")
+    model(tmp_path, "ensemble", ENSEMBLE)
     model(tmp_path, "python", PYTHON, {"1/model.py": SOURCE})
     (tmp_path / "README.md").write_text("")
     (tmp_path / ".git").mkdir()
     checked = run(tmp_path)
     assert lines(checked) == []
-    assert [(entry.name, entry.ok, entry.versions, entry.groups) for entry in checked.models] == [
-        ("good", True, (1,), ("good_0",)),
-        ("python", True, (1,), ("python_0",)),
+    assert [(entry.name, entry.ok, entry.ensemble, entry.versions, entry.groups) for entry in checked.models] == [
+        ("ensemble", True, True, (1,), ()),
+        ("good", True, False, (1,), ("good_0",)),
+        ("python", True, False, (1,), ("python_0",)),
     ]
 
 
@@ -49,7 +51,7 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
         f"{text} {two}",
         f"{text} {one}",
         'error: same/config.pbtxt:2: max_batch: ModelConfig has no such field; did you mean "max_batch_size"?',
-    ], "and what is wrong with each of them, too"
+    ], "and the problems of each"
     assert [(entry.name, entry.repository) for entry in checked.models] == [
         ("other", two),
         ("same", one),
@@ -58,7 +60,7 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     assert [finding.where for finding in checked.all()][-1] == f"{two}/same/config.pbtxt:2:1"
 
 
-def test_a_model_where_a_repository_was_expected(tmp_path: Path) -> None:
+def test_a_model_directory_is_not_a_repository(tmp_path: Path) -> None:
     folder = model(tmp_path, "good")
     for root in (folder, tmp_path / "bare"):
         (root / "1").mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def test_a_model_where_a_repository_was_expected(tmp_path: Path) -> None:
         assert checked.models == ()
 
 
-def test_an_empty_repository_and_none(tmp_path: Path) -> None:
+def test_empty_repositories_and_invalid_arguments(tmp_path: Path) -> None:
     assert lines(run(tmp_path)) == ["warning: it contains no models"]
     with pytest.raises(InvalidRequest, match="is not a directory"):
         run(tmp_path / "nowhere")
@@ -77,15 +79,15 @@ def test_an_empty_repository_and_none(tmp_path: Path) -> None:
         run(tmp_path, config_name="../x")
 
 
-def test_another_configuration(tmp_path: Path) -> None:
+def test_an_alternative_configuration(tmp_path: Path) -> None:
     model(tmp_path, "good", files={"configs/small.pbtxt": GOOD.replace("TYPE_FP32", "TYPE_FP23", 1)})
     assert lines(run(tmp_path)) == []
     (found,) = run(tmp_path, config_name="small").all()
     assert (found.file, found.line, found.path) == ("good/configs/small.pbtxt", 3, "input[0].data_type")
 
 
-def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may run as root, whom nothing stops; so the answer of the kernel is made here."""
+def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run as root, which may read everything, so os.access is replaced."""
     folder = model(tmp_path, "locked", files={"1/weights": "x", "notes": "x"})
     (folder / "2").mkdir()
     closed = {str(folder / "1" / "weights"), str(folder / "notes"), str(folder / "2")}
@@ -100,7 +102,7 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "chmod u+rx" in found[1].hint
 
 
-def test_links_in_a_circle(tmp_path: Path) -> None:
+def test_links_to_themselves(tmp_path: Path) -> None:
     folder = model(tmp_path, "net")
     for circle in (tmp_path / "around", folder / "3", folder / "1" / "around"):
         circle.symlink_to(circle.name)
@@ -111,7 +113,7 @@ def test_links_in_a_circle(tmp_path: Path) -> None:
     ]
 
 
-def test_links_are_followed_and_circles_are_no_trap(tmp_path: Path) -> None:
+def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
     real = tmp_path / "store" / "real"
     model(tmp_path / "store", "real")
     (real / "1" / "again").symlink_to("..")
@@ -134,21 +136,18 @@ def test_links_are_followed_and_circles_are_no_trap(tmp_path: Path) -> None:
         "class TritonPythonModel:\n    pattern = '\\d'\n    def execute(self, requests): pass\n",
     ],
 )
-def test_python_that_may_be_right_is_not_complained_of(tmp_path: Path, source: str) -> None:
+def test_python_that_may_be_valid_is_accepted(tmp_path: Path, source: str) -> None:
     model(tmp_path, "python", PYTHON, {"1/model.py": source})
     assert lines(run(tmp_path)) == []
 
 
-def test_a_python_model_that_everyone_may_change(tmp_path: Path) -> None:
+def test_a_python_model_that_all_users_may_write(tmp_path: Path) -> None:
     folder = model(tmp_path, "open", PYTHON, {"1/model.py": SOURCE})
     (folder / "1" / "model.py").chmod(0o666)
     assert lines(run(tmp_path)) == ["warning: open/1/model.py: it is writable by every user of this machine"]
 
 
-# --------------------------------------------------------------------------------------------------- ensembles
-
-
-def test_an_ensemble_of_a_model_that_has_problems(tmp_path: Path) -> None:
+def test_an_ensemble_of_a_model_with_problems(tmp_path: Path) -> None:
     model(tmp_path, "good", GOOD + "max_queue: 1\n")
     model(tmp_path, "e", ENSEMBLE)
     found = lines(run(tmp_path))
@@ -158,19 +157,8 @@ def test_an_ensemble_of_a_model_that_has_problems(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-def test_an_ensemble_that_fits(tmp_path: Path) -> None:
-    model(tmp_path, "good")
-    model(tmp_path, "e", ENSEMBLE)
-    checked = run(tmp_path)
-    assert lines(checked) == []
-    assert [(entry.name, entry.ok, entry.ensemble) for entry in checked.models] == [
-        ("e", True, True),
-        ("good", True, False),
-    ]
-
-
-def test_an_ensemble_of_a_model_that_tells_more_when_it_is_loaded(tmp_path: Path) -> None:
-    """Once it is loaded it is known, and then the mistake is found."""
+def test_an_ensemble_of_a_model_that_completes_its_configuration(tmp_path: Path) -> None:
+    """The mistake can be found once the model is loaded."""
     source = SOURCE + "    @staticmethod\n    def auto_complete_config(config):\n        return config\n"
     model(tmp_path, "good", 'backend: "python"', {"1/model.py": source})
     model(tmp_path, "e", ENSEMBLE)
@@ -180,15 +168,12 @@ def test_an_ensemble_of_a_model_that_tells_more_when_it_is_loaded(tmp_path: Path
     assert any('"good" has no input "x"' in line for line in lines(checked))
 
 
-def test_what_a_model_has_made_of_its_configuration(tmp_path: Path) -> None:
+def test_a_completed_batch_size_is_a_warning(tmp_path: Path) -> None:
     model(tmp_path, "net", 'backend: "onnxruntime"\n', {"1/model.onnx": network()})
     completed = parse(f'name: "net" {GOOD.replace("identity", "onnxruntime")} dynamic_batching {{ }}')
     checked = check([tmp_path], backends=BACKENDS, completed={"net": completed})
     (line,) = lines(checked)
     assert line.startswith("warning: net/config.pbtxt: max_batch_size: max_batch_size was not given, or 0; the model")
-
-
-# ------------------------------------------------------------------------------------------------ for programs
 
 
 def test_json(tmp_path: Path) -> None:

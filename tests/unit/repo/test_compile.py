@@ -1,4 +1,4 @@
-"""From configuration to policy and instances."""
+"""The policy and the instances that are compiled from a configuration."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_types_and_optional_inputs() -> None:
     assert policy.outputs == (TensorSpec("c", "BOOL", (-1,)),)
 
 
-def test_batching_without_a_word() -> None:
+def test_default_batching() -> None:
     policy = compile_policy(loaded(SMALL + "dynamic_batching { }"), 1)
     assert policy.batching == BatchPolicy(preferred=(8,))
 
 
-def test_everything_of_batching() -> None:
+def test_all_fields_of_batching() -> None:
     text = """dynamic_batching {
       preferred_batch_size: [ 6, 2, 6 ] max_queue_delay_microseconds: 1500 priority_levels: 3 default_priority_level: 2
       default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 10 max_queue_size: 5 }
@@ -81,7 +81,7 @@ def test_buckets_of_the_first_response() -> None:
     assert compile_policy(loaded(SMALL + text), 1).first_response_ms == (1.0, 2.5)
 
 
-def test_what_the_server_reads_of_the_parameters() -> None:
+def test_parameters_of_the_policy() -> None:
     plain = compile_policy(loaded(SMALL), 1)
     assert (plain.execution_limit_ns, plain.retry, plain.crash_limit) == (None, True, None)
     text = """parameters { key: "execution_limit_secs" value { string_value: "2.5" } }
@@ -91,7 +91,7 @@ def test_what_the_server_reads_of_the_parameters() -> None:
     assert (policy.execution_limit_ns, policy.retry, policy.crash_limit) == (2_500_000_000, False, 0)
 
 
-def test_what_a_process_is_given_by_the_parameters() -> None:
+def test_parameters_of_the_worker_process() -> None:
     assert (memory_limit(loaded(SMALL)), environment(loaded(SMALL), "/m")) == (None, "")
     text = """parameters { key: "memory_limit_mb" value { string_value: "%s" } }
     parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env.tar.gz" } }"""
@@ -110,7 +110,7 @@ START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("", SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
         (START, SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
@@ -143,9 +143,9 @@ START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_
         ),
     ],
 )
-def test_sequences(text: str, wanted: SequencePolicy) -> None:
+def test_sequences(text: str, expected: SequencePolicy) -> None:
     policy = compile_policy(complete(parse(f"{SMALL} sequence_batching {{ {text} }}"), "m"), 1)
-    assert policy.sequence == wanted
+    assert policy.sequence == expected
     assert policy.batching is None
 
 
@@ -156,7 +156,7 @@ def test_a_sequence_without_a_batch_dimension_has_one_slot() -> None:
     assert policy.sequence == SequencePolicy(direct=False, slots=1, idle_ns=10**9)
 
 
-def test_answers_that_are_many_or_kept() -> None:
+def test_decoupled_and_cached_models() -> None:
     plain = compile_policy(loaded(SMALL), 1)
     assert (plain.sequence, plain.decoupled, plain.cached) == (None, False, False)
     text = "model_transaction_policy { decoupled: %s } response_cache { enable: %s }"
@@ -165,7 +165,7 @@ def test_answers_that_are_many_or_kept() -> None:
         assert (policy.decoupled, policy.cached) == (decoupled == "true", cached == "true")
 
 
-def test_what_instances_need_to_run() -> None:
+def test_resources_of_instances() -> None:
     text = """instance_group { count: 2 rate_limiter {
       resources { name: "R1" count: 4 } resources { name: "R2" global: true count: 2 } priority: 3 } }
     instance_group { rate_limiter { } } instance_group { }"""
@@ -176,7 +176,7 @@ def test_what_instances_need_to_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("", [InstanceSpec("m_0_0")]),
         ("instance_group { count: 2 }", [InstanceSpec("m_0_0"), InstanceSpec("m_0_1")]),
@@ -194,8 +194,8 @@ def test_what_instances_need_to_run() -> None:
         ),
     ],
 )
-def test_instances(text: str, wanted: list[InstanceSpec]) -> None:
-    assert list(compile_instances(loaded(SMALL + text))) == wanted
+def test_instances(text: str, expected: list[InstanceSpec]) -> None:
+    assert list(compile_instances(loaded(SMALL + text))) == expected
 
 
 def test_instances_on_gpus() -> None:

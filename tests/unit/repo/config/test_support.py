@@ -1,4 +1,4 @@
-"""Schema, table and docs/repository.md name the same fields, and the table does what it says."""
+"""The support table has every field of the schema, and docs/repository.md has the table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_page_has_the_table() -> None:
     assert len(rows) == len(TABLE)
 
 
-def test_every_row_says_why() -> None:
+def test_every_row_has_a_note() -> None:
     for field, support in TABLE.items():
         assert support.note, field
         assert "|" not in support.note
@@ -46,8 +46,8 @@ def test_each_status_is_used(status: Status) -> None:
     assert any(support.status is status for support in TABLE.values())
 
 
-def test_a_message_below_what_is_not_honoured_is_not_honoured() -> None:
-    """Else the table would promise what its parent refuses. Shared messages are honoured somewhere."""
+def test_honoured_fields_are_in_honoured_messages() -> None:
+    """A message that several fields share must be honoured in one of them."""
     honoured_below: dict[str, set[str]] = {}
     for name in schema_fields():
         message, _, field = name.rpartition(".")

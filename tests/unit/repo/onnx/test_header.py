@@ -1,5 +1,5 @@
-"""What an ONNX file declares, read without its weights: against the `onnx` package, and a configuration held against it
-against what a worker says with the engine's own facts."""
+"""The header of an ONNX file, compared with the `onnx` package, and its differences from a configuration, compared with
+the checks of a worker, which uses ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ helper, kinds = onnx.helper, onnx.TensorProto
 
 
 class Counting(io.FileIO):
-    """A file that counts what is read of it."""
+    """A file that counts the bytes read."""
 
     count = 0
 
@@ -46,7 +46,7 @@ def header_of(data: bytes, tmp_path: Path) -> Header:
         return read_header(file)
 
 
-def made(inputs: Sequence[Any], outputs: Sequence[Any], initializers: Sequence[Any] = ()) -> bytes:
+def model_bytes(inputs: Sequence[Any], outputs: Sequence[Any], initializers: Sequence[Any] = ()) -> bytes:
     graph = helper.make_graph([], "g", inputs, outputs, initializers)
     return bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
 
@@ -55,13 +55,13 @@ def value(name: str, kind: int = 1, dims: Sequence[int | str] | None = ("n", 3))
     return helper.make_tensor_value_info(name, kind, dims)
 
 
-def test_what_is_declared(tmp_path: Path) -> None:
+def test_declared_tensors(tmp_path: Path) -> None:
     types = [kind for kind in kinds.DataType.values() if kind]
     inputs = [value(f"t{kind}", kind, ["n", kind]) for kind in types]
     inputs += [value("scalar", 1, []), value("any", 1, None), value("w"), helper.make_empty_tensor_value_info("none")]
     inputs.append(helper.make_tensor_sequence_value_info("sequence", 1, [2]))
     weights = helper.make_tensor("w", kinds.FLOAT, [1, 3], [1.0, 2.0, 3.0])
-    found = header_of(made(inputs, [value("y\u00e4", 7, [2, 5])], [weights]), tmp_path)
+    found = header_of(model_bytes(inputs, [value("y\u00e4", 7, [2, 5])], [weights]), tmp_path)
     assert found.outputs == (Declared("y\u00e4", "INT64", (2, 5)),)
     assert found.initialized == {"w"}
     by_name = {tensor.name: tensor for tensor in found.inputs}
@@ -75,13 +75,13 @@ def test_what_is_declared(tmp_path: Path) -> None:
     assert all(by_name[f"t{kind}"].dims == (-1, kind) for kind in types)
 
 
-def test_every_truncation_is_found(tmp_path: Path) -> None:
-    data = made([value("x")], [value("y")], [helper.make_tensor("w", 1, [100], [0.5] * 100)])
+def test_every_truncation_is_an_error(tmp_path: Path) -> None:
+    data = model_bytes([value("x")], [value("y")], [helper.make_tensor("w", 1, [100], [0.5] * 100)])
     whole = header_of(data, tmp_path)
     model = onnx.load_model_from_string(data)
     after = len(data) - len(b"".join(opset.SerializeToString() for opset in model.opset_import)) - 2
     for end in range(len(data)):
-        if end == after:  # the graph is there, and only what follows it is not
+        if end == after:  # the graph is complete
             assert header_of(data[:end], tmp_path) == whole
         else:
             with pytest.raises(NotOnnx, match=r"truncated|has no graph"):
@@ -89,7 +89,7 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda data: b"\x3a" + bytes([len(data)]) + data))
-def test_whatever_is_in_a_file(data: bytes) -> None:
+def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
     descriptor = os.memfd_create("onnx")
     with os.fdopen(descriptor, "r+b") as file:
         file.write(data)
@@ -102,7 +102,7 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
     """A sparse file of 1 GiB."""
     size = 1 << 30
     weights = helper.make_tensor("w", kinds.UINT8, [0], b"", raw=True).SerializeToString() + b"\x4a" + varint(size)
-    graph = onnx.load_model_from_string(made([value("x")], [value("y")])).graph.SerializeToString()
+    graph = onnx.load_model_from_string(model_bytes([value("x")], [value("y")])).graph.SerializeToString()
     initializer = b"\x2a" + varint(len(weights) + size) + weights
     path = tmp_path / "model.onnx"
     with path.open("wb") as file:
@@ -123,18 +123,18 @@ def varint(number: int) -> bytes:
     return bytes([*found, number])
 
 
-def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = made([value(f"x{number}") for number in range(100)], [value("y")])
+def test_fields_and_bytes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = model_bytes([value(f"x{number}") for number in range(100)], [value("y")])
     assert len(header_of(data, tmp_path).inputs) == 100
     monkeypatch.setattr(onnx_header, "FIELDS", 50)
     with pytest.raises(TooLarge):
         header_of(data, tmp_path)
     monkeypatch.setattr(onnx_header, "FIELDS", 10_000)
     with pytest.raises(TooLarge):
-        header_of(made([value("x" * (onnx_header.MESSAGE_BYTES + 1))], [value("y")]), tmp_path)
+        header_of(model_bytes([value("x" * (onnx_header.MESSAGE_BYTES + 1))], [value("y")]), tmp_path)
 
 
-# ------------------------------------------------------------------------------------------ and the configuration
+# ------------------------------------------------------------------------------- differences from a configuration
 
 ENGINE = helper.make_model(
     helper.make_graph(
@@ -161,17 +161,17 @@ def tensors(draw: st.DrawFn, field: str, usual: str) -> str:
 
 @given(st.sampled_from([0, 8]), tensors("input", "ab"), tensors("output", "st"))
 @settings(max_examples=examples(300))
-def test_differences_are_those_of_a_worker(batch: int, inputs: str, outputs: str) -> None:
+def test_a_difference_is_found_exactly_if_a_worker_finds_one(batch: int, inputs: str, outputs: str) -> None:
     config = parse(f'name: "m" backend: "onnxruntime" max_batch_size: {batch}\n{inputs}{outputs}')
     descriptor = os.memfd_create("onnx")
     with os.fdopen(descriptor, "r+b") as file:
         file.write(ENGINE)
         file.flush()
         found = list(differences(config, read_header(file)))
-    assert bool(found) == (worker_says(config) != ""), (found, worker_says(config))
+    assert bool(found) == (worker_error(config) != ""), (found, worker_error(config))
 
 
-def test_a_right_configuration_has_no_differences(tmp_path: Path) -> None:
+def test_a_valid_configuration_has_no_differences(tmp_path: Path) -> None:
     header = header_of(ENGINE, tmp_path)
     for text in (
         'max_batch_size: 8 input [ { name: "a" data_type: TYPE_FP32 dims: [ -1 ] },'
@@ -188,7 +188,7 @@ def test_a_right_configuration_has_no_differences(tmp_path: Path) -> None:
 SESSION = ort.InferenceSession(ENGINE, providers=["CPUExecutionProvider"])
 
 
-def worker_says(config: ModelConfig) -> str:
+def worker_error(config: ModelConfig) -> str:
     from shmserve.workers.backends.model_facts import match, none_missing
     from shmserve.workers.backends.onnx.facts import facts_of
     from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of

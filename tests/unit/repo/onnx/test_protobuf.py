@@ -1,4 +1,4 @@
-"""ONNX files put together by hand, against the `onnx` package and the engine."""
+"""Written ONNX files, compared with the `onnx` package and run by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_nodes_around_a_graph() -> None:
     np.testing.assert_allclose(head, out[:1], rtol=1e-6)
 
 
-def test_all_else_is_carried_over() -> None:
+def test_other_parts_of_the_model_are_unchanged() -> None:
     before, after = onnx.load_model_from_string(small()), onnx.load_from_string(around(small()))
     assert list(metadata(small())) == list(metadata(around(small()))) == [("key", "value"), ("more", "a\nb\u00e4")]
     assert list(after.graph.node)[1:-2] == list(before.graph.node)
@@ -69,7 +69,7 @@ def test_all_else_is_carried_over() -> None:
     assert after == before
 
 
-def test_what_is_cut_off_is_an_error_or_ends_between_fields() -> None:
+def test_truncated_metadata_is_an_error_or_ends_between_fields() -> None:
     data = small()
     texts = []
     for end in range(1, len(data)):
@@ -82,8 +82,8 @@ def test_what_is_cut_off_is_an_error_or_ends_between_fields() -> None:
 
 
 @pytest.mark.skipif(samples.vad_model_file() is None, reason="silero-vad is not installed")
-def test_the_voice_detector_is_the_network_of_the_package() -> None:
-    """Chunk by chunk, as the package's own wrapper does it, and four voices at once through ours."""
+def test_the_voice_detector_computes_as_the_package() -> None:
+    """The package runs one voice chunk by chunk, the sample four voices at once."""
     file = samples.vad_model_file()
     assert file
     network = file.read_bytes()
@@ -115,10 +115,10 @@ def test_the_voice_detector_is_the_network_of_the_package() -> None:
     [["a", "", "h\u00e9" * 200, "\0"], [], [["x"], ["y"], ["z"]], [[], []], "alone"],
     ids=["few", "none", "column", "empty", "one"],
 )
-def test_a_model_that_makes_strings(texts: Any) -> None:
+def test_a_model_with_constant_strings(texts: Any) -> None:
     array = np.array(texts, object)
-    model = strings(array, "said")
+    model = strings(array, "text")
     onnx.checker.check_model(onnx.load_model_from_string(model))
-    (made,) = session(model).run(["said"], {})
+    (made,) = session(model).run(["text"], {})
     assert made.shape == array.shape
     assert made.tolist() == array.tolist()

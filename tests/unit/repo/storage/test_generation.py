@@ -1,4 +1,4 @@
-"""What a generation keeps. The oracle is what was in the files when it was made."""
+"""A generation keeps the files of a model as they were when it was created."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generations:
-    """On a file system without reflinks, whatever the tests run on."""
+    """As on a file system without reflinks."""
     monkeypatch.setattr(module, "_clone", lambda source, target: False)
     (tmp_path / "kept").mkdir()
     return Generations(tmp_path / "kept", SIZES)
@@ -74,10 +74,10 @@ def test_small_files_are_copies_and_large_ones_descriptors(generations: Generati
     assert (kept.folder / "1" / "inner" / "helper.py").read_text() == "1"
     assert (kept.folder / "labels.txt").read_text() == "cat\n"
     assert list(pins(kept)) == ["1/weights"]
-    assert changed(kept.folder, pins(kept)) == "", "what was loaded is still there, by its descriptor"
+    assert changed(kept.folder, pins(kept)) == "", "the descriptor keeps the loaded file"
 
 
-def test_a_file_that_was_written_to_is_noticed(generations: Generations, folder: Path) -> None:
+def test_a_written_file_is_reported(generations: Generations, folder: Path) -> None:
     kept = keep(generations, folder)
     write(folder / "1" / "weights", "w" * 105)
     assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (size 101 -> 105)"
@@ -92,7 +92,7 @@ def test_the_repository_is_not_written_to(generations: Generations, folder: Path
     assert {path: path.stat()[:7] for path in (folder, *folder.rglob("*"))} == before
 
 
-def test_the_directory_and_the_descriptors_go_with_the_last_reference(generations: Generations, folder: Path) -> None:
+def test_the_last_reference_removes_directory_and_descriptors(generations: Generations, folder: Path) -> None:
     first = keep(generations, folder)
     assert keep(generations, folder) is first
     target = links(first)["1/weights"]
@@ -104,7 +104,7 @@ def test_the_directory_and_the_descriptors_go_with_the_last_reference(generation
     assert not os.path.exists(target)
 
 
-def test_nothing_more_is_copied_than_may_be(generations: Generations, folder: Path) -> None:
+def test_limit_of_copied_bytes(generations: Generations, folder: Path) -> None:
     for number in range(20):
         write(folder / "1" / f"part{number:02}", "p" * 90)
     kept = keep(generations, folder)
@@ -113,7 +113,7 @@ def test_nothing_more_is_copied_than_may_be(generations: Generations, folder: Pa
     assert len(copied) + len(pins(kept)) == len(take(folder).files) - len(["1/", "2/", "2/model.py", "1/inner/"])
 
 
-def test_without_descriptors_a_link_leads_to_the_path(
+def test_links_without_descriptors_use_the_path(
     generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DESCRIPTORS", 0)
@@ -126,9 +126,7 @@ def test_without_descriptors_a_link_leads_to_the_path(
     assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (deleted)"
 
 
-def test_generations_leave_descriptors_for_others(
-    generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_of_descriptors(generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
     first = keep(generations, folder)
     write(folder / "labels.txt", "dog")
@@ -141,18 +139,16 @@ def test_generations_leave_descriptors_for_others(
     assert links(third)["1/weights"].startswith("/proc/")
 
 
-def test_no_more_files_are_mirrored_than_may_be(
-    generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_of_mirrored_files(generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MEMBERS", 5)
     kept = keep(generations, folder)
-    assert not (kept.folder / "1" / "model.py").is_symlink(), "what is near to the top comes first"
+    assert not (kept.folder / "1" / "model.py").is_symlink(), "files near the top come first"
     assert links(kept)["1/weights"] == str(folder / "1" / "weights")
     assert (kept.folder / "1" / "inner" / "helper.py").read_text() == "1"
     assert set(pins(kept)) == {"1/weights", "1/inner/helper.py"}
 
 
-def test_what_is_not_of_the_version_is_a_link(generations: Generations, folder: Path) -> None:
+def test_files_outside_the_version_are_links(generations: Generations, folder: Path) -> None:
     write(folder / ".hidden", "h")
     (folder / "1" / "nowhere").symlink_to("not there")
     os.mkfifo(folder / "1" / "fifo")
@@ -183,7 +179,7 @@ def test_programs_are_not_copied(generations: Generations, folder: Path) -> None
     assert set(pins(keep(generations, folder))) == {"1/weights", "1/library.so", "1/tool"}
 
 
-def test_an_onnx_model_is_linked_if_its_data_is(generations: Generations, folder: Path, tmp_path: Path) -> None:
+def test_an_onnx_model_with_linked_data_is_linked(generations: Generations, folder: Path, tmp_path: Path) -> None:
     for name in ("model.onnx", "alone/model.onnx", "out/model.onnx"):
         write(folder / "1" / name, "onnx")
     (folder / "1" / "weights").rename(folder / "1" / "model.onnx_data")
@@ -194,7 +190,7 @@ def test_an_onnx_model_is_linked_if_its_data_is(generations: Generations, folder
     assert set(pins(kept)) == {"1/model.onnx", "1/model.onnx_data", "1/out/model.onnx", "1/out/data"}
 
 
-def test_files_that_change_while_they_are_kept(generations: Generations, folder: Path) -> None:
+def test_files_that_change_during_the_copy(generations: Generations, folder: Path) -> None:
     before = take(folder)
     write(folder / "1" / "model.py", "something else")
     with pytest.raises(FilesChanged):
@@ -205,7 +201,7 @@ def test_files_that_change_while_they_are_kept(generations: Generations, folder:
 
 
 def test_a_full_runtime_directory(generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nothing is copied."""
+    """Nothing is copied."""
     real = os.fdopen
 
     def full(descriptor: int, mode: str) -> Any:

@@ -1,4 +1,4 @@
-"""Label files, and what of a model's files may be read at all."""
+"""Label files, and access to files in a model's directory only."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ LABEL = st.text(st.characters(exclude_characters="\n\r\0\ufeff", exclude_categor
         (b"a\x0bb\x0cc\x1cd\xc2\x85e\n", ("a\x0bb\x0cc\x1cd\x85e",)),
     ],
 )
-def test_labels_are_the_lines(tmp_path: Path, data: bytes, expected: tuple[str, ...]) -> None:
+def test_labels_are_lines(tmp_path: Path, data: bytes, expected: tuple[str, ...]) -> None:
     (tmp_path / "labels.txt").write_bytes(data)
     assert read_labels(tmp_path, "labels.txt") == expected
 
 
 @settings(max_examples=examples(50))
 @given(st.lists(LABEL, max_size=20), st.sampled_from(["\n", "\r\n"]))
-def test_what_is_written_is_read(tmp_path: Path, given_labels: list[str], end: str) -> None:
+def test_any_labels_are_read_back(tmp_path: Path, given_labels: list[str], end: str) -> None:
     (tmp_path / "labels.txt").write_bytes("".join(label + end for label in given_labels).encode())
     assert read_labels(tmp_path, "labels.txt") == tuple(given_labels)
 
@@ -53,14 +53,14 @@ def refused(folder: Path, name: str, text: str) -> None:
     assert f"label file '{name}'" in str(found.value)
 
 
-def test_what_is_no_text(tmp_path: Path) -> None:
+def test_labels_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_bytes(b"cat\ndog\n\xff\xfe\n")
     refused(tmp_path, "labels.txt", "line 3 is not UTF-8")
     (tmp_path / "labels.txt").write_bytes(b"cat\nd\0g\n")
     refused(tmp_path, "labels.txt", "line 2 has a NUL")
 
 
-def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_label_file_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labels, "LIMIT_BYTES", 8)
     (tmp_path / "labels.txt").write_bytes(b"12345678")
     assert read_labels(tmp_path, "labels.txt") == ("12345678",)
@@ -68,7 +68,7 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(tmp_path, "labels.txt", "has 9 bytes; the limit is 8")
 
 
-def test_only_files_of_the_model(tmp_path: Path) -> None:
+def test_only_files_in_the_model_directory_are_read(tmp_path: Path) -> None:
     model, other = tmp_path / "m", tmp_path / "other"
     (model / "sub").mkdir(parents=True)
     other.mkdir()
@@ -101,7 +101,7 @@ def test_a_repository_that_is_a_link(tmp_path: Path) -> None:
 
 
 def test_a_file_without_permission(tmp_path: Path) -> None:
-    """Told by the errno, as those who run tests as root may read everything."""
+    """os.open is replaced, as the tests may run as root, which may read everything."""
     (tmp_path / "f").write_bytes(b"1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", _denied)
