@@ -29,6 +29,13 @@ WARM = """model_warmup [ {
 """
 LABELS = GOOD.removesuffix(" } ]\n") + '\n  label_filename: "labels.txt" } ]\n'
 ONNX = GOOD.replace("identity", "onnxruntime")
+SEVERAL = """backend: "identity"
+max_batch_size: -1
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -2 ] } ]
+output [ { name: "" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "labels" } ]
+dynamic_batching { preferred_batch_size: [ 4 ] }
+metric_tags { key: "a" value: "b" }
+"""
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 GPU_ACCELERATOR = 'optimization { execution_accelerators { gpu_execution_accelerator: [ { name: "tensorrt" } ] } }'
 
@@ -74,6 +81,7 @@ MISTAKES: list[Mistake] = [
     # the configuration
     lambda root: model(root, "typo", GOOD.replace("backend", "backnd")),
     lambda root: model(root, "cached", GOOD + "metric_tags { key: 'a' value: 'b' }\n"),
+    lambda root: model(root, "several", SEVERAL, version="configs"),
     lambda root: model(root, "latin", files={"config.pbtxt": b"# caf\xe9\n"}),
     lambda root: model(root, "bare", 'backend: "python"', {"1/model.py": SOURCE}),
     lambda root: model(root, "asleep", GOOD + "instance_group [ { count: 1 passive: true } ]"),
@@ -154,25 +162,3 @@ def test_the_server_logs_every_warning_once(all_mistakes: Path) -> None:
         assert set(expected) <= set(logged)
         count += len(expected)
     assert count > 10
-
-
-def test_problems_of_one_file_are_in_its_order(tmp_path: Path) -> None:
-    text = """backend: "identity"
-max_batch_size: -1
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -2 ] } ]
-output [ { name: "" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "labels" } ]
-dynamic_batching { preferred_batch_size: [ 4 ] }
-metric_tags { key: "a" value: "b" }
-"""
-    model(tmp_path, "many", text)
-    (tmp_path / "many" / "1").rmdir()
-    found = [(finding.line, finding.path) for finding in run(tmp_path).all()]
-    assert found == [
-        (0, ""),
-        (2, "max_batch_size"),
-        (3, "input[0].dims[0]"),
-        (4, "output[0].name"),
-        (4, "output[0].label_filename"),
-        (5, "dynamic_batching.preferred_batch_size[0]"),
-        (6, "metric_tags"),
-    ]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shmserve.repo.config.complete import complete
-from shmserve.repo.config.origins import as_text, origins
-from shmserve.repo.config.override import parse_override
-from shmserve.repo.config.protos import to_config
-from shmserve.repo.config.schema import as_triton_json
-from shmserve.repo.load import Setting, examine, parse
+from shmserve.repo.load import Setting, examine
 from tests.support.repo.golden import configurations
 
 HERE = ("identity", "onnxruntime", "python")
@@ -57,12 +51,3 @@ def test_only_the_gpu_is_missing(text: str) -> None:
         assert re.fullmatch(r"instance_group\[\d\]\.kind", path)
         assert problem.startswith("KIND_GPU, but this server runs models only on the CPU")
     assert problems(text, gpus=GPUS) == []
-
-
-@pytest.mark.parametrize("text", examples("served", "models", "other_backends", "gpus"))
-def test_all_forms_of_a_configuration_are_equivalent(text: str) -> None:
-    """The file, the JSON of a load request, and the text with origins."""
-    given = parse(text)
-    assert to_config(parse_override(json.dumps(as_triton_json(given))).message) == given
-    final = complete(given, "model", (), EVERYWHERE, GPUS)
-    assert parse(as_text(final, origins(given, final, final, "file"))) == final

@@ -1,4 +1,4 @@
-"""The sample models: made again bit for bit, built from the package, and the picture read by the bare engine."""
+"""The sample models: generated bit for bit, built in sets, and the picture read by ONNX Runtime alone."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def session(model: Path) -> Any:
     return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
 
-def test_the_models_are_made_again_bit_for_bit(tmp_path: Path) -> None:
+def test_the_models_are_generated_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
-    # run_path leaves no __pycache__ in what is a model repository
+    # run_path leaves no __pycache__ in the model repository
     files = runpy.run_path(str(samples.EXAMPLES / "make_models.py"))["make"](tmp_path)
     made = [file.relative_to(tmp_path).parts[0] for file in files]
     assert made == ["mlp", "cnn", "sentiment_classifier", "sentiment_tokenizer"]
@@ -34,7 +34,7 @@ def test_the_models_are_made_again_bit_for_bit(tmp_path: Path) -> None:
         assert file.read_bytes() == (samples.EXAMPLES / file.relative_to(tmp_path)).read_bytes()
 
 
-def test_mlp_is_what_it_says() -> None:
+def test_mlp_computes_its_layers() -> None:
     onnx = pytest.importorskip("onnx")
     file = samples.EXAMPLES / "mlp" / "1" / "model.onnx"
     data = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer}
@@ -46,68 +46,54 @@ def test_mlp_is_what_it_says() -> None:
     np.testing.assert_allclose(session(file).run(None, {"x": x})[0], h / h.sum(1, keepdims=True), rtol=1e-4)
 
 
-def test_build(tmp_path: Path) -> None:
-    said: list[str] = []
-    names = samples.build(tmp_path, said.append)
-    expected = ["add_sub", "cnn", "mlp"] + ([] if OCR_MISSING else ["ocr_rec"])
-    assert names == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == expected
-    for name in names:
-        files = sorted(path.name for path in (tmp_path / name / "1").iterdir())
-        assert files == (["model.py"] if name == "add_sub" else ["model.onnx"])
-        assert f'name: "{name}"' in (tmp_path / name / "config.pbtxt").read_text()
-    marks = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    samples.build(tmp_path, said.append)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == marks
-
-
-def test_build_without_the_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "OCR_PACKAGE", "surely_not_installed")
-    said: list[str] = []
-    assert samples.build(tmp_path, said.append) == ["add_sub", "cnn", "mlp"]
-    assert any("ocr_rec: skipped; `pip install --no-deps rapidocr-onnxruntime`" in line for line in said)
-    with pytest.raises(FileNotFoundError, match="the OCR sample is not installed"):
-        samples.ocr_characters()
-
-
 def test_every_example_is_in_a_set() -> None:
     listed = {name for names in samples.SETS.values() for name in names}
     assert listed == {file.parent.name for file in samples.EXAMPLES.glob("*/config.pbtxt")}
 
 
 @pytest.mark.parametrize("part", samples.SETS)
-def test_a_set_is_whole_or_left_out(part: str, tmp_path: Path) -> None:
-    said: list[str] = []
-    names = samples.build(tmp_path, said.append, [part])
-    if not any("left out" in line for line in said):
+def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path) -> None:
+    log: list[str] = []
+    names = samples.build(tmp_path, log.append, [part])
+    if not any("skipped" in line for line in log):
         assert names == sorted(samples.SETS[part])
-    elif part != "basic":
-        assert names == []
+    else:
+        assert names == (["add_sub", "cnn", "mlp"] if part == "basic" else [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     for name in names:
         files = {path.name for path in (tmp_path / name / "1").iterdir()}
-        backend = re.search(r'backend: "(\w+)"', (tmp_path / name / "config.pbtxt").read_text())
+        config = (tmp_path / name / "config.pbtxt").read_text()
+        assert f'name: "{name}"' in config
+        backend = re.search(r'backend: "(\w+)"', config)
         expected = {"python": {"model.py"}, "onnxruntime": {"model.onnx"}}[backend[1]] if backend else set()
         assert expected <= files
     assert not list(tmp_path.rglob("__pycache__"))
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    samples.build(tmp_path, log.append, [part])
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == times
 
 
 def test_sets_share_models(tmp_path: Path) -> None:
-    said: list[str] = []
-    names = samples.build(tmp_path, said.append, [*samples.SETS, "basic"])
+    log: list[str] = []
+    names = samples.build(tmp_path, log.append, [*samples.SETS, "basic"])
     assert names == sorted(set(names)) == sorted(path.name for path in tmp_path.iterdir())
-    assert len(said) == len(set(said))
+    assert len(log) == len(set(log))
 
 
-def test_what_a_set_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "OCR_PACKAGE", "surely_not_installed")
     monkeypatch.setattr(samples, "VAD_PACKAGE", "surely_not_installed")
     monkeypatch.setattr(samples, "_PICTURES", {"surely_not_installed": "pictures", "numpy": "numpy"})
-    said: list[str] = []
-    assert samples.build(tmp_path, said.append, ["ocr", "vad"]) == []
-    assert said == [
+    log: list[str] = []
+    assert samples.build(tmp_path, log.append, ["ocr", "vad"]) == []
+    assert log == [
         "  ocr: skipped; `pip install pictures` and `pip install --no-deps rapidocr-onnxruntime` install what it needs",
         "  vad: skipped; `pip install --no-deps silero-vad` installs what it needs",
     ]
+    assert samples.build(tmp_path, log.append) == ["add_sub", "cnn", "mlp"]
+    assert any("ocr_rec: skipped; `pip install --no-deps rapidocr-onnxruntime`" in line for line in log)
+    with pytest.raises(FileNotFoundError, match="the OCR sample is not installed"):
+        samples.ocr_characters()
 
 
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +111,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # ------------------------------------------------------------------------------------------------------------- OCR
 
 
-def test_the_picture() -> None:
+def test_sample_picture() -> None:
     picture = samples.sample_picture()
     assert picture.dtype == np.uint8
     assert picture.shape == (48, 800, 3)
@@ -150,8 +136,8 @@ def test_input_of_the_right_height_is_not_resampled() -> None:
     np.testing.assert_allclose(samples.ocr_input(picture)[0], expected, atol=1e-6)
 
 
-def test_resizing_keeps_a_plane() -> None:
-    """Bilinear sampling is exact on a plane, away from the border: an oracle without another library."""
+def test_resizing_is_exact_on_a_plane() -> None:
+    """Away from the border, where bilinear sampling needs no other library as oracle."""
     rows, columns = np.mgrid[0:24, 0:40].astype(np.float32)
     plane = np.repeat((2 * rows + 3 * columns)[:, :, None], 3, 2)
     made = samples._resize(plane, 48, 80)
@@ -184,7 +170,7 @@ def test_the_engine_reads_the_picture() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\x0f", b"\x12\x05abc", b"\x0b"])
-def test_what_is_no_model_file_is_an_error(data: bytes, tmp_path: Path) -> None:
+def test_invalid_model_files(data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.onnx"
     file.write_bytes(data)
     with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""Where the values of a configuration come from, and its text, which says so and can be pasted into a file."""
+"""The origins of the values of a configuration, and its text with them, which is a valid config.pbtxt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def completed(text: str) -> tuple[ModelConfig, ModelConfig]:
 
 
 def leaves(value: Any, path: str = "") -> set[str]:
-    """The paths of a plain configuration, found without a schema; keys of maps are written in quotes."""
+    """The paths of all values, found without the schema."""
     if isinstance(value, dict) and value:
         return set().union(*(leaves(item, f"{path}.{key}" if path else key) for key, item in value.items()))
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -44,20 +44,20 @@ def unquoted(path: str) -> str:
 
 
 @pytest.mark.parametrize("text", [SMALL, *ALL], ids=["small", "dynamic", "direct", "oldest", "ensemble"])
-def test_every_leaf_that_is_shown_has_an_origin(text: str) -> None:
+def test_every_shown_value_has_an_origin(text: str) -> None:
     given, final = completed(text)
     found = origins(given, final, final, "file")
     assert {unquoted(path).replace("policy[3]", "policy.3") for path in found} == leaves(as_triton_json(final))
     assert set(found.values()) == {"file", "default"}
 
 
-def test_file_default_and_model() -> None:
+def test_origins_file_default_and_model() -> None:
     text = 'backend: "onnxruntime" output { name: "y" data_type: TYPE_FP32 dims: 1 label_filename: "l" }'
     text += 'parameters { key: "k" value { string_value: "v" } } instance_group { kind: KIND_AUTO count: 3 }'
     given, filled = completed(text)
     final = complete_from_model(filled, *FACTS)
     found = origins(given, final, filled, "file")
-    wanted = {
+    expected = {
         "name": "default",
         "backend": "file",
         "platform": "default",
@@ -73,11 +73,11 @@ def test_file_default_and_model() -> None:
         "dynamic_batching.preferred_batch_size": "model",
         "model_warmup": "default",
     }
-    assert {path: found[path] for path in wanted} == wanted
+    assert {path: found[path] for path in expected} == expected
     assert origins(given, final, filled, "override")["backend"] == "override"
 
 
-def test_a_message_of_one_field_says_it_by_being_there() -> None:
+def test_an_empty_message_gives_its_only_field() -> None:
     text = SMALL + "optimization { input_pinned_memory { } } version_policy { all { } } response_cache { }"
     given, final = completed(text + " dynamic_batching { }")
     found = origins(given, final, final, "file")
@@ -92,7 +92,7 @@ def test_a_message_of_one_field_says_it_by_being_there() -> None:
     assert "max_queue_delay" not in text
 
 
-def test_what_a_value_was_changed_to_is_not_the_files() -> None:
+def test_a_changed_value_is_not_from_the_file() -> None:
     given, final = completed(SMALL + "version_policy { latest { num_versions: 0 } } instance_group { gpus: 3 }")
     found = origins(given, final, final, "file")
     assert found["version_policy.latest.num_versions"] == "default"
@@ -104,7 +104,7 @@ def test_what_a_value_was_changed_to_is_not_the_files() -> None:
 
 
 @pytest.mark.parametrize("text", [SMALL, *ALL])
-def test_the_text_is_the_same_configuration(text: str) -> None:
+def test_the_text_is_an_equivalent_configuration(text: str) -> None:
     given, final = completed(text)
     written = as_text(final, origins(given, final, final, "file"))
     assert shown(parse(written)) == shown(final)
@@ -112,66 +112,49 @@ def test_the_text_is_the_same_configuration(text: str) -> None:
 
 @QUICK
 @given(messages())
-def test_the_text_of_any_configuration_is_the_same_configuration(message: Any) -> None:
+def test_the_text_of_any_configuration_is_equivalent(message: Any) -> None:
     try:
         config = protos.to_config(message)
     except msgspec.ValidationError:
         return
-    for said in (config, ModelConfig()):
-        written = as_text(config, origins(said, config, config, "file"))
+    for given_config in (config, ModelConfig()):
+        written = as_text(config, origins(given_config, config, config, "file"))
         assert shown(parse(written)) == shown(config)
 
 
 def shown(config: ModelConfig) -> str:
-    """Maps have no order: it varies with the process. The sign of a zero is not written, and means nothing."""
+    """With sorted maps, as their order varies, and without the sign of zero, which is not written."""
     return re.sub(r"-0\.0(?![0-9])", "0.0", json.dumps(msgspec.to_builtins(config), sort_keys=True))
 
 
-def test_the_text_of_a_completed_model() -> None:
+def test_format_of_the_text() -> None:
     given, filled = completed('backend: "onnxruntime" max_batch_size: 2')
     final = complete_from_model(filled, *FACTS)
-    assert as_text(final, origins(given, final, filled, "file")) == (
-        'name: "m"  # default\n'
-        'platform: "onnxruntime_onnx"  # default\n'
-        'backend: "onnxruntime"  # file\n'
-        "version_policy {\n"
-        "  latest {\n"
-        "    num_versions: 1  # default\n"
-        "  }\n"
-        "}\n"
-        "max_batch_size: 2  # file\n"
-        "input {\n"
-        '  name: "x"  # model\n'
-        "  data_type: TYPE_FP32  # model\n"
-        "  dims: [ 3 ]  # model\n"
-        "}\n"
-        "output {\n"
-        '  name: "y"  # model\n'
-        "  data_type: TYPE_FP32  # model\n"
-        "  dims: [ 1 ]  # model\n"
-        "  reshape { }  # model\n"
-        "}\n"
-        "optimization {\n"
-        "  input_pinned_memory {\n"
-        "    enable: true  # default\n"
-        "  }\n"
-        "  output_pinned_memory {\n"
-        "    enable: true  # default\n"
-        "  }\n"
-        "}\n"
-        "dynamic_batching {\n"
-        "  preferred_batch_size: [ 2 ]  # model\n"
-        "}\n"
-        "instance_group {\n"
-        '  name: "m_0"  # default\n'
-        "  kind: KIND_CPU  # default\n"
-        "  count: 2  # default\n"
-        "}\n"
-        'default_model_filename: "model.onnx"  # default\n'
+    text = as_text(final, origins(given, final, filled, "file"))
+    assert text.startswith("""name: "m"  # default
+platform: "onnxruntime_onnx"  # default
+backend: "onnxruntime"  # file
+version_policy {
+  latest {
+    num_versions: 1  # default
+  }
+}
+max_batch_size: 2  # file
+""")
+    assert (
+        """output {
+  name: "y"  # model
+  data_type: TYPE_FP32  # model
+  dims: [ 1 ]  # model
+  reshape { }  # model
+}
+"""
+        in text
     )
+    assert "  preferred_batch_size: [ 2 ]  # model\n" in text
 
 
-def test_what_a_terminal_would_obey_is_escaped() -> None:
+def test_control_characters_are_escaped() -> None:
     config = parse(
         SMALL + 'metric_tags { key: "\\033[31m" value: "\\302\\233" } metric_tags { key: "\u00fc" value: "" }'
     )
@@ -180,7 +163,7 @@ def test_what_a_terminal_would_obey_is_escaped() -> None:
     assert parse(text) == config
 
 
-def test_numbers_are_written_short() -> None:
+def test_floats_have_the_shortest_text() -> None:
     config = parse("sequence_batching { direct { minimum_slot_utilization: 0.1 } }")
     assert "minimum_slot_utilization: 0.1  # file\n" in as_text(config, origins(config, config, config, "file"))
 
@@ -188,7 +171,7 @@ def test_numbers_are_written_short() -> None:
 # ----------------------------------------------------------------------------------------------------- surprises
 
 
-def test_a_batch_size_that_nobody_gave_is_told() -> None:
+def test_a_completed_batch_size_is_a_surprise() -> None:
     given, filled = completed('backend: "onnxruntime"')
     (text,) = surprises(given, complete_from_model(filled, *FACTS))
     assert "it is set to 4, and requests are batched dynamically" in text
@@ -198,7 +181,7 @@ def test_a_batch_size_that_nobody_gave_is_told() -> None:
     assert "it is set to 1. To change it" in text
 
 
-def test_what_was_given_is_no_surprise() -> None:
+def test_a_given_batch_size_is_not_a_surprise() -> None:
     given, filled = completed('backend: "onnxruntime" max_batch_size: 8')
     assert surprises(given, complete_from_model(filled, *FACTS)) == []
     given, filled = completed('backend: "onnxruntime"')

@@ -1,4 +1,4 @@
-"""Snapshots of a model's directory. The oracle is what the test has done to the files."""
+"""Snapshots of a model's directory find every change of its files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def write(path: Path, data: bytes = b"") -> None:
-    """Into the same file, at a time of its own, as the clock of a file system is coarse."""
+    """Overwrite the file, with a unique time, as the clock of a file system is coarse."""
     with path.open("r+b" if path.exists() else "wb") as file:
         file.truncate()
         file.write(data)
@@ -44,7 +44,7 @@ def write(path: Path, data: bytes = b"") -> None:
 
 
 def replace(path: Path) -> None:
-    """By another file of the same size and time."""
+    """Replace the file by another with the same size and time."""
     before = path.stat()
     fresh = path.with_name(".fresh")
     fresh.write_bytes(bytes(before.st_size))
@@ -71,9 +71,9 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("file", ["1/model.onnx", "2/inner/data", "labels.txt", "config.pbtxt", "configs/large.pbtxt"])
-def test_every_change_is_seen_where_it_counts(model: Path, file: str, change: Callable[[Path], object]) -> None:
+def test_a_change_affects_versions_that_use_the_file(model: Path, file: str, change: Callable[[Path], object]) -> None:
     before = take(model)
-    assert take(model) == before, "looking changes nothing"
+    assert take(model) == before, "taking a snapshot changes nothing"
     change(model / file)
     after = take(model)
     assert after.digest() != before.digest()
@@ -82,12 +82,12 @@ def test_every_change_is_seen_where_it_counts(model: Path, file: str, change: Ca
     if file == "labels.txt":
         touched = dict.fromkeys(touched, True)
     elif file == "config.pbtxt" and change in (CHANGES["added"], CHANGES["a directory"], CHANGES["other name"]):
-        touched = dict.fromkeys(touched, True)  # what has come is not a configuration
+        touched = dict.fromkeys(touched, True)  # the new file is not a configuration
     for number, wanted in touched.items():
         assert (after.of_version(number) != before.of_version(number)) is wanted
 
 
-def test_what_is_hidden_or_made_by_the_interpreter_does_not_count(model: Path) -> None:
+def test_hidden_files_and_caches_are_ignored(model: Path) -> None:
     before = take(model)
     for folder in (model, model / "1", model / "1" / "inner"):
         (folder / "__pycache__").mkdir()
@@ -119,7 +119,7 @@ def test_links_are_followed(model: Path, tmp_path: Path) -> None:
     assert "1/linked/weights" not in take(model).files
 
 
-def test_links_that_lead_nowhere(model: Path) -> None:
+def test_broken_links_are_ignored(model: Path) -> None:
     before = take(model)
     (model / "1" / "loop").symlink_to("loop")
     (model / "1" / "gone").symlink_to("nothing there")
@@ -129,7 +129,7 @@ def test_links_that_lead_nowhere(model: Path) -> None:
     assert take(model).files.keys() - before.files.keys() == {"1/gone", "1/nothing there"}
 
 
-def test_directories_in_a_circle(model: Path) -> None:
+def test_circular_links_end(model: Path) -> None:
     before = take(model)
     (model / "1" / "up").symlink_to(model)
     (model / "1" / "inner" / "here").symlink_to(".")
@@ -142,12 +142,12 @@ def test_directories_in_a_circle(model: Path) -> None:
     }
 
 
-def test_a_whole_model_may_be_a_link(model: Path, tmp_path: Path) -> None:
+def test_a_model_directory_may_be_a_link(model: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(model)
     assert take(tmp_path / "link").files == take(model).files
 
 
-def test_what_is_no_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_directories(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError):
         take(tmp_path / "nothing")
     with pytest.raises(NotADirectoryError):
@@ -160,7 +160,7 @@ def test_what_is_no_model(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
         take(model)
 
 
-def test_names_that_are_no_text(model: Path) -> None:
+def test_names_that_are_not_text(model: Path) -> None:
     before = take(model)
     os.mkdir(os.fsencode(model) + b"/1/\xff\xfe")
     Path(os.fsdecode(os.fsencode(model) + b"/1/\xff\xfe/x")).write_bytes(b"")
@@ -176,7 +176,7 @@ TREES = st.dictionaries(
 
 
 def build(root: Path, files: dict[str, bytes]) -> list[str]:
-    """Those that could be written: some names are in the way of others."""
+    """Write the files. Returns the names without conflicts, such as a file and a directory of one name."""
     made = []
     for name, data in files.items():
         path = root / name
@@ -191,11 +191,11 @@ def build(root: Path, files: dict[str, bytes]) -> list[str]:
 def versions_that_read(name: str) -> set[int]:
     top, inside, _ = name.partition("/")
     if top.isdigit():
-        return {int(top)} if inside else set()  # a file is no version
+        return {int(top)} if inside else set()  # a file is not a version
     return set() if top in ("config.pbtxt", "configs") else {1, 2, 11}
 
 
-# Each once: the second file that takes a place may have the inode of the one before the first.
+# Each kind once: a second replacement may reuse the inode of the original.
 KINDS = st.tuples(st.sampled_from(["size", "time", "inode", "removed"]), st.integers(0))
 
 
