@@ -20,9 +20,9 @@ import shmserve
 from shmserve.shm.extents.cuda import uuid_bytes
 from shmserve.testing import Server
 from tests.process.server.test_gpus import GPUS, chained, clear, copies, planned, serving_on_gpus
+from tests.support.gateway.running_gateway import Gateway
 from tests.support.launch import await_end
 from tests.support.model_files import parameters, python_model, write_model
-from tests.support.gateway.running_gateway import Gateway
 from tests.support.workers.device_arrays import Foreign, end, read, write
 from tests.support.workers.gpu_harness import standins
 
