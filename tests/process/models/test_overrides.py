@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.raw import Lane
 
 import shmserve
+from bench.lib.raw_client import Lane
 from shmserve.broker.models.overrides import HEADER_BYTES, IN_MEMORY
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Fail, Ping, Pong
 from shmserve.testing import Server

@@ -59,11 +59,8 @@ class Chained(World):
         assert isinstance(data, tuple)
         return data
 
-    def finish(self, name: str, error: tuple[str, str] | None = None) -> FakeWorker:
-        worker = self.worker(f"{name}_0")
-        worker.finish(self.now, error=error)
-        self.settle()
-        return worker
+    def finish_step(self, model: str, error: tuple[str, str] | None = None) -> FakeWorker:
+        return self.finish(f"{model}_0", error=error)
 
     def over(self) -> None:
         """Nothing is held by anybody, and each worker has back what it gave."""
@@ -90,7 +87,7 @@ def test_the_callers_own_memory_goes_through_and_is_copied_for_its_answer() -> N
     world.ask("chain")
     for name in NAMES:
         assert world.reads(name) == (world.input,)
-        last = world.finish(name)
+        last = world.finish_step(name)
     reply = world.client.answers[1]
     assert isinstance(reply, Reply)
     (handle,) = handles_of(reply.outputs)
@@ -101,13 +98,13 @@ def test_the_callers_own_memory_goes_through_and_is_copied_for_its_answer() -> N
 def test_what_a_step_has_made_goes_through() -> None:
     world = Chained(("two", "three"))
     world.ask("chain")
-    first = world.finish("one")
+    first = world.finish_step("one")
     (made,) = world.reads("two")
     assert owner(made) == first.peer
-    world.finish("two")
+    world.finish_step("two")
     assert world.reads("three") == (made,)
     assert first.out[made] == 1
-    world.finish("three")
+    world.finish_step("three")
     assert not +first.out
     world.over()
 
@@ -115,13 +112,13 @@ def test_what_a_step_has_made_goes_through() -> None:
 def test_two_readers_of_what_one_of_them_gives_on() -> None:
     world = Chained(("two",))
     world.ask("fork")
-    first = world.finish("one")
+    first = world.finish_step("one")
     (made,) = world.reads("two")
-    world.finish("two")
-    world.finish("three")
+    world.finish_step("two")
+    world.finish_step("three")
     assert world.reads("two") == (made,)
     assert first.out[made] == 1
-    world.finish("two")
+    world.finish_step("two")
     assert isinstance(world.client.answers[1], Reply)
     world.over()
 
@@ -132,15 +129,15 @@ def test_what_the_caller_holds_goes_through() -> None:
     world.client.sends(2)
     tensor = Tensor("x", "FP32", (SIZE // 4,), (world.input,))
     world.turn([(world.client.peer, Infer(2, "three", 0, (tensor,)))])
-    third = world.finish("three")
+    third = world.finish_step("three")
     (held,) = world.client.answers[2].outputs[0].data
     world.ask("chain", Handle(held.segment, held.offset, held.size))
     world.turn([(world.client.peer, world.back(held))])
-    world.finish("one")
+    world.finish_step("one")
     assert world.reads("two") == (held,)
-    world.finish("two")
+    world.finish_step("two")
     assert third.out[held] == 1
-    world.finish("three")
+    world.finish_step("three")
     world.over()
 
 
@@ -150,18 +147,18 @@ def test_ends_in_the_midst(end: str, at: str) -> None:
     world = Chained(("two", "three"))
     world.ask("chain")
     for name in NAMES[: NAMES.index(at)]:
-        world.finish(name)
+        world.finish_step(name)
     if end == "failure":
-        world.finish(at, ("MODEL_FAILED", "no"))
+        world.finish_step(at, ("MODEL_FAILED", "no"))
     elif end == "cancel":
         world.turn([(world.client.peer, Cancel(1))])
-        world.finish(at)
+        world.finish_step(at)
     elif end == "death":
         world.crash(world.worker(f"{at}_0"))
         world.advance(world.now + 10**10)
     else:
         world.gone(world.client)
-        world.finish(at)
+        world.finish_step(at)
     if end != "caller":
         assert isinstance(world.client.answers[1], (Fail, FailHeld))
     world.over()
@@ -171,11 +168,11 @@ def test_what_is_not_its_input_is_not_to_be_given() -> None:
     """The worker is ended: it has named a place that it was not given."""
     world = Chained(())
     world.ask("chain")
-    first = world.finish("one")
+    first = world.finish_step("one")
     (made,) = world.reads("two")
     worker = world.worker("two_0")
     worker.passes["y"] = Handle(made.segment, made.offset + 4096, made.size)
-    world.finish("two")
+    world.finish_step("two")
     assert worker.dead
     assert isinstance(world.client.answers[1], Fail)
     assert not +first.out
