@@ -173,7 +173,7 @@ def test_a_client_without_roles_is_disconnected_and_ignored() -> None:
 
 def test_any_message_before_hello_closes_the_connection() -> None:
     for kind, (_, message, _) in MESSAGES.items():
-        if kind is Hello:
+        if kind in (Hello, Pong):  # a Pong is ignored from every client
             continue
         core = Core("test")
         core.handle([(0, events.Opened(CLIENT, "uid:1", "lane", ANY))], 0)
