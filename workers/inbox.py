@@ -82,7 +82,7 @@ class Inbox:
             else:
                 self._rare(order, descriptors.popleft() if descriptors else None)
         if descriptors:
-            raise ProtocolError(f"{len(descriptors)} descriptor(s) came that belong to no message")
+            raise ProtocolError(f"{len(descriptors)} descriptor(s) belong to no message")
 
     def _rare(self, order: Any, descriptor: int | None) -> None:
         """Handles Map, and orders that have no handler."""
@@ -94,7 +94,7 @@ class Inbox:
         if isinstance(order, Refused):
             raise ProtocolError(order.text)
         if self._kept is None:
-            raise ProtocolError(f"{type(order).__name__} came to a worker whose model is loaded")
+            raise ProtocolError(f"{type(order).__name__} is not accepted after loading")
         self._kept.append(order)
 
     def _map(self, order: Map, descriptor: int | None) -> None:
@@ -104,7 +104,7 @@ class Inbox:
                 os.close(descriptor)
             return
         if descriptor is None and order.name is None:
-            raise ProtocolError(f"Map of segment {order.segment} came with neither a descriptor nor a name")
+            raise ProtocolError(f"Map of segment {order.segment} has neither a descriptor nor a name")
         try:
             self._mapped.add(order.segment, order.size, fd=descriptor, name=order.name)
             self._arenas.audiences[order.segment] = order.audience

@@ -159,7 +159,7 @@ def _first_order(link: BrokerLink) -> tuple[list[Any], list[int]]:
     if not isinstance(order, Load) or not descriptors:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise ProtocolError(f"the first order must be Load, with the configuration; it was {type(order).__name__}")
+        raise ProtocolError(f"the first order must be Load with the configuration, found {type(order).__name__}")
     return orders, descriptors
 
 

@@ -117,7 +117,7 @@ class Arenas:
                     raise InvalidRequest(f"segment {segment} is not one of this worker's")
                 arena.free(segment, offset, size)
             except ServeError as error:
-                log_message(f"a handle came back that cannot be freed: {error}")
+                log_message(f"a returned handle cannot be freed: {error}")
 
     def close(self, bequeath: bool = False) -> None:
         """`bequeath`: POSIX segments in use keep their names, which the broker removes when they are no longer used."""

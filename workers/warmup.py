@@ -105,7 +105,7 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
         what = f"{name} of model '{config.name}': input '{key}'"
         spec = known.get(key)
         if spec is None:
-            raise InvalidRequest(f"{what} is none of the model's inputs, which are: {', '.join(known)}")
+            raise InvalidRequest(f"{what} is not an input of the model; its inputs are: {', '.join(known)}")
         tensors.append(_tensor(what, given, spec, folder))
     missing = [spec.name for spec in specs if not spec.optional and spec.name not in sample.inputs]
     if missing:

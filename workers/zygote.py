@@ -97,7 +97,7 @@ def _import() -> SetThreads:
             else:
                 os.environ[name] = value
     if len(os.listdir("/proc/self/task")) > 1:
-        raise CannotFork("something that was imported has started a thread")
+        raise CannotFork("an imported module has started a thread")
     return _setter(str(linked.__file__))
 
 

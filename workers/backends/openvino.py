@@ -71,7 +71,7 @@ class OpenVino(StackedBackend):
         model = self._read(config, Parameters(config))
         default = self.context.setting("openvino", "default-max-batch-size", "4")
         if not (default.isascii() and default.isdecimal()):
-            raise InvalidRequest(f"default-max-batch-size must be a whole number from 0 on, not '{default}'")
+            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
         return complete_from_model(
             config,
             unknown(_facts(model.inputs, False), model_inputs_of(config), inputs_of(config)),

@@ -37,12 +37,12 @@ class Parameters:
         raise self.wrong(key, "true or false")
 
     def whole(self, key: str, default: int) -> int:
-        """Returns a whole number of at least 0."""
+        """Returns an integer of at least 0."""
         text = self.text(key)
         if not text:
             return default
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
-            raise self.wrong(key, "a whole number from 0 on")
+            raise self.wrong(key, "an integer of at least 0")
         return int(text)
 
     def wrong(self, key: str, expected: str) -> InvalidRequest:

@@ -107,7 +107,7 @@ class Cuda:
         try:
             address: int = self._runtime.ipcOpenMemHandle(exported)
         except self._error as error:
-            raise HandleLost(f"memory of another process on the GPU cannot be opened any more: {error}") from error
+            raise HandleLost(f"memory of another process on the GPU can no longer be opened: {error}") from error
         return address
 
     def room(self, address: int) -> int:

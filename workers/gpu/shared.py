@@ -126,7 +126,7 @@ class DeviceMemory:
                 cuda.copy(address, piece.address, piece.nbytes, cuda.to_host, self._stream)
                 cuda.synchronize_stream(self._stream)
             except cuda.errors as error:
-                raise HandleLost(f"a tensor on the GPU cannot be read any more: {error}") from error
+                raise HandleLost(f"a tensor on the GPU can no longer be read: {error}") from error
         return array
 
     def store(self, handle: Handle, array: Array) -> None:
@@ -138,7 +138,7 @@ class DeviceMemory:
                 cuda.copy(target, source.__array_interface__["data"][0], source.nbytes, cuda.to_device, self._stream)
                 cuda.synchronize_stream(self._stream)
             except cuda.errors as error:
-                raise HandleLost(f"memory on the GPU cannot be written any more: {error}") from error
+                raise HandleLost(f"memory on the GPU can no longer be written: {error}") from error
 
     def move(self, target: int, piece: DevicePiece) -> None:
         """Copies on the device. Complete when this returns."""

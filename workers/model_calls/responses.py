@@ -210,7 +210,7 @@ class OpenResponses:
         """Raises if no reply can arrive any more."""
         self.check_process()
         if self.lost is not None or self._stopped or not self.listening:
-            raise ConnectionLost("the server cannot be asked: this worker has no link to one, or is about to end")
+            raise ConnectionLost("the server cannot be called: this worker has no link to it, or is stopping")
 
     def check_process(self) -> None:
         """Raises in a process that the model forked."""

@@ -140,7 +140,7 @@ class _Extraction:
 
     def _refuse_if(self, wrong: bool, name: str, why: str) -> None:
         if wrong:
-            raise InvalidRequest(f"the archive of EXECUTION_ENV_PATH is refused: member '{name[:200]}' {why}")
+            raise InvalidRequest(f"the archive of EXECUTION_ENV_PATH is rejected: member '{name[:200]}' {why}")
 
 
 def _is_inside(name: str) -> bool:
@@ -158,7 +158,7 @@ def _own(cache: Path) -> None:
     found = cache.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
         log_message(f"{cache} belongs to uid {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}")
-        raise Unavailable("no archive can be unpacked where others may write, too (--environment-dir)")
+        raise Unavailable("archives are not unpacked where other users can write (--environment-dir)")
 
 
 def _relocate(root: Path, find_python: Callable[[Path], str]) -> None:

@@ -227,7 +227,7 @@ def test_a_wrong_setting(tmp_path: Path) -> None:
     settings = {"openvino,default-max-batch-size": "some"}
     model = openvino.OpenVino(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", settings, 1))
     try:
-        with pytest.raises(InvalidRequest, match="default-max-batch-size must be a whole number"):
+        with pytest.raises(InvalidRequest, match="default-max-batch-size must be an integer"):
             model.complete(config("openvino", {}, {}))
     finally:
         model.close()

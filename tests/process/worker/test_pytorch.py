@@ -317,7 +317,7 @@ def no_archive(folder: Path) -> ModelConfig:
         (no_file, NotFound, "version 1 of model 'm' has no file 'model.pt'"),
         (no_archive, InvalidRequest, "'model.pt' is no file of PyTorch"),
         (no_program, InvalidRequest, "'model.pt' holds no program: save it with torch.jit.save"),
-        (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "from 0 on, not 'many'"),
+        (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "at least 0, not 'many'"),
         (lambda folder: scripted(folder, INFERENCE_MODE="maybe"), InvalidRequest, "INFERENCE_MODE.*true or false"),
         (lambda folder: scripted(folder, ENABLE_NVFUSER="2"), InvalidRequest, "ENABLE_NVFUSER of model 'm'"),
         (lambda folder: exported(folder, (3,), 4), InvalidRequest, "'INPUT__0' is 2 in the model; a batch needs"),

@@ -113,7 +113,7 @@ def close_locks(cache: Path) -> None:
 )
 def test_what_would_come_out_beside_it_is_refused(tmp_path: Path, members: list[tarfile.TarInfo], why: str) -> None:
     made = archive(tmp_path / "env.tar.gz", *members)
-    with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is refused") as found:
+    with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is rejected") as found:
         environment_archive.unpacked(made, tmp_path / "cache", python_of)
     assert why in str(found.value)
     assert not (tmp_path / "outside").exists()
@@ -217,7 +217,7 @@ def test_where_others_may_write_nothing_is_unpacked(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(0o777)
-    with pytest.raises(Unavailable, match="where others may write") as found:
+    with pytest.raises(Unavailable, match="where other users can write") as found:
         environment_archive.unpacked(archive(tmp_path / "env.tar.gz", member("a")), cache, python_of)
     assert str(tmp_path) not in str(found.value)
 

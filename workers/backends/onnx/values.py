@@ -21,7 +21,7 @@ def whole(most: int, least: int = 0) -> Check:
     def check(what: str, value: str) -> str:
         digits = value.strip()
         if not (digits.isascii() and digits.isdecimal()):
-            raise InvalidRequest(f"{what} must be a whole number from {least} on, not '{value}'")
+            raise InvalidRequest(f"{what} must be an integer of at least {least}, found '{value}'")
         number = int(digits) if len(digits) < 30 else most + 1
         if not least <= number <= most:
             raise InvalidRequest(f"{what} is {value}; it can be {least} to {most}")

@@ -213,7 +213,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     version = int(model_version) if model_version.isdecimal() else 0
     if model_version and not version:
-        raise TritonModelException(f"'{model_version}' is no version of a model")
+        raise TritonModelException(f"'{model_version}' is not a model version")
     return bool(_ask("ready", model_name, version, unknown={"ready": False})["ready"])
 
 
@@ -240,4 +240,4 @@ def _json(model: str, config: str) -> Any:
     try:
         return json.loads(config)
     except ValueError as error:
-        raise TritonModelException(f"the config of model '{model}' is no JSON: {error}") from None
+        raise TritonModelException(f"the config of model '{model}' is not JSON: {error}") from None

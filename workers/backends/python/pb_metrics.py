@@ -115,7 +115,7 @@ class MetricFamily:
         _checked(Subject(name, "", _KINDS[kind]))
         known, self._help = _Registry.families.setdefault(name, (_KINDS[kind], str(description)))
         if known != _KINDS[kind]:
-            raise TritonModelException(f"metric family '{name}' is a {known} already, and cannot be a {_KINDS[kind]}")
+            raise TritonModelException(f"metric family '{name}' is already a {known} and cannot be a {_KINDS[kind]}")
         self._name = name
         self._kind = _KINDS[kind]
 

@@ -166,14 +166,14 @@ class InferenceRequest:
     def set_release_flags(self, flags: int) -> None:
         """With RESCHEDULE, the request is not answered now but runs again in a later batch."""
         if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
-            raise TritonModelException(f"{flags} is none of the flags TRITONSERVER_REQUEST_RELEASE_...")
+            raise TritonModelException(f"{flags} is not one of the flags TRITONSERVER_REQUEST_RELEASE_...")
         self._again = flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Returns the sender for responses outside the return value of `execute`. Each call returns the same object."""
         host = _host_of(self)
         if host is None:
-            raise TritonModelException("a request that a model makes has no response sender")
+            raise TritonModelException("a request created by a model has no response sender")
         found: InferenceResponseSender | None = getattr(self, "_sender", None)
         return host.sender(self) if found is None else found
 
@@ -207,7 +207,7 @@ def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
 
 def _request_host(request: InferenceRequest) -> RequestHost:
     if _host_of(request) is not None:
-        raise TritonModelException("this request came to the model; make one of your own to ask another model")
+        raise TritonModelException("this request was sent to the model; create a new one to call another model")
     return current()
 
 
@@ -405,7 +405,7 @@ def bind(host: RequestHost) -> None:
 
 def current() -> RequestHost:
     if _Current.host is None:
-        raise TritonModelException("no model is loaded in this process that could ask a server")
+        raise TritonModelException("no model is loaded in this process, so the server cannot be called")
     return _Current.host
 
 

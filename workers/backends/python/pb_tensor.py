@@ -266,7 +266,7 @@ def _device_at(capsule: Any) -> int:
     for name, offset in _CAPSULES:
         if _is_valid(capsule, name):
             return _pointer(capsule, name) + offset
-    raise TypeError("it is no DLPack capsule, or one that was consumed already")
+    raise TypeError("not a DLPack capsule, or already consumed")
 
 
 def _to_host(name: str, source: Any, device: tuple[int, int]) -> Any:

@@ -159,7 +159,7 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
     """Returns the numpy type for a data type of a configuration, such as TYPE_FP32."""
     name = dtypes.FROM_CONFIG.get(triton_type_string)
     if name is None:
-        raise TritonModelException(f"'{triton_type_string}' is no data type of a configuration")
+        raise TritonModelException(f"'{triton_type_string}' is not a data type of a configuration")
     return dtypes.to_numpy(name).type
 
 
@@ -167,7 +167,7 @@ def triton_to_numpy_type(data_type: int) -> Any:
     """Returns the numpy type for the number of a data type, as returned by `Tensor.triton_dtype`."""
     name = NAMES.get(data_type)
     if name is None:
-        raise TritonModelException(f"{data_type} is not the number of a data type")
+        raise TritonModelException(f"{data_type} is not a data type number")
     return dtypes.to_numpy(name).type
 
 

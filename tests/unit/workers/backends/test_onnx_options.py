@@ -288,11 +288,11 @@ def test_any_kind_is_the_gpu_where_the_engine_has_it() -> None:
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        ({"intra_op_thread_count": "many"}, "parameter intra_op_thread_count must be a whole number from 0 on, not"),
-        ({"intra_op_thread_count": "-1"}, "must be a whole number from 0 on, not '-1'"),
+        ({"intra_op_thread_count": "many"}, "parameter intra_op_thread_count must be an integer of at least 0, found"),
+        ({"intra_op_thread_count": "-1"}, "must be an integer of at least 0, found '-1'"),
         ({"intra_op_thread_count": "5000"}, "parameter intra_op_thread_count is 5000; it can be 0 to 1024"),
         ({"gpu_mem_limit": "9" * 40}, "it can be 0 to 9223372036854775807"),
-        ({"gpu_mem_limit": "2G"}, "parameter gpu_mem_limit must be a whole number"),
+        ({"gpu_mem_limit": "2G"}, "parameter gpu_mem_limit must be an integer"),
         ({"execution_mode": "2"}, "parameter execution_mode must be one of 0, 1, not '2'"),
         ({"enable_mem_arena": "maybe"}, "parameter enable_mem_arena must be 0 or 1, not 'maybe'"),
         ({"cudnn_conv_algo_search": "3"}, r"one of 0 \(EXHAUSTIVE\), 1 \(HEURISTIC\), 2 \(DEFAULT\), not '3'"),

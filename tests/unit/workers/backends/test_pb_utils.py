@@ -170,7 +170,7 @@ def test_requests_that_a_model_makes() -> None:
     assert request.flags() == 2
     assert json.loads(request.parameters()) == {"k": 1}
     request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
-    with pytest.raises(pb_utils.TritonModelException, match="3 is none of the flags"):
+    with pytest.raises(pb_utils.TritonModelException, match="3 is not one of the flags"):
         request.set_release_flags(3)
     assert not request.is_cancelled()
     with pytest.raises(pb_utils.TritonModelException, match="has no response sender"):

@@ -306,7 +306,7 @@ def test_memory_of_a_process_that_has_ended_is_lost(pair: Pair) -> None:
     (work,) = pair.pass_on(row)
     pair.runtime.state.failures["ipcOpenMemHandle"] = 201
     (failed,) = pair.consumer.run(work)
-    assert_failed(failed, "HANDLE_LOST", "memory of another process on the GPU cannot be opened")
+    assert_failed(failed, "HANDLE_LOST", "memory of another process on the GPU can no longer be opened")
     pair.give_back(row)
 
 
