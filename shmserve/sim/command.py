@@ -55,13 +55,17 @@ def parser() -> argparse.ArgumentParser:
     )
     model = made.add_argument_group("the model: one of a repository, or a plain one that batches")
     model.add_argument("--repository", action="append", type=Path, metavar="DIR", help="models with their config.pbtxt")
-    model.add_argument("--model", metavar="NAME", help="which one is asked (default: the only one)")
-    model.add_argument("--instances", type=_count, metavar="N", help="so many, whatever the configuration says")
-    model.add_argument("--max-batch", type=_count, metavar="N", help="of the plain model: rows in a batch (default: 8)")
-    model.add_argument("--delay-ms", type=_number, metavar="MS", help="of the plain model: queue delay (default: 0)")
-    model.add_argument("--padding", action="store_true", help="of the plain model: requests of different lengths batch")
+    model.add_argument("--model", metavar="NAME", help="model that receives the requests (default: the only one)")
+    model.add_argument("--instances", type=_count, metavar="N", help="number of instances, instead of instance_group")
+    model.add_argument("--max-batch", type=_count, metavar="N", help="plain model: max_batch_size (default: 8)")
+    model.add_argument("--delay-ms", type=_number, metavar="MS", help="plain model: queue delay (default: 0)")
+    model.add_argument("--padding", action="store_true", help="plain model: pad requests of different lengths")
     model.add_argument(
-        "--service", action="append", metavar="[MODEL=]TIME", help="what a batch takes (default: 1ms)", default=[]
+        "--service",
+        action="append",
+        metavar="[MODEL=]TIME",
+        help="execution time of a batch (default: 1ms)",
+        default=[],
     )
     model.add_argument(
         "--calls", type=_calls, action="append", default=[], metavar="NAME=NAME,...",
@@ -71,10 +75,10 @@ def parser() -> argparse.ArgumentParser:
 
     load = made.add_argument_group("the load")
     load.add_argument("--rate", type=_positive, metavar="N", help="requests a second, at random times (default: 100)")
-    load.add_argument("--burst", type=_count, metavar="N", help="they come so many at once")
-    load.add_argument("--callers", type=_count, metavar="N", help="instead: so many that ask, wait, and ask again")
-    load.add_argument("--think-ms", type=_number, metavar="MS", help="what callers wait in between (default: 0)")
-    load.add_argument("--recording", type=Path, metavar="FILE", help="instead: arrivals that were recorded")
+    load.add_argument("--burst", type=_count, metavar="N", help="requests per burst")
+    load.add_argument("--callers", type=_count, metavar="N", help="instead of --rate: callers in a closed loop")
+    load.add_argument("--think-ms", type=_number, metavar="MS", help="pause of a caller between requests (default: 0)")
+    load.add_argument("--recording", type=Path, metavar="FILE", help="instead of --rate: recorded arrivals")
     load.add_argument("--sweep", type=_rates, metavar="N,N,...", help="one row for each of these rates")
     load.add_argument("--rows", type=_span, default=(1, 1), metavar="N[-M]", help="rows of a request (default: 1)")
     load.add_argument(
@@ -82,27 +86,35 @@ def parser() -> argparse.ArgumentParser:
         type=_span,
         default=(1, 1),
         metavar="N[-M]",
-        help="of inputs: in place of each dim of -1 (default 1)",
+        help="size of input dimensions that are -1 (default: 1)",
     )
     load.add_argument("--sequence", type=_span, default=(1, 1), metavar="N[-M]", help="requests of a sequence")
     load.add_argument("--gap-ms", type=_number, default=0.0, metavar="MS", help="between requests of a sequence")
-    load.add_argument("--distinct", type=_count, default=0, metavar="N", help="different inputs, for a cache")
-    load.add_argument("--clients", type=_count, default=8, metavar="N", help="connections that share it (default: 8)")
-    load.add_argument("--deadline-ms", type=_positive, metavar="MS", help="answers that come later are worth nothing")
+    load.add_argument(
+        "--distinct", type=_count, default=0, metavar="N", help="number of different inputs, for the response cache"
+    )
+    load.add_argument(
+        "--clients", type=_count, default=8, metavar="N", help="connections that share the load (default: 8)"
+    )
+    load.add_argument(
+        "--deadline-ms", type=_positive, metavar="MS", help="deadline; later responses do not count as goodput"
+    )
     load.add_argument("--seconds", type=_positive, metavar="N", help="how long requests are sent (default: 10)")
-    load.add_argument("--requests", type=_count, default=0, metavar="N", help="how many are sent at most")
+    load.add_argument("--requests", type=_count, default=0, metavar="N", help="limit on the number of requests")
 
     how = made.add_argument_group("how")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
-    how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="what goes wrong")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="inject a fault")
     how.add_argument("--reload-every", type=_number, default=0.0, metavar="S", help="mean time to the next reload")
-    how.add_argument("--link-us", type=_number, default=20.0, metavar="US", help="a message's way (default: 20)")
-    how.add_argument("--turn-us", type=_number, default=20.0, metavar="US", help="a turn of the broker (default: 20)")
+    how.add_argument("--link-us", type=_number, default=20.0, metavar="US", help="delay of a message (default: 20)")
+    how.add_argument(
+        "--turn-us", type=_number, default=20.0, metavar="US", help="duration of a turn of the broker (default: 20)"
+    )
     how.add_argument("--cache-mib", type=_number, default=0.0, metavar="N", help="response cache (default: none)")
     how.add_argument("--rate-limit", action="store_true", help="instances need their resources (rate_limiter)")
-    how.add_argument("--check", type=_count, default=0, metavar="N", help="every invariant, after every n-th turn")
+    how.add_argument("--check", type=_count, default=0, metavar="N", help="check all invariants after every Nth turn")
     how.add_argument("--compare", action="store_true", help="also a plain first-come queue under the same load")
-    how.add_argument("--json", action="store_true", help="for programs")
+    how.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
@@ -117,7 +129,7 @@ def _number(text: str) -> float:
     try:
         found = float(text)
     except ValueError:
-        _wrong(f"'{text}' is no number")
+        _wrong(f"'{text}' is not a number")
     if not 0 <= found < 1e12:
         _wrong(f"{text} is out of range")
     return found
@@ -129,7 +141,7 @@ def _positive(text: str) -> float:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        _wrong(f"'{text}' is no whole number from 1 on")
+        _wrong(f"'{text}' is not an integer of at least 1")
     return int(text)
 
 
@@ -140,14 +152,14 @@ def _rates(text: str) -> list[float]:
 def _span(text: str) -> tuple[int, int]:
     low, dash, high = text.partition("-")
     found = _count(low), _count(high if dash else low)
-    return found if found[0] <= found[1] else _wrong(f"'{text}': the second number is the smaller one")
+    return found if found[0] <= found[1] else _wrong(f"'{text}': the upper bound is below the lower bound")
 
 
 def _fault(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     known = [field.name for field in fields(Faults)]
     if name not in known:
-        _wrong(f"'{name}' is no fault; there are {', '.join(known)}")
+        _wrong(f"'{name}' is not a fault; the faults are {', '.join(known)}")
     return name, _number(value)
 
 
@@ -199,11 +211,11 @@ def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimMod
         )
     found = list(asked) or ([args.model] if args.model else names(args.repository))
     if not asked and len(found) != 1:
-        raise InvalidRequest(f"--model says which one is asked; there are {', '.join(found) or 'none'}")
+        raise InvalidRequest(f"choose a model with --model; the models are {', '.join(found) or 'none'}")
     calls = dict(args.calls)
     unknown = calls.keys() - set(names(args.repository))
     if unknown:
-        raise InvalidRequest(f"there is no model '{sorted(unknown)[0]}', which --calls names")
+        raise InvalidRequest(f"--calls names an unknown model '{sorted(unknown)[0]}'")
     needed = [*found, *(called for each in calls.values() for called in each)]
     known = models(args.repository, needed, services, args.instances or 0)
     return [replace(model, calls=calls.get(model.policy.name, ())) for model in known], found
@@ -217,7 +229,7 @@ def _plan(args: argparse.Namespace, rate: float) -> Plan:
     unknown = recorded.keys() - {model.policy.name for model in known}
     if unknown:
         raise InvalidRequest(
-            f"the recording asks for '{sorted(unknown)[0]}': --repository and --model say what is served"
+            f"the recording has requests for '{sorted(unknown)[0]}', which is not served; see --repository and --model"
         )
     loads = [_load(args, name, recorded.get(name), rate) for name in (recorded or asked)]
     seconds = args.seconds if args.seconds is not None else 0.0 if recorded or args.requests else 10.0
@@ -285,7 +297,7 @@ def _lines(model: ModelResult) -> list[tuple[str, str]]:
         failed = "".join(f", {count} {code}" for code, count in sorted(model.failed.items()))
         gone = f", {model.abandoned} whose client died" if model.abandoned else ""
         lines.append(("requests", f"{model.sent} sent, {model.answered} answered{failed}{gone}"))
-        lines.append(("goodput", f"{model.goodput:.1f} answers in time a second"))
+        lines.append(("goodput", f"{model.goodput:.1f} responses per second within the deadline"))
     if model.parts:
         lines.append(("parts", str(model.parts)))
     if latency.count:
