@@ -20,7 +20,7 @@ import msgspec
 from shmserve.broker.admin.answers import QueryAnswers
 from shmserve.broker.admin.queries import Control
 from shmserve.broker.admin.readiness_probes import Probes
-from shmserve.broker.frame_arena import OwnArena
+from shmserve.broker.broker_memory import BrokerMemory
 from shmserve.broker.link import PeerLink, close_all
 from shmserve.broker.listeners.access import AccessRules, Principal
 from shmserve.broker.listeners.client_link import ClientLink
@@ -96,23 +96,25 @@ class Broker:
         """Set before the loop runs."""
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
         """Called with the trace of each completed request that was sampled."""
-        self.turned: Callable[[], None] | None = None
+        self.on_turn: Callable[[], None] | None = None
         """Called after each turn until the initial loading has finished."""
         self._loop = loop
         self._catalog = catalog
         self._control = control
         self._segments = Segments()
         limits = core.state.limits
-        self._own = OwnArena(
+        self._memory = BrokerMemory(
             self._segments, arena_bytes, limits.cache_bytes, lambda message: self._put(0, events.OwnSegment(message))
         )
-        core.copy_with(self._own, time.monotonic_ns)
-        self.read = self._own.read
-        metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready, shown)
-        self._tallies = ModelCounters(lambda name: any(one.model == name for one, _ in core.state.instances.values()))
+        core.copy_with(self._memory, time.monotonic_ns)
+        self.read = self._memory.read
+        metrics = Metrics(core.state, self._memory.frames, arena_bytes, self.process_of, control.server_ready, shown)
+        self._model_counters = ModelCounters(
+            lambda name: any(one.model == name for one, _ in core.state.instances.values())
+        )
         self._probes = Probes(loop, self.send_to)
         self._answers = QueryAnswers(control, self._probes, self.send_to, core.roles_of)
-        control.metrics += [metrics.text, self._tallies.text]
+        control.metrics += [metrics.text, self._model_counters.text]
         self._workers = Workers(
             loop, self._deliver, self._worker_exited, log_record, groups, prepared, log_rate, variables
         )
@@ -144,7 +146,7 @@ class Broker:
             runtime_dir / BROKER,
             self._loop,
             self._segments,
-            self._own.frames,
+            self._memory.frames,
             self._zmq_opened,
             self._deliver,
             self._ended,
@@ -161,7 +163,7 @@ class Broker:
             effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
             effects.Close: self._close,
             effects.Pause: self._pause,
-            effects.Free: lambda effect: self._own.free(effect.handles),
+            effects.Free: lambda effect: self._memory.free(effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
             effects.Log: lambda effect: log_record(effect.level, effect.text, effect.fields),
             effects.Traced: lambda effect: self.traced(effect),
@@ -232,8 +234,8 @@ class Broker:
         for outbox in ask:
             self._send(Send(outbox.peer, Ping(next(self._pings))))
         for outbox in lost:
-            outbox.close("no answer to two pings")
-        for segment in self._own.trim():
+            outbox.close("no answer to a ping")
+        for segment in self._memory.trim():
             self._put(0, events.OwnSegmentGone(segment))
         self._flush()
         logs.flush()
@@ -306,7 +308,7 @@ class Broker:
         if worker is None or not descriptors:
             return
         try:
-            self._tallies.add(peer, worker.about["model"], descriptors.pop(0), message.size)
+            self._model_counters.add(peer, worker.about["model"], descriptors.pop(0), message.size)
         except ServeError as error:
             log.warning("%s: cannot read its metrics: %s", worker.name, error)
 
@@ -357,8 +359,8 @@ class Broker:
             self.operations.tidy()
         self._arm()
         self._answers.notify()
-        if self.turned is not None:
-            self.turned()
+        if self.on_turn is not None:
+            self.on_turn()
 
     def _act(self, wanted: list[Effect]) -> None:
         actions = self._actions
@@ -399,7 +401,7 @@ class Broker:
                 log.critical("%s, please report it: sending to peer %d", SIGN, link.peer, exc_info=True)
                 link.close(f"{SIGN} while sending to it")
         if self._zmq_used:
-            self._zmq.look()
+            self._zmq.read_input()
 
     def _arm(self) -> None:
         """Arms the timer for the core's deadline, if that has changed."""
@@ -451,7 +453,7 @@ class Broker:
     def _worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
         self._segments.worker_ended(pid)
-        self._tallies.gone(peer)
+        self._model_counters.gone(peer)
         self._probes.gone(peer)
         self._answers.gone(peer)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
@@ -488,7 +490,7 @@ class Broker:
     def close(self) -> None:
         """Closes everything. Call after the workers have exited."""
         self.operations.close()
-        self._tallies.close()
+        self._model_counters.close()
         self._probes.close()
         self._workers.close()
         self._keepalive.cancel()
@@ -499,4 +501,4 @@ class Broker:
             link.close("")
         self._zmq.close()
         self._segments.close()
-        self._own.close()
+        self._memory.close()

@@ -45,7 +45,7 @@ from shmserve.repo.storage.generation import Generations, Sizes
 from shmserve.repo.storage.store import Found
 from shmserve.shm.extents import posix
 from shmserve.system.allocator import keep_freed_memory
-from shmserve.system.service_manager import Manager, of_this_process
+from shmserve.system.service_manager import ServiceManager, of_this_process
 from shmserve.version import version
 
 log = logging.getLogger("shmserve")
@@ -55,7 +55,7 @@ GENERATIONS = "generations"
 """Directory for the files of loaded versions, in the runtime directory."""
 NEEDED = ("httptools", "hpack")
 """Optional packages that gateways need."""
-LOOK_S = 0.05
+POLL_S = 0.05
 """Polling interval for the end of the loads that SIGHUP started."""
 
 
@@ -118,7 +118,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
 class ServerProcess:
     """The whole server, from start to stop: broker, gateways, signal handlers and progress reports."""
 
-    def __init__(self, settings: argparse.Namespace, loop: Any, manager: Manager) -> None:
+    def __init__(self, settings: argparse.Namespace, loop: Any, manager: ServiceManager) -> None:
         self._settings = settings
         self._loop = loop
         self._code = 0
@@ -137,7 +137,7 @@ class ServerProcess:
             terms=setting.terms(settings),
             gpus=gpus.numbers,
         )
-        self._control = self._made_control(settings)
+        self._control = self._make_control(settings)
         self._broker = Broker(
             loop,
             settings.runtime_dir,
@@ -180,7 +180,7 @@ class ServerProcess:
         )
         self._broker.waited_elsewhere(self._gateways.pids)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
-        self._trace_file = self._changeable(settings)
+        self._trace_file = self._add_setting_queries(settings)
         self._waits_for = {"models", "gateways"}
         """Startup phases that must finish before the server is ready."""
         self._rereads = 0
@@ -188,13 +188,13 @@ class ServerProcess:
         state = self._core.state
         self._announcer = service_status.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
 
-    def _made_control(self, settings: argparse.Namespace) -> Control:
+    def _make_control(self, settings: argparse.Namespace) -> Control:
         found = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
         found.failed = bool(settings.failed)
         found.metrics_budget = settings.metrics_interval_ms > 0
         return found
 
-    def _changeable(self, settings: argparse.Namespace) -> TraceFile:
+    def _add_setting_queries(self, settings: argparse.Namespace) -> TraceFile:
         """Registers the queries that show and change log and trace settings. Returns the trace file."""
         state = self._core.state
         given = merged_traces(settings.trace_config)
@@ -224,7 +224,7 @@ class ServerProcess:
             self._gateways.start()
             self._announcer.begin()
             self._begin()
-            self._broker.turned = self._turned
+            self._broker.on_turn = self._on_turn
             self._broker.put(events.Closed(0))  # a no-op event, so that one turn runs even without models
             gc.collect()
             gc.freeze()
@@ -251,7 +251,7 @@ class ServerProcess:
             log.warning("%s: %s%s", finding.where, finding.text, hint)
         if self._mode == "poll" and settings.repository_poll_secs:
             poll = Poll(self._catalog, settings.settle_secs)
-            changes = poll.look(at_start=True)
+            changes = poll.check(at_start=True)
             readings, names = changes.readings, changes.names
             self._operations.poll(poll, settings.repository_poll_secs, changes.again_s)
         else:
@@ -268,10 +268,10 @@ class ServerProcess:
         except ServeError as error:
             return Reading(Found(name, Path(), None, (), (error.message,), ()))
 
-    def _turned(self) -> None:
-        if self._progress.look():
-            self._broker.turned = None
-        self._announcer.look()
+    def _on_turn(self) -> None:
+        if self._progress.report():
+            self._broker.on_turn = None
+        self._announcer.check_status()
 
     def _reread(self) -> None:
         if not self._core.state.draining:
@@ -291,7 +291,7 @@ class ServerProcess:
             return
         census = service_status.Census.of(self._core.state.models.values())
         if census.loading:
-            self._loop.call_later(LOOK_S, self._await_loading)
+            self._loop.call_later(POLL_S, self._await_loading)
         elif self._announcer.reloaded():
             log.info("repositories reread: %s", census.text())
 
@@ -377,7 +377,7 @@ def _gpus() -> Gpus:
     return found
 
 
-def _serve(settings: argparse.Namespace, manager: Manager) -> int:
+def _serve(settings: argparse.Namespace, manager: ServiceManager) -> int:
     keep_freed_memory()
     removed = posix.sweep()
     if removed:

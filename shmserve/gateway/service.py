@@ -9,11 +9,11 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from shmserve.system.service_manager import Manager
+from shmserve.system.service_manager import ServiceManager
 
 
 class Service:
-    def __init__(self, loop: asyncio.AbstractEventLoop, manager: Manager) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, manager: ServiceManager) -> None:
         self._loop = loop
         self._manager = manager
         self._timer: asyncio.TimerHandle | None = None
@@ -23,14 +23,14 @@ class Service:
     def ready(self, ports: Mapping[str, int]) -> None:
         """All listeners are open."""
         text = ", ".join(f"{endpoint} on port {port}" for endpoint, port in ports.items())
-        self._manager.tell("READY=1", f"STATUS=listening: {text or 'no endpoints'}", once=True)
+        self._manager.notify("READY=1", f"STATUS=listening: {text or 'no endpoints'}", once=True)
 
     def reloading(self) -> None:
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
+        self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
 
     def stopping(self) -> None:
-        self._manager.tell("STOPPING=1", "STATUS=finishing requests in flight", once=True)
+        self._manager.notify("STOPPING=1", "STATUS=finishing requests in flight", once=True)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -39,4 +39,4 @@ class Service:
 
     def _beat(self) -> None:
         self._timer = self._loop.call_later(self._manager.watchdog_s / 2, self._beat)
-        self._manager.tell("WATCHDOG=1")
+        self._manager.notify("WATCHDOG=1")

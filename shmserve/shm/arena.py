@@ -213,7 +213,7 @@ class Arena:
         pieces, blanks = iter(filled), iter(empty)
         return [next(pieces) if size else next(blanks) for size in sizes]
 
-    def look(self, handle: Handle) -> memoryview:
+    def memory(self, handle: Handle) -> memoryview:
         """Returns the bytes of an allocated block, or of a part of one."""
         return self._segments[handle.segment].memory[handle.offset : handle.offset + handle.size]
 

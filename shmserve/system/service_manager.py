@@ -18,7 +18,7 @@ PATIENCE_MS = 1000
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
-class Manager:
+class ServiceManager:
     """The service manager that started this process; false if there is none.
 
     The constructor removes VARIABLES from `environment`, so that children do not inherit them.
@@ -44,7 +44,7 @@ class Manager:
     def __bool__(self) -> bool:
         return self._socket is not None
 
-    def tell(self, *fields: str, once: bool = False) -> None:
+    def notify(self, *fields: str, once: bool = False) -> None:
         """Sends `NAME=VALUE` fields. `once`: not repeated soon, so wait up to PATIENCE_MS if the queue is full."""
         if self._socket is None:
             return
@@ -71,5 +71,5 @@ class Manager:
             self._socket = None
 
 
-def of_this_process() -> Manager:
-    return Manager(os.environ, os.getpid())
+def of_this_process() -> ServiceManager:
+    return ServiceManager(os.environ, os.getpid())

@@ -171,7 +171,7 @@ def test_what_processes_have_on_the_gpu(server: Server) -> None:
     try:
         workers = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         made.used_by(0)
-        made._look()
+        made._update()
         assert any(made.used_by(int(pid)) > 64 << 20 for pid in workers)
     finally:
         made.close()

@@ -66,7 +66,7 @@ class QueryAnswers:
             operations.cancelled(peer, ask.request)
         elif ask.what == "models":
             self._models.setdefault(peer, []).append(ask)
-            operations.look_at_disk(self._models_known)
+            operations.refresh_from_disk(self._models_known)
         elif ask.what == "loaded" and self._control.is_loading():
             self._awaiting.setdefault(peer, []).append(ask)
         elif ask.what == "ready" and ask.model:

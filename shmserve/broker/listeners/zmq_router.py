@@ -186,15 +186,15 @@ class ZmqRouter:
                 break
             self._take(parts)
             if now() > end or not self._turns.share():
-                self._loop.call_soon(self.look)
+                self._loop.call_soon(self.read_input)
                 return
         else:
-            self._loop.call_soon(self.look)
+            self._loop.call_soon(self.read_input)
             return
         if self._stuck:
             self._retry()
 
-    def look(self) -> None:
+    def read_input(self) -> None:
         """Reads any input. Call after sending, which may have consumed the descriptor's edge."""
         if not self._socket.closed and zmq_frames.events(self._socket) & zmq_frames.IN:
             self._readable()
@@ -212,7 +212,7 @@ class ZmqRouter:
             outbox.pending.append(parts)
             outbox.pending_bytes += sum(map(len, parts))
             if len(outbox.pending) > PENDING_MESSAGES or outbox.pending_bytes > PENDING_BYTES:
-                self._send_away(outbox)
+                self._disconnect_flooding(outbox)
             return
         self._receive(outbox, parts)
 
@@ -283,7 +283,7 @@ class ZmqRouter:
         else:
             self._wait_for_turn(outbox)
 
-    def _send_away(self, outbox: ZmqOutbox) -> None:
+    def _disconnect_flooding(self, outbox: ZmqOutbox) -> None:
         text = (
             f"this client has sent more than {PENDING_MESSAGES} packets or {PENDING_BYTES} bytes while it was "
             f"throttled, for protocol errors (client_errors) or to wait for its turn; wait for responses "

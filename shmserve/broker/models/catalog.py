@@ -78,10 +78,10 @@ class VersionSource(Struct, eq=False):
 
 
 class KeptConfig(NamedTuple):
-    """The configuration of a load call, valid until the model's files change: `looks` is their digest."""
+    """The configuration of a load call, valid until the model's files change: `files_digest` is theirs."""
 
     given: LoadOverride
-    looks: str
+    files_digest: str
 
 
 class Catalog:
@@ -137,8 +137,8 @@ class Catalog:
             return self.read_folder(given.folder, given)
         folder = find_model(self._repositories, name)
         if given is None and kept is not None:
-            looks = _look(folder)
-            given = kept.given if looks is not None and looks.digest() == kept.looks else None
+            current = _snapshot(folder)
+            given = kept.given if current is not None and current.digest() == kept.files_digest else None
         return self.read_folder(folder, given)
 
     def read_folder(self, folder: Path, given: LoadOverride | None = None) -> Reading:
@@ -147,7 +147,7 @@ class Catalog:
         generation: Generation | None = None
         if given is not None and given.folder is not None and self._generations is not None:
             generation = self._generations.adopt(given.folder)
-        before = _look(folder)
+        before = _snapshot(folder)
         for left in (2, 1, 0):
             found = scan_model(
                 folder, backends=self._backends, gpus=self._gpus, config_name=self._config_name, override=override
@@ -163,7 +163,7 @@ class Catalog:
                     found = _refused(found, "its files changed while they were read")
             except OSError as error:
                 found = _refused(found, f"cannot copy its files to the runtime directory: {error.strerror}")
-            after = _look(folder)
+            after = _snapshot(folder)
             if after == before:
                 break
             before = after
@@ -428,7 +428,7 @@ def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
     return replace(completed, instance_group=config.instance_group, version_policy=config.version_policy)
 
 
-def _look(folder: Path) -> Snapshot | None:
+def _snapshot(folder: Path) -> Snapshot | None:
     try:
         return take(folder)
     except (OSError, InvalidRequest):  # the scan reports what is wrong

@@ -89,7 +89,7 @@ class ClientOperations:
         self._poll: Poll | None = None
         self._poll_timer: Any = None
         self._poll_s = 0.0
-        self._looking = False
+        self._polling = False
         self._name_waiters: list[Callable[[], None]] = []
         self._names_running = False
         self._closed = False
@@ -341,18 +341,18 @@ class ClientOperations:
     def poll(self, poll: Poll, every_s: float, first_s: float) -> None:
         """Starts polling for changes."""
         self._poll, self._poll_s = poll, every_s
-        self._poll_timer = self._loop.call_later(min(first_s, every_s), self._look)
+        self._poll_timer = self._loop.call_later(min(first_s, every_s), self._start_poll)
 
-    def _look(self) -> None:
+    def _start_poll(self) -> None:
         poll = self._poll
         assert poll is not None
-        self._poll_timer = self._loop.call_later(self._poll_s, self._look)
-        if not self._looking:  # otherwise the disk is slower than the polling interval
-            self._looking = True
-            self._in_thread(poll.look, self._changed, None)
+        self._poll_timer = self._loop.call_later(self._poll_s, self._start_poll)
+        if not self._polling:  # otherwise the disk is slower than the polling interval
+            self._polling = True
+            self._in_thread(poll.check, self._changed, None)
 
     def _changed(self, changes: Changes) -> None:
-        self._looking = False
+        self._polling = False
         for text in changes.troubles:
             log.error("%s", text)
         for reading in changes.readings:
@@ -368,14 +368,14 @@ class ClientOperations:
         self.untidy = True
         if changes.again_s < self._poll_s:
             self._poll_timer.cancel()
-            self._poll_timer = self._loop.call_later(changes.again_s, self._look)
+            self._poll_timer = self._loop.call_later(changes.again_s, self._start_poll)
 
     # ------------------------------------------------------------------------------------ reread on request
 
     def reread(self, then: Callable[[], None]) -> None:
         """Rereads the repositories now, for SIGHUP. Calls `then` when the changes have been passed to the core."""
         if self._poll is not None:
-            self._in_thread(self._poll.look, self._changed, None)
+            self._in_thread(self._poll.check, self._changed, None)
         elif self._mode == "explicit":
             served = [model.name for model in self._core.state.models.values() if self._is_of_disk(model)]
             self._in_thread(lambda: self._read_again(served), lambda readings: self._renew(readings, None), None)
@@ -436,7 +436,7 @@ class ClientOperations:
             then(future.result())
         except Exception as error:
             if job is None:
-                self._looking = False
+                self._polling = False
                 log.error("polling the repositories failed; the next poll runs as usual", exc_info=error)
             else:
                 self._failed(job, error)
@@ -458,7 +458,7 @@ class ClientOperations:
     def explicit(self) -> bool:
         return self._mode == "explicit"
 
-    def look_at_disk(self, then: Callable[[], None]) -> None:
+    def refresh_from_disk(self, then: Callable[[], None]) -> None:
         """In explicit mode lists the models on disk; compares loaded versions with the disk; then calls `then`."""
         if self.explicit:
             self.names(lambda: self.differences.look(then))

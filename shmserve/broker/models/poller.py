@@ -51,7 +51,7 @@ class Poll:
         self._unsettled: dict[str, _Unsettled] = {}
         self._trouble = ""
 
-    def look(self, at_start: bool = False) -> Changes:
+    def check(self, at_start: bool = False) -> Changes:
         settle_s = 0.0 if at_start else self._settle_s
         try:
             found = self._catalog.names_on_disk()

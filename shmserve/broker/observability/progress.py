@@ -37,7 +37,7 @@ or over HTTP:
 
 
 class LoadProgress:
-    """Reports the initial loading. Call `look` after each turn of the broker until it returns True."""
+    """Reports the initial loading. Call `report` after each turn of the broker until it returns True."""
 
     def __init__(self, core: Core, ended: Callable[[int], None], show: Callable[[str], None]) -> None:
         self._core = core
@@ -49,7 +49,7 @@ class LoadProgress:
     def versions(self) -> list[Version]:
         return [version for model in self._core.state.models.values() for version in model.versions.values()]
 
-    def look(self) -> bool:
+    def report(self) -> bool:
         """Shows new READY versions. Once nothing is loading, calls `ended` with the number of failures, and returns
         True."""
         versions = self.versions()

@@ -14,7 +14,7 @@ from shmserve.broker.observability.logs import printable
 from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
 from shmserve.core.states import VersionState
-from shmserve.system.service_manager import Manager
+from shmserve.system.service_manager import ServiceManager
 
 BEAT_S = 5.0
 """Longest interval between heartbeats to the service manager."""
@@ -65,7 +65,7 @@ class Announcer:
     """Sends notifications from `begin` to `close`. `in_flight` returns the number of requests."""
 
     def __init__(
-        self, loop: Any, manager: Manager, models: Callable[[], Iterable[Model]], in_flight: Callable[[], int]
+        self, loop: Any, manager: ServiceManager, models: Callable[[], Iterable[Model]], in_flight: Callable[[], int]
     ) -> None:
         self._loop = loop
         self._manager = manager
@@ -83,7 +83,7 @@ class Announcer:
         if self._manager:
             self._beat()
 
-    def look(self) -> None:
+    def check_status(self) -> None:
         """Sends the status if it has changed."""
         if self._manager:
             self._notify()
@@ -132,7 +132,7 @@ class Announcer:
             self._status = status
             fields += (f"STATUS={status}",)
         if fields:
-            self._manager.tell(*fields, once=once)
+            self._manager.notify(*fields, once=once)
 
     def _text(self) -> str:
         if self._stopping:

@@ -206,7 +206,7 @@ class Gateways:
 
     def _gone(self, gateway: _Gateway, code: int, last_words: str) -> None:
         if self._ended is not None:
-            self._look_for_end()
+            self._check_ended()
         elif not self._begun:
             self._ended = _nothing  # do not report the others, which are stopped now
             why = last_words.removeprefix("shmserve gateway: ") or children.ended_with(code)
@@ -255,9 +255,9 @@ class Gateways:
             if gateway.process is not None:
                 signal.pidfd_send_signal(gateway.pidfd, signal.SIGTERM)
                 gateway.timer = self._loop.call_later(limit_s + GRACE_S, self._kill, gateway)
-        self._look_for_end()
+        self._check_ended()
 
-    def _look_for_end(self) -> None:
+    def _check_ended(self) -> None:
         if self._ended is not None and all(gateway.process is None for gateway in self._all):
             ended, self._ended = self._ended, _nothing
             ended()

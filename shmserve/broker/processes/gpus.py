@@ -45,7 +45,7 @@ class GpuMetrics:
         except self._nvml.NVMLError:
             self._nvml = None
             return  # NVML worked during discovery; serve without GPU metrics
-        self._look()
+        self._update()
         self._thread = threading.Thread(target=self._run, name="gpu-metrics", daemon=True)
         self._thread.start()
 
@@ -75,9 +75,9 @@ class GpuMetrics:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self._look()
+            self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         if self._shown:
             self._samples = self._sample()
         if self._process_memory_used:

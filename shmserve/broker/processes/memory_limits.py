@@ -16,7 +16,7 @@ from shmserve.system import procfs
 
 log = logging.getLogger("shmserve")
 
-LOOK_S = 1.0
+POLL_S = 1.0
 NEAR_S = 0.1
 """Polling interval while a worker has more than NEAR of its limit."""
 NEAR = 0.75
@@ -30,7 +30,7 @@ class Watched(Struct):
     limit: int
 
 
-class Memory:
+class MemoryLimits:
     """Enforces the limits of all workers. There is one object for host memory and one for GPU memory."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Memory:
     def started(self, peer: int, pid: int, limit: int) -> None:
         if limit and peer not in self._groups_of:
             self._watched[peer] = Watched(peer, pid, limit)
-            self._arm(LOOK_S)
+            self._arm(POLL_S)
 
     def ended(self, peer: int) -> str:
         """Stops watching the worker. Returns the reason if the kernel killed it for exceeding its limit, else ""."""
@@ -85,7 +85,7 @@ class Memory:
         self._tidy()
         return f"it exceeded its memory limit of {_mib(group.limit)} ({self._knobs})" if used_up else ""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks all polled workers, and retries the removal of old control groups."""
         near = False
         for worker in list(self._watched.values()):
@@ -97,12 +97,12 @@ class Memory:
             near |= used > worker.limit * NEAR
         self._tidy()
         if self._watched or self._leaving:
-            self._arm(NEAR_S if near else LOOK_S)
+            self._arm(NEAR_S if near else POLL_S)
 
     def _tidy(self) -> None:
         self._leaving = [group for group in self._leaving if not group.remove()]
         if self._leaving:
-            self._arm(LOOK_S)
+            self._arm(POLL_S)
 
     def _arm(self, after: float) -> None:
         if self._timer is None:
@@ -110,7 +110,7 @@ class Memory:
 
     def _fire(self) -> None:
         self._timer = None
-        self.look()
+        self.check()
 
     def close(self) -> None:
         if self._timer is not None:

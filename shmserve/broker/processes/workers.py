@@ -21,7 +21,7 @@ from shmserve.broker.link import PeerLink
 from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.processes import children
 from shmserve.broker.processes.cgroups import ControlGroups
-from shmserve.broker.processes.memory_limits import GPU_KNOBS, Memory
+from shmserve.broker.processes.memory_limits import GPU_KNOBS, MemoryLimits
 from shmserve.broker.processes.resources import NOTHING, Terms
 from shmserve.broker.processes.zygote import Zygote, reap
 from shmserve.core.effects import Spawn
@@ -101,8 +101,8 @@ class Workers:
         """Pids of children that are reaped elsewhere."""
         self.used_on_gpu: Callable[[int], int] = lambda pid: 0
         """GPU memory of a process in bytes, 0 if unknown."""
-        self._memory = Memory(loop, self.kill, make=groups)
-        self._gpu_memory = Memory(
+        self._memory = MemoryLimits(loop, self.kill, make=groups)
+        self._gpu_memory = MemoryLimits(
             loop, self.kill, lambda pid: self.used_on_gpu(pid), what="GPU memory", knobs=GPU_KNOBS
         )
         self._prepared = Zygote(loop, self._made, log_record, self._environment) if prepared else None

@@ -273,7 +273,7 @@ def test_without_memfds_arrays_go_through_host_memory(x: Foreign, memory: str) -
     if memory == "frames":
         assert packets[-1].frames == (X.tobytes(),)
     else:
-        assert session.memory._arena.look(handle_of(message)).tobytes() == X.tobytes()
+        assert session.memory._arena.memory(handle_of(message)).tobytes() == X.tobytes()
     session.close()
 
 

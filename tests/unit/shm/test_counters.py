@@ -86,7 +86,7 @@ def test_a_metric_that_is_dropped_leaves_the_page(host: Host) -> None:
         (lambda: Family("1c", "", Family.COUNTER), "'1c' must consist of letters"),
         (lambda: Family("nv_x", "", Family.COUNTER), "are the server's"),
         (lambda: Family("c", "", 7), "unknown kind 7"),
-        (lambda: (Family("c", "", Family.COUNTER), Family("c", "", Family.GAUGE)), "is a counter already"),
+        (lambda: (Family("c", "", Family.COUNTER), Family("c", "", Family.GAUGE)), "is already a counter"),
         (lambda: Family("c", "", Family.COUNTER).Metric({"a-b": 1}), "cannot have a label 'a-b'"),
         (lambda: Family("h", "", Family.HISTOGRAM).Metric({"le": 1}, [1]), "cannot have a label 'le'"),
         (lambda: Family("h", "", Family.HISTOGRAM).Metric(), "needs buckets"),

@@ -51,7 +51,7 @@ class World:
         self.dealer.connect(f"ipc://{folder / 'sock'}")
         self.dealer.send(codec.encode([Hello(PROTOCOL, 0, "test", "posix")]))
         assert self.door._socket.poll(PATIENCE_MS)
-        self.door.look()
+        self.door.read_input()
         assert [type(message) for message in self.delivered] == [Hello]
 
     def silent(self) -> tuple[list[int], list[int]]:

@@ -64,7 +64,7 @@ class World:
 
     def settled(self) -> Changes:
         self.later(SETTLE + 10)
-        return self.poll.look()
+        return self.poll.check()
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def quiet(changes: Changes) -> bool:
 
 
 def test_an_empty_repository(world: World) -> None:
-    assert quiet(world.poll.look())
-    assert list(world.poll.look().names) == []
+    assert quiet(world.poll.check())
+    assert list(world.poll.check().names) == []
 
 
 def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
     world.model("m")
     for _ in range(3):
-        found = world.poll.look()
+        found = world.poll.check()
         assert names(found) == []
         assert found.gone == []
         assert found.again_s == SETTLE, "it makes sense to look before the next round"
@@ -106,7 +106,7 @@ def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
 def test_what_is_old_when_it_is_first_seen_is_read_at_once(world: World) -> None:
     world.model("m")
     world.later(SETTLE + 10)
-    assert names(world.poll.look()) == ["m"]
+    assert names(world.poll.check()) == ["m"]
 
 
 def test_a_copy_that_goes_on_waits(world: World) -> None:
@@ -114,9 +114,9 @@ def test_a_copy_that_goes_on_waits(world: World) -> None:
     weights = folder / "1" / "weights"
     for part in range(1, 6):
         world.write(weights, "x" * part)
-        assert names(world.poll.look()) == []
+        assert names(world.poll.check()) == []
         world.later(SETTLE * 0.9)
-        assert names(world.poll.look()) == []
+        assert names(world.poll.check()) == []
     found = world.settled()
     assert names(found) == ["m"]
     assert weights.stat().st_size == 5
@@ -134,7 +134,7 @@ def test_a_change_is_read_once(world: World, file: str) -> None:
         world.written()
     else:
         world.write(folder / file, GOOD.replace("8", "16"))
-    assert names(world.poll.look()) == []
+    assert names(world.poll.check()) == []
     assert names(world.settled()) == ["m"]
     assert quiet(world.settled())
 
@@ -144,18 +144,18 @@ def test_clocks_that_differ(world: World, skew: float) -> None:
     """The disk is another machine's: what it says of times cannot be compared with ours, and is looked at twice."""
     folder = world.model("m")
     world.written(skew)
-    first = names(world.poll.look())
+    first = names(world.poll.check())
     if skew < 0:
         assert first == []
         world.later(SETTLE * 0.9)
-        assert names(world.poll.look()) == []
+        assert names(world.poll.check()) == []
         (folder / "1" / "weights").write_text("more")
         world.later(SETTLE * 0.9)
-        assert names(world.poll.look()) == []
+        assert names(world.poll.check()) == []
         world.later(SETTLE * 0.9)
-        assert names(world.poll.look()) == []
+        assert names(world.poll.check()) == []
         world.later(SETTLE * 0.2)
-        assert names(world.poll.look()) == ["m"]
+        assert names(world.poll.check()) == ["m"]
     else:  # they are all old; the worker sees whether they change while it loads them
         assert first == ["m"]
     assert quiet(world.settled())
@@ -217,7 +217,7 @@ def test_a_broken_configuration_is_told_once_for_each_change(world: World) -> No
 def test_a_model_that_cannot_be_looked_at_is_told_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.model("m")
     monkeypatch.setattr(snapshot, "ENTRIES", 1)
-    assert names(world.poll.look()) == []
+    assert names(world.poll.check()) == []
     found = world.settled()
     assert names(found) == ["m"], "who reads it says what is wrong"
     assert found.readings[0].snapshot is None
@@ -235,7 +235,7 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     world.model("only here", root=second)
     assert names(world.settled()) == ["m", "only here"]
     world.model("m", root=second)
-    found = world.poll.look()
+    found = world.poll.check()
     assert names(found) == ["m"]
     assert found.readings[0].found.problems == (
         "model appears in two or more repositories: 'm' is in 2 of them; keep one",
@@ -248,7 +248,7 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     assert found.readings[0].found.problems == ()
     assert found.gone == []
     world.model("m", root=second)
-    assert names(world.poll.look()) == ["m"]
+    assert names(world.poll.check()) == ["m"]
     shutil.rmtree(first / "m")
     assert world.settled().readings[0].found.path == second / "m"
     shutil.rmtree(second / "m")
@@ -262,7 +262,7 @@ def test_a_repository_that_goes_and_comes_back(tmp_path: Path) -> None:
     world.settled()
     for _ in range(2):
         world.root.rename(tmp_path / "away")
-        found = world.poll.look()
+        found = world.poll.check()
         (text,) = found.troubles
         assert "--model-repository" in text
         assert found == ([], [], ["m", "n"], [text], NEVER), "what is served goes on"
@@ -278,7 +278,7 @@ def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
     world.settled()
     shutil.rmtree(world.root)
     world.root.write_text("")
-    found = world.poll.look()
+    found = world.poll.check()
     assert len(found.troubles) == 1
     assert found.gone == []
     world.root.unlink()
@@ -288,11 +288,11 @@ def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
 
 def test_at_the_start_models_are_read_as_they_are(world: World) -> None:
     folder = world.model("m")
-    assert names(world.poll.look(at_start=True)) == ["m"]
+    assert names(world.poll.check(at_start=True)) == ["m"]
     assert names(world.settled()) == []
     world.write(folder / "1" / "more", "half")
-    assert names(world.poll.look()) == []
+    assert names(world.poll.check()) == []
     assert names(world.settled()) == ["m"]
     other = world.model("n")
     world.catalog.before = lambda: world.write(other / "1" / "more", "half")
-    assert names(world.poll.look(at_start=True)) == [], "it changed while it was read"
+    assert names(world.poll.check(at_start=True)) == [], "it changed while it was read"

@@ -19,7 +19,7 @@ from shmserve.core.models.model import Model
 from shmserve.core.records import Version
 from shmserve.core.states import VersionState
 from shmserve.gateway.service import Service
-from shmserve.system.service_manager import VARIABLES, Manager
+from shmserve.system.service_manager import VARIABLES, ServiceManager
 
 READY, LOADING, UNAVAILABLE = VersionState.READY, VersionState.LOADING, VersionState.UNAVAILABLE
 
@@ -79,7 +79,7 @@ class Told:
         self.in_flight = 0
         self.hear: Callable[[], dict[str, str]] = ear.hear
         self.is_silent = ear.is_silent
-        manager = Manager({"NOTIFY_SOCKET": address, **environment}, os.getpid())
+        manager = ServiceManager({"NOTIFY_SOCKET": address, **environment}, os.getpid())
         self.announcer = Announcer(loop, manager, lambda: self.models, lambda: self.in_flight)
 
 
@@ -94,15 +94,15 @@ def told(loop: Any, address: str, ear: Ear) -> Iterator[Told]:
 
 
 def test_without_a_manager_nothing_is_made() -> None:
-    manager = Manager({}, 1)
+    manager = ServiceManager({}, 1)
     assert not manager
-    manager.tell("READY=1")
+    manager.notify("READY=1")
     manager.close()
 
 
 def test_the_variables_are_for_this_process_alone(address: str) -> None:
     environment = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "17", "PATH": "/bin"}
-    manager = Manager(environment, 17)
+    manager = ServiceManager(environment, 17)
     assert environment == {"PATH": "/bin"}
     assert manager.watchdog_s == 30
     manager.close()
@@ -110,7 +110,7 @@ def test_the_variables_are_for_this_process_alone(address: str) -> None:
 
 @pytest.mark.parametrize(("usec", "pid", "seconds"), [("", "", 0), ("x", "", 0), ("5000000", "18", 0), ("1", "", 1e-6)])
 def test_a_watchdog_that_is_not_ours(address: str, usec: str, pid: str, seconds: float) -> None:
-    manager = Manager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid}, 17)
+    manager = ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid}, 17)
     assert manager.watchdog_s == seconds
     manager.close()
 
@@ -135,14 +135,14 @@ def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.M
 
 
 def test_an_address_of_another_kind_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    manager = Manager({"NOTIFY_SOCKET": "vsock:2:1"}, 1)
+    manager = ServiceManager({"NOTIFY_SOCKET": "vsock:2:1"}, 1)
     assert not manager
     assert "NOTIFY_SOCKET is neither a path nor an abstract name" in caplog.text
 
 
 def test_a_manager_that_is_gone_is_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, 1)
-    manager.tell("READY=1", once=True)
+    manager = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, 1)
+    manager.notify("READY=1", once=True)
     manager.close()
     assert "cannot notify the service manager of READY=1" in caplog.text
 
@@ -151,14 +151,14 @@ def test_a_manager_that_does_not_listen_is_waited_for_only_once(
     address: str, ear: Ear, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmserve.system.service_manager.PATIENCE_MS", 1)
-    manager = Manager({"NOTIFY_SOCKET": address}, 1)
+    manager = ServiceManager({"NOTIFY_SOCKET": address}, 1)
     while not caplog.text:
-        manager.tell("WATCHDOG=1")
-    manager.tell("READY=1", once=True)
+        manager.notify("WATCHDOG=1")
+    manager.notify("READY=1", once=True)
     assert "cannot notify the service manager of READY=1: Resource temporarily unavailable" in caplog.text
     while not ear.is_silent():
         ear.hear()
-    manager.tell("READY=1", once=True)
+    manager.notify("READY=1", once=True)
     assert ear.hear() == {"READY": "1"}
     manager.close()
 
@@ -198,9 +198,9 @@ def test_from_start_to_stop(told: Told) -> None:
     told.announcer.begin()
     assert told.hear() == {"EXTEND_TIMEOUT_USEC": "60000000", "STATUS": "reading the repositories"}
     told.models = [model("mlp", LOADING), model("cnn", LOADING)]
-    told.announcer.look()
+    told.announcer.check_status()
     assert told.hear() == {"STATUS": "loading 2 of 2 models: cnn, mlp"}
-    told.announcer.look()
+    told.announcer.check_status()
     assert told.is_silent()
     told.models = [model("mlp", READY), model("cnn", UNAVAILABLE)]
     told.announcer.ready()
@@ -273,7 +273,7 @@ def test_the_loop_feeds_the_watchdog_and_nothing_else_does(loop: Any, address: s
 
 
 def test_a_gateway_says_when_it_listens_and_that_it_lives(ear: Ear, address: str, loop: Any) -> None:
-    service = Service(loop, Manager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "400000"}, 1))
+    service = Service(loop, ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "400000"}, 1))
     assert ear.hear() == {"WATCHDOG": "1"}
     service.ready({"http": 8000, "metrics": 8002})
     assert ear.hear() == {"READY": "1", "STATUS": "listening: http on port 8000, metrics on port 8002"}
@@ -289,7 +289,7 @@ def test_a_gateway_says_when_it_listens_and_that_it_lives(ear: Ear, address: str
 
 
 def test_a_gateway_without_a_manager_says_nothing(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
-    manager = Manager({"WATCHDOG_USEC": "20000"}, 1)
+    manager = ServiceManager({"WATCHDOG_USEC": "20000"}, 1)
     service = Service(loop, manager)
     service.ready({})
     service.stopping()

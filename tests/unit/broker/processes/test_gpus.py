@@ -151,7 +151,7 @@ def test_what_processes_have_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     try:
         assert made.text() == "", "nobody wants the metrics"
         assert made.used_by(7) == 0, "nobody had asked"
-        made._look()
+        made._update()
         assert [made.used_by(pid) for pid in (7, 8, 9)] == [111, 0, 0]
     finally:
         made.close()
@@ -176,7 +176,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         answers.wait()
         return []
 
-    monkeypatch.setattr(made, "_look", look)
+    monkeypatch.setattr(made, "_update", look)
     monkeypatch.setattr(gpus, "PATIENCE_S", 0.01)
     assert asked.wait(30)
     made.close()

@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.broker.processes import cgroups
 from shmserve.broker.processes.cgroups import CannotHave, ControlGroups
-from shmserve.broker.processes.memory_limits import GPU_KNOBS, LOOK_S, NEAR_S, Memory
+from shmserve.broker.processes.memory_limits import GPU_KNOBS, NEAR_S, POLL_S, MemoryLimits
 from shmserve.broker.processes.resources import Terms, terms_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.system import procfs
@@ -32,7 +32,7 @@ class Place:
         self.loop = Loop()
         self.used: dict[int, int] = {}
         self.killed: list[tuple[int, str]] = []
-        self.memory = Memory(self.loop, lambda *what: self.killed.append(what), lambda pid: self.used[pid], make)
+        self.memory = MemoryLimits(self.loop, lambda *what: self.killed.append(what), lambda pid: self.used[pid], make)
 
 
 def test_who_has_too_much_is_ended_and_nobody_else() -> None:
@@ -41,9 +41,9 @@ def test_who_has_too_much_is_ended_and_nobody_else() -> None:
     place.memory.started(2, 102, 300 * MIB)
     place.memory.started(3, 103, 0)
     place.used = {101: 10 * MIB, 102: 200 * MIB}
-    assert place.loop.fire() == LOOK_S
+    assert place.loop.fire() == POLL_S
     place.used[101] = 101 * MIB
-    assert place.loop.fire() == LOOK_S
+    assert place.loop.fire() == POLL_S
     text = "it uses 101 MiB of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"
     assert place.killed == [(1, text)]
     del place.used[101]
@@ -53,7 +53,9 @@ def test_who_has_too_much_is_ended_and_nobody_else() -> None:
 
 def test_memory_on_a_gpu_is_called_that() -> None:
     loop, killed = Loop(), list[tuple[int, str]]()
-    memory = Memory(loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="GPU memory", knobs=GPU_KNOBS)
+    memory = MemoryLimits(
+        loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="GPU memory", knobs=GPU_KNOBS
+    )
     memory.started(1, 101, 2 * MIB)
     memory.started(2, 102, 0)
     loop.fire()
@@ -65,11 +67,11 @@ def test_who_is_near_to_its_limit_is_looked_at_more_often() -> None:
     place = Place()
     place.memory.started(1, 101, 100 * MIB)
     place.used = {101: 80 * MIB}
-    assert place.loop.fire() == LOOK_S
+    assert place.loop.fire() == POLL_S
     assert place.loop.fire() == NEAR_S
     place.used = {101: 60 * MIB}
     assert place.loop.fire() == NEAR_S
-    assert place.loop.fire() == LOOK_S
+    assert place.loop.fire() == POLL_S
 
 
 def test_without_limits_nobody_looks() -> None:
@@ -153,7 +155,7 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
     place.memory.ended(7)
     assert (top / "instance-7" / "cgroup.kill").read_text() == "1", "what the model has left running ends, too"
     monkeypatch.setattr(Path, "rmdir", lambda path: shutil.rmtree(path))
-    assert place.loop.fire() == LOOK_S
+    assert place.loop.fire() == POLL_S
     assert not (top / "instance-7").exists()
     assert not place.loop.timers
 

@@ -18,7 +18,7 @@ from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 
 
-class OwnArena:
+class BrokerMemory:
     """All memory of the broker. `announce` is called with each new segment for frames, before data is placed in it."""
 
     def __init__(
@@ -52,8 +52,8 @@ class OwnArena:
     def read(self, parts: Sequence[Handle]) -> bytes | None:
         found = []
         for part in parts:
-            own = self._homes.get(part.segment) if not part.segment >> OWNER_SHIFT else None
-            data = self._segments.copy(part) if own is None else bytes(own.look(part))
+            arena = self._homes.get(part.segment) if not part.segment >> OWNER_SHIFT else None
+            data = self._segments.copy(part) if arena is None else bytes(arena.memory(part))
             if data is None:
                 return None
             found.append(data)
