@@ -73,7 +73,25 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     model.add_argument("--service-ms", type=_number, metavar="MS", help="the same, in ms, for every batch")
 
-    load = made.add_argument_group("the load")
+    _add_load(made.add_argument_group("the load"))
+
+    how = made.add_argument_group("how")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="inject a fault")
+    how.add_argument("--reload-every", type=_number, default=0.0, metavar="S", help="mean time to the next reload")
+    how.add_argument("--link-us", type=_number, default=20.0, metavar="US", help="delay of a message (default: 20)")
+    how.add_argument(
+        "--turn-us", type=_number, default=20.0, metavar="US", help="duration of a turn of the broker (default: 20)"
+    )
+    how.add_argument("--cache-mib", type=_number, default=0.0, metavar="N", help="response cache (default: none)")
+    how.add_argument("--rate-limit", action="store_true", help="instances need their resources (rate_limiter)")
+    how.add_argument("--check", type=_count, default=0, metavar="N", help="check all invariants after every Nth turn")
+    how.add_argument("--compare", action="store_true", help="also a plain first-come queue under the same load")
+    how.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def _add_load(load: argparse._ArgumentGroup) -> None:
     load.add_argument("--rate", type=_positive, metavar="N", help="requests a second, at random times (default: 100)")
     load.add_argument("--burst", type=_count, metavar="N", help="requests per burst")
     load.add_argument("--callers", type=_count, metavar="N", help="instead of --rate: callers in a closed loop")
@@ -101,21 +119,6 @@ def parser() -> argparse.ArgumentParser:
     )
     load.add_argument("--seconds", type=_positive, metavar="N", help="how long requests are sent (default: 10)")
     load.add_argument("--requests", type=_count, default=0, metavar="N", help="limit on the number of requests")
-
-    how = made.add_argument_group("how")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
-    how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="inject a fault")
-    how.add_argument("--reload-every", type=_number, default=0.0, metavar="S", help="mean time to the next reload")
-    how.add_argument("--link-us", type=_number, default=20.0, metavar="US", help="delay of a message (default: 20)")
-    how.add_argument(
-        "--turn-us", type=_number, default=20.0, metavar="US", help="duration of a turn of the broker (default: 20)"
-    )
-    how.add_argument("--cache-mib", type=_number, default=0.0, metavar="N", help="response cache (default: none)")
-    how.add_argument("--rate-limit", action="store_true", help="instances need their resources (rate_limiter)")
-    how.add_argument("--check", type=_count, default=0, metavar="N", help="check all invariants after every Nth turn")
-    how.add_argument("--compare", action="store_true", help="also a plain first-come queue under the same load")
-    how.add_argument("--json", action="store_true", help="print JSON")
-    return made
 
 
 # ------------------------------------------------------------------------------------ argument types
