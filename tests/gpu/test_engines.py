@@ -16,6 +16,7 @@ import pytest
 
 from shmserve.repo.gpus import discover
 from shmserve.testing import Server
+from tests.support.model_files import write_model
 from tests.support.workers.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -59,9 +60,7 @@ def onnx_model(repository: Path) -> None:
 
 def cupy_model(repository: Path) -> None:
     pytest.importorskip("cupy")
-    (repository / "model" / "1").mkdir(parents=True)
-    (repository / "model" / "1" / "model.py").write_text(CUPY)
-    (repository / "model" / "config.pbtxt").write_text(f'backend: "python"\n{TENSORS.format("x", "y")}{GROUP}')
+    write_model(repository, "model", f'backend: "python"\n{TENSORS.format("x", "y")}{GROUP}', CUPY)
 
 
 def torch_model(repository: Path) -> None:

@@ -24,6 +24,7 @@ from shmserve.repo.gpus import discover
 from shmserve.shm.extents import memfd
 from shmserve.shm.extents.cuda import device_id, uuid_bytes
 from shmserve.testing import Server
+from tests.support.model_files import write_model
 from tests.support.workers.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -90,14 +91,15 @@ def server(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[
         (repository / name / "config.pbtxt").write_text(
             'backend: "tensorrt" instance_group { kind: KIND_GPU gpus: 0 }\n'
         )
-    (repository / "both" / "1").mkdir(parents=True)
     step = 'step {{ model_name: "{}" input_map {{ key: "x" value: "{}" }} output_map {{ key: "y" value: "{}" }} }}'
     steps = step.format("first", "x", "t"), step.format("second", "t", "y")
-    (repository / "both" / "config.pbtxt").write_text(
+    write_model(
+        repository,
+        "both",
         f'platform: "ensemble" max_batch_size: 2\n'
         f'input {{ name: "x" data_type: TYPE_FP32 dims: {WIDE} }}\n'
         f'output {{ name: "y" data_type: TYPE_FP32 dims: {WIDE} }}\n'
-        f"ensemble_scheduling {{ {' '.join(steps)} }}\n"
+        f"ensemble_scheduling {{ {' '.join(steps)} }}\n",
     )
     with Server(repository, "--exit-on-error", "true", start_timeout=300) as server:
         yield server

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shmserve.workers.zygote import NAME as PREPARED
+from tests.support import model_files
 
 START_S = 60
 END_S = 60
@@ -26,13 +27,8 @@ instance_group [ {{ count: {count} kind: KIND_CPU }} ]
 
 def identity(repository: Path, name: str, batch: int = 8, count: int = 1, **parameters: str) -> None:
     """Writes a model that gives back what it gets."""
-    (repository / name / "1").mkdir(parents=True)
-    more = "dynamic_batching { }\n" if batch else ""
-    more += "".join(
-        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n' for key, value in parameters.items()
-    )
-    text = IDENTITY.format(name=name, batch=batch, count=count, more=more)
-    (repository / name / "config.pbtxt").write_text(text)
+    more = ("dynamic_batching { }\n" if batch else "") + model_files.parameters(**parameters)
+    model_files.write_model(repository, name, IDENTITY.format(name=name, batch=batch, count=count, more=more))
 
 
 class Launched:

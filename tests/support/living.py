@@ -1,6 +1,6 @@
-"""What tests of the life of models share: models whose answers tell what they were made of, and waiting for a server.
+"""Models whose answers name their generation, for tests of loading and unloading, and waiting for a server.
 
-The rule of the file: a model on disk changes by renaming, as it should; tests that do worse do it themselves.
+`write` replaces a file by renaming. Tests of files that are changed in place write them themselves.
 """
 
 from __future__ import annotations

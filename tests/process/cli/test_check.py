@@ -26,6 +26,7 @@ from shmserve.clients.cli.commands import check
 from shmserve.repo import samples
 from tests import ROOT
 from tests.support.launch import identity
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -69,9 +70,7 @@ ADDS = """class TritonPythonModel:
 
 
 def python(root: Path, name: str, initialize: str = "pass", source: str = "", config: str = PYTHON) -> None:
-    (root / name / "1").mkdir(parents=True)
-    (root / name / "config.pbtxt").write_text(config)
-    (root / name / "1" / "model.py").write_text(source or MODEL.format(initialize=initialize))
+    write_model(root, name, config, source or MODEL.format(initialize=initialize))
 
 
 def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
@@ -307,8 +306,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     said = re.search(r"^```\n(digits .*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert config
     assert said
-    (tmp_path / "models" / "digits" / "1").mkdir(parents=True)
-    (tmp_path / "models" / "digits" / "config.pbtxt").write_text(config[1])
+    write_model(tmp_path / "models", "digits", config[1])
     monkeypatch.chdir(tmp_path)
     assert run("models", code=1)[0] == said[1]
     assert check.LOG_LINES == 20

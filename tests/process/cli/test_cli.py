@@ -26,6 +26,7 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG, to_numpy
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -51,8 +52,7 @@ parameters { key: "fail" value: { string_value: "no luck\\ntoday" } }
 
 
 def add_model(repository: Path, name: str, text: str) -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(f'name: "{name}" backend: "identity" max_batch_size: 0\n{text}')
+    write_model(repository, name, f'name: "{name}" backend: "identity" max_batch_size: 0\n{text}')
 
 
 @pytest.fixture(scope="module")

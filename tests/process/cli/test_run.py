@@ -21,6 +21,7 @@ from shmserve.repo import samples
 from shmserve.workers.foreground import solo
 from shmserve.workers.foreground.solo_order import RunOrder
 from tests import ROOT
+from tests.support.model_files import write_model
 from tests.support.workers.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process
@@ -321,9 +322,7 @@ model_warmup [ { batch_size: 2 inputs { key: "x" value { data_type: TYPE_FP32 di
 
 
 def test_a_model_with_many_answers(tmp_path: Path) -> None:
-    (tmp_path / "counts" / "1").mkdir(parents=True)
-    (tmp_path / "counts" / "config.pbtxt").write_text(COUNTS_CONFIG)
-    (tmp_path / "counts" / "1" / "model.py").write_text(COUNTS)
+    write_model(tmp_path, "counts", COUNTS_CONFIG, COUNTS)
     shown = Ran("counts", "--input", "x=3", "--repeat", "2", cwd=tmp_path).out
     assert [line for line in shown.splitlines() if line.startswith("part ")] == ["part 1", "part 2", "part 3"]
     assert "counts version 1, 3 parts, 2 requests" in shown

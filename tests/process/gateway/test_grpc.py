@@ -28,10 +28,10 @@ from tests.support.gateway.running_gateway import (
     metric,
     model,
     open_gate,
-    python_model,
     talker,
     wait_in_flight,
 )
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +89,7 @@ def server(repository: Path, gate: Path) -> Iterator[Server]:
     model(repository, "row, too", ["FP32"], "[ -1 ]", 8)
     model(repository, "spare", ["FP32"], "[ -1 ]", 8)
     talker(repository)
-    python_model(repository, "summer", SUMS, SUMMER)
+    write_model(repository, "summer", SUMS, SUMMER)
     with Server(repository, "--model-control-mode", "explicit", "--load-model", "*") as running:
         yield running
 

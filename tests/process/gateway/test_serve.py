@@ -24,7 +24,8 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support.launch import await_end, children_of, identity
-from tests.support.living import PYTHON, write
+from tests.support.living import PYTHON
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 END_S = 60
@@ -149,9 +150,7 @@ def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_pa
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     models = tmp_path / "models"
-    (models / "waits" / "1").mkdir(parents=True)
-    write(models / "waits" / "1" / "model.py", WAITS.format(gate=gate))
-    write(models / "waits" / "config.pbtxt", PYTHON)
+    write_model(models, "waits", PYTHON, WAITS.format(gate=gate))
     answers: list[tuple[int, bytes]] = []
     with serving(models, tmp_path, *ANY) as server:
         port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])

@@ -23,6 +23,7 @@ import trustme
 from shmserve.testing import Server
 from tests.support.gateway.rpc import message as rpc_message
 from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -109,9 +110,7 @@ class SecureGateway(Gateway):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     model(repository, "row", ["FP32"], "[ -1 ]", 8)
-    (repository / "told" / "1").mkdir(parents=True)
-    (repository / "told" / "config.pbtxt").write_text(CONFIG)
-    (repository / "told" / "1" / "model.py").write_text(TOLD)
+    write_model(repository, "told", CONFIG, TOLD)
     with Server(repository) as running:
         yield running
 

@@ -17,6 +17,7 @@ from shmserve import TopK
 from shmserve.testing import Server
 from tests import ROOT
 from tests.support.client_faces import FACES
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -51,20 +52,15 @@ def section(title: str) -> list[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
-    pets = repository / "pets"
-    (pets / "1").mkdir(parents=True)
+    (configuration,) = section("Warm-up")
+    labels, source, _ = section("Labels and classes")
+    pets = write_model(repository, "pets", configuration, source)
     (pets / "warmup").mkdir()
     (pets / "warmup" / "x.bin").write_bytes(bytes(16))
-    (configuration,) = section("Warm-up")
-    labels, model, _ = section("Labels and classes")
-    (pets / "config.pbtxt").write_text(configuration)
     (pets / "labels.txt").write_text(labels)
-    (pets / "1" / "model.py").write_text(model)
     for name, batch, kind in (("many", 8, "FP32"), ("single", 0, "INT64"), ("words", 8, "STRING")):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(IDENTITY.format(name=name, batch=batch, type=f"TYPE_{kind}"))
-    (repository / "flat" / "1").mkdir(parents=True)
-    (repository / "flat" / "config.pbtxt").write_text(FLAT)
+        write_model(repository, name, IDENTITY.format(name=name, batch=batch, type=f"TYPE_{kind}"))
+    write_model(repository, "flat", FLAT)
     with Server(repository, "--exit-on-error", "true") as running:
         with shmserve.Client(running.zmq_url) as client:  # named segments stay: all that tests need are made now
             client.infer("many", {"x": np.zeros((8, 20_000), np.float32)}, outputs={"y": TopK(20_000)})
@@ -105,15 +101,12 @@ def test_labels_of_ensembles(tmp_path: Path) -> None:
     for name, step, own in (("inner", "many", True), ("none", "inner", False), ("outer", "none", True)):
         text = FLAT.replace('"many"', f'"{step}"')
         head, _, rest = text.partition("output {")
-        (tmp_path / name / "1").mkdir(parents=True)
-        config = f"{head}output {{{rest.replace('}', labels, 1) if own else rest}"
-        (tmp_path / name / "config.pbtxt").write_text(config)
+        folder = write_model(tmp_path, name, f"{head}output {{{rest.replace('}', labels, 1) if own else rest}")
         if own:
-            (tmp_path / name / "labels.txt").write_text(f"{name} 0\n{name} 1\n")
-    (tmp_path / "many" / "1").mkdir(parents=True)
+            (folder / "labels.txt").write_text(f"{name} 0\n{name} 1\n")
     config = IDENTITY.format(name="many", batch=8, type="TYPE_FP32").replace("[ -1 ] } ]\nd", f"[ -1 ] {labels} ]\nd")
-    (tmp_path / "many" / "config.pbtxt").write_text(f"{config} response_cache {{ enable: true }}")
-    (tmp_path / "many" / "labels.txt").write_text("many 0\nmany 1\n")
+    folder = write_model(tmp_path, "many", f"{config} response_cache {{ enable: true }}")
+    (folder / "labels.txt").write_text("many 0\nmany 1\n")
     x = np.array([3, 4], np.float32)
     with Server(tmp_path, "--cache-config", "local,size=1000000") as server, server.client() as client:
         for name, expected in (("many", "many"), ("inner", "inner"), ("none", "inner"), ("outer", "outer")):

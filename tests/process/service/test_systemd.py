@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.support.living import PYTHON, generation, renew, write
+from tests.support.living import PYTHON, generation, renew
 from tests.support.machine import CannotBoot, Machine, python, why_not
+from tests.support.model_files import write_model
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 EXPOSURE = 3.0
@@ -213,11 +214,8 @@ def install(machine: Machine, wheel: Path) -> None:
     (site / "dependencies.pth").write_text("/opt/dependencies\n")
     models = machine.path(MODELS)
     generation(models, "number", 1)
-    (models / "bad" / "1").mkdir(parents=True)
-    write(models / "bad" / "config.pbtxt", 'backend: "python" max_batch_sise: 8')
-    (models / "gate" / "1").mkdir(parents=True)
-    write(models / "gate" / "1" / "model.py", GATE)
-    write(models / "gate" / "config.pbtxt", PYTHON)
+    write_model(models, "bad", 'backend: "python" max_batch_sise: 8')
+    write_model(models, "gate", PYTHON, GATE)
     machine.run("mkdir", GATES)
     machine.run("mkfifo", f"{GATES}/load", f"{GATES}/run")
     override = machine.path("/etc/systemd/system/shmserve.service.d")

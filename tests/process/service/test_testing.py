@@ -18,6 +18,7 @@ from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
 from tests.support.launch import identity
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -104,8 +105,7 @@ def test_a_server_that_cannot_start_says_why(models: Path, tmp_path: Path) -> No
         Server(models, "--nonsense").start()
     with pytest.raises(RuntimeError, match=r"(?s)ended with code 2 before it was ready:.*is not a directory"):
         Server(tmp_path / "nowhere").start()
-    (models / "broken" / "1").mkdir(parents=True)
-    (models / "broken" / "config.pbtxt").write_text('name: "broken" backend: "no_such_backend"')
+    write_model(models, "broken", 'name: "broken" backend: "no_such_backend"')
     with pytest.raises(RuntimeError, match=r"(?s)ended with code 1 before it was ready:.*no_such_backend"):
         Server(models, "--exit-on-error", "true").start()
 

@@ -43,7 +43,7 @@ from shmserve.shm.extents import memfd
 from shmserve.workers.backends.python.pb_calls import REPLAYED_BYTES
 from shmserve.workers.process.exit_codes import Exit
 from tests.support.workers.calling_models import CALLER, LOADING
-from tests.support.workers.worker_harness import PATIENCE_S, WORKER, WorkerProcess, config, work
+from tests.support.workers.worker_harness import PATIENCE_S, WORKER, WorkerProcess, assert_failed, config, work
 from tests.support.workers.worker_models import python_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -287,8 +287,7 @@ def test_answers_too_large_for_a_second_loop(broker: Broker) -> None:
     while not isinstance(message := broker.worker.next()[0], Done):
         if isinstance(message, Return):
             broker.take(message)
-    assert message.rows[0].error is not None
-    assert f"the {count * size} bytes of these responses are more than" in message.rows[0].error.text
+    assert_failed(message.rows[0], "MODEL_FAILED", f"the {count * size} bytes of these responses are more than")
 
 
 @pytest.mark.parametrize("cancel", [True, False])
@@ -390,7 +389,7 @@ def test_the_server_refuses_a_question(broker: Broker) -> None:
     assert "there is none" in broker.failure().text
 
 
-@pytest.mark.parametrize(("wish", "text"), [("unsayable", "model"), ("came", "this request came to the model")])
+@pytest.mark.parametrize(("wish", "text"), [("unsayable", "model"), ("came", "this request was sent to the model")])
 def test_calls_that_cannot_be_made(broker: Broker, wish: str, text: str) -> None:
     broker.send(wish)
     error = broker.failure()

@@ -12,7 +12,7 @@ import pytest
 from shmserve.protocol.messages import Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig
 from tests.support.workers.in_process import completed, loaded
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 from tests.support.workers.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -163,10 +163,8 @@ def test_an_output_of_another_shape_than_configured_fails_its_requests(tmp_path:
     x = Tensor("x", "FP32", (1, 2), np.array([1, 2], np.float32).tobytes())
     with loaded(given, tmp_path) as model:
         for row in model.runner.run([work(1, x), work(2, x)])[0]:
-            assert row.error is not None
-            assert row.error.code == "MODEL_FAILED"
-            assert "'y'" in row.error.text
-            assert "wrong shape: expected [2, 3], found [2, 1]" in row.error.text
+            text = "output 'y' of model 'm' has the wrong shape: expected [2, 3], found [2, 1]"
+            assert_failed(row, "MODEL_FAILED", text)
 
 
 def test_a_string_that_is_not_utf_8_fails_its_request(tmp_path: Path) -> None:
@@ -178,6 +176,4 @@ def test_a_string_that_is_not_utf_8_fails_its_request(tmp_path: Path) -> None:
         good, bad = np.array([["é".encode()]], object), np.array([[b"\xff"]], object)
         rows = worker.run(work(1, worker.tensor("x", good)), work(2, worker.tensor("x", bad)))
         assert worker.array(rows[0].outputs[0], object).tolist() == good.tolist()
-        assert rows[1].error is not None
-        assert rows[1].error.code == "INVALID_ARG"
-        assert "not UTF-8" in rows[1].error.text
+        assert_failed(rows[1], "INVALID_ARG", "not UTF-8")

@@ -14,7 +14,7 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 from tests.support.workers.worker_models import Graph, openvino_input, openvino_result, openvino_save, version_folder
 
 if importlib.util.find_spec("openvino") is None:
@@ -110,8 +110,7 @@ def test_a_batch_of_one_size_only(tmp_path: Path) -> None:
     with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
         worker.loaded()
         (row,) = worker.run(work(1, tensor([[1, 2, 3]])))
-        assert row.error is not None
-        assert "batches of 4 rows, and this one has 1: set parameter ENABLE_BATCH_PADDING" in row.error.text
+        assert_failed(row, "MODEL_FAILED", "and this one has 1: set parameter ENABLE_BATCH_PADDING")
         (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 4)))
         assert row.error is None
 
@@ -132,8 +131,8 @@ def test_a_batch_that_an_operator_fixes(tmp_path: Path, choice: str) -> None:
         assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 4
         (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 2)))
         if choice:
-            assert row.error is not None
-            assert "batches of 4 rows, and this one has 2: set parameter ENABLE_BATCH_PADDING" in row.error.text
+            text = "batches of 4 rows, and this one has 2: set parameter ENABLE_BATCH_PADDING"
+            assert_failed(row, "MODEL_FAILED", text)
         else:
             assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 2
 

@@ -32,7 +32,7 @@ from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.extents import memfd
 from shmserve.workers.output_arenas import KNOB
 from shmserve.workers.process.exit_codes import Exit
-from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, config, gone, work
+from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, config, gone, work
 from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
@@ -252,8 +252,7 @@ def test_an_unmapped_segment_leaves_nothing_in_the_worker(shared: WorkerProcess)
         assert row.error is None
         shared.send(Return(row.outputs[0].data), Unmap(segment))  # type: ignore[arg-type]
         (row,) = shared.run(work(number, tensor))
-        assert row.error is not None
-        assert row.error.code == "HANDLE_LOST"
+        assert_failed(row, "HANDLE_LOST")
     assert usage() == before
 
 
@@ -264,8 +263,7 @@ def test_memory_that_cannot_be_trusted_is_not_mapped(shared: WorkerProcess) -> N
     shared.send(Map(segment, 8192), descriptors=[descriptor])
     os.close(descriptor)
     (row,) = shared.run(work(1, Tensor("x", "FP32", (1, 2000), (Handle(segment, 0, 8000),))))
-    assert row.error is not None
-    assert row.error.code == "HANDLE_LOST"
+    assert_failed(row, "HANDLE_LOST")
     assert "sealed" in shared.said()
 
 
@@ -292,9 +290,7 @@ def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
             assert row.error is None, row.error
             held.append(row.outputs[0])
         (row,) = worker.run(work(3, tensor))
-        assert row.error is not None
-        assert row.error.code == "UNAVAILABLE"
-        assert KNOB in row.error.text
+        assert_failed(row, "UNAVAILABLE", KNOB)
         assert worker.array(held[0], np.float32).sum() == 200_000
         worker.send(Return(held[0].data))  # type: ignore[arg-type]
         (row,) = worker.run(work(4, tensor))

@@ -14,7 +14,7 @@ import pytest
 from shmserve.protocol.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
 from shmserve.repo.config.schema import as_triton_json
 from tests.support.workers.in_process import completed, loaded
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
@@ -233,11 +233,7 @@ def test_a_request_without_options(scripted: WorkerProcess) -> None:
     ],
 )
 def test_mistakes_that_fail_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
-    row = ask(scripted, wish)
-    assert row.outputs == ()
-    assert row.error is not None
-    assert row.error.code == code
-    assert text in row.error.text
+    assert_failed(ask(scripted, wish), code, text)
 
 
 @pytest.mark.parametrize(
@@ -249,12 +245,8 @@ def test_mistakes_that_fail_one_request(scripted: WorkerProcess, wish: str, code
     ],
 )
 def test_mistakes_that_fail_a_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
-    row = ask(scripted, wish)
-    assert row.error is not None
-    assert row.error.code == "MODEL_FAILED"
-    lead = "Failed to process the request(s) for model instance 'scripted_0_1', message: "
-    assert row.error.text.startswith(lead)
-    assert text in row.error.text
+    error = assert_failed(ask(scripted, wish), "MODEL_FAILED", text)
+    assert error.text.startswith("Failed to process the request(s) for model instance 'scripted_0_1', message: ")
 
 
 @pytest.mark.parametrize(
@@ -268,17 +260,14 @@ def test_mistakes_that_fail_a_batch(scripted: WorkerProcess, wish: str, text: st
 def test_wrong_results_of_execute(scripted: WorkerProcess, wish: str, text: str) -> None:
     options = Options(parameters={"batch": wish})
     for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
-        assert row.error is not None
-        assert text in row.error.text
+        assert_failed(row, "MODEL_FAILED", text)
     options = Options(parameters={"batch": "tuple"})
     for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
         assert row.error is None
 
 
 def test_paths_in_errors_are_relative_to_the_model(scripted: WorkerProcess) -> None:
-    row = ask(scripted, "where")
-    assert row.error is not None
-    assert row.error.text == "see <model>/1/model.py:12"
+    assert assert_failed(ask(scripted, "where"), "MODEL_FAILED").text == "see <model>/1/model.py:12"
 
 
 def test_arrays_that_are_not_contiguous(scripted: WorkerProcess) -> None:
@@ -396,8 +385,7 @@ def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
             (first, second), *_ = model.runner.run([work(number, tensor(1)), work(number + 10, tensor(5))])
             assert (first.outputs[0].data, second.outputs[0].data) == (b"\0\0\0@", b"\0\0\xc0@")
         (failed,), *_ = model.runner.run([work(3, tensor(-1))])
-        assert failed.error is not None
-        assert failed.error.text.endswith("message: ValueError: below zero")
+        assert assert_failed(failed, "MODEL_FAILED").text.endswith("message: ValueError: below zero")
 
 
 def test_probes_during_is_ready_are_answered_when_it_returns(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import Failure, Row
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
 from tests.support.workers.stream_models import asks, decoupled
-from tests.support.workers.worker_harness import WorkerProcess
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed
 
 pytestmark = pytest.mark.process
 NOT_ITERATIVE = (
@@ -112,12 +112,6 @@ def sent(row: Row, value: float) -> None:
     assert row.outputs[0].data == np.float32(value).tobytes()
 
 
-def failed(row: Row, text: str) -> Failure:
-    assert row.error is not None
-    assert text in row.error.text
-    return row.error
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     folder = tmp_path_factory.mktemp("model")
@@ -130,11 +124,11 @@ def test_each_request_gets_its_first_response(worker: WorkerProcess) -> None:
     rows = worker.run(*[asks(number, 0, wish=wish) for number, wish in enumerate(EXPECTED, 1)])
     for row, expected in zip(rows, EXPECTED.values(), strict=True):
         if isinstance(expected, str):
-            failed(row, expected)
+            assert_failed(row, "MODEL_FAILED", expected)
         else:
             sent(row, expected)
     (late,) = worker.run(asks(20, 0, wish="too_late"))
-    failed(late, "its response sender is of no use")
+    assert_failed(late, "MODEL_FAILED", "its response sender is of no use")
     assert worker.said().count("Non-decoupled model cannot send more than one response.") == 2
 
 
@@ -146,16 +140,14 @@ def test_a_response_that_was_sent_counts_when_execute_fails(worker: WorkerProces
         sent(second, 8)
     else:
         assert second.error is not None
-    error = failed(third, text)
-    assert error.code == "MODEL_FAILED"
-    assert error.text.startswith(LEAD)
+    assert assert_failed(third, "MODEL_FAILED", text).text.startswith(LEAD)
 
 
 def test_a_sender_is_closed_once_the_response_was_returned(worker: WorkerProcess) -> None:
     (row,) = worker.run(asks(1, 0, wish="returned_and_sent"))
     sent(row, 9)
     (row,) = worker.run(asks(2, 0, wish="too_late_to_send"))
-    assert failed(row, "").text == "Unable to send response. Response sender has been closed."
+    assert assert_failed(row, "MODEL_FAILED").text == "Unable to send response. Response sender has been closed."
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -173,7 +165,7 @@ class TritonPythonModel:
             sent(row, 1)
         first, second = worker.run(asks(3, 0, wish="send"), asks(4, 0, wish="nothing"))
         sent(first, 1)
-        failed(second, "Expected an 'InferenceResponse' object in the execute function return list")
+        assert_failed(second, "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute")
 
 
 RESCHEDULING = """\
@@ -198,7 +190,7 @@ def test_a_request_of_an_iterative_model_is_run_again(tmp_path: Path) -> None:
         rows, done = worker.done()
         assert ([row.request for row in rows], done.again) == ([2], (1, 3))
         (row,) = worker.run(asks(4, 0, again=2))
-        failed(row, "Expected a None object in the execute function return list for reschduled request")
+        assert_failed(row, "MODEL_FAILED", "Expected a None object in the execute function return list for")
 
 
 def test_a_request_of_another_model_is_not_run_again(tmp_path: Path) -> None:

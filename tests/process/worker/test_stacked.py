@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Options, Row, Tensor, Wanted
 from shmserve.repo.config.schema import BatchInput, ModelParameter
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
@@ -114,8 +114,7 @@ def test_a_coroutine(model: WorkerProcess) -> None:
 def test_what_fails_a_batch(model: WorkerProcess, first: float, text: str) -> None:
     rows: list[Row] = model.run(work(1, inputs(model, 1, first)), work(2, inputs(model, 1, first), options=Options()))
     for row in rows:
-        assert row.error is not None
-        assert text in row.error.text
+        assert_failed(row, "MODEL_FAILED", text)
 
 
 def test_outputs_that_differ_from_the_configuration(tmp_path: Path) -> None:
@@ -132,12 +131,10 @@ def test_outputs_that_differ_from_the_configuration(tmp_path: Path) -> None:
         named, other = process.run(
             work(1, inputs(process, 1, 1005), outputs=[Wanted("rows")]), work(2, inputs(process, 1, 1005))
         )
-        assert named.error is not None
-        assert "did not produce output 'rows'" in named.error.text
+        assert_failed(named, "MODEL_FAILED", "did not produce output 'rows'")
         assert (other.error, other.outputs) == (None, ())
         (row, _) = process.run(work(1, inputs(process, 1, 1004)), work(2, inputs(process, 1, 1004)))
-        assert row.error is not None, "its rows cannot be split"
-        assert "wrong shape: expected [2, -1], found [1, 3]" in row.error.text
+        assert_failed(row, "MODEL_FAILED", "wrong shape: expected [2, -1], found [1, 3]")  # cannot be split
 
 
 @pytest.mark.parametrize(

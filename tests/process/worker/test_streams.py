@@ -28,7 +28,7 @@ from tests.support.workers.stream_models import (
     values,
     withdraw,
 )
-from tests.support.workers.worker_harness import WorkerProcess
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed
 
 pytestmark = pytest.mark.process
 
@@ -199,9 +199,7 @@ def test_a_failed_batch_fails_the_streams_that_are_open(faulty: WorkerProcess, c
     rows = faulty.expect(Done).rows
     assert [one.request for one in rows] == [2, 3]
     for one in rows:
-        assert one.error is not None
-        assert one.error.code == "MODEL_FAILED"
-        assert text in one.error.text
+        assert_failed(one, "MODEL_FAILED", text)
 
 
 def test_a_sender_that_is_dropped_without_a_last_response_fails_its_request(

@@ -20,6 +20,7 @@ import numpy as np
 from bench.lib.child import Answer, Handler
 from bench.soak.clients import PATIENCE, Allowed, Call, Tally
 from shmserve import errors
+from tests.support.model_files import write_model
 
 MODELS = ("spread", "rows", "sums", "repeat", "calls")
 ROWS = 6
@@ -144,11 +145,9 @@ ALLOWED = {
 
 
 def write(root: Path) -> None:
+    sources = {"spread": SPREAD, "sums": SUMS, "repeat": REPEAT, "calls": CALLS}
     for name, text in CONFIGS.items():
-        (root / name / "1").mkdir(parents=True)
-        (root / name / "config.pbtxt").write_text(f'name: "{name}" {text}')
-    for name, text in (("spread", SPREAD), ("sums", SUMS), ("repeat", REPEAT), ("calls", CALLS)):
-        (root / name / "1" / "model.py").write_text(text)
+        write_model(root, name, f'name: "{name}" {text}', sources.get(name, ""))
 
 
 class Caller:

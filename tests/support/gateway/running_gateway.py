@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.dtypes import TO_CONFIG
 from shmserve.testing import Server
+from tests.support.model_files import write_model
 
 TALKER = """
 import numpy as np
@@ -87,15 +88,7 @@ def model(repository: Path, name: str, dtypes: list[str], dims: str, batch: int,
         for dtype in dtypes
         for kind, letter in (("input", "i"), ("output", "o"))
     )
-    (repository / name / "1").mkdir(parents=True)
-    text = f'name: "{name}" backend: "identity" max_batch_size: {batch}\n{tensors}{more}'
-    (repository / name / "config.pbtxt").write_text(text)
-
-
-def python_model(repository: Path, name: str, config: str, source: str) -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(config)
-    (repository / name / "1" / "model.py").write_text(source)
+    write_model(repository, name, f'name: "{name}" backend: "identity" max_batch_size: {batch}\n{tensors}{more}')
 
 
 GATED = """
@@ -129,7 +122,7 @@ def open_gate(gate: Path) -> None:
 def talker(repository: Path) -> None:
     """A decoupled model that sends the numbers below `count`, and an error at the end if it is negative."""
     source = TALKER.replace("FAILS_AT_ONCE", str(FAILS_AT_ONCE))
-    python_model(repository, "talker", TALKER_CONFIG, source)
+    write_model(repository, "talker", TALKER_CONFIG, source)
 
 
 def binary(inputs: dict[str, tuple[str, np.ndarray[Any, Any], bytes]], **more: Any) -> tuple[bytes, dict[str, str]]:

@@ -27,6 +27,7 @@ from shmserve.protocol.messages import (
     Counted,
     Done,
     Execute,
+    Failure,
     Handle,
     Load,
     Loaded,
@@ -275,10 +276,11 @@ def work(
     return Work(request, rows, tuple(inputs), None if outputs is None else tuple(outputs), audience, options)
 
 
-def assert_failed(row: Row, code: str, text: str = "") -> None:
+def assert_failed(row: Row, code: str, text: str = "") -> Failure:
     assert row.error is not None
     assert (row.error.code, text in row.error.text) == (code, True), row.error
     assert row.outputs == ()
+    return row.error
 
 
 def config(

@@ -13,6 +13,7 @@ from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.gpu_harness import adder, plan, tensor
 from tests.support.workers.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
+from tests.support.workers.worker_harness import assert_failed
 
 # ---------------------------------------------------------------------------------------------- settings
 
@@ -216,9 +217,7 @@ def test_a_failure_is_waited_out(gpu: Gpu, tmp_path: Path) -> None:
         (x,) = rows(1, width=40_000)
         gpu.state.failures["eventRecord"] = 1
         (row,) = instance.run(instance.work(x=x))
-        assert row.error is not None
-        assert row.error.code == "MODEL_FAILED"
-        assert "the GPU failed: cudaErrorInvalidValue" in row.error.text
+        assert_failed(row, "MODEL_FAILED", "the GPU failed: cudaErrorInvalidValue")
         assert gpu.state.streams[instance.backend._stream].asked == gpu.state.streams[instance.backend._stream].done
         assert instance.arenas.used == 0
         check(instance, 1, width=40_000)
@@ -233,6 +232,5 @@ def test_a_lost_device_ends_the_process(gpu: Gpu, tmp_path: Path, monkeypatch: p
     plan(tmp_path, tensors, {"y": ["crash", "x"]}, {"x": [[1, 4], [1, 4], [8, 4]]})
     with gpu.load(tmp_path) as instance:
         (row,) = instance.run(instance.work(x=rows(1)[0]))
-        assert row.error is not None
-        assert "the GPU failed: cudaErrorIllegalAddress" in row.error.text
+        assert_failed(row, "MODEL_FAILED", "the GPU failed: cudaErrorIllegalAddress")
         assert ended == [70]
