@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable
 
-from shmserve.clients.transport.address import Address, no_server
-from shmserve.clients.transport.link import CLOSED, PAUSE_MOST_S, PAUSE_S, ServerLink, open_link
+from shmserve.clients.transport.address import no_server
+from shmserve.clients.transport.link import CLOSED, PAUSE_MOST_S, PAUSE_S, ServerLink, SessionLink, open_link
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Incoming, Packet, Session, Ticket
+from shmserve.session import Incoming, Ticket
 
 BURST = 32
 """Most packets read before other callbacks of the loop run."""
@@ -22,39 +20,31 @@ RETRY_S = 0.002
 monotonic = time.monotonic
 
 
-class LoopLink:
-    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
-        self.address = address
-        self.closed = False
-        self._name = name
-        self._reconnect_timeout = reconnect_timeout
-        self._memory_bytes = memory_bytes
-        self._start()
-        _all.add(self)
-
+class LoopLink(SessionLink):
     def _start(self) -> None:
-        """Also called in a forked child, where nothing of the parent may be used or released."""
-        self.session = self.make_session()
+        super()._start()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._link: ServerLink | None = None
         self._watched: list[int] = []
-        self._unsent: list[Packet] = []
         self._writing = False
-        self._was_connected = False
         self._connecting: asyncio.Task[None] | None = None
         self._sending_soon = False
         self.flushing_soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
-    def make_session(self) -> Session:
-        address = self.address
-        return Session(
-            address.memory,
-            memory_bytes=self._memory_bytes,
-            frame_bytes=address.frame_bytes,
-            on_full=flusher(weakref.ref(self)),
-        )
+    def _flusher(self) -> Callable[[], None]:
+        reference = weakref.ref(self)
+
+        def flush() -> None:
+            link = reference()
+            if link is None or link.flushing_soon or link.closed:
+                return
+            loop = link._loop
+            if loop is not None and not loop.is_closed():
+                link.flushing_soon = True
+                loop.call_soon_threadsafe(link._send)
+
+        return flush
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """Bind the client to the running loop. If its previous loop was closed, it moves to the new one."""
@@ -66,7 +56,7 @@ class LoopLink:
         if self._loop is not None:
             if not self._loop.is_closed():
                 raise RuntimeError("this AsyncClient belongs to another event loop; create one per event loop")
-            self._watched = []
+            self._loop = None  # nothing can be scheduled there
             self._lose(ConnectionLost("its event loop was closed"))
             self.session.fail_all(ConnectionLost("the event loop was closed before the response arrived"))
             self._connecting = self._timer = None
@@ -141,9 +131,6 @@ class LoopLink:
             except ServeError as error:
                 self._lose(error)
                 return
-            if session.goodbye is not None:
-                self._lose(session.goodbye)
-                return
         else:
             if self._loop is not None:
                 self._loop.call_soon(self._readable)
@@ -178,21 +165,12 @@ class LoopLink:
     # ------------------------------------------------------------------------------------ connections
 
     def _lose(self, error: ServeError) -> None:
-        link, self._link = self._link, None
+        link = self._link
         if link is None:
             return
         self._unwatch(link)
-        ours = not isinstance(error, ConnectionLost)
-        if ours:  # over ZeroMQ the server would not detect it
-            with contextlib.suppress(ConnectionLost):
-                link.send(self.session.bye())
-        link.close(linger=ours)
-        self.session.disconnected()
-        if self.closed:
-            self.session.fail_all(Cancelled(CLOSED))
-        elif self.session.goodbye is not None:
-            self.session.fail_all(self.session.goodbye)
-        elif self.session.tickets:
+        super()._lose(error)
+        if self.session.tickets:
             self.send_soon()
 
     def _unwatch(self, link: ServerLink) -> None:
@@ -228,11 +206,8 @@ class LoopLink:
             self._connecting = None
 
     def _adopt(self, link: ServerLink, welcome: Incoming) -> None:
-        session = self.session
         try:
-            session.receive(*welcome)
-            if not session.connected:
-                raise session.goodbye or ConnectionLost(f"{self.address.url} is not a shmserve server")
+            self._process_welcome(welcome)
         except ServeError:
             link.close()
             raise
@@ -250,8 +225,7 @@ class LoopLink:
         readable = asyncio.Event()
         watched = link.descriptors()
         try:
-            with contextlib.suppress(ConnectionLost):  # a server that refuses connections has sent the reason: read it
-                link.send(self.session.hello(os.getpid(), self._name))
+            self._say_hello(link)
             alarm = loop.call_later(max(0.0, limit - monotonic()) + 0.001, readable.set)
             for descriptor in watched:
                 loop.add_reader(descriptor, readable.set)
@@ -307,36 +281,3 @@ class LoopLink:
             link.abandon()
         session.questions.close()
         session.memory.close()
-
-    def __del__(self) -> None:
-        link = getattr(self, "_link", None)
-        if link is not None:
-            link.close()
-
-
-_all: weakref.WeakSet[LoopLink] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for link in list(_all):
-        link.forked()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def flusher(link: weakref.ref[LoopLink]) -> Any:
-    """An `on_full` callback, which schedules the return of dropped memory. It runs inside the garbage collector, in any
-    thread.
-    """
-
-    def flush() -> None:
-        found = link()
-        if found is None or found.flushing_soon or found.closed:
-            return
-        loop = found._loop
-        if loop is not None and not loop.is_closed():
-            found.flushing_soon = True
-            loop.call_soon_threadsafe(found._send)
-
-    return flush

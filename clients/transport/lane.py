@@ -8,6 +8,7 @@ before its timeout; callers check the time and call it again.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import select
@@ -28,27 +29,34 @@ _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CTRUNC = int(socket.MSG_CTRUNC)
 _TIMEVAL = struct.Struct("ll")
 SEND_BUFFER = 1 << 20
+PATH_BYTES = 107
+"""Longest path of a Unix socket."""
+KEPT_LIMIT_S = 0.5
+"""A receive timeout of at least this is not made longer: waking up twice a second costs nothing."""
+FULL_LIMIT_S = 0.05
+"""A receive timeout shorter than this is set as it is, and a longer one to half of it."""
+
+
+def connect(address: Address) -> Lane:
+    if len(os.fsencode(address.path)) > PATH_BYTES:
+        raise InvalidRequest(f"the path of {address.url} is too long for a socket ({PATH_BYTES} bytes)")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(address.path)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EPERM or error.errno == errno.EACCES:
+            raise no_server(
+                address, "permission denied on its socket; the server grants access to a group with --socket-group"
+            ) from error
+        raise no_server(address, "connection refused") from error
+    return Lane(sock)
 
 
 class Lane:
-    """A ServerLink over a lane."""
+    """A ServerLink over a connected socket."""
 
-    def __init__(self, address: Address) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            sock.connect(address.path)
-        except OSError as error:
-            sock.close()
-            if error.errno == errno.EPERM or error.errno == errno.EACCES:
-                raise no_server(
-                    address, "permission denied on its socket; the server grants access to a group with --socket-group"
-                ) from error
-            if "too long" in str(error):
-                raise InvalidRequest(f"the path of {address.url} is too long for a socket (107 bytes)") from error
-            raise no_server(address, "connection refused") from error
-        self._set_up(sock)
-
-    def _set_up(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._sock = sock
         self._sock_send = sock.send
@@ -81,21 +89,18 @@ class Lane:
     def wait_writable(self, wait: float | None) -> None:
         self._poll(select.POLLOUT, wait)
 
-    def _poll(self, events: int, wait: float | None, *others: int) -> None:
+    def _poll(self, events: int, wait: float | None, wakeup: int | None = None) -> None:
         poll = select.poll()
         poll.register(self._sock, events)
-        for other in others:
-            poll.register(other, select.POLLIN)
+        if wakeup is not None:
+            poll.register(wakeup, select.POLLIN)
         poll.poll(None if wait is None else max(0.0, wait) * 1000 + 1)
 
     # ------------------------------------------------------------------------------------ receiving
 
-    def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
+    def receive(self, wait: float | None) -> Incoming | None:
         flags = _CLOEXEC
-        if to_send or wakeable:
-            self._wait(wait, to_send, wakeable)
-            flags = _AT_ONCE
-        elif wait is None:
+        if wait is None:
             if self._limit is not None:
                 self._set_limit(None)
         elif wait <= 0:
@@ -103,14 +108,14 @@ class Lane:
         else:
             # Half of a long timeout, so that the limit still fits the rest of this wait and slightly shorter ones.
             limit = self._limit
-            if limit is None or limit > wait or (limit < 0.5 and limit < wait * 0.25):
-                self._set_limit(wait if wait < 0.05 else wait * 0.5)
+            if limit is None or limit > wait or (limit < KEPT_LIMIT_S and limit < wait * 0.25):
+                self._set_limit(wait if wait < FULL_LIMIT_S else wait * 0.5)
         try:
             size, ancillary, got, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
         except BlockingIOError:
             return None
         except ConnectionResetError:  # reported once; after that, the last packets of the server can be read
-            return self.receive(wait, to_send, wakeable)
+            return self.receive(wait)
         except OSError as error:
             raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
         descriptors = received(ancillary) if ancillary else []
@@ -130,16 +135,11 @@ class Lane:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._limit = seconds
 
-    def _wait(self, wait: float | None, to_send: bool, wakeable: bool) -> None:
-        events = select.POLLIN | (select.POLLOUT if to_send else 0)
-        if not wakeable:
-            self._poll(events, wait)
-            return
-        self._poll(events, wait, self._wakeup)
-        try:
+    def receive_or_event(self, wait: float | None, to_send: bool) -> Incoming | None:
+        self._poll(select.POLLIN | (select.POLLOUT if to_send else 0), wait, self._wakeup)
+        with contextlib.suppress(BlockingIOError):  # `wake` was not called
             os.eventfd_read(self._wakeup)
-        except BlockingIOError:
-            return  # `wake` was not called
+        return self.receive(0)
 
     def wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
@@ -155,7 +155,7 @@ class Lane:
         except OSError:
             return  # already disconnected
 
-    def close(self, linger: bool = False) -> None:
+    def close(self, linger: bool = False) -> None:  # a Unix socket always delivers what was sent
         self._sock.close()
         wakeup, self._wakeup = self._wakeup, -1
         if wakeup >= 0:

@@ -1,16 +1,22 @@
-"""The interface of links to a server. A link moves packets and does not interpret them."""
+"""The interface of links to a server, which move packets and do not interpret them, and a session with such a link."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 from shmserve.clients.transport.address import Address
-from shmserve.session import Incoming, Packet
+from shmserve.errors import Cancelled, ConnectionLost, ServeError
+from shmserve.session import Incoming, Packet, Session
 
 CLOSED = "the client was closed before the response arrived"
 PAUSE_S = 0.01
 """Delay before the first reconnect; doubled after each failure, up to PAUSE_MOST_S."""
 PAUSE_MOST_S = 0.25
+INTERRUPTED = ConnectionLost("reading was interrupted")
 
 
 class ServerLink(Protocol):
@@ -19,9 +25,14 @@ class ServerLink(Protocol):
     def send(self, packet: Packet) -> bool:
         """False if the link is full. Raises ConnectionLost when it has ended."""
 
-    def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
-        """The next packet. None if nothing came within about `wait` seconds (None: no limit), if there is room again
-        for a packet `to_send`, or, if `wakeable`, if `wake` was called. Raises ConnectionLost when the link has ended.
+    def receive(self, wait: float | None) -> Incoming | None:
+        """The next packet; None if nothing came within about `wait` seconds (None: no limit). Raises ConnectionLost
+        when the link has ended.
+        """
+
+    def receive_or_event(self, wait: float | None, to_send: bool) -> Incoming | None:
+        """Like `receive`, but also returns None if `wake` was called or, with `to_send`, if there is room again for a
+        packet.
         """
 
     def in_use(self) -> bool:
@@ -33,13 +44,13 @@ class ServerLink(Protocol):
         """Returns when there may be room again, or after `wait` seconds."""
 
     def wake(self) -> None:
-        """Wake up a wakeable `receive` that waits in another thread."""
+        """Wake up a thread that waits in `receive_or_event`."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that an event loop watches for reading. They are only hints: read until nothing is left."""
 
     def interrupt(self) -> None:
-        """End the link for a thread that waits in `receive`; called before `close`."""
+        """End the link for a thread that waits for a packet; called before `close`."""
 
     def close(self, linger: bool = False) -> None:
         """`linger`: still deliver what was sent last."""
@@ -51,9 +62,93 @@ class ServerLink(Protocol):
 def open_link(address: Address) -> ServerLink:
     """Raises ConnectionLost if there is no listener. Over ZeroMQ, only `receive` can detect that."""
     if address.kind == "unix":
-        from shmserve.clients.transport.lane import Lane
+        from shmserve.clients.transport import lane
 
-        return Lane(address)
+        return lane.connect(address)
     from shmserve.clients.transport.zmq import ZmqLink
 
     return ZmqLink(address)
+
+
+class SessionLink:
+    """A session, and the link that carries its packets: one after another, as the server may restart."""
+
+    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
+        self.address = address
+        self.closed = False
+        self._name = name
+        self._reconnect_timeout = reconnect_timeout
+        self._memory_bytes = memory_bytes
+        self._start()
+        _all.add(self)
+
+    def _start(self) -> None:
+        """Also called in a forked child, where nothing of the parent may be used or released."""
+        self.session = self.make_session()
+        self._link: ServerLink | None = None
+        self._unsent: list[Packet] = []
+        self._was_connected = False
+
+    def make_session(self) -> Session:
+        address = self.address
+        return Session(
+            address.memory, memory_bytes=self._memory_bytes, frame_bytes=address.frame_bytes, on_full=self._flusher()
+        )
+
+    def _flusher(self) -> Callable[[], None]:
+        """The session's `on_full` callback, which sends returns of dropped memory. It may run inside the garbage
+        collector, in any thread, and must not keep this object alive.
+        """
+        raise NotImplementedError
+
+    def _say_hello(self, link: ServerLink) -> None:
+        with contextlib.suppress(ConnectionLost):  # a server that refuses connections has sent the reason: read it
+            link.send(self.session.hello(os.getpid(), self._name))
+
+    def _process_welcome(self, incoming: Incoming) -> None:
+        """Process the first packet of a new link. Raises the server's reason if it does not accept the client."""
+        self.session.receive(*incoming)
+        if not self.session.connected:
+            raise ConnectionLost(f"{self.address.url} is not a shmserve server")
+
+    def _lose(self, error: ServeError) -> None:
+        """Drop a link that has ended or is unusable. Requests that can be resent are kept for the next link, unless the
+        server ended this one with a reason.
+        """
+        link, self._link = self._link, None
+        if link is None:
+            return
+        self._unsent.clear()
+        unusable = error is INTERRUPTED or not isinstance(error, ConnectionLost)
+        if unusable:  # over ZeroMQ the server would not detect it
+            with contextlib.suppress(ConnectionLost):
+                link.send(self.session.bye())
+        self.session.disconnected()
+        self._close_link(link, unusable)
+        if self.closed:
+            self.session.fail_all(Cancelled(CLOSED))
+        elif self.session.goodbye is not None:
+            self.session.fail_all(self.session.goodbye)
+
+    def _close_link(self, link: ServerLink, linger: bool) -> None:
+        link.close(linger)
+
+    def forked(self) -> None:
+        """Reset in a forked child. Threads, link and memory belong to the parent; the first call opens a new link."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        link = getattr(self, "_link", None)
+        if link is not None:
+            link.close()
+
+
+_all: weakref.WeakSet[SessionLink] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for link in list(_all):
+        link.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -11,13 +11,10 @@ unless their docstring says otherwise.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from typing import Any
 
 from shmserve.clients.future import FINISHED, PENDING, Future
-from shmserve.clients.transport.address import Address
 from shmserve.clients.transport.link import CLOSED
 from shmserve.clients.transport.threaded import ThreadedLink, get_ident, monotonic
 from shmserve.errors import Cancelled, ConnectionLost
@@ -30,16 +27,12 @@ LINGER_S = 5.0
 class SharedLink(ThreadedLink):
     """The link behind a client's futures. It implements `AnswerReader`."""
 
-    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
+    def _start(self) -> None:
+        super()._start()
         self.collecting = False
         """Whether a result was collected since the last submit."""
         self.after: list[Future] = []
         """Settled futures whose callbacks are run once the lock is released."""
-        super().__init__(address, name, reconnect_timeout, memory_bytes)
-        _all.add(self)
-
-    def _start(self) -> None:
-        super()._start()
         self.condition = threading.Condition(self.lock)
         """For concurrent.futures, which uses the condition of each future."""
         self._gates: dict[Any, None] = {}
@@ -52,9 +45,6 @@ class SharedLink(ThreadedLink):
         """The gate on which the reader thread sleeps while no future needs it."""
         self._needing_reader = 0
         """Number of unsettled futures that have watchers."""
-
-    def _on_full(self) -> Any:
-        return _flusher(weakref.ref(self))
 
     # ------------------------------------------------------------------------------------ waiting
 
@@ -325,10 +315,8 @@ class SharedLink(ThreadedLink):
             reader.join()
 
     def forked(self) -> None:
-        """Reset in a forked child, without the lock. Threads, link and memory belong to the parent; the first call
-        opens a new link."""
+        """Called without the lock."""
         link, session = self._link, self.session
-        self.after = []
         self._start()
         if link is not None:
             link.abandon()
@@ -337,42 +325,3 @@ class SharedLink(ThreadedLink):
                 ticket._watch = None  # its waiters are in the parent process
         session.fail_all(ConnectionLost("the request was sent by the parent process, before the fork"))
         session.close()
-
-    def __del__(self) -> None:
-        link = getattr(self, "_link", None)
-        if link is not None:
-            link.close()
-
-
-_all: weakref.WeakSet[SharedLink] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for shared in list(_all):
-        shared.forked()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def _flusher(shared: weakref.ref[SharedLink]) -> Any:
-    """An `on_full` callback, which sends returns of dropped memory. It may run inside the garbage collector, even in a
-    thread that holds the lock, so it gives up instead of waiting; the next call then sends them.
-    """
-
-    def flush() -> None:
-        found = shared()
-        if found is None or found.lock._is_owned() or not found.lock.acquire(blocking=False):  # type: ignore[attr-defined]
-            return
-        try:
-            link = found._link
-            if link is not None and not link.in_use() and not found._unsent and not found.closed:
-                for packet in found.session.take():
-                    if found._unsent or not link.send(packet):
-                        found._unsent.append(packet)
-        except ConnectionLost:
-            return  # the next call detects it too, and can report it
-        finally:
-            found.lock.release()
-
-    return flush

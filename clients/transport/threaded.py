@@ -9,18 +9,24 @@ a thread that was interrupted between the two and finds itself the leader later 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
-from typing import Any
+import weakref
+from collections.abc import Callable
 
-from shmserve.clients.transport.address import Address, no_server
-from shmserve.clients.transport.link import CLOSED, PAUSE_MOST_S, PAUSE_S, ServerLink, open_link
+from shmserve.clients.transport.address import no_server
+from shmserve.clients.transport.link import (
+    CLOSED,
+    INTERRUPTED,
+    PAUSE_MOST_S,
+    PAUSE_S,
+    ServerLink,
+    SessionLink,
+    open_link,
+)
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Incoming, Packet, Session, Ticket
+from shmserve.session import Incoming, Ticket
 
-INTERRUPTED = ConnectionLost("reading was interrupted")
 READ_EVERY = 16
 """Number of packets sent without reading after which pending input is read: a full socket would block the server."""
 
@@ -28,38 +34,42 @@ monotonic = time.monotonic
 get_ident = threading.get_ident
 
 
-class ThreadedLink:
-    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
-        self.address = address
+class ThreadedLink(SessionLink):
+    def _start(self) -> None:
+        super()._start()
+        self.lock = threading.RLock()
+        self.outbox = self.session.outbox
         self.uncollected = 0
         """Approximate number of received answers whose results were not collected yet."""
-        self.closed = False
-        self._name = name
-        self._reconnect_timeout = reconnect_timeout
-        self._memory_bytes = memory_bytes
-        self._start()
-
-    def _start(self) -> None:
-        """Also called in a forked child, where nothing of the parent may be used or released."""
-        self.lock = threading.RLock()
-        address = self.address
-        self.session = Session(
-            address.memory, memory_bytes=self._memory_bytes, frame_bytes=address.frame_bytes, on_full=self._on_full()
-        )
-        self.outbox = self.session.outbox
-        self._unsent: list[Packet] = []
-        self._link: ServerLink | None = None
         self._dialed: ServerLink | None = None
-        self._was_connected = False
         self._leading = False
         self._leader = 0
         """The identifier of the leading thread."""
         self._unread = 0
         self._closing = threading.Event()
 
-    def _on_full(self) -> Any:
-        """The session's `on_full` callback, which may run inside the garbage collector."""
-        return None
+    def _flusher(self) -> Callable[[], None]:
+        """The callback may run in a thread that holds the lock, so it gives up instead of waiting; the next call then
+        sends the returns.
+        """
+        reference = weakref.ref(self)
+
+        def flush() -> None:
+            shared = reference()
+            if shared is None or shared.lock._is_owned() or not shared.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+                return
+            try:
+                link = shared._link
+                if link is not None and not link.in_use() and not shared._unsent and not shared.closed:
+                    for packet in shared.session.take():
+                        if shared._unsent or not link.send(packet):
+                            shared._unsent.append(packet)
+            except ConnectionLost:
+                return  # the next call detects it too, and can report it
+            finally:
+                shared.lock.release()
+
+        return flush
 
     # ------------------------------------------------------------------------------------ sending
 
@@ -130,7 +140,7 @@ class ThreadedLink:
         self._leading = True
         try:
             self.lock.release()
-            incoming = link.receive(wait, to_send, wakeable)
+            incoming = link.receive_or_event(wait, to_send) if to_send or wakeable else link.receive(wait)
         except ServeError as error:
             incoming = error
         finally:
@@ -159,9 +169,6 @@ class ThreadedLink:
             return
         if settled:
             self.uncollected = settled
-        if session.goodbye is not None:
-            self._lose(session.goodbye)
-            return
         if self._unsent:
             try:
                 self._push()
@@ -190,27 +197,11 @@ class ThreadedLink:
 
     # ------------------------------------------------------------------------------------ connections
 
-    def _lose(self, error: ServeError) -> None:
-        """Drop a link that has ended or is unusable. Requests that can be resent are kept for the next link, unless the
-        server ended this one with a reason.
-        """
-        link, self._link = self._link, None
-        if link is None:
-            return
-        self._unsent.clear()
-        ours = error is INTERRUPTED or not isinstance(error, ConnectionLost)
-        if ours:  # over ZeroMQ the server would not detect it
-            with contextlib.suppress(ConnectionLost):
-                link.send(self.session.bye())
-        self.session.disconnected()
+    def _close_link(self, link: ServerLink, linger: bool) -> None:
         if self._leading:
             link.interrupt()  # the leader closes it
         else:
-            link.close(linger=ours)
-        if self.closed:
-            self.session.fail_all(Cancelled(CLOSED))
-        elif self.session.goodbye is not None:
-            self.session.fail_all(self.session.goodbye)
+            link.close(linger)
 
     def _connect(self, until: float | None) -> None:
         """Open a link; other threads wait meanwhile. On failure all unanswered requests fail."""
@@ -218,12 +209,12 @@ class ThreadedLink:
         limit = end if until is None else min(end, until)
         tired = False
         failure: ServeError = ConnectionLost("connecting was interrupted")
-        found: tuple[ServerLink, Incoming] | None = None
+        dialed: tuple[ServerLink, Incoming] | None = None
         self._leader = get_ident()
         self._leading = True
         try:
             self.lock.release()
-            found = self._dial(limit)
+            dialed = self._dial(limit)
         except ServeError as error:
             failure = error
             early = limit < end and isinstance(error, ConnectionLost)
@@ -232,21 +223,20 @@ class ThreadedLink:
             self.lock.acquire()
             self._leading = False
             self._dialed = None
-            if found is None and (self.closed or not tired):  # otherwise only the leader's own wait ends
+            if dialed is None and (self.closed or not tired):  # otherwise only the leader's own wait ends
                 self.session.fail_all(Cancelled(CLOSED) if self.closed else failure)
-        if found is None:
+        if dialed is None:
             return
+        link, welcome = dialed
         try:
-            self.session.receive(*found[1])
-            if not self.session.connected:
-                raise self.session.goodbye or ConnectionLost(f"{self.address.url} is not a shmserve server")
+            self._process_welcome(welcome)
             if self.closed:
                 raise Cancelled(CLOSED)
         except ServeError as error:
-            found[0].close()
+            link.close()
             self.session.fail_all(error)
             return
-        self._link = found[0]
+        self._link = link
         self._was_connected = True
 
     def _dial(self, limit: float) -> tuple[ServerLink, Incoming]:
@@ -264,14 +254,10 @@ class ThreadedLink:
     def _greet(self, limit: float) -> tuple[ServerLink, Incoming]:
         link = self._dialed = open_link(self.address)
         try:
-            with contextlib.suppress(ConnectionLost):  # a server that refuses connections has sent the reason: read it
-                link.send(self.session.hello(os.getpid(), self._name))
-            incoming = link.receive(limit - monotonic())
-            while incoming is None:
-                wait = limit - monotonic()
-                if wait <= 0:
+            self._say_hello(link)
+            while (incoming := link.receive(limit - monotonic())) is None:
+                if monotonic() >= limit:
                     raise no_server(self.address, "no response")
-                incoming = link.receive(wait)
         except BaseException:
             link.close()
             raise

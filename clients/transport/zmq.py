@@ -106,7 +106,7 @@ class ZmqLink:
 
     # ------------------------------------------------------------------------------------ receiving
 
-    def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
+    def receive_or_event(self, wait: float | None, to_send: bool = False) -> Incoming | None:
         end = None if wait is None else time.monotonic() + wait
         while True:
             with self._guard:
@@ -136,10 +136,9 @@ class ZmqLink:
                 os.eventfd_read(self._wakeup)
                 with self._guard:
                     parts = self._take()
-                if parts is not None:
-                    return parts[0], [], parts[1:]
-                if wakeable:
-                    return None
+                return None if parts is None else (parts[0], [], parts[1:])
+
+    receive = receive_or_event
 
     def _take(self) -> list[Any] | None:
         if self._ended:

@@ -97,7 +97,7 @@ class Session:
         self.server = ""
         self.limits: dict[str, int] = {}
         self.goodbye: ServeError | None = None
-        """The error with which the server ended the connection, if it sent one."""
+        """The error with which the server ended the connection, if it sent one. `receive` raises it once."""
         self.outbox = SessionOutbox(self.memory, self.tickets)
         """Queued messages, which `take` packs."""
         self.urgent = False
@@ -438,7 +438,7 @@ class Session:
         if message.code == ConnectionLost.code:  # a different server behind the same ZeroMQ socket
             raise ConnectionLost(message.text)
         self.goodbye = from_wire(message.code, message.text)
-        return 0
+        raise from_wire(message.code, message.text)
 
     def disconnected(self) -> None:
         """Handle a disconnect. Questions, requests without a sequence, and operations that were not begun are kept for

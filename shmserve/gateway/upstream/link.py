@@ -3,7 +3,6 @@ no string is parsed. Bytes pass unchanged from the network to the model and back
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.clients.transport.address import address_of
-from shmserve.clients.transport.event_loop import LoopLink, flusher
+from shmserve.clients.transport.event_loop import LoopLink
 from shmserve.errors import HandleLost, Internal, InvalidRequest, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
@@ -192,8 +191,6 @@ class GatewayLink(LoopLink):
         return ReadTurns(self.bind())
 
     def make_session(self) -> Session:
-        made = GatewaySession(
-            self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)), cold=True
-        )
+        made = GatewaySession(self.address.memory, memory_bytes=self._memory_bytes, on_full=self._flusher(), cold=True)
         made.on_limits = self.shares.limits
         return made

@@ -90,13 +90,7 @@ def test_a_connection_that_cannot_be_accepted_is_refused_with_the_reason(server:
         identity(client, 3)
 
 
-def client_link(sock: socket.socket) -> Any:
-    lane = ClientLane.__new__(ClientLane)
-    lane._set_up(sock)
-    return lane
-
-
-@pytest.mark.parametrize("end", [client_link, WorkerLink], ids=["client", "worker"])
+@pytest.mark.parametrize("end", [ClientLane, WorkerLink], ids=["client", "worker"])
 def test_clients_and_workers_close_a_connection_that_lost_descriptors(
     end: Callable[[socket.socket], Any],
 ) -> None:
@@ -106,4 +100,4 @@ def test_clients_and_workers_close_a_connection_that_lost_descriptors(
     with theirs, contextlib.closing(link), open(os.devnull) as file:
         socket.send_fds(theirs, [codec.encode([Map(1 << 32, 4096)])], [file.fileno()])
         with no_descriptors(os.getpid()), pytest.raises(ConnectionLost, match="RLIMIT_NOFILE"):
-            link.receive(*((1.0,) if end is client_link else ()))
+            link.receive(*((1.0,) if end is ClientLane else ()))

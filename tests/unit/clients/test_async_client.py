@@ -101,8 +101,16 @@ def test_it_goes_on_in_another_loop_when_its_own_was_closed(url: str) -> None:
         await main()
         await client.close()
 
+    async def unanswered() -> Any:
+        future = client.submit("hold", {"x": X})
+        await main()
+        return future
+
     assert asyncio.run(main()) == X.tolist()
+    future = asyncio.run(unanswered())
     assert asyncio.run(main()) == X.tolist()
+    with pytest.raises(shmserve.ConnectionLost, match="the event loop was closed before"):
+        future.result()
     asyncio.run(last())
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest
+from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, Unavailable
 from shmserve.protocol.messages import (
     FIELD_BYTES,
     PACKET_BYTES,
@@ -268,7 +268,8 @@ def test_the_error_has_the_reason_of_the_goodbye() -> None:
     session = connected()
     ticket = operate(session, of_load(None, None))
     session.take()
-    feed(session, Goodbye("UNAVAILABLE", "the server stops"))
+    with pytest.raises(Unavailable, match="the server stops"):
+        feed(session, Goodbye("UNAVAILABLE", "the server stops"))
     session.disconnected()
     assert "the connection ended (the server stops) before" in str(ticket.error)
 

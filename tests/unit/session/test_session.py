@@ -294,7 +294,8 @@ def test_another_protocol_version_is_refused() -> None:
     session.hello(1, "test")
     with pytest.raises(ProtocolError, match="speaks protocol 99, this client 1"):
         feed(session, Welcome(99, 1, "server"))
-    feed(session, Goodbye("PROTOCOL", "only 99 here"))
+    with pytest.raises(ProtocolError, match="only 99 here"):
+        feed(session, Goodbye("PROTOCOL", "only 99 here"))
     assert str(session.goodbye) == "only 99 here"
 
 
