@@ -36,7 +36,7 @@ from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
 from shmserve.broker.observability.metrics import Metrics
 from shmserve.broker.observability.model_metrics import ModelCounters
-from shmserve.broker.processes.cgroups import groups
+from shmserve.broker.processes.cgroups import take_over_own_group
 from shmserve.broker.processes.workers import Workers
 from shmserve.broker.segments import Segments
 from shmserve.core import effects, events
@@ -116,7 +116,7 @@ class Broker:
         self._answers = QueryAnswers(control, self._probes, self.send_to, core.roles_of)
         control.metrics += [metrics.text, self._model_counters.text]
         self._workers = Workers(
-            loop, self._deliver, self._worker_exited, log_record, groups, prepared, log_rate, variables
+            loop, self._deliver, self._worker_exited, log_record, take_over_own_group(), prepared, log_rate, variables
         )
         self._peers = count(1)
         self._links: dict[int, PeerLink | ZmqOutbox] = {}

@@ -1,8 +1,7 @@
 """Memory limits of workers by control groups (cgroup v2): one group for each worker that has a limit.
 
-Needs a group that the service manager has delegated to the server. Without one, or if the kernel lacks a feature,
-CannotHave is raised with the reason, and the caller polls the memory of workers instead. Invariant: only delegated
-groups are modified.
+Needs a group that the service manager has delegated to the server. Without one, or if the kernel lacks a feature, there
+are no groups, and the memory of workers is polled instead. Invariant: only delegated groups are modified.
 """
 
 from __future__ import annotations
@@ -36,20 +35,23 @@ class ControlGroup:
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
         self.limit = limit
-        path.mkdir()
-        try:
-            (path / "memory.max").write_text(str(limit))
-            _write_if_there(path / "memory.swap.max", "0")  # otherwise a worker over its limit would swap
-            _write_if_there(path / "memory.oom.group", "1")  # kill processes that the worker started, too
-        except OSError:
-            path.rmdir()
-            raise
         self.processes = path / PROCESSES
+
+    def create(self) -> None:
+        self._path.mkdir()
+        try:
+            (self._path / "memory.max").write_text(str(self.limit))
+            _write_if_there(self._path / "memory.swap.max", "0")  # otherwise a worker over its limit would swap
+            _write_if_there(self._path / "memory.oom.group", "1")  # kill processes that the worker started, too
+        except OSError:
+            self._path.rmdir()
+            raise
 
     def used_up(self) -> bool:
         """Whether the kernel killed a process of the group for exceeding the group's limit."""
-        events = self._events("memory.events.local") or self._events("memory.events")
-        return events.get("oom", 0) > 0 and (self._events("memory.events") or events).get("oom_kill", 0) > 0
+        events = self._events("memory.events")
+        own = self._events("memory.events.local") or events  # before Linux 5.2, `events` is all there is
+        return own.get("oom", 0) > 0 and events.get("oom_kill", 0) > 0
 
     def _events(self, name: str) -> dict[str, int]:
         try:
@@ -73,11 +75,14 @@ class ControlGroup:
 
 
 class ControlGroups:
-    """Creates the groups of workers, as children of the delegated group."""
+    """Creates the groups of workers, as children of the delegated group `top`."""
 
     def __init__(self, top: Path) -> None:
-        """`top` is the delegated group. Moves its processes to the child group SERVER. Raises CannotHave."""
         self._top = top
+
+    @classmethod
+    def take_over(cls, top: Path) -> ControlGroups:
+        """Moves the processes of a delegated group to its child group SERVER. Raises CannotHave."""
         _check(top)
         try:
             for left in top.glob(PREFIX + "*"):  # left by a killed server; groups in use stay
@@ -90,33 +95,40 @@ class ControlGroups:
             (top / "cgroup.subtree_control").write_text("+memory")
         except OSError as error:
             raise CannotHave(f"cannot create control groups below that of this service: {error.strerror}") from None
+        return cls(top)
 
     def make(self, peer: int, limit: int) -> ControlGroup | None:
         """Creates the group of a worker. Returns None and logs a warning if that fails."""
+        group = ControlGroup(self._top / f"{PREFIX}{peer}", limit)
         try:
-            return ControlGroup(self._top / f"{PREFIX}{peer}", limit)
+            group.create()
         except OSError as error:
             log.warning(
                 "cannot create a control group for worker %d (%s): polling its memory instead", peer, error.strerror
             )
             return None
+        return group
 
 
-def groups() -> ControlGroups:
-    """The groups of this process. Raises CannotHave."""
-    return ControlGroups(own(PROC, MOUNTS))
+def take_over_own_group() -> ControlGroups | None:
+    """Divides the group of this process. None, with the reason in the log, if that is not possible."""
+    try:
+        return ControlGroups.take_over(own(PROC, MOUNTS))
+    except CannotHave as reason:
+        log.debug("memory limits are enforced by polling: %s", reason)
+        return None
 
 
 def own(proc: Path, mounts: Path) -> Path:
     """The directory of this process's group. Raises CannotHave without cgroup v2."""
     try:
         name = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
-        found = [line.split()[1] for line in mounts.read_text().splitlines() if line.split()[2] == "cgroup2"]
+        roots = [line.split()[1] for line in mounts.read_text().splitlines() if line.split()[2] == "cgroup2"]
     except (OSError, StopIteration):
         raise CannotHave("no cgroup v2") from None
-    if not found:
+    if not roots:
         raise CannotHave("cgroup v2 is not mounted")
-    return Path(found[0]) / name.lstrip("/")
+    return Path(roots[0]) / name.lstrip("/")  # further mounts show the same groups
 
 
 def _check(top: Path) -> None:
@@ -140,7 +152,8 @@ def _is_delegated(top: Path) -> bool:
 
 
 def _write_if_there(path: Path, text: str) -> None:
-    """Writes to an optional file, which older kernels do not have. It is not created, as `write_text` would try."""
+    """Writes to an optional file, which older kernels do not have. It is not created, as `write_text` would try, nor
+    read: users may only write to `cgroup.kill`."""
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

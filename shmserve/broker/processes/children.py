@@ -46,10 +46,41 @@ def ended_with(code: int) -> str:
     return f"signal {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
 
 
+class LineSplitter:
+    """Splits output that arrives in pieces into lines. Keeps an incomplete last line, up to LINE_BYTES, for the next
+    piece."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return lines + self._overlong()
+
+    def feed_tail(self, data: bytes, most: int) -> tuple[list[bytes], int, int]:
+        """As `feed`, but returns only about the last `most` lines, with the number and the size of those before them,
+        which are not split: that would take the time of a thousand requests."""
+        skipped = data.count(b"\n") - most
+        if skipped <= 0:
+            return self.feed(data), 0, 0
+        head, *lines, partial = data.rsplit(b"\n", most + 1)
+        size = len(self._partial) + len(head) + 1
+        self._partial = partial
+        return lines + self._overlong(), skipped, size
+
+    def end(self) -> list[bytes]:
+        """The incomplete last line, if there is one."""
+        partial, self._partial = self._partial, b""
+        return [partial] if partial else []
+
+    def _overlong(self) -> list[bytes]:
+        return self.end() if len(self._partial) > LINE_BYTES else []
+
+
 class Output:
     """A pipe for the output of a child, which is rate-limited and logged with `log_record(level, text)`.
 
-    `written` is the child's end; the caller closes it in this process after starting the child. `levels` maps the
+    `write_end` is the child's; the caller closes it in this process after starting the child. `levels` maps the
     prefix of a line to its log level; the default level is info.
 
     Invariant: the pipe is always read, even if lines exceed the rate limit, so that no child blocks on its output.
@@ -63,11 +94,11 @@ class Output:
         self._log_record = log_record
         self._throttle = Throttle(rate or Rate())
         self._timer: Any = None
-        self._partial = b""
+        self._lines = LineSplitter()
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        self.descriptor, self.written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(self.written, True)
-        loop.add_reader(self.descriptor, self.read)
+        self.read_end, self.write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self.write_end, True)
+        loop.add_reader(self.read_end, self.read)
 
     @property
     def tail(self) -> list[str]:
@@ -79,32 +110,27 @@ class Output:
         return next((self._parse(line)[1] for line in reversed(self.tail) if line.strip()), "")
 
     def read(self) -> None:
-        """Reads up to READ_BYTES and logs the complete lines. Keeps an incomplete last line for the next read, unless
-        it is too long or the pipe is at end of file."""
+        """Reads up to READ_BYTES and logs the lines."""
         try:
-            data = os.read(self.descriptor, READ_BYTES)
+            data = os.read(self.read_end, READ_BYTES)
         except BlockingIOError:
             return
+        if self._throttle.is_full(self._loop.time()):  # all lines are dropped; split only those that the tail keeps
+            lines, skipped, size = self._lines.feed_tail(data, TAIL_LINES)
+            if skipped:
+                self._throttle.drop(skipped, size)
+        else:
+            lines = self._lines.feed(data)
         if not data:
-            self._loop.remove_reader(self.descriptor)
-        if self._throttle.is_full(self._loop.time()) and (count := data.count(b"\n")) > TAIL_LINES:
-            # The throttle drops all lines until its window ends, so split only the lines that the tail keeps.
-            head, *lines, partial = data.rsplit(b"\n", TAIL_LINES + 1)
-            self._throttle.drop(count - TAIL_LINES, len(self._partial) + len(head) + 1)
-            self._partial = partial[:LINE_BYTES]
-            self._admit(lines)
-            return
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if self._partial and (len(self._partial) > LINE_BYTES or not data):
-            lines.append(self._partial)
-            self._partial = b""
+            self._loop.remove_reader(self.read_end)
+            lines += self._lines.end()
         self._admit(lines)
 
     def _admit(self, lines: list[bytes]) -> None:
         lines = [line for line in lines if not (line[:8] == b'  File "' and _OUR_FRAME.match(line))]
         self._tail.extend(line[:LINE_BYTES] for line in lines[-TAIL_LINES:])
-        for found in self._throttle.admit(lines, self._loop.time()):
-            self._log(found)
+        for line_or_notice in self._throttle.admit(lines, self._loop.time()):
+            self._log(line_or_notice)
         if self._throttle.pending and self._timer is None:
             self._timer = self._loop.call_later(WINDOW_S, self._tick)
 
@@ -113,8 +139,9 @@ class Output:
         for notice in self._throttle.flush():
             self._log(notice)
 
-    def _log(self, found: bytes | str) -> None:
-        level, text = ("warning", found) if isinstance(found, str) else self._parse(_text(found))
+    def _log(self, entry: bytes | str) -> None:
+        """Logs a line, or a notice of the throttle (str)."""
+        level, text = ("warning", entry) if isinstance(entry, str) else self._parse(_text(entry))
         self._log_record(level, text)
 
     def _parse(self, line: str) -> tuple[str, str]:
@@ -128,9 +155,7 @@ class Output:
         limit, as they may explain the exit."""
         for _ in range(PIPE_BYTES // READ_BYTES):
             self.read()
-        if self._partial:  # no end of file: a process started by the child holds the pipe open
-            partial, self._partial = self._partial, b""
-            self._admit([partial])
+        self._admit(self._lines.end())  # if a process started by the child holds the pipe open, there is no end of file
         for notice in self._throttle.flush():
             self._log(notice)
         dropped = min(self._throttle.trailing, len(self._tail))
@@ -140,8 +165,8 @@ class Output:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._loop.remove_reader(self.descriptor)
-        os.close(self.descriptor)
+        self._loop.remove_reader(self.read_end)
+        os.close(self.read_end)
 
 
 def _text(line: bytes) -> str:

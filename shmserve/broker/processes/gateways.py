@@ -122,8 +122,8 @@ class Gateways:
             process = subprocess.Popen(
                 [*python(), "-m", MODULE, *words],
                 stdin=subprocess.DEVNULL,
-                stdout=output.written,
-                stderr=output.written,
+                stdout=output.write_end,
+                stderr=output.write_end,
                 pass_fds=[write_end],
                 env=children.environment(*_PASSED_ON),
                 start_new_session=True,  # the broker stops them in order; they must not get a terminal's Ctrl-C
@@ -135,7 +135,7 @@ class Gateways:
             return
         finally:
             os.close(write_end)
-            os.close(output.written)
+            os.close(output.write_end)
         gateway.process, gateway.output, gateway.ready_pipe = process, output, ready_pipe
         gateway.pidfd = os.pidfd_open(process.pid)
         gateway.began = self._loop.time()

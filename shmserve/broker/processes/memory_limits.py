@@ -5,16 +5,13 @@ Invariant: polling counts only private memory, not mapped tensors of other proce
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
 
-from shmserve.broker.processes.cgroups import CannotHave, ControlGroup, ControlGroups
+from shmserve.broker.processes.cgroups import ControlGroup, ControlGroups
 from shmserve.system import procfs
-
-log = logging.getLogger("shmserve")
 
 POLL_S = 1.0
 NEAR_S = 0.1
@@ -38,14 +35,13 @@ class MemoryLimits:
         loop: Any,
         kill: Callable[[int, str], None],
         used: Callable[[int], int] = procfs.own_bytes,
-        make: Callable[[], ControlGroups] | None = None,
+        groups: ControlGroups | None = None,
         what: str = "private memory",
         knobs: str = KNOBS,
     ) -> None:
         """`kill(peer, reason)` kills a worker that exceeds its limit. `used(pid)` returns its memory in bytes.
 
-        `make` divides the broker's control group, or raises CannotHave; None: always poll. `what` and `knobs` name the
-        kind of memory and its settings in error texts.
+        `groups` None: always poll. `what` and `knobs` name the kind of memory and its settings in error texts.
         """
         self._what = what
         self._knobs = knobs
@@ -56,11 +52,7 @@ class MemoryLimits:
         self._groups_of: dict[int, ControlGroup] = {}
         self._leaving: list[ControlGroup] = []
         self._timer: Any = None
-        self._groups: ControlGroups | None = None
-        try:
-            self._groups = make() if make is not None else None
-        except CannotHave as reason:
-            log.debug("memory limits are enforced by polling: %s", reason)
+        self._groups = groups
 
     def group(self, peer: int, limit: int) -> ControlGroup | None:
         """Creates the control group for a worker that is about to start. None: no limit, or its memory is polled."""

@@ -80,12 +80,12 @@ class Workers:
         deliver: Callable[[int, list[Any], list[int]], None],
         exited: Callable[[int, int, str, str, str], None],
         log_record: Callable[[str, str, dict[str, Any]], None],
-        groups: Callable[[], ControlGroups] | None = None,
+        groups: ControlGroups | None = None,
         prepared: bool = False,
         rate: Rate | None = None,
         variables: Sequence[str] = (),
     ) -> None:
-        """`groups` divides the broker's control group, so that the kernel enforces memory limits. `prepared`: fork
+        """`groups`: control groups, so that the kernel enforces memory limits. `prepared`: fork
         workers from the zygote. `rate`: limit for logging each worker's output. `variables`: names or patterns of
         further environment variables that workers get."""
         self._environment = partial(worker_environment, tuple(variables))
@@ -101,7 +101,7 @@ class Workers:
         """Pids of children that are reaped elsewhere."""
         self.used_on_gpu: Callable[[int], int] = lambda pid: 0
         """GPU memory of a process in bytes, 0 if unknown."""
-        self._memory = MemoryLimits(loop, self.kill, make=groups)
+        self._memory = MemoryLimits(loop, self.kill, groups=groups)
         self._gpu_memory = MemoryLimits(
             loop, self.kill, lambda pid: self.used_on_gpu(pid), what="GPU memory", knobs=GPU_KNOBS
         )
@@ -132,7 +132,7 @@ class Workers:
         group = self._memory.group(peer, terms.memory)
         words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
         link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
-        ends = (theirs.detach(), output.written)
+        ends = (theirs.detach(), output.write_end)
         limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0
         worker = Worker(peer, spec.name, about, link, output, words, limits, ends)
         self._workers[peer] = worker

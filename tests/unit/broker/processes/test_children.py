@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
-from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, Output, ended_with, environment
+from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, LineSplitter, Output, ended_with, environment
 from shmserve.workers.process import log
 from tests.support.broker.fake_loop import Loop
 
@@ -22,7 +22,7 @@ class Child:
         self.loop = Loop()
         self._logged: list[tuple[str, str]] = []
         self.output = Output(self.loop, {"verbose": "debug", "error": "error"}, self._log, rate)
-        self._end = os.fdopen(self.output.written, "wb", buffering=0)
+        self._end = os.fdopen(self.output.write_end, "wb", buffering=0)
 
     def _log(self, level: str, text: str) -> None:
         self._logged.append((level, text))
@@ -154,6 +154,16 @@ def test_what_a_child_writes_last_is_logged_whatever_the_limit(child: Make) -> N
     (_, notice), *rest = one.take()
     assert notice.startswith("99 lines")
     assert rest == [("info", str(number)) for number in range(100 - TAIL_LINES, 100)]
+
+
+def test_lines_that_are_not_split_are_counted() -> None:
+    pieces = [b"a\nb", b"c\n" * 5 + b"d", b"\n\n\n", b"x" * LINE_BYTES + b"\ny", b"z\n"]
+    whole, tail = LineSplitter(), LineSplitter()
+    for piece in pieces:
+        lines, (kept, skipped, size) = whole.feed(piece), tail.feed_tail(piece, 2)
+        left = lines[: len(lines) - len(kept)]
+        assert (kept, skipped, size) == (lines[-2:], len(left), sum(map(len, left)) + len(left))
+    assert whole.end() == tail.end() == []
 
 
 def test_what_is_left_of_a_line_when_a_child_ends(child: Make) -> None:

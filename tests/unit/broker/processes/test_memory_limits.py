@@ -28,11 +28,13 @@ MIB = 1 << 20
 class Place:
     """A loop, what is used by each pid, and who was killed."""
 
-    def __init__(self, make: Callable[[], ControlGroups] | None = None) -> None:
+    def __init__(self, groups: ControlGroups | None = None) -> None:
         self.loop = Loop()
         self.used: dict[int, int] = {}
         self.killed: list[tuple[int, str]] = []
-        self.memory = MemoryLimits(self.loop, lambda *what: self.killed.append(what), lambda pid: self.used[pid], make)
+        self.memory = MemoryLimits(
+            self.loop, lambda *what: self.killed.append(what), lambda pid: self.used[pid], groups
+        )
 
 
 def test_who_has_too_much_is_ended_and_nobody_else() -> None:
@@ -118,7 +120,7 @@ def events(folder: Path, **counts: int) -> None:
 
 
 def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> None:
-    place = Place(lambda: ControlGroups(top))
+    place = Place(ControlGroups.take_over(top))
     assert (top / "server" / "cgroup.procs").read_text() == str(os.getpid())
     assert (top / "cgroup.subtree_control").read_text() == "+memory"
     group = place.memory.group(7, 64 * MIB)
@@ -137,14 +139,14 @@ def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> N
 @pytest.mark.parametrize("counts", [{}, {"oom": 0, "oom_kill": 0}, {"oom": 0, "oom_kill": 1}])
 def test_an_end_for_another_reason(top: Path, counts: dict[str, int]) -> None:
     """Also that of a service that has too much as a whole."""
-    place = Place(lambda: ControlGroups(top))
+    place = Place(ControlGroups.take_over(top))
     assert place.memory.group(7, MIB) is not None
     events(top / "instance-7", **counts)
     assert place.memory.ended(7) == ""
 
 
 def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(lambda: ControlGroups(top))
+    place = Place(ControlGroups.take_over(top))
     place.memory.group(7, MIB)
     (top / "instance-7" / "cgroup.kill").write_text("")
 
@@ -162,12 +164,12 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
 
 def test_groups_of_a_server_that_was_killed_are_removed(top: Path) -> None:
     (top / "instance-3").mkdir()
-    ControlGroups(top)
+    ControlGroups.take_over(top)
     assert not (top / "instance-3").exists()
 
 
 def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place = Place(lambda: ControlGroups(top))
+    place = Place(ControlGroups.take_over(top))
     (top / "instance-7").mkdir()
     assert place.memory.group(7, MIB) is None
     assert "polling its memory instead" in caplog.text
@@ -189,7 +191,7 @@ def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.
 def test_where_there_can_be_none(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
     spoil(top)
     with pytest.raises(CannotHave, match=why):
-        ControlGroups(top)
+        ControlGroups.take_over(top)
 
 
 def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +201,11 @@ def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: 
     monkeypatch.setattr(os, "getxattr", unmarked)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(CannotHave, match="is not delegated to it"):
-        ControlGroups(top)
+        ControlGroups.take_over(top)
     assert not (top / "server").exists()
     monkeypatch.setattr(os, "geteuid", lambda: top.stat().st_uid or 1)
     if top.stat().st_uid:
-        ControlGroups(top)
+        ControlGroups.take_over(top)
 
 
 def test_which_group_is_ours(tmp_path: Path) -> None:
