@@ -164,7 +164,6 @@ class ServerProcess:
             settings.override_bytes,
         )
         generations.discard = self._operations.discard
-        self._control.differences = self._operations.differences
         self._control.process_of = self._broker.process_of
         self._broker.drained = loop.stop
         self._progress = LoadProgress(self._core, self._loaded, lambda line: log.info("%s", line))

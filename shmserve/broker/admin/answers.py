@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from shmserve.broker.admin.queries import Control, Shared
@@ -91,7 +91,8 @@ class QueryAnswers:
         for waiting in (self._awaiting, self._models, self._due, self._held):
             waiting.pop(peer, None)
 
-    def _models_known(self) -> None:
+    def _models_known(self, changed: Set[int]) -> None:
+        self._control.changed_on_disk = changed
         self._move(self._models)
         self.notify()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import msgspec
@@ -45,8 +45,8 @@ class Control:
     def __init__(self, core: Core, catalog: Catalog, name: str, version: str, strict: bool) -> None:
         self.process_of: Callable[[int], int] = lambda peer: 0
         """Returns the pid of a worker."""
-        self.differences: Container[int] = ()
-        """The sources of versions that differ from what is in the repository."""
+        self.changed_on_disk: Set[int] = frozenset()
+        """The sources of versions that differ from what is in the repository, as last checked."""
         self.failed = False
         """Initialization failed: the server is not live, and runs only so that its operator can query the reason."""
         self.metrics: list[Callable[[], str]] = []
@@ -205,7 +205,7 @@ class Control:
                     "default": version is default,
                     "loading_seconds": self._loading_seconds(version),
                     "reloading": version.number in model.coming,
-                    "changed_on_disk": version.state is VersionState.READY and version.source in self.differences,
+                    "changed_on_disk": version.state is VersionState.READY and version.source in self.changed_on_disk,
                     "last_failed_change": _failed_change(model) if version.state is VersionState.READY else None,
                 }
                 made = [version, *[other for other in model.generations() if other.number == version.number]]

@@ -69,8 +69,8 @@ class VersionSource(Struct, eq=False):
     digest: str
     mark: object = None
     completed: ModelConfig | None = None
-    configuration: str = ""
-    """Digest of the configuration files; "": the configuration does not come from them."""
+    config_digest: str | None = None
+    """Digest of the configuration files; None: the configuration does not come from them."""
     target: Target | None = None
     """The last deployment."""
     kept: KeptConfig | None = None
@@ -243,7 +243,7 @@ class Catalog:
     def loaded(self) -> list[LoadedVersion]:
         """Versions made of files in the repository."""
         return [
-            LoadedVersion(source.number, source.origin, source.version, source.digest, source.configuration)
+            LoadedVersion(source.number, source.origin, source.version, source.digest, source.config_digest)
             for source in self._sources.values()
             if source.digest and (source.generation is None or source.generation.folder != source.origin)
         ]
@@ -299,27 +299,24 @@ class Catalog:
         found, given = reading.found, reading.override
         assert found.config is not None
         assert found.given is not None
-        digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
-        configuration = reading.snapshot.of_configuration() if reading.snapshot is not None and given is None else ""
+        snapshot = reading.snapshot
+        digest = snapshot.of_version(version) if snapshot is not None else ""
+        config_digest = snapshot.of_configuration() if snapshot is not None and given is None else None
         mark = _mark(reading, version)
         kind = "override" if given is not None else "file" if found.file else ""
         kept = None
-        if given is not None and given.folder is None and reading.snapshot is not None:
-            kept = KeptConfig(given, reading.snapshot.digest())
+        if given is not None and given.folder is None and snapshot is not None:
+            kept = KeptConfig(given, snapshot.digest())
         source = self._known(found.name, version, mark)
-        if source is not None:
-            source.configuration, source.kind, source.kept = configuration, kind, kept
-            source.config, source.given = found.config, found.given
-            source.completed = source.completed and _regrouped(source.completed, found.config)
-            return source.number
-        number = next(self._numbers)
-        generation = reading.generations.get(version)
-        self._sources[number] = VersionSource(
-            number, found.name, version, found.path, generation, found.given, found.config, kind, digest, mark
-        )
-        self._sources[number].configuration = configuration
-        self._sources[number].kept = kept
-        return number
+        if source is None:
+            number, generation = next(self._numbers), reading.generations.get(version)
+            source = self._sources[number] = VersionSource(
+                number, found.name, version, found.path, generation, found.given, found.config, kind, digest, mark
+            )
+        source.config_digest, source.kind, source.kept = config_digest, kind, kept
+        source.config, source.given = found.config, found.given
+        source.completed = source.completed and _regrouped(source.completed, found.config)
+        return source.number
 
     def _known(self, model: str, version: int, mark: object) -> VersionSource | None:
         """The latest source with this mark: the last one, or one that is still served because the last load failed."""

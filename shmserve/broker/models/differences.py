@@ -8,7 +8,7 @@ PATIENCE_S, and then gets the previous result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,66 +22,66 @@ FILES = 20_000
 
 
 class LoadedVersion(NamedTuple):
-    """A loaded version. `files` and `configuration`: digests, when it was loaded, of its files and of the model's
-    configuration files ("": configuration files are not compared). `source` identifies it in the core."""
+    """A loaded version. Digests, when it was loaded, of its files and of the model's configuration files (None:
+    configuration files are not compared). `source` identifies it in the core."""
 
     source: int
     folder: Path
     version: int
-    files: str
-    configuration: str
+    files_digest: str
+    config_digest: str | None
 
 
 class Differences:
-    """The sources of the versions that differ: test with `in`, after `look`."""
-
     def __init__(self, loop: Any, loaded: Callable[[], Sequence[LoadedVersion]]) -> None:
         self._loop = loop
         self._loaded = loaded
         self._changed: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "differences")
-        self._looking = False
+        self._comparing = False
         self._at = -FRESH_S
         """When the last comparison finished."""
         self._next = 0
         """Index of the first version of the next comparison; the last one stopped before it."""
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[Set[int]], None]] = []
+        self._timeout: Any = None
 
-    def __contains__(self, source: object) -> bool:
-        """Whether the source differed at the last comparison that covered it."""
-        return source in self._changed
-
-    def look(self, then: Callable[[], None]) -> None:
-        """Compares again, unless the last result is fresh, and calls `then` when that has finished or after
-        PATIENCE_S."""
+    def check(self, then: Callable[[Set[int]], None]) -> None:
+        """Compares again, unless the last result is fresh. Calls `then` with the sources of the versions that differ,
+        when that has finished or after PATIENCE_S. For a version that was not reached, the previous result counts."""
         if time.monotonic() - self._at < FRESH_S:
-            then()
+            then(self._changed)
             return
         self._waiting.append(then)
-        if len(self._waiting) == 1:
-            self._loop.call_later(PATIENCE_S, self._answer)
-        if not self._looking:
-            self._looking = True
-            loaded = self._loaded()
-            start = self._next % max(len(loaded), 1)
-            self._thread.submit(compare, [*loaded[start:], *loaded[:start]]).add_done_callback(
-                lambda future: self._loop.call_soon_threadsafe(self._known, future, start, loaded)
-            )
+        if self._timeout is None:
+            self._timeout = self._loop.call_later(PATIENCE_S, self._answer)
+        if not self._comparing:
+            self._compare()
 
-    def _known(self, future: Future[dict[int, bool]], start: int, loaded: Sequence[LoadedVersion]) -> None:
-        self._looking = False
-        found = future.result()
-        # Versions that this comparison did not reach keep their previous result.
-        kept = self._changed.difference(found).intersection(entry.source for entry in loaded)
-        self._changed = kept | {source for source, differs in found.items() if differs}
-        self._next = start + len(found)
+    def _compare(self) -> None:
+        self._comparing = True
+        loaded = self._loaded()
+        start = self._next % max(len(loaded), 1)
+        self._thread.submit(compare, [*loaded[start:], *loaded[:start]]).add_done_callback(
+            lambda future: self._loop.call_soon_threadsafe(self._compared, future, start, loaded)
+        )
+
+    def _compared(self, future: Future[dict[int, bool]], start: int, loaded: Sequence[LoadedVersion]) -> None:
+        self._comparing = False
+        compared = future.result()
+        not_reached = self._changed.difference(compared).intersection(entry.source for entry in loaded)
+        self._changed = not_reached | {source for source, differs in compared.items() if differs}
+        self._next = start + len(compared)
         self._at = time.monotonic()
         self._answer()
 
     def _answer(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
         waiting, self._waiting = self._waiting, []
         for then in waiting:
-            then()
+            then(self._changed)
 
     def close(self) -> None:
         self._waiting.clear()
@@ -91,19 +91,22 @@ class Differences:
 def compare(loaded: Iterable[LoadedVersion], limit: int = FILES) -> dict[int, bool]:
     """Source -> whether it differs. Versions that were not reached within the limit of files are missing. Runs in a
     thread."""
-    found: dict[int, bool] = {}
-    looks: dict[Path, Snapshot | None] = {}
+    differs: dict[int, bool] = {}
+    snapshots: dict[Path, Snapshot | None] = {}
     for entry in loaded:
-        if entry.folder not in looks:
+        if entry.folder not in snapshots:
             if limit <= 0:
                 break
-            looks[entry.folder] = look = _take(entry.folder)
-            limit -= len(look.files) if look is not None else 1
-        look = looks[entry.folder]
-        found[entry.source] = look is None or not (
-            look.of_version(entry.version) == entry.files and entry.configuration in ("", look.of_configuration())
-        )
-    return found
+            snapshots[entry.folder] = snapshot = _take(entry.folder)
+            limit -= len(snapshot.files) if snapshot is not None else 1
+        differs[entry.source] = _differs(entry, snapshots[entry.folder])
+    return differs
+
+
+def _differs(entry: LoadedVersion, now: Snapshot | None) -> bool:
+    if now is None or now.of_version(entry.version) != entry.files_digest:
+        return True
+    return entry.config_digest is not None and now.of_configuration() != entry.config_digest
 
 
 def _take(folder: Path) -> Snapshot | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -97,7 +97,7 @@ class ClientOperations:
         """Versions may have ended: call `tidy` when the core has handled all events."""
         self._companions = Companions()
         self._together = Together()
-        self.differences = Differences(loop, catalog.loaded)
+        self._differences = Differences(loop, catalog.loaded)
 
     # ------------------------------------------------------------------------------------ requested by clients
 
@@ -458,12 +458,13 @@ class ClientOperations:
     def explicit(self) -> bool:
         return self._mode == "explicit"
 
-    def refresh_from_disk(self, then: Callable[[], None]) -> None:
-        """In explicit mode lists the models on disk; compares loaded versions with the disk; then calls `then`."""
+    def refresh_from_disk(self, then: Callable[[Set[int]], None]) -> None:
+        """In explicit mode lists the models on disk; then calls `then` with the sources of the loaded versions that
+        differ from the disk."""
         if self.explicit:
-            self.names(lambda: self.differences.look(then))
+            self.names(lambda: self._differences.check(then))
         else:
-            self.differences.look(then)
+            self._differences.check(then)
 
     def names(self, then: Callable[[], None]) -> None:
         """Lists the models on disk, then calls `then`. One listing at a time serves all callers that came before it
@@ -495,7 +496,7 @@ class ClientOperations:
 
     def close(self) -> None:
         self._closed = True
-        self.differences.close()
+        self._differences.close()
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         for _, upload in self._uploads.values():

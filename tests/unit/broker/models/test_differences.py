@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from shmserve.broker.models import differences as module
 from shmserve.broker.models.differences import Differences, LoadedVersion, compare
 from shmserve.repo.storage.snapshot import take
+from tests.support.broker.fake_loop import Timer
 
 
 def model(folder: Path) -> Path:
@@ -24,7 +25,7 @@ def model(folder: Path) -> Path:
 def loaded(folder: Path, source: int, version: int, configuration: bool = True) -> LoadedVersion:
     seen = take(folder)
     return LoadedVersion(
-        source, folder, version, seen.of_version(version), seen.of_configuration() if configuration else ""
+        source, folder, version, seen.of_version(version), seen.of_configuration() if configuration else None
     )
 
 
@@ -46,7 +47,7 @@ def test_a_model_that_is_gone(tmp_path: Path) -> None:
     assert compare([entry]) == {1: True}
 
 
-def test_a_look_is_bounded(tmp_path: Path) -> None:
+def test_a_comparison_is_bounded(tmp_path: Path) -> None:
     entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(4)]
     files = len(take(tmp_path / "0").files)
     assert list(compare(entries, files + 1)) == [0, 1]
@@ -55,59 +56,58 @@ def test_a_look_is_bounded(tmp_path: Path) -> None:
 class Loop:
     def __init__(self) -> None:
         self.soon: list[Callable[[], None]] = []
-        self.later: list[Callable[[], None]] = []
+        self.later: list[Timer] = []
 
     def call_soon_threadsafe(self, call: Callable[..., None], *given: Any) -> None:
         self.soon.append(lambda: call(*given))
 
-    def call_later(self, _: float, call: Callable[[], None]) -> None:
-        self.later.append(call)
+    def call_later(self, after: float, call: Callable[[], None]) -> Timer:
+        self.later.append(Timer(after, call))
+        return self.later[-1]
 
 
-def test_one_look_is_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[list[LoadedVersion]] = []
+def test_one_comparison_is_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparisons: list[list[LoadedVersion]] = []
 
     def compared(entries: list[LoadedVersion]) -> dict[int, bool]:
-        looks.append(entries)
+        comparisons.append(entries)
         return {entries[0].source: True}
 
     monkeypatch.setattr(module, "compare", compared)
     entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(3)]
-    loop, answered = Loop(), []
+    loop, answers = Loop(), list[Set[int]]()
     differences = Differences(loop, lambda: entries)
-    for number in range(3):
-        differences.look(lambda number=number: answered.append(number))  # type: ignore[misc]
+    for _ in range(3):
+        differences.check(answers.append)
     differences._thread.shutdown()
-    assert (len(looks), answered, len(loop.later)) == (1, [], 1)
+    assert (len(comparisons), answers, len(loop.later)) == (1, [], 1)
     loop.soon.pop()()
-    assert answered == [0, 1, 2]
-    assert (0 in differences, 1 in differences) == (True, False)
-    differences.look(lambda: answered.append(3))
-    assert answered[3:] == [3], "it was looked at a moment ago"
-    loop.later.pop()()
-    assert len(answered) == 4
+    assert answers == [{0}] * 3
+    assert loop.later[0].cancelled, "or it would answer later callers too early"
+    differences.check(answers.append)
+    assert answers == [{0}] * 4, "compared a moment ago"
+    assert len(loop.later) == 1
 
 
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers wait only for so long, and the next look begins where this one ended."""
-    looks: list[list[int]] = []
+    """Callers wait only for so long, and the next comparison begins where this one ended."""
+    comparisons: list[list[int]] = []
 
     def compared(entries: list[LoadedVersion]) -> dict[int, bool]:
-        looks.append([entry.source for entry in entries])
+        comparisons.append([entry.source for entry in entries])
         return {entries[0].source: True}
 
     monkeypatch.setattr(module, "compare", compared)
     monkeypatch.setattr(module, "FRESH_S", 0.0)
     entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(3)]
-    loop, answered = Loop(), []
+    loop, answers = Loop(), list[Set[int]]()
     differences = Differences(loop, lambda: entries)
-    differences.look(lambda: answered.append(0))
-    loop.later.pop()()
-    assert answered == [0]
+    differences.check(answers.append)
+    loop.later.pop().call()
+    assert answers == [set()]
     differences._thread.submit(lambda: None).result()
     loop.soon.pop()()
-    differences.look(lambda: answered.append(1))
+    differences.check(answers.append)
     differences._thread.shutdown()
     loop.soon.pop()()
-    assert (looks, answered) == ([[0, 1, 2], [1, 2, 0]], [0, 1])
-    assert [source in differences for source in range(3)] == [True, True, False]
+    assert (comparisons, answers) == ([[0, 1, 2], [1, 2, 0]], [set(), {0, 1}])
