@@ -40,7 +40,7 @@ def installed(directory: str | Path = "") -> frozenset[str]:
     return BACKENDS | {entry.name for entry in entry_points(group=GROUP)} | in_directory(directory)
 
 
-def not_usable(directory: Path) -> str:
+def backend_directory_problem(directory: Path) -> str:
     """The problem of a backend directory; "" if there is none."""
     if not directory.is_dir():
         return f"{directory} is not a directory"

@@ -17,15 +17,23 @@ from shmserve.repo.backends import installed
 from shmserve.repo.config.complete import complete, is_ensemble, needs_completion
 from shmserve.repo.config.problems import Problem, Report
 from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
-from shmserve.repo.rules.completed import surprises
 from shmserve.repo.rules.ensembles import StepModel, check_graph
-from shmserve.repo.storage.layout import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
-from shmserve.repo.storage.store import Found, check_config_name, model_names, scan_model, select_versions
+from shmserve.repo.rules.fields import surprises
+from shmserve.repo.storage.layout import (
+    ERROR,
+    WARNING,
+    Finding,
+    inspect_model,
+    inspect_root,
+    is_model,
+    may_complete_itself,
+)
+from shmserve.repo.storage.store import ScannedModel, check_config_name, model_names, scan_model, select_versions
 
 _UNREADABLE = "cannot be read: "
 
 
-class Finding(NamedTuple):
+class CheckFinding(NamedTuple):
     """One problem: `severity` is error or warning.
 
     `model` is "" for a repository itself. `file` is relative to `repository`; line and column start at 1, or are 0.
@@ -66,7 +74,7 @@ class CheckedModel(NamedTuple):
     ensemble: bool
     versions: tuple[int, ...]
     groups: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
 
     @property
     def ok(self) -> bool:
@@ -77,9 +85,9 @@ class Checked(NamedTuple):
     """The result of a check. `findings` are those of the repositories themselves."""
 
     models: tuple[CheckedModel, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
 
-    def all(self) -> list[Finding]:
+    def all(self) -> list[CheckFinding]:
         return [*self.findings, *(finding for model in self.models for finding in model.findings)]
 
     def count(self, severity: str) -> int:
@@ -117,12 +125,12 @@ def check(
 class _Model:
     """A model being checked. `numbers` are the versions that the policy selects, valid or not."""
 
-    def __init__(self, root: Path, found: Found, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
+    def __init__(self, root: Path, found: ScannedModel, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
         self.root = root
         self.found = found
         self.config = config
         self.numbers = numbers
-        self.findings: list[Finding] = []
+        self.findings: list[CheckFinding] = []
         self._report = Report(f"{found.name}/{found.file or '(no config.pbtxt)'}")
         self._report.places = dict(found.places)
 
@@ -133,9 +141,9 @@ class _Model:
     def add(self, severity: str, problem: Problem, hint: str = "") -> None:
         file = problem.file.removesuffix(" (no config.pbtxt)")
         place = (file, problem.line, problem.column, problem.path)
-        self.findings.append(Finding(self.found.name, severity, self.root, *place, problem.text, hint))
+        self.findings.append(CheckFinding(self.found.name, severity, self.root, *place, problem.text, hint))
 
-    def add_seen(self, seen: Seen) -> None:
+    def add_finding(self, seen: Finding) -> None:
         if seen.path:
             line, column = self._report.place(seen.path)
             file = f"{self.found.name}/{self.found.file}" if self.found.file else self.found.name
@@ -168,7 +176,7 @@ class _Check:
         self._gpus = gpus
         self._config_name = config_name
         self._completed = completed
-        self._findings: list[Finding] = []
+        self._findings: list[CheckFinding] = []
         self._models: list[_Model] = []
 
     def add_root(self, root: Path) -> None:
@@ -184,7 +192,7 @@ class _Check:
         final = self._completed.get(found.name)
         if final is not None and found.given is not None:
             for text in surprises(found.given, final):
-                model.add_seen(Seen(WARNING, "", text, path="max_batch_size"))
+                model.add_finding(Finding(WARNING, "", text, path="max_batch_size"))
         return model
 
     # ------------------------------------------------------------------------------------------- across models
@@ -196,7 +204,7 @@ class _Check:
             if not model.ensemble or model.config is None:
                 continue
             for problem in check_graph(model.config, members):
-                model.add_seen(Seen(ERROR, "", problem.text, path=problem.path))
+                model.add_finding(Finding(ERROR, "", problem.text, path=problem.path))
         models = sorted(self._models, key=lambda model: (model.found.name, str(model.root)))
         return Checked(tuple(model.done() for model in models), tuple(self._findings))
 
@@ -222,61 +230,61 @@ class _Check:
         return members
 
 
-def root_notes(root: Path) -> list[Finding]:
+def root_notes(root: Path) -> list[CheckFinding]:
     """All findings about a repository itself, apart from its models."""
     seen = []
     try:
         if is_model(root):
             text = "this is a model directory; a repository is its parent"
-            seen = [Seen(ERROR, "", text, f"check its parent: {root.resolve().parent}")]
+            seen = [Finding(ERROR, "", text, f"check its parent: {root.resolve().parent}")]
         else:
-            seen = look_at_root(root)
+            seen = inspect_root(root)
             if not model_names([root]):
                 hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-                seen.append(Seen(WARNING, "", "it contains no models", hint))
+                seen.append(Finding(WARNING, "", "it contains no models", hint))
     except (OSError, InvalidRequest) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        seen.append(Seen(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))
-    return [Finding("", one.severity, root, one.file, 0, 0, "", one.text, one.hint) for one in seen]
+        seen.append(Finding(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))
+    return [CheckFinding("", one.severity, root, one.file, 0, 0, "", one.text, one.hint) for one in seen]
 
 
-def notes(found: Found, *, backends: Collection[str], gpus: Collection[int] = ()) -> tuple[Finding, ...]:
+def notes(found: ScannedModel, *, backends: Collection[str], gpus: Collection[int] = ()) -> tuple[CheckFinding, ...]:
     """What a server logs when it loads the model: all warnings of a check, and versions that are left out. Errors fail
     the load and are reported by that.
     """
     model = _examined(found.path.parent, found, backends, gpus)
-    remarks = {str(remark) for remark in found.remarks}
+    warnings = set(found.warning_texts)
     return tuple(
-        finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in remarks
+        finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in warnings
     )
 
 
-def _examined(root: Path, found: Found, backends: Collection[str], gpus: Collection[int]) -> _Model:
+def _examined(root: Path, found: ScannedModel, backends: Collection[str], gpus: Collection[int]) -> _Model:
     """All findings about a model on its own."""
     path, numbers, config = found.path, found.versions, None
     try:
         if not numbers:
             numbers = _numbers(path, found.given)
         config = found.config or _as_if_sound(found, numbers, backends, gpus)
-        seen = look_at_model(path, config, numbers)
+        seen = inspect_model(path, config, numbers)
     except OSError:  # already reported by the scan
         seen = []
     model = _Model(root, found, config, numbers)
     unreadable = any(one.text.startswith(_UNREADABLE) for one in seen)
-    for problem in found.faults:
+    for problem in found.problems:
         if not (unreadable and problem.text.startswith(_UNREADABLE)):
             model.add(ERROR, problem)
-    for problem in found.remarks:
+    for problem in found.warnings:
         lacking = problem.file.rpartition("/")[2] in map(str, found.missing) and not problem.line
         model.add(ERROR if lacking else WARNING, problem)
     for one in seen:
         if not (one.path and model.has(one.path)):
-            model.add_seen(one)
+            model.add_finding(one)
     return model
 
 
 def _as_if_sound(
-    found: Found, numbers: Sequence[int], backends: Collection[str], gpus: Collection[int]
+    found: ScannedModel, numbers: Sequence[int], backends: Collection[str], gpus: Collection[int]
 ) -> ModelConfig | None:
     """The completed configuration despite its problems."""
     if found.given is None:
@@ -289,7 +297,7 @@ def _settled(model: _Model) -> bool:
     if model.config is None or needs_completion(model.config):
         return False
     if model.config.backend == "python":
-        return not says_more(model.found.path, model.numbers, model.config)
+        return not may_complete_itself(model.found.path, model.numbers, model.config)
     return True
 
 
@@ -323,5 +331,5 @@ def as_json(checked: Checked) -> dict[str, Any]:
     }
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
+def _plain(finding: CheckFinding) -> dict[str, Any]:
     return {**finding._asdict(), "repository": str(finding.repository), "log": list(finding.log)}

@@ -34,6 +34,7 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatching,
     ModelSequenceBatchingStrategyDirect,
     ModelSequenceBatchingStrategyOldest,
+    parameter,
     takes_device_inputs,
 )
 from shmserve.repo.rules.ensemble_steps import compile_steps
@@ -66,8 +67,8 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         inputs=tuple(_tensor(tensor, is_ensemble, None) for tensor in config.input),
         outputs=tuple(_tensor(tensor, is_ensemble, folder) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
-        execution_limit_ns=_limit(config),
-        retry=_parameter(config, RETRY).lower() != "false",
+        execution_limit_ns=_execution_limit_ns(config),
+        retry=parameter(config, RETRY).lower() != "false",
         crash_limit=_count(config, CRASH_LIMIT),
         first_response_ms=_first_response_buckets(config),
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
@@ -85,18 +86,13 @@ def _has_gpu(config: ModelConfig) -> bool:
     return any(group.kind == "KIND_GPU" for group in config.instance_group)
 
 
-def _parameter(config: ModelConfig, key: str) -> str:
-    found = config.parameters.get(key)
-    return found.string_value if found is not None else ""
-
-
-def _limit(config: ModelConfig) -> int | None:
-    text = _parameter(config, EXECUTION_LIMIT)
+def _execution_limit_ns(config: ModelConfig) -> int | None:
+    text = parameter(config, EXECUTION_LIMIT)
     return round(float(text) * 1e9) if text else None
 
 
 def _count(config: ModelConfig, key: str) -> int | None:
-    text = _parameter(config, key)
+    text = parameter(config, key)
     return int(text) if text else None
 
 
@@ -111,13 +107,13 @@ def gpu_memory_limit(config: ModelConfig) -> int | None:
 
 
 def _mebibytes(config: ModelConfig, key: str) -> int | None:
-    text = _parameter(config, key)
+    text = parameter(config, key)
     return int(text) << 20 if text else None
 
 
 def environment(config: ModelConfig, folder: str) -> str:
     """Path of the interpreter for its workers; "": the server's. `folder` is the model's directory."""
-    return _parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
+    return parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
 
 
 class CoreSet(Struct, frozen=True):

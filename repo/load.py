@@ -1,12 +1,12 @@
-"""Loads a configuration from the text of a config.pbtxt: parse, complete, validate. All problems are in one error.
+"""Loads a configuration from the text of a config.pbtxt: parse, complete, validate. All problems are reported.
 
-Invariant: only ConfigError is raised, whatever the text. Only protobuf's text_format decides what a text means. The
-outline and the lint serve error messages: text_format stops at the first error, and they report all.
+Invariant: only `parse` and `ExaminedConfig.require` raise, and only ConfigError, whatever the text. Only protobuf's
+text_format decides what a text means. The outline and the lint serve error messages: text_format stops at the first
+error, and they report all.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,17 +18,17 @@ from google.protobuf.message import Message
 from shmserve.repo.config import protos
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.lint import lint
-from shmserve.repo.config.outline import OutlineError, outline, shown
+from shmserve.repo.config.outline import OutlineError, escaped, outline
 from shmserve.repo.config.problems import ConfigError, Place, Problem, Report, decode_text
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.config.support import NOT_SUPPORTED, TABLE, Status
-from shmserve.repo.files.companions import look_for_files
+from shmserve.repo.files.companions import check_files
 from shmserve.repo.rules.fields import HostFacts, validate
 
 CONFIG_FILE = "config.pbtxt"
 
 
-class Setting(NamedTuple):
+class ModelContext(NamedTuple):
     """What a configuration is checked against: the model's directory, and the backends and GPUs of the server.
 
     `name` is the name of the model's directory, `files` are the names in its first version directory. `folder` is the
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     folder: Path | None = None
 
 
-class Examined(NamedTuple):
+class ExaminedConfig(NamedTuple):
     """The result of `examine`. `places`: field -> its position in the text.
 
     `given` is the configuration as written, None if it cannot be parsed. `completed` has all defaults filled in, and is
@@ -59,70 +59,47 @@ class Examined(NamedTuple):
     def config(self) -> ModelConfig | None:
         return None if self.problems else self.completed
 
-
-class LoadedConfig(NamedTuple):
-    """A valid configuration, and warnings about fields without effect."""
-
-    config: ModelConfig
-    warnings: tuple[str, ...]
+    def require(self) -> ModelConfig:
+        """The valid configuration. Raises ConfigError with all problems."""
+        if self.config is None:
+            raise ConfigError(self.problems)
+        return self.config
 
 
 def parse(data: str | bytes, file: str = CONFIG_FILE) -> ModelConfig:
     """Parse the text without filling in defaults. Only the syntax and the schema are checked."""
     report = Report(file)
     message = _message(data, report)
+    config = _config(message, report)
     report.raise_problems()
-    assert message is not None
-    return _config(message, report)
+    assert config is not None
+    return config
 
 
-def load(
-    data: str | bytes,
-    *,
-    name: str,
-    backends: Collection[str],
-    files: Collection[str] = (),
-    gpus: Collection[int] = (),
-    file: str = CONFIG_FILE,
-) -> LoadedConfig:
-    """Load and complete the configuration of the model in directory `name`. Raises ConfigError with all problems.
-
-    See Setting for the parameters; files that the configuration refers to are not checked.
-    """
-    found = examine(data, file, Setting(name, backends, files, gpus))
-    if found.config is None:
-        raise ConfigError(found.problems)
-    return LoadedConfig(found.config, tuple(str(warning) for warning in found.warnings))
-
-
-def examine(given: str | bytes | Message, file: str, setting: Setting) -> Examined:
+def examine(given: str | bytes | Message, file: str, context: ModelContext) -> ExaminedConfig:
     """Load a configuration, from text or an already parsed message, and return problems instead of raising them."""
     report = Report(file)
     message = given if isinstance(given, Message) else _message(given, report)
-    config = completed = None
-    if message is not None and not report.problems:
-        with contextlib.suppress(ConfigError):
-            # The problems are already in the report.
-            config = _config(message, report)
-            completed = _checked(message, config, setting, report)
-    return Examined(config, completed, report.problems, tuple(report.warnings), report.places)
+    config = _config(message, report)
+    completed = _checked(message, config, context, report) if message is not None and config is not None else None
+    return ExaminedConfig(config, completed, report.problems, tuple(report.warnings), report.places)
 
 
-def _checked(message: Message, given: ModelConfig, setting: Setting, report: Report) -> ModelConfig:
+def _checked(message: Message, given: ModelConfig, context: ModelContext, report: Report) -> ModelConfig:
     """Complete the configuration and check it. Problems are added to the report."""
-    config = complete(given, setting.name, setting.files, setting.backends, setting.gpus)
+    config = complete(given, context.name, context.files, context.backends, context.gpus)
     _unsupported(message, "", config.backend, report)
-    if given.name and given.name != setting.name:
-        text = f'unexpected directory name "{setting.name}" for model "{shown(given.name)}": the two must be equal'
+    if given.name and given.name != context.name:
+        text = f'unexpected directory name "{context.name}" for model "{escaped(given.name)}": the two must be equal'
         report.problem("name", text)
     for path, earlier in report.repeated.items():
         if path.startswith("ensemble_scheduling."):
             report.problem(path, f"mapped twice, first on line {earlier}")
         else:
             report.warn(path, f"given twice, first on line {earlier}; the last one is used")
-    validate(config, HostFacts(setting.backends, setting.gpus), report.problem)
-    if setting.folder is not None:
-        look_for_files(config, setting.folder, report.problem)
+    validate(config, HostFacts(context.backends, context.gpus), report.problem)
+    if context.folder is not None:
+        check_files(config, context.folder, report.problem)
     return config
 
 
@@ -147,10 +124,10 @@ def _message(data: str | bytes, report: Report) -> Message | None:
             _syntax_problem(syntax, report)
         else:
             place = (error.GetLine() or 0, error.GetColumn() or 0)
-            report.problem("", shown(str(error).split(" : ")[-1], 300), place)
+            report.problem("", escaped(str(error).split(" : ")[-1], 300), place)
         return None
     except (ValueError, OverflowError) as error:
-        report.problem("", f"cannot be read: {shown(str(error), 300)}", (0, 0))
+        report.problem("", f"cannot be read: {escaped(str(error), 300)}", (0, 0))
         return None
     return message
 
@@ -160,12 +137,15 @@ def _syntax_problem(error: OutlineError | None, report: Report) -> None:
         report.problem(protos.path_of(error.trail), error.text, (error.token.line, error.token.column))
 
 
-def _config(message: Message, report: Report) -> ModelConfig:
+def _config(message: Message | None, report: Report) -> ModelConfig | None:
+    """None: there is no message, or a problem is in the report."""
+    if message is None or report.problems:
+        return None
     try:
         return protos.to_config(message)
     except msgspec.ValidationError as error:
-        report.problem("", shown(str(error), 300), (0, 0))
-        raise ConfigError(report.problems) from error
+        report.problem("", escaped(str(error), 300), (0, 0))
+        return None
 
 
 def _unsupported(message: Message, path: str, backend: str, report: Report) -> None:

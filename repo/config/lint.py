@@ -10,7 +10,7 @@ import re
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 
 from shmserve.repo.config import protos
-from shmserve.repo.config.outline import Field, OutlineBlock, Token, shown
+from shmserve.repo.config.outline import Field, OutlineBlock, Token, escaped
 from shmserve.repo.config.problems import Place, Report, meant, nearest
 
 _BOOLS = ("true", "True", "t", "1", "false", "False", "f", "0")
@@ -60,7 +60,7 @@ def _block(block: OutlineBlock, message: Descriptor, path: str, report: Report) 
         if descriptor is None:
             if not report.full:
                 text = f"{protos.local_name(message)} has no such field; {meant(name, message.fields_by_name)}"
-                report.problem(shown(inner), text, _place(field.name))
+                report.problem(escaped(inner), text, _place(field.name))
             continue
         report.places.setdefault(inner, _place(field.name))
         if protos.is_map(descriptor):
@@ -105,7 +105,7 @@ def _value(value: Token | OutlineBlock, descriptor: FieldDescriptor, path: str, 
             _block(value, message, path, report)
     elif message is not None:
         report.problem(
-            path, f"found {shown(token.text)}, expected a block in {{ }}{_as(token, message)}", _place(token)
+            path, f"found {escaped(token.text)}, expected a block in {{ }}{_as(token, message)}", _place(token)
         )
     else:
         wrong = _wrong(token, descriptor)
@@ -118,7 +118,7 @@ def _as(token: Token, message: protos.Field) -> str:
     if len(message.fields) != 1 or message.fields[0].message_type is not None:
         return ""
     field = message.fields[0]
-    return "" if _wrong(token, field) else f", as in {{ {field.name}: {shown(token.text)} }}"
+    return "" if _wrong(token, field) else f", as in {{ {field.name}: {escaped(token.text)} }}"
 
 
 def _map_entry(
@@ -126,7 +126,7 @@ def _map_entry(
 ) -> None:
     """Check a map entry, a block with `key` and `value`. The path of the entry and of its value is `field["key"]`."""
     if isinstance(entry, Token):
-        report.problem(path, f"found {shown(entry.text)}, expected {{ key: .. value: .. }}", _place(entry))
+        report.problem(path, f"found {escaped(entry.text)}, expected {{ key: .. value: .. }}", _place(entry))
         return
     fields = descriptor.message_type.fields_by_name
     key = next((field.values[0] for field in entry.fields if field.name.text == "key" and field.values), None)
@@ -134,7 +134,7 @@ def _map_entry(
     name = key.text if isinstance(key, Token) else default
     if name.startswith("'"):
         name = f'"{name[1:-1]}"'
-    inner = f"{path}[{shown(name)}]"
+    inner = f"{path}[{escaped(name)}]"
     report.places.setdefault(inner, _place(entry.start))
     if isinstance(key, Token):
         earlier = keys.setdefault(inner, key)
@@ -147,7 +147,7 @@ def _map_entry(
         if known is None:
             if not report.full:
                 text = f"a map entry has no such field; {meant(field.name.text, fields)}"
-                report.problem(f"{inner}.{shown(field.name.text)}", text, _place(field.name))
+                report.problem(f"{inner}.{escaped(field.name.text)}", text, _place(field.name))
             continue
         _singular(field, known, inner, first, report)
 
@@ -183,16 +183,16 @@ def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
         fine = token.kind == "string"
     else:
         fine = token.kind != "string" and _is_number(text)
-    return None if fine else f"found {shown(text)}, expected {expected(descriptor)}{_rather(token, descriptor)}"
+    return None if fine else f"found {escaped(text)}, expected {expected(descriptor)}{_rather(token, descriptor)}"
 
 
 def _rather(token: Token, descriptor: FieldDescriptor) -> str:
     """A suggestion, if the intended value can be guessed."""
     bare = token.text.strip("\"'")
     if descriptor.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        return f'; write "{shown(bare)}"' if token.kind in ("word", "number") else ""
+        return f'; write "{escaped(bare)}"' if token.kind in ("word", "number") else ""
     if token.kind == "string" and bare and _wrong(token._replace(kind="word", text=bare), descriptor) is None:
-        return f"; write {shown(bare)} without quotes"
+        return f"; write {escaped(bare)} without quotes"
     if descriptor.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         near = nearest(bare, ("true", "false"))
         return f'; did you mean "{near}"?' if near else ""
@@ -208,10 +208,10 @@ def _wrong_enum(token: Token, enum: EnumDescriptor) -> str | None:
             return None
     bare = token.text.strip("\"'")
     if token.kind == "string" and bare in enum.values_by_name:
-        return f"found {shown(token.text)}, expected {bare} without quotes"
+        return f"found {escaped(token.text)}, expected {bare} without quotes"
     elsewhere = _ELSEWHERE.get(bare.lower().removeprefix("type_")) if enum.name == "DataType" else None
     hint = f'did you mean "{elsewhere}"?' if elsewhere else meant(bare, enum.values_by_name)
-    return f"found {shown(token.text)}, not a {enum.name}; {hint}"
+    return f"found {escaped(token.text)}, not a {enum.name}; {hint}"
 
 
 def _integer(text: str) -> int | None:

@@ -8,6 +8,7 @@ Invariant: the parser does not recurse, and it limits nesting before other code 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -70,10 +71,15 @@ class OutlineError(Exception):
         self.trail: tuple[tuple[str, int], ...] = ()
 
 
-def shown(text: str, limit: int = 60) -> str:
+def escaped(text: str, limit: int = 60) -> str:
     """Text for use in an error message: truncated, with control characters and line breaks escaped."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
+
+
+def escaped_name(name: str, limit: int = 128) -> str:
+    """As `escaped`, for a file name, which may not be valid UTF-8."""
+    return escaped(os.fsencode(name).decode("utf-8", "backslashreplace"), limit)
 
 
 def tokens(text: str) -> Iterator[Token]:
@@ -152,7 +158,7 @@ def _next(reader: _TokenReader, opened: list[_Open]) -> None:
 
 
 def _trail(opened: list[_Open]) -> tuple[tuple[str, int], ...]:
-    found = []
+    trail = []
     for place, here in enumerate(opened):
         if here.field is not None or not here.block.fields:
             continue
@@ -160,8 +166,8 @@ def _trail(opened: list[_Open]) -> tuple[tuple[str, int], ...]:
         if place + 1 < len(opened) or not field.values:
             name = field.name.text
             index = sum(len(other.values) for other in here.block.fields if other.name.text == name) - 1
-            found.append((name, max(index, 0)))
-    return tuple(found)
+            trail.append((name, max(index, 0)))
+    return tuple(trail)
 
 
 def _rather(token: Token, block: OutlineBlock) -> str:
@@ -181,16 +187,18 @@ def _field(reader: _TokenReader, name: Token, block: OutlineBlock, opened: list[
     if colon:
         reader.take()
     token = reader.take()
-    found = Field(name, [], token.text == "[")
-    block.fields.append(found)
-    if found.listed:
-        opened.append(_Open(block, "]", token, found))
+    field = Field(name, [], token.text == "[")
+    block.fields.append(field)
+    if field.listed:
+        opened.append(_Open(block, "]", token, field))
     elif token.text in _CLOSER:
-        _open_block(token, found, opened)
+        _open_block(token, field, opened)
     elif not colon:
-        raise OutlineError(token, f'found {_named(token)} after "{shown(name.text)}", expected ":" and a value or "{{"')
+        raise OutlineError(
+            token, f'found {_named(token)} after "{escaped(name.text)}", expected ":" and a value or "{{"'
+        )
     else:
-        found.values.append(_scalar(reader, token))
+        field.values.append(_scalar(reader, token))
 
 
 def _list_item(reader: _TokenReader, token: Token, field: Field, opened: list[_Open]) -> None:
@@ -225,7 +233,7 @@ def _scalar(reader: _TokenReader, token: Token) -> Token:
 
 
 def _named(token: Token) -> str:
-    return shown(token.text) if token.kind in ("end", "string") else f'"{shown(token.text)}"'
+    return escaped(token.text) if token.kind in ("end", "string") else f'"{escaped(token.text)}"'
 
 
 def _or_closer(here: _Open) -> str:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from shmserve.repo.config import protos
 from shmserve.repo.config.lint import INTEGERS, expected
-from shmserve.repo.config.outline import DEPTH, TOKENS, shown
+from shmserve.repo.config.outline import DEPTH, TOKENS, escaped
 from shmserve.repo.config.problems import Report, decode_text, meant
 
 OVERRIDE = "config override"
@@ -61,7 +61,7 @@ def _parse(text: str, message: Message, report: Report) -> None:
         report.problem("", f"not JSON: {error.msg}", (error.lineno, error.colno))
     except (_Refused, ValueError, RecursionError) as error:
         # ValueError: a number with too many digits.
-        report.problem("", f"invalid JSON: {shown(str(error), 200)}")
+        report.problem("", f"invalid JSON: {escaped(str(error), 200)}")
     else:
         if isinstance(value, _Pairs):
             _message(value, message, "", report)
@@ -97,7 +97,7 @@ def _named(value: Any) -> str:
         return "{ }"
     if isinstance(value, list):
         return "[ ]"
-    return shown(json.dumps(value, ensure_ascii=False))
+    return escaped(json.dumps(value, ensure_ascii=False))
 
 
 # ------------------------------------------------------------------------------------------- messages and fields
@@ -112,7 +112,7 @@ def _message(pairs: _Pairs, message: Message, path: str, report: Report) -> None
         if field is None:
             if not report.full:
                 text = f"{protos.local_name(descriptor)} has no such field; {meant(key, descriptor.fields_by_name)}"
-                report.problem(shown(f"{path}.{key}" if path else key), text)
+                report.problem(escaped(f"{path}.{key}" if path else key), text)
             continue
         inner = f"{path}.{field.name}" if path else field.name
         if value is None:
@@ -167,7 +167,7 @@ def _map(value: Any, message: Message, field: protos.Field, path: str, report: R
     textual = entry["key"].cpp_type == FieldDescriptor.CPPTYPE_STRING
     seen: set[object] = set()
     for name, item in value:
-        inner = f"{path}[{shown(json.dumps(name, ensure_ascii=False)) if textual else shown(name)}]"
+        inner = f"{path}[{escaped(json.dumps(name, ensure_ascii=False)) if textual else escaped(name)}]"
         key = _scalar(name, entry["key"], inner, report)
         if key is None:
             continue

@@ -6,11 +6,11 @@ Invariant: texts name files relative to the repository, never by their path on t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.config.outline import shown
+from shmserve.repo.config.outline import escaped
 
 CONFIG_BYTES = 1024 * 1024
 """Maximum size of a config.pbtxt."""
@@ -23,6 +23,8 @@ _LONGEST_TEXT = 1000
 
 Place = tuple[int, int]
 """Line and column, starting at 1; (0, 0) if unknown."""
+ProblemFunction = Callable[[str, str], None]
+"""Called with a field path and the problem's text."""
 
 
 class Problem(NamedTuple):
@@ -84,7 +86,7 @@ class Report:
 
     def _at(self, path: str, text: str, place: Place | None) -> Problem:
         line, column = place or self.place(path)
-        return Problem(self.file, line, column, shown(path, _LONGEST_PATH), shown(text, _LONGEST_TEXT))
+        return Problem(self.file, line, column, escaped(path, _LONGEST_PATH), escaped(text, _LONGEST_TEXT))
 
     def place(self, path: str) -> Place:
         """The position of the field, or of the nearest enclosing message in the file."""

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from shmserve.protobuf_pools import pool_of
-from shmserve.repo.config.outline import shown
+from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.schema import ModelConfig
 
 Field = Any
@@ -55,7 +55,7 @@ def path_of(trail: Sequence[tuple[str, int]]) -> str:
         message = field.message_type if field is not None else None
         listed = message is not None and is_repeated(field) and not is_map(field)
         names.append(f"{name}[{index}]" if listed else name)
-    return shown(".".join(names), 200)
+    return escaped(".".join(names), 200)
 
 
 def to_config(message: Message) -> ModelConfig:

@@ -5,15 +5,16 @@ As when the files are read later, only files inside the model's directory can be
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.errors import InvalidRequest
-from shmserve.repo.config.problems import nearest
-from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatchingInitialState
+from shmserve.repo.config.problems import ProblemFunction, nearest
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.files.safe_paths import open_inside
 
 WARMUP = "warmup"
@@ -30,7 +31,7 @@ class _Named(NamedTuple):
     least: int = 0
 
 
-def look_for_files(config: ModelConfig, folder: Path, problem: Callable[[str, str], None]) -> None:
+def check_files(config: ModelConfig, folder: Path, problem: ProblemFunction) -> None:
     """Report each file that is missing or too short."""
     for named in _files(config):
         below = f"{named.folder}/{named.name}" if named.folder else named.name
@@ -62,15 +63,14 @@ def _files(config: ModelConfig) -> Iterator[_Named]:
         for place, initial in enumerate(state.initial_state):
             if initial.data_file:
                 path = f"sequence_batching.state[{index}].initial_state[{place}].data_file"
-                yield _Named(path, INITIAL_STATE, initial.data_file, "initial state", _size(initial))
+                yield _Named(
+                    path, INITIAL_STATE, initial.data_file, "initial state", data_bytes(initial.data_type, initial.dims)
+                )
 
 
-def _size(initial: ModelSequenceBatchingInitialState) -> int:
-    """Size of the state in bytes; 0 if unknown."""
-    size = ITEM_BYTES.get(FROM_CONFIG.get(initial.data_type, ""), 0)
-    for dim in initial.dims:
-        size *= max(dim, 0)
-    return size
+def data_bytes(data_type: str, dims: Sequence[int]) -> int:
+    """Size of a tensor in bytes; 0 if it is not fixed."""
+    return ITEM_BYTES.get(FROM_CONFIG.get(data_type, ""), 0) * math.prod(max(dim, 0) for dim in dims)
 
 
 def _names(folder: Path) -> list[str]:

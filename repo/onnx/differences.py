@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from shmserve.dtypes import FROM_CONFIG, TO_CONFIG
-from shmserve.repo.config.outline import shown
+from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import nearest
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
 from shmserve.repo.onnx.header import Declared, Header
@@ -35,7 +35,7 @@ def differences(config: ModelConfig, header: Header) -> Iterator[Difference]:
         given = {entry.name if entry.name in names else _meant(entry.name, free) for entry in config.input} | made
         for declared in header.inputs:
             if declared.name not in given and declared.name not in header.initialized:
-                text = f'the model also needs input "{shown(declared.name)}"'
+                text = f'the model also needs input "{escaped(declared.name)}"'
                 yield Difference("input", text, _entry(declared, config.max_batch_size > 0))
     yield from _tensors(config, "output", config.output, header.outputs, made_outputs, cut)
     for path, name, kind, known in _named_elsewhere(config, header):
@@ -84,7 +84,7 @@ def _batch(config: ModelConfig, header: Header, flat: Collection[str]) -> Iterat
                 continue
             if not tensor.dims or tensor.dims[0] != -1:
                 first = f"is {tensor.dims[0]}" if tensor.dims else "does not exist"
-                text = f'a batch needs a dynamic first dimension; that of {kind} "{shown(tensor.name)}" {first}'
+                text = f'a batch needs a dynamic first dimension; that of {kind} "{escaped(tensor.name)}" {first}'
                 write = f"max_batch_size: 0, and the dims of all tensors as in the model, here {_dims(tensor.dims)}"
                 yield Difference("max_batch_size", text, write)
                 return
@@ -112,10 +112,10 @@ def _tensors(
             tensor = known[meant]
         ours = TO_CONFIG.get(tensor.dtype, "")
         if ours and tensor.dtype != FROM_CONFIG.get(entry.data_type):
-            text = f'{entry.data_type}, but {kind} "{shown(tensor.name)}" of the model is {ours}'
+            text = f'{entry.data_type}, but {kind} "{escaped(tensor.name)}" of the model is {ours}'
             yield Difference(f"{path}.data_type", text, f"data_type: {ours}")
         if tensor.dims is not None and entry.name not in flat:
-            yield from _shape(config, path, f'{kind} "{shown(tensor.name)}"', entry, tensor.dims)
+            yield from _shape(config, path, f'{kind} "{escaped(tensor.name)}"', entry, tensor.dims)
 
 
 def _shape(
@@ -149,15 +149,15 @@ def _meant(name: str, free: Sequence[str]) -> str:
 
 def _unknown(name: str, kind: str, known: Collection[str], meant: str) -> tuple[str, str]:
     """Error text and correction for an unknown name."""
-    names = ", ".join(f'"{shown(one)}"' for one in [*known][:10]) + (", ..." if len(known) > 10 else "")
-    text = f'the model has no {kind} "{shown(name)}"; it has {names or "none"}'
-    return text, f'name: "{shown(meant)}"' if meant else ""
+    names = ", ".join(f'"{escaped(one)}"' for one in [*known][:10]) + (", ..." if len(known) > 10 else "")
+    text = f'the model has no {kind} "{escaped(name)}"; it has {names or "none"}'
+    return text, f'name: "{escaped(meant)}"' if meant else ""
 
 
 def _entry(tensor: Declared, batched: bool) -> str:
     data_type = TO_CONFIG.get(tensor.dtype, "...")
     dims = _dims(tensor.dims[int(batched) :]) if tensor.dims is not None else "[ ... ]"
-    return f'{{ name: "{shown(tensor.name)}" data_type: {data_type} dims: {dims} }}'
+    return f'{{ name: "{escaped(tensor.name)}" data_type: {data_type} dims: {dims} }}'
 
 
 def _dims(dims: Sequence[int]) -> str:

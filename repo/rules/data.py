@@ -5,26 +5,24 @@ Invariant: as in `fields`, a check reports and continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from shmserve.repo.config import schema
 from shmserve.repo.config.complete import is_ensemble, needs_completion
-from shmserve.repo.config.outline import shown
-from shmserve.repo.config.problems import meant
+from shmserve.repo.config.outline import escaped
+from shmserve.repo.config.problems import ProblemFunction, meant
 from shmserve.repo.config.schema import ModelConfig, ModelInput
-
-_ProblemFunction = Callable[[str, str], None]
 
 _SOURCES = ("zero_data", "random_data", "input_data_file")
 
 
-def file_name(path: str, name: str, problem: _ProblemFunction) -> None:
+def file_name(path: str, name: str, problem: ProblemFunction) -> None:
     """A file name must stay within the model's directory."""
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-        problem(path, f'found "{shown(name)}", expected a file in the model directory, without .. or a leading /')
+        problem(path, f'found "{escaped(name)}", expected a file in the model directory, without .. or a leading /')
 
 
-def validate_warmup(config: ModelConfig, problem: _ProblemFunction) -> None:
+def validate_warmup(config: ModelConfig, problem: ProblemFunction) -> None:
     if is_ensemble(config):
         return
     inputs = {tensor.name: tensor for tensor in config.input}
@@ -39,13 +37,13 @@ def validate_warmup(config: ModelConfig, problem: _ProblemFunction) -> None:
             if key in inputs:
                 _agrees(here, given, inputs[key], problem)
             elif inputs and key not in controls:
-                problem(here, f'"{shown(key)}" is not an input; {meant(key, [*inputs, *controls])}')
+                problem(here, f'"{escaped(key)}" is not an input; {meant(key, [*inputs, *controls])}')
         # A sample with batch_size 0 is not run.
         if sample.batch_size and not needs_completion(config):
             _all_there(path, sample.inputs, inputs, controls, problem)
 
 
-def _batch_size(config: ModelConfig, path: str, found: int, problem: _ProblemFunction) -> None:
+def _batch_size(config: ModelConfig, path: str, found: int, problem: ProblemFunction) -> None:
     if config.max_batch_size > 0:
         if found > config.max_batch_size:
             problem(path, f"found {found}, expected at most max_batch_size ({config.max_batch_size})")
@@ -54,7 +52,7 @@ def _batch_size(config: ModelConfig, path: str, found: int, problem: _ProblemFun
         problem(path, f"found {found}, expected 1: the model does not batch, its max_batch_size is 0")
 
 
-def _input(path: str, given: schema.ModelWarmupInput, problem: _ProblemFunction) -> None:
+def _input(path: str, given: schema.ModelWarmupInput, problem: ProblemFunction) -> None:
     """Rules for the data of any input."""
     if given.data_type == "TYPE_INVALID":
         problem(f"{path}.data_type", "not given; expected that of the input")
@@ -71,7 +69,7 @@ def _input(path: str, given: schema.ModelWarmupInput, problem: _ProblemFunction)
         file_name(f"{path}.input_data_file", given.input_data_file, problem)
 
 
-def _agrees(path: str, given: schema.ModelWarmupInput, tensor: ModelInput, problem: _ProblemFunction) -> None:
+def _agrees(path: str, given: schema.ModelWarmupInput, tensor: ModelInput, problem: ProblemFunction) -> None:
     if given.data_type not in ("TYPE_INVALID", tensor.data_type):
         problem(f"{path}.data_type", f"found {given.data_type}, expected {tensor.data_type}, as for the input")
     if not given.dims or not tensor.dims:
@@ -90,7 +88,7 @@ def _all_there(
     given: Mapping[str, object],
     inputs: Mapping[str, ModelInput],
     controls: Sequence[str],
-    problem: _ProblemFunction,
+    problem: ProblemFunction,
 ) -> None:
     needed = [name for name, tensor in inputs.items() if not tensor.optional] + [name for name in controls if name]
     for name in needed:

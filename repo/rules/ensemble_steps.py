@@ -8,12 +8,12 @@ tensor with one element: the step runs only if it is true.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shmserve.core.policy import StepPolicy
-from shmserve.repo.config.outline import shown
-from shmserve.repo.config.problems import meant
-from shmserve.repo.config.schema import ModelConfig, ModelEnsemblingStep
+from shmserve.repo.config.outline import escaped
+from shmserve.repo.config.problems import ProblemFunction, meant
+from shmserve.repo.config.schema import ModelConfig, ModelEnsemblingStep, parameter
 
 MAP, IF = "map", "if"
 _KEY = re.compile(r"step\[([0-9]{1,6})\]\.(\w+)", re.ASCII)
@@ -25,8 +25,7 @@ def steps_of(config: ModelConfig) -> Sequence[ModelEnsemblingStep]:
 
 def added(config: ModelConfig, index: int, what: str) -> str:
     """The tensor that the parameter names for this step; "" if not set."""
-    found = config.parameters.get(f"step[{index}].{what}")
-    return found.string_value if found is not None else ""
+    return parameter(config, f"step[{index}].{what}")
 
 
 def compile_steps(config: ModelConfig) -> tuple[StepPolicy, ...] | None:
@@ -45,7 +44,7 @@ def compile_steps(config: ModelConfig) -> tuple[StepPolicy, ...] | None:
     )
 
 
-def validate_added(config: ModelConfig, problem: Callable[[str, str], None]) -> None:
+def validate_step_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
     """Validate the parameters of an ensemble that begin with `step[`."""
     steps = steps_of(config)
     made = {tensor.name for tensor in config.input} | {name for step in steps for name in step.output_map.values()}
@@ -55,17 +54,17 @@ def validate_added(config: ModelConfig, problem: Callable[[str, str], None]) -> 
         path, name = f'parameters["{key}"]', value.string_value
         found = _KEY.fullmatch(key)
         if found is None or found[2] not in (MAP, IF):
-            problem(path, f'found "{shown(key)}", expected "step[INDEX].{MAP}" or "step[INDEX].{IF}"')
+            problem(path, f'found "{escaped(key)}", expected "step[INDEX].{MAP}" or "step[INDEX].{IF}"')
         elif int(found[1]) >= len(steps):
             problem(path, f"no step {found[1]}; the steps are 0 to {len(steps) - 1}")
         elif found[2] == MAP:
             reads = steps[int(found[1])].input_map.values()
             if name not in reads:
-                text = f'step {found[1]} does not read ensemble tensor "{shown(name)}"; {meant(name, reads)}'
+                text = f'step {found[1]} does not read ensemble tensor "{escaped(name)}"; {meant(name, reads)}'
                 problem(path, text)
             if config.max_batch_size > 0:
                 text = f"expected max_batch_size 0, found {config.max_batch_size}: axis 0 is not a batch axis"
                 problem(path, text)
         elif name not in made:
-            text = f'ensemble tensor "{shown(name)}" is neither an input nor produced by a step; {meant(name, made)}'
+            text = f'ensemble tensor "{escaped(name)}" is neither an input nor produced by a step; {meant(name, made)}'
             problem(path, text)

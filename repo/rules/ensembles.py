@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shmserve.repo.config.complete import is_ensemble
-from shmserve.repo.config.outline import shown
+from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import meant, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelEnsemblingStep, ModelInput, ModelOutput
 from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
@@ -63,13 +63,8 @@ def check_graph(ensemble: ModelConfig, models: Mapping[str, StepModel]) -> list[
     return sorted(found.problems, key=lambda problem: problem.step if problem.step >= 0 else len(found.steps))
 
 
-def is_decoupled(name: str, models: Mapping[str, StepModel]) -> bool:
-    """Whether a model may answer a request more than once. An ensemble is decoupled if any of its steps is."""
-    return bool(decoupled_in(name, models))
-
-
 def decoupled_in(name: str, models: Mapping[str, StepModel]) -> set[str]:
-    """The decoupled models among a model and, recursively, the steps of an ensemble."""
+    """The models, among this one and recursively the steps of an ensemble, that may answer a request more than once."""
     seen = {name}
     waiting = [name]
     found = set()
@@ -90,7 +85,7 @@ def decoupled_in(name: str, models: Mapping[str, StepModel]) -> set[str]:
     return found
 
 
-def way_to(goal: str, start: str, models: Mapping[str, StepModel]) -> list[str]:
+def dependency_path(start: str, goal: str, models: Mapping[str, StepModel]) -> list[str]:
     """The shortest path from a model through steps of ensembles to another, including both; empty if there is none."""
     came_from = {start: ""}
     waiting = [start]
@@ -137,7 +132,7 @@ class _Graph:
 
     def _made_by(self, index: int, key: str) -> _Tensor:
         step = self.steps[index]
-        maker = f'output "{shown(key)}" of step {index}, model "{shown(step.model_name)}"'
+        maker = f'output "{escaped(key)}" of step {index}, model "{escaped(step.model_name)}"'
         member = self.models.get(step.model_name)
         if member is None or member.config is None:
             return _Tensor(index, maker, "", None, False)
@@ -156,13 +151,13 @@ class _Graph:
         member = self.models.get(step.model_name)
         if member is None:
             others = [name for name in self.models if name != self.ensemble.name]
-            text = f'found "{shown(step.model_name)}", not a model of the repository; {_meant_model(step, others)}'
+            text = f'found "{escaped(step.model_name)}", not a model of the repository; {_meant_model(step, others)}'
             self._problem(index, "model_name", text)
             return
-        name = shown(step.model_name)
-        way = way_to(self.ensemble.name, step.model_name, self.models)
+        name = escaped(step.model_name)
+        way = dependency_path(step.model_name, self.ensemble.name, self.models)
         if way:
-            text = f'model "{name}" depends on this ensemble: {" -> ".join(map(shown, [self.ensemble.name, *way]))}'
+            text = f'model "{name}" depends on this ensemble: {" -> ".join(map(escaped, [self.ensemble.name, *way]))}'
             self._problem(index, "model_name", text)
             return
         if member.reason:
@@ -183,19 +178,19 @@ class _Graph:
         self._check_output_names(index, step, member, member.config)
 
     def _check_inputs(self, index: int, step: ModelEnsemblingStep, member: StepModel, config: ModelConfig) -> None:
-        model = shown(config.name)
+        model = escaped(config.name)
         for key, name in sorted(step.input_map.items()):
             path = f'input_map["{key}"]'
             tensor = _named(config.input, key)
             if tensor is None:
                 if member.settled:
                     names = [given.name for given in config.input]
-                    self._problem(index, path, f'model "{model}" has no input "{shown(key)}"; {meant(key, names)}')
+                    self._problem(index, path, f'model "{model}" has no input "{escaped(key)}"; {meant(key, names)}')
                 continue
             made = self.made.get(name)
             if made is None:
                 continue
-            what = f'input "{shown(key)}" of model "{model}"'
+            what = f'input "{escaped(key)}" of model "{model}"'
             batches = config.max_batch_size > 0 or name == added(self.ensemble, index, MAP)
             wrong = _unlike(what, tensor.data_type, _known_dims(member, tensor), batches, name, made)
             for text in wrong.values():
@@ -203,7 +198,7 @@ class _Graph:
         self._check_condition(index)
         missing = [tensor.name for tensor in config.input if not tensor.optional and tensor.name not in step.input_map]
         for name in missing:
-            text = f'input "{shown(name)}" of model "{model}" is not mapped, and it is not optional'
+            text = f'input "{escaped(name)}" of model "{model}" is not mapped, and it is not optional'
             self._problem(index, "input_map", text)
 
     def _check_condition(self, index: int) -> None:
@@ -219,7 +214,7 @@ class _Graph:
         names = [tensor.name for tensor in config.output]
         for key in sorted(step.output_map) if member.settled else ():
             if key not in names:
-                text = f'model "{shown(config.name)}" has no output "{shown(key)}"; {meant(key, names)}'
+                text = f'model "{escaped(config.name)}" has no output "{escaped(key)}"; {meant(key, names)}'
                 self._problem(index, f'output_map["{key}"]', text)
 
     # ------------------------------------------------------------------------------------------- the whole graph
@@ -230,7 +225,7 @@ class _Graph:
             made = self.made.get(tensor.name)
             if made is None or made.step == _OF_ENSEMBLE:
                 continue
-            what, dims = f'output "{shown(tensor.name)}" of the ensemble', _inner_dims(tensor)
+            what, dims = f'output "{escaped(tensor.name)}" of the ensemble', _inner_dims(tensor)
             wrong = _unlike(what, tensor.data_type, dims, self.ensemble.max_batch_size > 0, tensor.name, made)
             for field, text in wrong.items():
                 self._problem(_OF_ENSEMBLE, f"output[{index}].{field}", text)
@@ -253,7 +248,7 @@ class _Graph:
             ]
             reads.append((f'parameters["step[{way[0]}].{IF}"]', added(self.ensemble, way[0], IF)))
             path, name = next((p, n) for p, n in reads if n in self.made and self.made[n].step == way[1])
-            text = f'ensemble tensor "{shown(name)}" waits for itself: step {way[0]} needs '
+            text = f'ensemble tensor "{escaped(name)}" waits for itself: step {way[0]} needs '
             text += ", which needs ".join(f"step {index}" for index in way[1:])
             self.problems.append(GraphProblem(way[0], self.steps[way[0]].model_name, path, text))
         self._check_decoupled(order)
@@ -296,7 +291,7 @@ class _Graph:
 
     def _source_names(self, sources: Mapping[int, str]) -> str:
         return ", ".join(
-            f'"{shown(name)}" from step {number}, model "{shown(self.steps[number].model_name)}"'
+            f'"{escaped(name)}" from step {number}, model "{escaped(self.steps[number].model_name)}"'
             for number, name in sources.items()
         )
 
@@ -305,13 +300,13 @@ class _Graph:
         name = self.steps[index].model_name
         if added(self.ensemble, index, MAP):
             path = f'parameters["step[{index}].{MAP}"]'
-            text = f'model "{shown(name)}" is decoupled: its responses to rows cannot be combined'
+            text = f'model "{escaped(name)}" is decoupled: its responses to rows cannot be combined'
             self.problems.append(GraphProblem(index, name, path, text))
         for other in before:
             both = sorted(decoupled & decoupled_in(self.steps[other].model_name, self.models))
             if both:
                 text = f"step {index} needs the output that step {other} is still producing"
-                text = f'model "{shown(both[0])}" would wait for itself: {text}'
+                text = f'model "{escaped(both[0])}" would wait for itself: {text}'
                 self._problem(index, "model_name", text)
 
 
@@ -342,7 +337,7 @@ def _unlike(
 ) -> dict[str, str]:
     """How a consumed tensor differs from the produced one: field (data_type or dims) -> text."""
     wrong = {}
-    tensor = f'ensemble tensor "{shown(name)}" ({made.maker})'
+    tensor = f'ensemble tensor "{escaped(name)}" ({made.maker})'
     if made.data_type and data_type != made.data_type:
         wrong["data_type"] = f"{what} is {data_type}, but {tensor} is {made.data_type}"
     if dims is None or made.dims is None or _same(dims, made.dims):

@@ -1,21 +1,22 @@
 """Validation of a completed configuration: every violated rule is reported.
 
 Invariant: a check reports and continues; it never raises and never changes anything. Tensors, instance groups and
-general rules are here; `schedulers`, `data` and `padding` have the others.
+general rules are here; `schedulers`, `data` and `padding` have the others. Nothing here parses configuration files, so
+that a worker with its own interpreter can use it.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
-from shmserve.repo.config.complete import ENGINES, ENSEMBLE, can_complete, is_ensemble, needs_completion
-from shmserve.repo.config.outline import shown
-from shmserve.repo.config.problems import meant, nearest
+from shmserve.repo.config.complete import ENGINES, ENSEMBLE, can_complete, complete, is_ensemble, needs_completion
+from shmserve.repo.config.outline import escaped
+from shmserve.repo.config.problems import ProblemFunction, Report, meant, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.rules.data import file_name, validate_warmup
@@ -43,14 +44,23 @@ ENVIRONMENT = "EXECUTION_ENV_PATH"
 """Model parameter: the interpreter of its workers, as a directory or an archive of one."""
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 """Path prefix that stands for the model's directory."""
-_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
-_COUNT = re.compile(r"[0-9]{1,6}", re.ASCII)
-_MEGABYTES = re.compile(r"[0-9]{1,9}", re.ASCII)
-_PLACE = re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+")
+_MEGABYTES = (re.compile(r"[0-9]{1,9}", re.ASCII), 'MiB, such as "2048", or "0" for no limit')
+_OWN_PARAMETERS = {
+    EXECUTION_LIMIT: (
+        re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII),
+        'seconds, such as "2.5", or "0" for no limit',
+    ),
+    RETRY: (re.compile("true|false", re.ASCII | re.IGNORECASE), '"true" or "false"'),
+    CRASH_LIMIT: (re.compile(r"[0-9]{1,6}", re.ASCII), 'a number of crashes, such as "5", or "0" for no limit'),
+    MEMORY_LIMIT: _MEGABYTES,
+    GPU_MEMORY_LIMIT: _MEGABYTES,
+    ENVIRONMENT: (
+        re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+"),
+        f"an absolute path, or one that begins with {MODEL_DIRECTORY}/",
+    ),
+}
+"""Parameters that the server reads: key -> valid values, and a description of them."""
 _LARGEST = 2**63 - 1
-
-ProblemFunction = Callable[[str, str], None]
-"""Called with a field path and the problem's text."""
 
 
 class HostFacts(NamedTuple):
@@ -63,10 +73,10 @@ class HostFacts(NamedTuple):
 def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
     """Report every rule that a completed configuration violates."""
     if not MODEL_NAME.fullmatch(config.name):
-        problem("name", f'found "{shown(config.name)}", expected {NAME_RULE}')
+        problem("name", f'found "{escaped(config.name)}", expected {NAME_RULE}')
     elif config.backend == "python" and not PYTHON_NAME.fullmatch(config.name):
         text = "a Python model's name cannot contain ; | & $ ` < > ( ) [ ] { } \" ' * ? ~ # !"
-        problem("name", f'found "{shown(config.name)}"; {BAD_STUB_NAME}: {text}')
+        problem("name", f'found "{escaped(config.name)}"; {BAD_STUB_NAME}: {text}')
     _engine(config, host, problem)
     if config.max_batch_size < 0:
         problem("max_batch_size", f"found {config.max_batch_size}, expected 0 or more")
@@ -80,42 +90,52 @@ def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> 
     _others(config, problem)
 
 
+def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
+    """Fill in the defaults of a configuration completed by its model, and validate it. Raises ConfigError with all
+    problems.
+    """
+    config = complete(config, config.name, (), backends, gpus)
+    report = Report(f"{config.name}, as completed by the model")
+    validate(config, HostFacts(backends, gpus), report.problem)
+    report.raise_problems()
+    return config
+
+
+def surprises(given: ModelConfig, final: ModelConfig) -> list[str]:
+    """Log messages about completed values that the user may not expect."""
+    if given.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
+        # A Python model sets its own max_batch_size.
+        return []
+    dynamic = given.dynamic_batching is None and final.dynamic_batching is not None
+    batched = ", and requests are batched dynamically" if dynamic else ""
+    return [
+        f"max_batch_size was not given, or 0; the model can batch, so it is set to {final.max_batch_size}{batched}. "
+        f"To change it, set max_batch_size in config.pbtxt (1 for no batching), or start the server with "
+        f"--backend-config={final.backend},default-max-batch-size=N"
+    ]
+
+
 def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
     """Validate the parameters that the server reads rather than the backend."""
-    limit, retry = config.parameters.get(EXECUTION_LIMIT), config.parameters.get(RETRY)
-    if limit is not None and not _SECONDS.fullmatch(limit.string_value):
-        text = f'found "{shown(limit.string_value)}", expected seconds, such as "2.5", or "0" for no limit'
-        problem(f'parameters["{EXECUTION_LIMIT}"]', text)
-    if retry is not None and retry.string_value.lower() not in ("true", "false"):
-        problem(f'parameters["{RETRY}"]', f'found "{shown(retry.string_value)}", expected "true" or "false"')
-    crashes = config.parameters.get(CRASH_LIMIT)
-    if crashes is not None and not _COUNT.fullmatch(crashes.string_value):
-        text = f'found "{shown(crashes.string_value)}", expected a number of crashes, such as "5", or "0" for no limit'
-        problem(f'parameters["{CRASH_LIMIT}"]', text)
-    for key in (MEMORY_LIMIT, GPU_MEMORY_LIMIT):
-        memory = config.parameters.get(key)
-        if memory is not None and not _MEGABYTES.fullmatch(memory.string_value):
-            text = f'found "{shown(memory.string_value)}", expected MiB, such as "2048", or "0" for no limit'
-            problem(f'parameters["{key}"]', text)
+    for key, (pattern, expected) in _OWN_PARAMETERS.items():
+        value = config.parameters.get(key)
+        if value is not None and not pattern.fullmatch(value.string_value):
+            problem(f'parameters["{key}"]', f'found "{escaped(value.string_value)}", expected {expected}')
     validate_padding(config, config.max_batch_size == 0 and needs_completion(config), problem)
-    place = config.parameters.get(ENVIRONMENT)
-    if place is not None and not _PLACE.fullmatch(place.string_value):
-        text = f"expected an absolute path, or one that begins with {MODEL_DIRECTORY}/"
-        problem(f'parameters["{ENVIRONMENT}"]', f'found "{shown(place.string_value)}", {text}')
 
 
 def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
     platforms = [engine.platform for engine in ENGINES if engine.platform]
     if is_ensemble(config):
         if config.backend:
-            problem("backend", f'found "{shown(config.backend)}", but an ensemble has no backend')
+            problem("backend", f'found "{escaped(config.backend)}", but an ensemble has no backend')
         return
     if config.platform and config.platform not in platforms:
-        text = f'found "{shown(config.platform)}", not a platform; {meant(config.platform, [*platforms, ENSEMBLE])}'
+        text = f'found "{escaped(config.platform)}", not a platform; {meant(config.platform, [*platforms, ENSEMBLE])}'
         problem("platform", text)
     for engine in ENGINES:
         if engine.platform and engine.platform == config.platform and engine.backend != config.backend:
-            text = f'found "{shown(config.backend)}", but platform "{config.platform}" is backend "{engine.backend}"'
+            text = f'found "{escaped(config.backend)}", but platform "{config.platform}" is backend "{engine.backend}"'
             problem("backend", text)
             return
     if not config.backend:
@@ -126,7 +146,7 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
     elif config.backend not in host.backends:
         near = nearest(config.backend, host.backends)
         hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
-        problem("backend", f'found "{shown(config.backend)}", which this server does not have; {hint}')
+        problem("backend", f'found "{escaped(config.backend)}", which this server does not have; {hint}')
     elif not can_complete(config):
         for field, tensors in (("input", config.input), ("output", config.output)):
             if not tensors:
@@ -282,7 +302,7 @@ def _instance_group(path: str, group: ModelInstanceGroup, host: HostFacts, probl
                     problem(f"{path}.gpus[{place}]", f"no GPU {gpu}; this machine has {sorted(host.gpus)}")
     for place, profile in enumerate(group.profile):
         if not (profile.isascii() and profile.isdigit()):
-            problem(f"{path}.profile[{place}]", f'found "{shown(profile)}", expected an integer, 0 or more')
+            problem(f"{path}.profile[{place}]", f'found "{escaped(profile)}", expected an integer, 0 or more')
 
 
 def _others(config: ModelConfig, problem: ProblemFunction) -> None:

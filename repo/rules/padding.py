@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from shmserve.repo.config.outline import shown
-from shmserve.repo.config.problems import meant
-from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
+from shmserve.repo.config.outline import escaped
+from shmserve.repo.config.problems import ProblemFunction, meant
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, parameter
 
 PADDING = "padding"
 OUTPUTS = "padding_outputs"
@@ -32,8 +32,6 @@ _NUMBERS = {LOOKAHEAD: (64, 1, 4096), MULTIPLE: (1, 1, 1 << 20), BATCH_COST: (12
 """Default, minimum, maximum."""
 _ITEM = re.compile(r"(?P<name>[^\s=]+?)(?:\[(?P<axis>[0-9]{1,3})\])?(?:=(?P<value>\S*))?")
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
-
-ProblemFunction = Callable[[str, str], None]
 
 
 class Padded(Struct, frozen=True):
@@ -58,9 +56,9 @@ def padding_of(config: ModelConfig) -> Padding | None:
     """The padding of a completed and valid configuration; None if nothing is padded."""
     if PADDING not in config.parameters:
         return None
-    inputs = _tensors(_text(config, PADDING), config.input, _ignore)
+    inputs = _tensors(parameter(config, PADDING), config.input, _ignore)
     if OUTPUTS in config.parameters:
-        outputs = _tensors(_text(config, OUTPUTS), config.output, _ignore)
+        outputs = _tensors(parameter(config, OUTPUTS), config.output, _ignore)
     else:
         outputs = [Padded(entry.name, (entry.dims.index(-1),)) for entry in config.output if -1 in entry.dims]
     numbers = [_number(config, key) for key in (LOOKAHEAD, MULTIPLE, BATCH_COST)]
@@ -87,11 +85,11 @@ def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunctio
     """Validate the padding parameters. `unknown`: the model may still add tensors and max_batch_size."""
     keys = [key for key in (PADDING, OUTPUTS, *_NUMBERS) if key in config.parameters]
     for key in keys:
-        text = _text(config, key)
+        text = parameter(config, key)
         if key in _NUMBERS:
             _, least, most = _NUMBERS[key]
             if not (_NUMBER.fullmatch(text) and least <= int(text) <= most):
-                problem(_path(key), f'found "{shown(text)}", expected an integer from {least} to {most}')
+                problem(_path(key), f'found "{escaped(text)}", expected an integer from {least} to {most}')
     if not keys:
         return
     if PADDING not in keys:
@@ -104,11 +102,11 @@ def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunctio
         problem(path, f"needs max_batch_size > 0, found {config.max_batch_size}")
     if config.batch_input or config.batch_output:
         problem(path, "cannot be combined with batch_input or batch_output, which are for ragged batches")
-    if not _text(config, PADDING).split():
+    if not parameter(config, PADDING).split():
         problem(path, 'is empty, expected the inputs to pad, such as "input_ids attention_mask"')
-    _check(PADDING, "input", _text(config, PADDING), config.input, problem)
+    _check(PADDING, "input", parameter(config, PADDING), config.input, problem)
     if OUTPUTS in keys:
-        _check(OUTPUTS, "output", _text(config, OUTPUTS), config.output, problem)
+        _check(OUTPUTS, "output", parameter(config, OUTPUTS), config.output, problem)
         return
     for index, entry in enumerate(config.output):
         if entry.dims.count(-1) > 1:
@@ -127,7 +125,7 @@ def _check(
     for padded in found if tensors else ():
         entry = by_name.get(padded.name)
         if entry is None:
-            problem(path, f'"{shown(padded.name)}" is not an {kind}; {meant(padded.name, by_name)}')
+            problem(path, f'"{escaped(padded.name)}" is not an {kind}; {meant(padded.name, by_name)}')
             continue
         if entry.reshape is not None:
             problem(path, f'{kind} "{entry.name}" has a reshape, and cannot be padded or cut')
@@ -139,9 +137,11 @@ def _check(
             text = f'{where} of {kind} "{entry.name}" can differ in length: expected a dim of -1 there, found dims'
             problem(path, f"{text} {list(entry.dims)}")
         if kind == "output" and padded.value:
-            problem(path, f'output "{entry.name}" has a value, "{shown(padded.value)}"; only inputs have one')
+            problem(path, f'output "{entry.name}" has a value, "{escaped(padded.value)}"; only inputs have one')
         elif entry.data_type != "TYPE_STRING" and number_of(padded.value, entry.data_type) is None:
-            problem(path, f'"{shown(padded.value)}" is not a value of input "{entry.name}", which is {entry.data_type}')
+            problem(
+                path, f'"{escaped(padded.value)}" is not a value of input "{entry.name}", which is {entry.data_type}'
+            )
 
 
 def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Callable[[str], None]) -> list[Padded]:
@@ -151,7 +151,7 @@ def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Ca
     for item in text.split():
         match = _ITEM.fullmatch(item)
         if match is None:
-            problem(f'found "{shown(item)}", expected NAME, NAME=VALUE, NAME[AXIS] or NAME[AXIS]=VALUE')
+            problem(f'found "{escaped(item)}", expected NAME, NAME=VALUE, NAME[AXIS] or NAME[AXIS]=VALUE')
             continue
         name, value = match["name"], match["value"] or ""
         own = dims.get(name, ())
@@ -160,19 +160,14 @@ def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Ca
         earlier = found.get(name)
         if earlier is not None:
             if axis in earlier.axes or (value and earlier.value and value != earlier.value):
-                problem(f'"{shown(name)}" is named twice')
+                problem(f'"{escaped(name)}" is named twice')
             axes, value = tuple(sorted({*earlier.axes, *axes})), value or earlier.value
         found[name] = Padded(name, axes, value)
     return list(found.values())
 
 
-def _text(config: ModelConfig, key: str) -> str:
-    return config.parameters[key].string_value
-
-
 def _number(config: ModelConfig, key: str) -> int:
-    found = config.parameters.get(key)
-    return int(found.string_value) if found is not None else _NUMBERS[key][0]
+    return int(parameter(config, key)) if key in config.parameters else _NUMBERS[key][0]
 
 
 def _path(key: str) -> str:

@@ -6,21 +6,19 @@ Invariant: as in `fields`, a check reports and continues.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shmserve.repo.config import schema
 from shmserve.repo.config.complete import ENSEMBLE, is_ensemble, needs_completion
-from shmserve.repo.config.problems import meant
+from shmserve.repo.config.problems import ProblemFunction, meant
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.rules.data import file_name
-from shmserve.repo.rules.ensemble_steps import IF, added, validate_added
+from shmserve.repo.rules.ensemble_steps import IF, added, validate_step_parameters
 
 _CORRELATION_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
-_ProblemFunction = Callable[[str, str], None]
 
-
-def validate_scheduler(config: ModelConfig, problem: _ProblemFunction) -> None:
+def validate_scheduler(config: ModelConfig, problem: ProblemFunction) -> None:
     if config.dynamic_batching is not None:
         _dynamic(config, config.dynamic_batching, problem)
     if config.sequence_batching is not None:
@@ -29,7 +27,7 @@ def validate_scheduler(config: ModelConfig, problem: _ProblemFunction) -> None:
         _ensemble(config, problem)
 
 
-def _preferred(config: ModelConfig, path: str, sizes: Sequence[int], problem: _ProblemFunction) -> None:
+def _preferred(config: ModelConfig, path: str, sizes: Sequence[int], problem: ProblemFunction) -> None:
     # The model may complete max_batch_size 0 to a larger value.
     unknown = config.max_batch_size == 0 and needs_completion(config)
     for index, size in enumerate(sizes):
@@ -42,7 +40,7 @@ def _preferred(config: ModelConfig, path: str, sizes: Sequence[int], problem: _P
 # ---------------------------------------------------------------------------------------------- dynamic batching
 
 
-def _dynamic(config: ModelConfig, dynamic: schema.ModelDynamicBatching, problem: _ProblemFunction) -> None:
+def _dynamic(config: ModelConfig, dynamic: schema.ModelDynamicBatching, problem: ProblemFunction) -> None:
     path = "dynamic_batching"
     _preferred(config, f"{path}.preferred_batch_size", dynamic.preferred_batch_size, problem)
     levels = dynamic.priority_levels
@@ -75,7 +73,7 @@ def _policies(dynamic: schema.ModelDynamicBatching) -> Iterator[tuple[str, schem
 # ----------------------------------------------------------------------------------------------------- sequences
 
 
-def _sequence(config: ModelConfig, sequence: schema.ModelSequenceBatching, problem: _ProblemFunction) -> None:
+def _sequence(config: ModelConfig, sequence: schema.ModelSequenceBatching, problem: ProblemFunction) -> None:
     path = "sequence_batching"
     if config.response_cache is not None and config.response_cache.enable:
         problem("response_cache.enable", "responses of a sequence cannot be cached")
@@ -93,7 +91,7 @@ def _sequence(config: ModelConfig, sequence: schema.ModelSequenceBatching, probl
 
 
 def _controls(
-    path: str, controls: Sequence[schema.ModelSequenceBatchingControlInput], problem: _ProblemFunction
+    path: str, controls: Sequence[schema.ModelSequenceBatchingControlInput], problem: ProblemFunction
 ) -> None:
     tensors: dict[str, str] = {}
     kinds: dict[str, str] = {}
@@ -112,7 +110,7 @@ def _controls(
             _control(inner, control, problem)
 
 
-def _control(path: str, control: schema.ModelSequenceBatchingControl, problem: _ProblemFunction) -> None:
+def _control(path: str, control: schema.ModelSequenceBatchingControl, problem: ProblemFunction) -> None:
     pairs: dict[str, Sequence[object]] = {
         "int32_false_true": control.int32_false_true,
         "fp32_false_true": control.fp32_false_true,
@@ -136,7 +134,7 @@ def _control(path: str, control: schema.ModelSequenceBatchingControl, problem: _
         problem(f"{path}.fp32_false_true", "expected finite numbers")
 
 
-def _states(path: str, states: Sequence[schema.ModelSequenceBatchingState], problem: _ProblemFunction) -> None:
+def _states(path: str, states: Sequence[schema.ModelSequenceBatchingState], problem: ProblemFunction) -> None:
     inputs: dict[str, str] = {}
     for index, state in enumerate(states):
         here = f"{path}[{index}]"
@@ -157,7 +155,7 @@ def _initial_state(
     path: str,
     state: schema.ModelSequenceBatchingState,
     initial: schema.ModelSequenceBatchingInitialState,
-    problem: _ProblemFunction,
+    problem: ProblemFunction,
 ) -> None:
     if not initial.name:
         problem(f"{path}.name", "not given")
@@ -178,7 +176,7 @@ def _initial_state(
 # ----------------------------------------------------------------------------------------------------- ensembles
 
 
-def _ensemble(config: ModelConfig, problem: _ProblemFunction) -> None:
+def _ensemble(config: ModelConfig, problem: ProblemFunction) -> None:
     if config.platform != ENSEMBLE:
         problem("platform", f'found "{config.platform}", but ensemble_scheduling needs "{ENSEMBLE}"')
     given: dict[str, object] = {
@@ -208,10 +206,10 @@ def _ensemble(config: ModelConfig, problem: _ProblemFunction) -> None:
         if step.model_version < -1:
             problem(f"{path}.model_version", f"found {step.model_version}, expected a version, or -1 for the latest")
     _graph(config, steps, problem)
-    validate_added(config, problem)
+    validate_step_parameters(config, problem)
 
 
-def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], problem: _ProblemFunction) -> None:
+def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], problem: ProblemFunction) -> None:
     """Check that every tensor is produced once, and used."""
     inputs = {tensor.name: f"input[{index}]" for index, tensor in enumerate(config.input)}
     outputs = {tensor.name: f"output[{index}]" for index, tensor in enumerate(config.output)}

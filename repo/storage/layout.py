@@ -13,13 +13,12 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.complete import ENGINES, is_ensemble
-from shmserve.repo.config.outline import shown
+from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.problems import nearest
 from shmserve.repo.config.schema import ModelConfig, ModelOutput
-from shmserve.repo.files.companions import WARMUP
+from shmserve.repo.files.companions import WARMUP, data_bytes
 from shmserve.repo.files.labels import read_labels
 from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
@@ -38,7 +37,7 @@ _CLASS = "TritonPythonModel"
 _SOURCE = "model.py"
 
 
-class Seen(NamedTuple):
+class Finding(NamedTuple):
     """One finding. `file` is relative to the repository; `path` is the configuration field, if any; `hint` is a
     remedy.
     """
@@ -52,27 +51,22 @@ class Seen(NamedTuple):
     column: int = 0
 
 
-def printed(name: str, limit: int = 128) -> str:
-    """The file name, escaped and truncated so that it is safe to print."""
-    return shown(os.fsencode(name).decode("utf-8", "backslashreplace"), limit)
-
-
 # --------------------------------------------------------------------------------------------- a repository
 
 
-def look_at_root(root: Path) -> list[Seen]:
+def inspect_root(root: Path) -> list[Finding]:
     """Findings about entries of the repository that are not directories. Raises OSError if it cannot be read."""
     found = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if entry.name.startswith(".") or os.path.isdir(entry.path):  # isdir does not raise on cyclic links
             continue
-        name = printed(entry.name)
+        name = escaped_name(entry.name)
         if _dangles(entry):
             text = f"broken link: {_target(entry.path)}"
-            found.append(Seen(ERROR, name, text, "fix the link, or remove it"))
+            found.append(Finding(ERROR, name, text, "fix the link, or remove it"))
         elif not name.upper().startswith(("README", "LICENSE")):
             hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-            found.append(Seen(WARNING, name, "not a directory, ignored", hint))
+            found.append(Finding(WARNING, name, "not a directory, ignored", hint))
     return found
 
 
@@ -87,7 +81,7 @@ def is_model(root: Path) -> bool:
 # -------------------------------------------------------------------------------------------------- a model
 
 
-def look_at_model(folder: Path, config: ModelConfig | None, selected: Sequence[int]) -> list[Seen]:
+def inspect_model(folder: Path, config: ModelConfig | None, selected: Sequence[int]) -> list[Finding]:
     """All findings about one model. `config` is the completed configuration, if known; `selected` are the versions to
     be served.
     """
@@ -102,34 +96,36 @@ def look_at_model(folder: Path, config: ModelConfig | None, selected: Sequence[i
     return found
 
 
-def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Seen]:
+def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Finding]:
     """Model files in places where they are not read."""
-    name = printed(folder.name)
+    name = escaped_name(folder.name)
     expected = {*_ENGINE_FILES, (config.default_model_filename if config is not None else "")}
     names = sorted(os.listdir(folder))
     for entry in names:
-        here = f"{name}/{printed(entry)}"
+        here = f"{name}/{escaped_name(entry)}"
         path = folder / entry
         if entry in expected:
-            yield Seen(WARNING, here, "not read here", f"move it into a version directory: {name}/1/{entry}")
+            yield Finding(WARNING, here, "not read here", f"move it into a version directory: {name}/1/{entry}")
         elif entry.isdigit() and entry.isascii() and path.is_file():
             hint = f"a version is a directory that contains the model file: {here}/"
-            yield Seen(WARNING, here, "a file with the name of a version, ignored", hint)
+            yield Finding(WARNING, here, "a file with the name of a version, ignored", hint)
         elif CONFIG_FILE not in names and path.is_file() and nearest(entry, (CONFIG_FILE,)):
-            yield Seen(
+            yield Finding(
                 WARNING, here, "not read", f"the configuration is in {name}/{CONFIG_FILE}; rename it if it is one"
             )
         elif entry.isdigit() and (path / CONFIG_FILE).is_file():
             hint = f"it belongs to the model: move it to {name}/{CONFIG_FILE}"
-            yield Seen(WARNING, f"{here}/{CONFIG_FILE}", "not read: versions have no configuration of their own", hint)
+            yield Finding(
+                WARNING, f"{here}/{CONFIG_FILE}", "not read: versions have no configuration of their own", hint
+            )
 
 
-def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[Seen]:
+def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[Finding]:
     """Valid settings that have no effect, or probably not the intended one."""
     groups = config.instance_group
     if groups and all(group.passive for group in groups):
         hint = "remove `passive` from one of its groups"
-        yield Seen(WARNING, "", "all its instances are passive: it cannot process requests", hint, "instance_group")
+        yield Finding(WARNING, "", "all its instances are passive: it cannot process requests", hint, "instance_group")
     accelerators = config.optimization and config.optimization.execution_accelerators
     kinds = {group.kind for group in groups}
     if accelerators and config.backend == "onnxruntime":
@@ -140,15 +136,19 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
             for index, accelerator in enumerate(getattr(accelerators, field)):
                 if kind not in kinds:
                     path = f"optimization.execution_accelerators.{field}[{index}]"
-                    text = f'accelerator "{shown(accelerator.name)}" has no effect: {there}'
-                    yield Seen(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] adds one", path)
-    if config.backend == "python" and not (config.input or config.output) and not says_more(folder, selected, config):
+                    text = f'accelerator "{escaped(accelerator.name)}" has no effect: {there}'
+                    yield Finding(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] adds one", path)
+    if (
+        config.backend == "python"
+        and not (config.input or config.output)
+        and not may_complete_itself(folder, selected, config)
+    ):
         text = "the model has no inputs or outputs: its configuration has no `input` or `output`, and there is no "
         hint = f"add them to {CONFIG_FILE}, or add auto_complete_config to the model"
-        yield Seen(WARNING, printed(folder.name), f"{text}auto_complete_config in its {_SOURCE}", hint)
+        yield Finding(WARNING, escaped_name(folder.name), f"{text}auto_complete_config in its {_SOURCE}", hint)
 
 
-def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
+def _walk(folder: Path, selected: Collection[int]) -> Iterator[Finding]:
     """Broken links, and unreadable files and directories. Follows links to directories only at the top level."""
     needed = {CONFIG_FILE, *map(str, selected)}
     left = ENTRIES
@@ -161,21 +161,21 @@ def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
             left -= 1
             if left < 0:
                 text = f"has more than {ENTRIES:,} files; the others were not checked"
-                yield Seen(WARNING, printed(folder.name), text)
+                yield Finding(WARNING, escaped_name(folder.name), text)
                 return
             below = Path(entry.path).relative_to(folder)
             severity = ERROR if below.parts[0] in needed else WARNING
-            name = "/".join(map(printed, (folder.name, *below.parts)))
+            name = "/".join(map(escaped_name, (folder.name, *below.parts)))
             if _dangles(entry):
                 text = f"broken link: {_target(entry.path)}"
-                yield Seen(severity, name, text, "fix the link, or remove it")
+                yield Finding(severity, name, text, "fix the link, or remove it")
             elif os.path.isdir(entry.path):
                 if not os.access(entry.path, os.R_OK | os.X_OK, effective_ids=True):
-                    yield Seen(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
+                    yield Finding(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
                 elif here == folder or not entry.is_symlink():
                     waiting.append(Path(entry.path))
             elif not os.access(entry.path, os.R_OK, effective_ids=True):
-                yield Seen(severity, name, "cannot be read: Permission denied", _permit(entry, "r"))
+                yield Finding(severity, name, "cannot be read: Permission denied", _permit(entry, "r"))
 
 
 def _permit(entry: os.DirEntry[str], rights: str) -> str:
@@ -189,25 +189,25 @@ def _dangles(entry: os.DirEntry[str]) -> bool:
 
 
 def _target(path: str) -> str:
-    return shown(os.fsencode(os.readlink(path)).decode("utf-8", "backslashreplace"), 200)
+    return escaped_name(os.readlink(path), 200)
 
 
 # ------------------------------------------------------------------------------------------- the model's file
 
 
-def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Seen]:
+def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:
     path = folder / str(version) / config.default_model_filename
     if path.is_dir():
         path /= "model.onnx"
     if not config.default_model_filename or not path.is_file() or not os.access(path, os.R_OK, effective_ids=True):
         return
-    name = "/".join(map(printed, path.relative_to(folder.parent).parts))
+    name = "/".join(map(escaped_name, path.relative_to(folder.parent).parts))
     with path.open("rb") as file:
         start = file.read(SOURCE_BYTES + 1 if config.backend == "python" else 256)
     if not start:
-        yield Seen(ERROR, name, "an empty file", "copy the model again")
+        yield Finding(ERROR, name, "an empty file", "copy the model again")
     elif start.startswith(_POINTER):
-        yield Seen(
+        yield Finding(
             ERROR,
             name,
             "is a Git LFS pointer; the file itself was not downloaded",
@@ -219,35 +219,35 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[See
         yield from _source(name, start)
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
-            yield Seen(WARNING, name, "it is writable by every user of this machine", hint)
+            yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
 
 
-def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Seen]:
+def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:
     """Compare the file's declarations with the configuration."""
     try:
         with path.open("rb") as file:
             header = read_header(file)
     except NotOnnx as error:
-        yield Seen(ERROR, name, str(error), "copy the model again")
+        yield Finding(ERROR, name, str(error), "copy the model again")
         return
     except TooLarge:
         return
     for path_, text, write in differences(config, header):
-        yield Seen(ERROR, "", text, f"write {write}" if write else "", path_)
+        yield Finding(ERROR, "", text, f"write {write}" if write else "", path_)
 
 
-def _source(name: str, source: bytes) -> Iterator[Seen]:
+def _source(name: str, source: bytes) -> Iterator[Finding]:
     """Syntax errors, and a missing class or `execute`. The code is parsed, not run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except SyntaxError as error:
-        text = f"not Python: {shown(error.msg, 200)}"
-        yield Seen(ERROR, name, text, line=error.lineno or 0, column=error.offset or 0)
+        text = f"not Python: {escaped(error.msg, 200)}"
+        yield Finding(ERROR, name, text, line=error.lineno or 0, column=error.offset or 0)
         return
     except (ValueError, RecursionError, MemoryError) as error:  # contains NUL, or nested too deeply
-        yield Seen(ERROR, name, f"not Python: {shown(str(error), 200)}")
+        yield Finding(ERROR, name, f"not Python: {escaped(str(error), 200)}")
         return
     found: ast.stmt | None = None
     for node in ast.walk(tree):
@@ -257,11 +257,11 @@ def _source(name: str, source: bytes) -> Iterator[Seen]:
             return
     if found is None:
         if _CLASS.encode() not in source:  # otherwise it may be imported or assigned
-            yield Seen(ERROR, name, f"has no class {_CLASS}", f"the server needs `class {_CLASS}` with `execute`")
+            yield Finding(ERROR, name, f"has no class {_CLASS}", f"the server needs `class {_CLASS}` with `execute`")
     elif isinstance(found, ast.ClassDef) and not found.bases and not found.decorator_list and not found.keywords:
         if not any(_binds(statement, "execute") for statement in found.body):
             text = f"class {_CLASS} has no execute method"
-            yield Seen(ERROR, name, text, "add `def execute(self, requests):`", line=found.lineno, column=1)
+            yield Finding(ERROR, name, text, "add `def execute(self, requests):`", line=found.lineno, column=1)
 
 
 def _binds(statement: ast.stmt, name: str) -> bool:
@@ -276,7 +276,7 @@ def _binds(statement: ast.stmt, name: str) -> bool:
     return False
 
 
-def says_more(folder: Path, versions: Sequence[int], config: ModelConfig) -> bool:
+def may_complete_itself(folder: Path, versions: Sequence[int], config: ModelConfig) -> bool:
     """Whether a Python model may complete its configuration when loaded."""
     for version in versions:
         path = folder / str(version) / config.default_model_filename
@@ -292,7 +292,7 @@ def says_more(folder: Path, versions: Sequence[int], config: ModelConfig) -> boo
 # ----------------------------------------------------------------------------------- files that the configuration names
 
 
-def _labels(folder: Path, config: ModelConfig) -> Iterator[Seen]:
+def _labels(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     for index, output in enumerate(config.output):
         if not output.label_filename:
             continue
@@ -300,17 +300,19 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[Seen]:
         try:
             labels = read_labels(folder, output.label_filename)
         except InvalidRequest as error:
-            yield Seen(ERROR, "", str(error), path=path)
+            yield Finding(ERROR, "", str(error), path=path)
             continue
         least, most = _classes(output)
-        there = f"label file '{shown(output.label_filename)}' has {len(labels)} labels"
+        there = f"label file '{escaped(output.label_filename)}' has {len(labels)} labels"
         if len(labels) < least:
             what = f"at least {least}" if most is None else str(least)
-            text = f'{there}, but output "{shown(output.name)}" has {what} classes'
-            yield Seen(WARNING, "", text, f"classes from {len(labels)} on have no label", path=path)
+            text = f'{there}, but output "{escaped(output.name)}" has {what} classes'
+            yield Finding(WARNING, "", text, f"classes from {len(labels)} on have no label", path=path)
         elif most is not None and len(labels) > most:
-            text = f'{there}, but output "{shown(output.name)}" has {most} classes'
-            yield Seen(WARNING, "", text, "is it the right file? An extra label shifts all labels after it", path=path)
+            text = f'{there}, but output "{escaped(output.name)}" has {most} classes'
+            yield Finding(
+                WARNING, "", text, "is it the right file? An extra label shifts all labels after it", path=path
+            )
 
 
 def _classes(output: ModelOutput) -> tuple[int, int | None]:
@@ -321,15 +323,13 @@ def _classes(output: ModelOutput) -> tuple[int, int | None]:
     return least, None if -1 in output.dims else least
 
 
-def _warmup(folder: Path, config: ModelConfig) -> Iterator[Seen]:
+def _warmup(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     """Data files whose size differs from that of the tensor. Strings are checked when they are read."""
     for index, sample in enumerate(config.model_warmup):
         for key, given in sample.inputs.items():
-            size = ITEM_BYTES.get(FROM_CONFIG.get(given.data_type, ""), 0)
-            if not given.input_data_file or not size or any(dim < 1 for dim in given.dims):
+            size = data_bytes(given.data_type, given.dims)
+            if not given.input_data_file or not size:
                 continue
-            for dim in given.dims:
-                size *= dim
             below = f"{WARMUP}/{given.input_data_file}"
             try:
                 descriptor = open_inside(folder, below, f"warm-up data '{below}'")
@@ -341,5 +341,7 @@ def _warmup(folder: Path, config: ModelConfig) -> Iterator[Seen]:
                 os.close(descriptor)
             if there != size:
                 path = f'model_warmup[{index}].inputs["{key}"].input_data_file'
-                text = f"warm-up data '{shown(below)}' has {there} bytes, expected {size}: {given.data_type} and dims "
-                yield Seen(ERROR, "", f"{text}{list(given.dims)} of one row", path=path)
+                text = (
+                    f"warm-up data '{escaped(below)}' has {there} bytes, expected {size}: {given.data_type} and dims "
+                )
+                yield Finding(ERROR, "", f"{text}{list(given.dims)} of one row", path=path)

@@ -18,63 +18,55 @@ from google.protobuf.message import Message
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.repo.backends import BACKENDS
 from shmserve.repo.config.complete import is_ensemble
-from shmserve.repo.config.outline import shown
+from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.override import OVERRIDE, Override
 from shmserve.repo.config.problems import CONFIG_BYTES, Place, Problem, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
-from shmserve.repo.load import CONFIG_FILE, Examined, Setting, examine
+from shmserve.repo.load import CONFIG_FILE, ExaminedConfig, ModelContext, examine
 
 _ONE_FILE = frozenset({"python", "pytorch"})
 CONFIG_FOLDER = "configs"
 """Subdirectory of a model for alternative configurations."""
 OVERRIDE_FILE = "override"
-"""`Found.file` of a configuration given with a load call."""
+"""`ScannedModel.file` of a configuration given with a load call."""
 
 _LARGEST_VERSION = 2**63 - 1
 _NOT_VERSIONS = frozenset({CONFIG_FOLDER, "warmup", "initial_state"})
 
 
-class Found(NamedTuple):
+class ScannedModel(NamedTuple):
     """A model of a repository. A model with problems cannot be served; its `config` is None.
 
     `versions` are those selected by the version policy whose file exists, ascending; `missing` are the others that it
     selects, and why they cannot be served. `given` is the configuration as written in the file or override, without
-    defaults, None if it cannot be parsed. `file` is the configuration's file, "" if there is none. `faults` and
-    `remarks` are `problems` and `warnings` with positions; `places` maps fields to positions.
+    defaults, None if it cannot be parsed. `file` is the configuration's file, "" if there is none. `places` maps
+    fields to positions.
     """
 
     name: str
     path: Path
     config: ModelConfig | None
     versions: tuple[int, ...]
-    problems: tuple[str, ...]
-    warnings: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
     given: ModelConfig | None = None
     file: str = ""
     missing: Mapping[int, str] = MappingProxyType({})
-    faults: tuple[Problem, ...] = ()
-    remarks: tuple[Problem, ...] = ()
     places: Mapping[str, Place] = MappingProxyType({})
 
+    @classmethod
+    def failed(cls, name: str, path: Path, reason: str) -> ScannedModel:
+        """A model that cannot be served for a reason outside its own files."""
+        return cls(name, path, None, (), (Problem("", 0, 0, "", reason),), ())
 
-def scan(
-    roots: Sequence[Path], *, backends: Collection[str] = BACKENDS, gpus: Collection[int] = (), config_name: str = ""
-) -> list[Found]:
-    """All models of the repositories, by name. Raises InvalidRequest for a repository that is not a directory.
+    @property
+    def problem_texts(self) -> tuple[str, ...]:
+        return tuple(map(str, self.problems))
 
-    `config_name` selects configs/<config_name>.pbtxt in models that have it.
-    """
-    if config_name:
-        check_config_name(config_name)
-    found = []
-    for name, paths in model_names(roots).items():
-        if len(paths) > 1:
-            problem = Problem(name, 0, 0, "", _twice(name, len(paths)))
-            found.append(Found(name, paths[0], None, (), (problem.text,), (), faults=(problem,)))
-        else:
-            found.append(scan_model(paths[0], backends=backends, gpus=gpus, config_name=config_name))
-    return found
+    @property
+    def warning_texts(self) -> tuple[str, ...]:
+        return tuple(map(str, self.warnings))
 
 
 def scan_model(
@@ -84,7 +76,7 @@ def scan_model(
     gpus: Collection[int] = (),
     config_name: str = "",
     override: Override | None = None,
-) -> Found:
+) -> ScannedModel:
     """Scan one model directory. With an override, its configuration files are not read."""
     if config_name:
         check_config_name(config_name)
@@ -96,7 +88,7 @@ def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for root in dict.fromkeys(root.resolve() for root in roots):
         for path in _models(root):
-            found.setdefault(_printed(path.name, 128), []).append(path)
+            found.setdefault(escaped_name(path.name), []).append(path)
     return {name: found[name] for name in sorted(found)}
 
 
@@ -107,14 +99,14 @@ def find_model(roots: Sequence[Path], name: str) -> Path:
     if not name.strip():
         raise InvalidRequest("Model name cannot be empty. Please enter a valid name to deploy.")
     if "/" in name or name.strip() == "..":
-        text = f"model name must not contain path traversal characters; found '{shown(name)}', expected {NAME_RULE}"
+        text = f"model name must not contain path traversal characters; found '{escaped(name)}', expected {NAME_RULE}"
         raise InvalidRequest(text)
-    failed = f"failed to load '{shown(name)}', failed to poll from model repository"
+    failed = f"failed to load '{escaped(name)}', failed to poll from model repository"
     if not MODEL_NAME.fullmatch(name) or not _is_model(name):
         raise NotFound(f"{failed}: a model cannot have this name; expected {NAME_RULE}")
     paths = [root / name for root in dict.fromkeys(root.resolve() for root in roots) if os.path.isdir(root / name)]
     if len(paths) > 1:
-        raise InvalidRequest(f"{failed}: {_twice(name, len(paths))}")
+        raise InvalidRequest(f"{failed}: {duplicate_text(name, len(paths))}")
     if not paths:
         try:
             near = nearest(name, (known for known in model_names(roots) if MODEL_NAME.fullmatch(known)))
@@ -140,7 +132,7 @@ def select_versions(policy: ModelVersionPolicy, numbers: Iterable[int]) -> tuple
 def check_config_name(name: str) -> str:
     """The name, if valid for a file in `configs`; else raises InvalidRequest."""
     if not MODEL_NAME.fullmatch(name):
-        raise InvalidRequest(f"--model-config-name: found '{shown(name)}', expected {NAME_RULE}")
+        raise InvalidRequest(f"--model-config-name: found '{escaped(name)}', expected {NAME_RULE}")
     return name
 
 
@@ -160,15 +152,15 @@ class _Scan:
 
     def __init__(self, path: Path, backends: Collection[str], gpus: Collection[int]) -> None:
         self._path = path
-        self._name = _printed(path.name, 128)
+        self._name = escaped_name(path.name)
         self._backends = backends
         self._gpus = gpus
-        self._faults: list[Problem] = []
-        self._remarks: list[Problem] = []
+        self._problems: list[Problem] = []
+        self._warnings: list[Problem] = []
         self._missing: dict[int, str] = {}
 
-    def run(self, config_name: str, override: Override | None) -> Found:
-        examined: Examined | None = None
+    def run(self, config_name: str, override: Override | None) -> ScannedModel:
+        examined: ExaminedConfig | None = None
         file = ""
         versions: tuple[int, ...] = ()
         try:
@@ -180,31 +172,29 @@ class _Scan:
             versions = self._select(examined, numbers)
         except _BadModel as error:
             file = error.file
-            self._fault(str(error), file)
+            self._add_problem(str(error), file)
         except OSError as error:
-            self._fault(f"cannot be read: {error.strerror or type(error).__name__}")
-        return Found(
+            self._add_problem(f"cannot be read: {error.strerror or type(error).__name__}")
+        return ScannedModel(
             name=self._name,
             path=self._path,
-            config=examined.config if examined is not None and not self._faults else None,
-            versions=versions if not self._faults else (),
-            problems=tuple(str(problem) for problem in self._faults),
-            warnings=tuple(str(problem) for problem in self._remarks),
+            config=examined.config if examined is not None and not self._problems else None,
+            versions=versions if not self._problems else (),
+            problems=tuple(self._problems),
+            warnings=tuple(self._warnings),
             given=examined.given if examined is not None else None,
             file=file,
             missing=self._missing,
-            faults=tuple(self._faults),
-            remarks=tuple(self._remarks),
             places=examined.places if examined is not None else {},
         )
 
-    def _fault(self, text: str, below: str = "") -> None:
-        self._faults.append(self._problem(text, below))
+    def _add_problem(self, text: str, below: str = "") -> None:
+        self._problems.append(self._located(text, below))
 
-    def _remark(self, text: str, below: str = "") -> None:
-        self._remarks.append(self._problem(text, below))
+    def _add_warning(self, text: str, below: str = "") -> None:
+        self._warnings.append(self._located(text, below))
 
-    def _problem(self, text: str, below: str) -> Problem:
+    def _located(self, text: str, below: str) -> Problem:
         return Problem(f"{self._name}/{below}" if below else self._name, 0, 0, "", text)
 
     def _given(self, config_name: str, override: Override | None) -> tuple[bytes | Message, str]:
@@ -218,27 +208,27 @@ class _Scan:
                 return data, file
         return b"", ""
 
-    def _examine(self, given: bytes | Message, file: str, numbers: Sequence[int]) -> Examined:
+    def _examine(self, given: bytes | Message, file: str, numbers: Sequence[int]) -> ExaminedConfig:
         listed = (_names_if_readable(self._path / str(number)) for number in numbers)
         files = next((names for names in listed if names), ())
         named = f"{self._name}/{file}" if file else f"{self._name} (no {CONFIG_FILE})"
-        setting = Setting(self._path.name, self._backends, files, self._gpus, self._path)
-        examined = examine(given, OVERRIDE if file == OVERRIDE_FILE else named, setting)
-        self._faults += examined.problems
-        self._remarks += examined.warnings
+        context = ModelContext(self._path.name, self._backends, files, self._gpus, self._path)
+        examined = examine(given, OVERRIDE if file == OVERRIDE_FILE else named, context)
+        self._problems += examined.problems
+        self._warnings += examined.warnings
         return examined
 
-    def _select(self, examined: Examined, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    def _select(self, examined: ExaminedConfig, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The versions to be served. Incomplete versions fail the model only if none is left."""
         if examined.given is None and numbers:
             return ()
         policy = (examined.given and examined.given.version_policy) or ModelVersionPolicy()
         for number in dict.fromkeys(policy.specific.versions if policy.specific is not None else ()):
             if number not in numbers:
-                self._remark(f"version {number} is in the version policy, but has no directory")
+                self._add_warning(f"version {number} is in the version policy, but has no directory")
         selected = select_versions(policy, numbers)
         if not selected:
-            self._fault(_no_version(self._name, numbers))
+            self._add_problem(_no_version(self._name, numbers))
         if examined.completed is None or examined.completed.backend not in {*self._backends, ""}:
             return ()
         for number in selected:
@@ -251,9 +241,9 @@ class _Scan:
         served = tuple(number for number in selected if number not in self._missing)
         for number, why in self._missing.items():
             if served:
-                self._remark(f"not served: {why}", str(number))
+                self._add_warning(f"not served: {why}", str(number))
             else:
-                self._fault(why, str(number))
+                self._add_problem(why, str(number))
         return served
 
     def _version_directories(self) -> tuple[int, ...]:
@@ -272,7 +262,7 @@ class _Scan:
             elif int(name[:20]) > _LARGEST_VERSION:
                 why = f"above {_LARGEST_VERSION}"
             if why:
-                self._remark(f"not a version directory, ignored: {why}", _printed(name))
+                self._add_warning(f"not a version directory, ignored: {why}", escaped_name(name, 60))
             else:
                 numbers.append(int(name))
         return tuple(sorted(numbers))
@@ -294,12 +284,9 @@ def _is_model(name: str) -> bool:
     return not name.startswith(".") and name != "__pycache__"
 
 
-def _twice(name: str, times: int) -> str:
+def duplicate_text(name: str, times: int) -> str:
+    """Why a model that several repositories have is not served."""
     return f"model appears in two or more repositories: '{name}' is in {times} of them; keep one"
-
-
-def _printed(name: str, limit: int = 60) -> str:
-    return shown(os.fsencode(name).decode("utf-8", "backslashreplace"), limit)
 
 
 def _names(directory: Path) -> tuple[str, ...]:
@@ -323,17 +310,17 @@ def _missing_file(directory: Path, config: ModelConfig) -> str:
     if path.is_dir():
         # A model in its own directory: external weights, or a saved model.
         if config.backend == "onnxruntime" and not (path / "model.onnx").is_file():
-            return f"'{shown(name)}' is a directory, but has no file 'model.onnx'"
+            return f"'{escaped(name)}' is a directory, but has no file 'model.onnx'"
         return f"'{name}' is a directory, expected a file" if config.backend in _ONE_FILE else ""
     if path.is_file():
         return ""
     if path.is_symlink():
-        return f"'{shown(name)}' is a broken link"
+        return f"'{escaped(name)}' is a broken link"
     names = _names(directory)
     if not names:
-        return f"has no file '{shown(name)}': the directory is empty"
+        return f"has no file '{escaped(name)}': the directory is empty"
     near = nearest(name, (known for known in names if known.isprintable()))
-    return f"has no file '{shown(name)}'" + (f"; did you mean '{near}'?" if near else "")
+    return f"has no file '{escaped(name)}'" + (f"; did you mean '{near}'?" if near else "")
 
 
 def _no_version(name: str, numbers: Collection[int]) -> str:

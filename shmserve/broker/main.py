@@ -42,7 +42,7 @@ from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.repo.check import root_notes
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.storage.generation import Generations, Sizes
-from shmserve.repo.storage.store import Found
+from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
 from shmserve.system.allocator import keep_freed_memory
 from shmserve.system.service_manager import ServiceManager, of_this_process
@@ -265,7 +265,7 @@ class ServerProcess:
         try:
             return self._catalog.read(name)
         except ServeError as error:
-            return Reading(Found(name, Path(), None, (), (error.message,), ()))
+            return Reading(ScannedModel.failed(name, Path(), error.message))
 
     def _on_turn(self) -> None:
         if self._progress.report():

@@ -16,7 +16,7 @@ from shmserve.repo.backends import BACKENDS
 from shmserve.repo.compile import compile_instances, compile_policy
 from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.repo.load import CONFIG_FILE, load, parse
+from shmserve.repo.load import CONFIG_FILE, ModelContext, examine, parse
 from shmserve.repo.storage.store import find_model, model_names
 from shmserve.sim.plan import MS, SimModel
 from shmserve.sim.service import Constant, Service
@@ -81,7 +81,8 @@ def _read(path: Path) -> tuple[ModelConfig, int]:
         raise InvalidRequest(f"the configuration of model '{path.name}' cannot be read: {error.strerror}") from error
     try:
         named = parse(text).backend
-        config = load(text, name=path.name, backends=BACKENDS | {named} - {""}, files=files, gpus=GPUS).config
+        context = ModelContext(path.name, BACKENDS | {named} - {""}, files, GPUS)
+        config = examine(text, CONFIG_FILE, context).require()
     except ConfigError as error:
         raise InvalidRequest(f"model '{path.name}' could not be served: {error}") from error
     return config, versions[-1] if versions else 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.repo.load import Setting, examine
+from shmserve.repo.load import ModelContext, examine
 from tests.tritonclient import models as client_models
 
 
@@ -19,7 +19,7 @@ def test_it_can_be_served(name: str, tmp_path: Path) -> None:
     text = (tmp_path / name / "config.pbtxt").read_text()
     backend = "python" if (tmp_path / name / "1" / "model.py").exists() else "identity"
     assert f'backend: "{backend}"' in text
-    assert not examine(text, "config.pbtxt", Setting(name, (backend,), (), ())).problems
+    assert not examine(text, "config.pbtxt", ModelContext(name, (backend,), (), ())).problems
     for source in tmp_path.rglob("*.py"):
         ast.parse(source.read_text())
 

@@ -28,7 +28,7 @@ from shmserve.protocol.messages import Load, Options, Row, Tensor, Wanted, Work
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.config.schema import decode_config
 from shmserve.repo.gpus import VISIBLE, discover
-from shmserve.repo.rules.completed import surprises, verify
+from shmserve.repo.rules.fields import surprises, verify
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.system.allocator import keep_freed_memory

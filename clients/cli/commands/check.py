@@ -24,7 +24,7 @@ from shmserve.terminal.errors import Failed, Misuse
 if TYPE_CHECKING:
     from shmserve.clients.cli.temporary_server import TemporaryServer
     from shmserve.clients.client import Client
-    from shmserve.repo.check import Checked, CheckedModel, Finding
+    from shmserve.repo.check import Checked, CheckedModel, CheckFinding
 
 ASK_S = 10.0
 START_S = 60.0
@@ -60,10 +60,10 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _backends(args: argparse.Namespace) -> frozenset[str]:
-    from shmserve.repo.backends import installed, not_usable
+    from shmserve.repo.backends import backend_directory_problem, installed
 
     directory = args.backend_directory
-    fault = not_usable(directory) if directory else ""
+    fault = backend_directory_problem(directory) if directory else ""
     if fault:
         raise Misuse(f"--backend-directory {fault}")
     return installed(directory or "")
@@ -89,7 +89,7 @@ def _show(checked: Checked, quiet: bool, strict: bool) -> None:
         print(f"{_number(total, 'model')}, {good} ok: {_counted(checked.all()) or 'no problems'}")
 
 
-def _show_finding(finding: Finding, indent: str, shown: Sequence[str]) -> None:
+def _show_finding(finding: CheckFinding, indent: str, shown: Sequence[str]) -> None:
     if finding.severity not in shown:
         return
     severity = "warning" if finding.severity == "warning" else ""
@@ -101,7 +101,7 @@ def _show_finding(finding: Finding, indent: str, shown: Sequence[str]) -> None:
         print(f"{indent}    | {line}")
 
 
-def _counted(findings: Sequence[Finding]) -> str:
+def _counted(findings: Sequence[CheckFinding]) -> str:
     errors = sum(finding.severity == "error" for finding in findings)
     parts = [_number(errors, "error")] if errors else []
     if len(findings) > errors:
@@ -192,8 +192,8 @@ def _judged(
 
 def _failed(
     model: CheckedModel, entry: Entry, output: Mapping[str, Sequence[str]], timeout: float | None
-) -> list[Finding]:
-    from shmserve.repo.check import Finding
+) -> list[CheckFinding]:
+    from shmserve.repo.check import CheckFinding
 
     if entry["state"] == "READY" or not entry["state"]:
         return []
@@ -209,7 +209,7 @@ def _failed(
     if not lines:  # no process has exited yet
         lines = [line for group in model.groups for line in output.get(group, ())]
     last = tuple(lines[-LOG_LINES:])
-    return [Finding(model.name, "error", model.repository, file, 0, 0, "", text, hint, last)]
+    return [CheckFinding(model.name, "error", model.repository, file, 0, 0, "", text, hint, last)]
 
 
 def _lines_of_workers(log: str) -> dict[str, list[str]]:

@@ -39,7 +39,7 @@ from shmserve.broker.processes.gpus import INTERVAL_S
 from shmserve.broker.processes.resources import Terms
 from shmserve.core.limits import Limits
 from shmserve.paths import environments_dir, server_runtime_dir
-from shmserve.repo.backends import DIRECTORY, not_usable
+from shmserve.repo.backends import DIRECTORY, backend_directory_problem
 
 if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
     import tomllib
@@ -365,7 +365,7 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     if not settings.model_repository and not problems:
         wrong("missing --model-repository: the directory that holds the models")
     if settings.backend_directory is not None:
-        if fault := not_usable(settings.backend_directory):
+        if fault := backend_directory_problem(settings.backend_directory):
             wrong(f"--backend-directory {fault}")
     if settings.load_model and settings.model_control_mode != "explicit":
         wrong(

@@ -26,17 +26,18 @@ from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import Load
 from shmserve.repo.backends import DIRECTORY, installed
-from shmserve.repo.check import Finding
+from shmserve.repo.check import CheckFinding
 from shmserve.repo.check import notes as check_notes
 from shmserve.repo.compile import CoreSet, compile_instances, compile_policy, environment, unknown_policies
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
+from shmserve.repo.config.problems import Problem
 from shmserve.repo.config.schema import ModelConfig, decode_config, encode_config
-from shmserve.repo.rules.completed import surprises, verify
 from shmserve.repo.rules.ensembles import StepModel, check_graph
+from shmserve.repo.rules.fields import surprises, verify
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
 from shmserve.repo.storage.snapshot import Snapshot, take
-from shmserve.repo.storage.store import Found, find_model, model_names, scan_model
+from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model, model_names, scan_model
 
 PINS = "pins"
 """Worker setting: path of pins.json, with size and time of model files that were linked, not copied."""
@@ -46,11 +47,11 @@ class Reading(NamedTuple):
     """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
     read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not."""
 
-    found: Found
+    found: ScannedModel
     snapshot: Snapshot | None = None
     override: LoadOverride | None = None
     generations: Mapping[int, Generation] = MappingProxyType({})
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckFinding, ...] = ()
 
 
 class VersionSource(Struct, eq=False):
@@ -170,7 +171,7 @@ class Catalog:
         findings = check_notes(found, backends=self._backends, gpus=self._gpus)
         return Reading(found, before, given, kept, findings)
 
-    def _keep(self, found: Found, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
+    def _keep(self, found: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
         if self._generations is None or found.config is None or is_ensemble(found.config):
             return {}
         interpreter = environment(found.config, str(found.path))
@@ -186,8 +187,7 @@ class Catalog:
         return readings
 
     def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
-        text = f"model appears in two or more repositories: '{name}' is in {len(folders)} of them; keep one"
-        return Reading(Found(name, folders[0], None, (), (text,), ()))
+        return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
 
     # ------------------------------------------------------------------------------------ deployment
 
@@ -205,14 +205,14 @@ class Catalog:
         events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
         return events
 
-    def _why_not(self, found: Found) -> str:
+    def _why_not(self, found: ScannedModel) -> str:
         """Why the model cannot be served; "" if it can."""
         reason = why_not(found)
         if reason or found.config is None or self._resources is None:
             return reason
         return lacking(compile_instances(found.config, self._cores), self._resources)
 
-    def failed_load(self, found: Found) -> str:
+    def failed_load(self, found: ScannedModel) -> str:
         """The error of a load of this model; "" if it can be served. Has Triton's wording, which distinguishes a bad
         configuration from versions that cannot be loaded."""
         reason = self._why_not(found)
@@ -396,10 +396,10 @@ class Catalog:
         return found, as_text(final, found)
 
 
-def why_not(found: Found) -> str:
+def why_not(found: ScannedModel) -> str:
     """Why the model cannot be served; "" if it can."""
     if found.problems:
-        return "; ".join(found.problems)
+        return "; ".join(found.problem_texts)
     return "" if found.config is not None else "it has no configuration"
 
 
@@ -411,8 +411,8 @@ def _mark(reading: Reading, version: int) -> object:
     return encode_config(content), digest, str(reading.found.path)
 
 
-def _refused(found: Found, problem: str) -> Found:
-    return found._replace(config=None, versions=(), problems=(*found.problems, problem))
+def _refused(found: ScannedModel, problem: str) -> ScannedModel:
+    return found._replace(config=None, versions=(), problems=(*found.problems, Problem("", 0, 0, "", problem)))
 
 
 def _folder_of(source: VersionSource) -> Path:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.repo.config.outline import shown
+from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.override import Override, parse_override
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.rules.fields import BAD_STUB_NAME
@@ -146,7 +146,7 @@ def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
         text = "model name must not contain path traversal characters"
         if MODEL_NAME.fullmatch(model.replace("\\", "")):
             text = BAD_STUB_NAME  # Triton's text for Python models; here no model may have a backslash
-        raise InvalidRequest(f"{text}; found '{shown(model)}', expected {NAME_RULE}")
+        raise InvalidRequest(f"{text}; found '{escaped(model)}', expected {NAME_RULE}")
     sizes: dict[str, int] = {}
     folders: set[str] = set()
     for given, size in files:
@@ -154,12 +154,12 @@ def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
         parts = name.split("/")
         if not 1 < len(parts) <= LEVELS or not all(_harmless(part) for part in parts):
             raise InvalidRequest(
-                f"file '{shown(name, 100)}' of the load call: expected VERSION/NAME below the model's directory, such "
-                f"as 1/model.onnx, of at most {LEVELS} parts, none of them empty, hidden, '..' or overlong"
+                f"file '{escaped(name, 100)}' of the load call: expected VERSION/NAME below the model's directory, "
+                f"such as 1/model.onnx, of at most {LEVELS} parts, none of them empty, hidden, '..' or overlong"
             )
         above = {name[:at] for at, char in enumerate(name) if char == "/"}
         if name in sizes or name in folders or not above.isdisjoint(sizes):
-            raise InvalidRequest(f"file '{shown(name, 100)}' of the load call conflicts with another one")
+            raise InvalidRequest(f"file '{escaped(name, 100)}' of the load call conflicts with another one")
         sizes[name] = size
         folders |= above
     return sizes

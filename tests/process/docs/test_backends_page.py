@@ -14,7 +14,7 @@ import shmserve
 from shmserve.broker.config import settings
 from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.repo.backends import DIRECTORY, installed, not_usable
+from shmserve.repo.backends import DIRECTORY, backend_directory_problem, installed
 from shmserve.repo.config.complete import can_complete
 from shmserve.workers.backends import Context, StackedBackend, registry
 from shmserve.workers.backends.registry import backend_in, from_directory
@@ -116,13 +116,13 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "backend.py").write_text("")
     assert installed(tmp_path) - installed() == {"linear"}
-    assert not_usable(tmp_path) == ""
+    assert backend_directory_problem(tmp_path) == ""
     with pytest.raises(Unsupported, match="unknown backend 'other'; known are: identity, linear, onnxruntime, "):
         registry.find("other", str(tmp_path))
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "backend.py").write_text("")
-    assert "has a backend 'python', the name of a built-in backend" in not_usable(tmp_path)
-    assert "is not a directory" in not_usable(tmp_path / "nowhere")
+    assert "has a backend 'python', the name of a built-in backend" in backend_directory_problem(tmp_path)
+    assert "is not a directory" in backend_directory_problem(tmp_path / "nowhere")
 
 
 def test_the_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

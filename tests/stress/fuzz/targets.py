@@ -66,7 +66,7 @@ def decode(data: bytes) -> None:
 
 def config(data: bytes) -> None:
     try:
-        found = load.load(data, name="m", backends=BACKENDS, files=("model.onnx",)).config
+        found = load.examine(data, "config.pbtxt", load.ModelContext("m", BACKENDS, ("model.onnx",))).require()
     except ConfigError:
         return
     assert found.name == "m"
@@ -77,7 +77,7 @@ def config_override(data: bytes) -> None:
         given = override.parse_override(data)
     except ConfigError:
         return
-    load.examine(given.message, override.OVERRIDE, load.Setting("m", BACKENDS))
+    load.examine(given.message, override.OVERRIDE, load.ModelContext("m", BACKENDS))
 
 
 def http(data: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shmserve.repo.check import Checked, Finding, check
+from shmserve.repo.check import Checked, CheckFinding, check
 from shmserve.repo.onnx.protobuf import Node, wrapped
 
 BACKENDS = ("identity", "onnxruntime", "python")
@@ -43,7 +43,7 @@ def run(*roots: Path, config_name: str = "") -> Checked:
     return check(roots, backends=BACKENDS, config_name=config_name)
 
 
-def line_of(finding: Finding) -> str:
+def line_of(finding: CheckFinding) -> str:
     place = f"{finding.file}:{finding.line}" if finding.line else finding.file
     return ": ".join(part for part in (finding.severity, place, finding.path, finding.text) if part)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.endpoints import __main__, perf_analyzer, servers
-from shmserve.repo.load import Setting, examine
+from shmserve.repo.load import ModelContext, examine
 
 TABLE = (
     "Concurrency,Inferences/Second,Client Send,Network+Server Send/Recv,Server Queue,Server Compute Input,"
@@ -53,4 +53,4 @@ def test_models_can_be_served(tmp_path: Path) -> None:
     assert names == {"identity", "mlp", "whole", "first"} == {point.model for point in __main__.points(quick=False)}
     for name in names:
         text = (root / name / "config.pbtxt").read_text()
-        assert not examine(text, "config.pbtxt", Setting(name, ("python",), (), ())).problems
+        assert not examine(text, "config.pbtxt", ModelContext(name, ("python",), (), ())).problems

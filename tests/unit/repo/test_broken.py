@@ -14,7 +14,7 @@ import pytest
 
 from shmserve.repo.config.override import parse_override
 from shmserve.repo.config.problems import ConfigError, Problem
-from shmserve.repo.load import Setting, examine
+from shmserve.repo.load import ModelContext, examine
 from tests.support.repo.golden import assert_golden, configurations
 from tests.support.repo.texts import BACKENDS
 
@@ -23,7 +23,7 @@ BROKEN = Path(__file__).with_name("broken")
 
 def results(text: str) -> Iterator[str]:
     for line, config in configurations(text):
-        examined = examine(config, "", Setting("m", BACKENDS))
+        examined = examine(config, "", ModelContext("m", BACKENDS))
         assert (examined.config is None) is bool(examined.problems)
         for problem in examined.problems:
             yield shown(line, problem)

@@ -18,12 +18,12 @@ from shmserve.protocol.messages import NAME_LENGTH
 from shmserve.repo.compile import compile_instances, compile_policy, environment, memory_limit
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.repo.load import load, parse
+from shmserve.repo.load import ModelContext, examine, parse
 from tests.support.repo.texts import BACKENDS, SMALL
 
 
-def loaded(text: str, name: str = "m") -> ModelConfig:
-    return load(text, name=name, backends=BACKENDS).config
+def loaded(text: str, name: str = "m", gpus: tuple[int, ...] = ()) -> ModelConfig:
+    return examine(text, "config.pbtxt", ModelContext(name, BACKENDS, gpus=gpus)).require()
 
 
 def test_a_small_model() -> None:
@@ -200,7 +200,7 @@ def test_instances(text: str, expected: list[InstanceSpec]) -> None:
 
 def test_instances_on_gpus() -> None:
     text = SMALL + "instance_group { count: 2 gpus: [ 1, 0 ] }"
-    found = compile_instances(load(text, name="m", backends=BACKENDS, gpus=(0, 1)).config)
+    found = compile_instances(loaded(text, gpus=(0, 1)))
     assert [(spec.name, spec.kind, spec.device) for spec in found] == [
         ("m_0_0", "KIND_GPU", 1),
         ("m_0_1", "KIND_GPU", 1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.repo.load import Setting, examine
+from shmserve.repo.load import ModelContext, examine
 from tests.support.repo.golden import configurations
 
 HERE = ("identity", "onnxruntime", "python")
@@ -26,7 +26,7 @@ def examples(*names: str) -> list[Any]:
 
 
 def problems(text: str, backends: tuple[str, ...] = HERE, gpus: tuple[int, ...] = ()) -> list[tuple[str, str]]:
-    found = examine(text, "config.pbtxt", Setting("model", backends, (), gpus))
+    found = examine(text, "config.pbtxt", ModelContext("model", backends, (), gpus))
     return [(problem.path, problem.text) for problem in found.problems]
 
 

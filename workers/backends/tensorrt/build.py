@@ -112,7 +112,7 @@ def _source(order: BuildOptions) -> tuple[Path, ModelConfig | None]:
         raise BadShapes(f"{path} is neither an ONNX file nor the directory of a model")
     found = scan_model(Path(os.path.abspath(path)), gpus=discover().numbers)
     if found.problems or found.given is None:
-        raise BadShapes("\n".join([f"the configuration of model '{found.name}' is wrong:", *found.problems]))
+        raise BadShapes("\n".join([f"the configuration of model '{found.name}' is wrong:", *found.problem_texts]))
     versions = [order.version] if order.version is not None else list(found.versions[-1:])
     for version in versions:
         file = path / str(version) / ONNX

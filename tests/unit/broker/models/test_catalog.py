@@ -22,7 +22,7 @@ from shmserve.repo.config.override import parse_override
 from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
 from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.snapshot import take
-from shmserve.repo.storage.store import Found, scan_model
+from shmserve.repo.storage.store import ScannedModel, scan_model
 from tests.support.repo.models import GOOD, model
 
 ALL = GOOD + "version_policy { all { } }\n"
@@ -404,7 +404,7 @@ def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, mon
     changes = 1
     scans = 0
 
-    def meddled(folder: Path, **more: Any) -> Found:
+    def meddled(folder: Path, **more: Any) -> ScannedModel:
         nonlocal changes, scans
         scans += 1
         found = scan_model(folder, **more)

@@ -20,8 +20,8 @@ from shmserve.repo.config.complete import TensorFacts, complete, complete_from_m
 from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
 from shmserve.repo.gpus import Numbers
-from shmserve.repo.load import load, parse
-from shmserve.repo.rules.completed import verify
+from shmserve.repo.load import ModelContext, examine, parse
+from shmserve.repo.rules.fields import verify
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.texts import ALL, BACKENDS, SMALL
 
@@ -142,7 +142,7 @@ def test_instance_groups(text: str, gpus: tuple[int, ...], wanted: list[Any]) ->
 
 
 def test_group_names_fit_for_the_longest_model_name() -> None:
-    config = load(SMALL, name="x" * 128, backends=BACKENDS).config
+    config = examine(SMALL, "config.pbtxt", ModelContext("x" * 128, BACKENDS)).require()
     assert config.instance_group[0].name == "x" * 112 + "_0"
 
 
@@ -246,7 +246,7 @@ def test_only_missing_tensors_are_completed() -> None:
 
 
 def test_settings_that_a_model_adds_get_defaults() -> None:
-    given = load('backend: "python"', name="m", backends=BACKENDS).config
+    given = examine('backend: "python"', "config.pbtxt", ModelContext("m", BACKENDS)).require()
     added = replace(given, max_batch_size=6, dynamic_batching=ModelDynamicBatching())
     config = verify(added, backends=BACKENDS)
     assert config.dynamic_batching == ModelDynamicBatching(preferred_batch_size=(6,))

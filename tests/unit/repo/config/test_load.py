@@ -18,7 +18,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.config import protos
 from shmserve.repo.config.outline import DEPTH, TOKENS, OutlineBlock, Token, outline, tokens
 from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem, nearest
-from shmserve.repo.load import load, parse
+from shmserve.repo.load import ExaminedConfig, ModelContext, examine, parse
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, DIRECT, DYNAMIC, SMALL
@@ -26,24 +26,28 @@ from tests.support.repo.texts import ALL, BACKENDS, DIRECT, DYNAMIC, SMALL
 QUICK = settings(max_examples=examples(150))
 
 
+def examined(text: str | bytes) -> ExaminedConfig:
+    return examine(text, "m/config.pbtxt", ModelContext("m", BACKENDS))
+
+
 def problems(text: str | bytes) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as caught:
-        load(text, name="m", backends=BACKENDS, file="m/config.pbtxt")
+        examined(text).require()
     assert isinstance(caught.value, InvalidRequest)
     assert caught.value.code == "INVALID_ARG"
     return caught.value.problems
 
 
 def test_small_model_loads() -> None:
-    loaded = load(SMALL, name="m", backends=BACKENDS)
-    assert loaded.warnings == ()
-    assert loaded.config.name == "m"
-    assert loaded.config.input[0].dims == (3,)
+    assert examined(SMALL).warnings == ()
+    config = examined(SMALL).require()
+    assert config.name == "m"
+    assert config.input[0].dims == (3,)
 
 
 def test_error_has_one_line_per_problem() -> None:
     with pytest.raises(ConfigError) as caught:
-        load('nam: "m"\nplatfrom: "x"', name="m", backends=BACKENDS, file="m/config.pbtxt")
+        examined('nam: "m"\nplatfrom: "x"').require()
     assert str(caught.value).splitlines() == [
         'm/config.pbtxt:1:1: nam: ModelConfig has no such field; did you mean "name"?',
         'm/config.pbtxt:2:1: platfrom: ModelConfig has no such field; did you mean "platform"?',
@@ -76,11 +80,9 @@ def test_all_forms_of_text_format() -> None:
 
 def test_later_of_duplicate_keys_is_used_with_a_warning() -> None:
     text = 'parameters { key: "k" value { string_value: "1" } } parameters { key: "k" value { string_value: "2" } }'
-    loaded = load(SMALL + text, name="m", backends=BACKENDS)
-    assert loaded.config.parameters["k"].string_value == "2"
-    assert loaded.warnings == (
-        'config.pbtxt:6:71: parameters["k"]: given twice, first on line 6; the last one is used',
-    )
+    assert examined(SMALL + text).require().parameters["k"].string_value == "2"
+    (warning,) = examined(SMALL + text).warnings
+    assert str(warning) == ('m/config.pbtxt:6:71: parameters["k"]: given twice, first on line 6; the last one is used')
 
 
 def test_unsupported_fields_and_broken_rules_are_reported_together() -> None:
@@ -154,7 +156,7 @@ _PIECES = sorted({token.text for text in ALL for token in tokens(text) if token.
 @given(st.one_of(st.text(), st.lists(st.sampled_from([*_PIECES, "\n", "-", "inf", "1.5f", "0x1F"])).map(" ".join)))
 def test_any_text_is_loaded_or_raises_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
-        assert load(text, name="m", backends=BACKENDS).config.name == "m"
+        assert examined(text).require().name == "m"
 
 
 @QUICK

@@ -16,7 +16,7 @@ from shmserve.repo.config.complete import TensorFacts, complete, complete_from_m
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, as_triton_json
 from shmserve.repo.load import parse
-from shmserve.repo.rules.completed import surprises
+from shmserve.repo.rules.fields import surprises
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, SMALL

@@ -142,7 +142,7 @@ def test_override_replaces_the_file(tmp_path: Path) -> None:
     (path / "config.pbtxt").write_text("this is not even a configuration")
     override = parse_override(json.dumps(as_triton_json(parse(SMALL + "instance_group { count: 3 }"))))
     found = scan_model(path, backends=BACKENDS, override=override)
-    assert found.problems == ()
+    assert found.problem_texts == ()
     assert found.file == "override"
     assert found.config is not None
     assert found.config.instance_group[0].count == 3
@@ -155,11 +155,11 @@ def test_rules_apply_to_overrides(tmp_path: Path) -> None:
     plain = as_triton_json(parse(SMALL)) | {"name": "other", "runtime": "x.so", "metric_tags": {"a": "b"}}
     plain["input"][0]["dims"] = [0]
     found = scan_model(path, backends=BACKENDS, override=parse_override(json.dumps(plain)))
-    assert found.problems == (
+    assert found.problem_texts == (
         "config override: runtime: not supported: only the backend's own library can be loaded",
         'config override: name: unexpected directory name "m" for model "other": the two must be equal',
         "config override: input[0].dims[0]: found 0, expected 1 or more, or -1 for any size",
     )
-    assert found.warnings == (
+    assert found.warning_texts == (
         "config override: metric_tags: has no effect: metrics do not have model-specific labels yet",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shmserve.repo.config.support import NOT_SUPPORTED
-from shmserve.repo.load import Setting, examine
+from shmserve.repo.load import ModelContext, examine
 from tests.support.repo.texts import BACKENDS
 
 FILE = "m/config.pbtxt"
@@ -23,7 +23,7 @@ initial_state { name: 'n' dims: 2 data_type: TYPE_FP32 data_file: 'first' } } }
 
 def test_files_must_exist_with_the_expected_size(tmp_path: Path) -> None:
     def problems() -> list[str]:
-        found = examine(TEXT, FILE, Setting("m", BACKENDS, folder=tmp_path)).problems
+        found = examine(TEXT, FILE, ModelContext("m", BACKENDS, folder=tmp_path)).problems
         return [str(problem) for problem in found if NOT_SUPPORTED not in problem.text]
 
     missing = "cannot be read: no such file in the model's directory"

@@ -7,7 +7,7 @@ import pytest
 from shmserve.repo.compile import compile_policy
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
-from shmserve.repo.rules.ensembles import GraphProblem, StepModel, check_graph, is_decoupled, way_to
+from shmserve.repo.rules.ensembles import GraphProblem, StepModel, check_graph, decoupled_in, dependency_path
 
 
 def member(text: str, versions: tuple[int, ...] = (1,), reason: str = "", settled: bool = True) -> StepModel:
@@ -182,8 +182,8 @@ def test_ensembles_that_depend_on_each_other() -> None:
         assert config is not None
         texts = [problem.text for problem in check_graph(config, models) if "depends on" in problem.text]
         assert texts == ([f'model "{circle[5]}" depends on this ensemble: {circle}'] if circle else [])
-    assert way_to("c", "d", models) == ["d", "a", "b", "c"]
-    assert way_to("d", "a", models) == []
+    assert dependency_path("d", "c", models) == ["d", "a", "b", "c"]
+    assert dependency_path("a", "d", models) == []
 
 
 def test_steps_that_wait_for_each_other() -> None:
@@ -218,7 +218,7 @@ BOTH = '"b" from step 0, model "left", "d" from step 1, model '
 
 
 def test_ensembles_of_decoupled_models_are_decoupled() -> None:
-    assert [name for name in MANY if is_decoupled(name, MANY)] == ["left", "right", "inner"]
+    assert [name for name in MANY if decoupled_in(name, MANY)] == ["left", "right", "inner"]
 
 
 @pytest.mark.parametrize(

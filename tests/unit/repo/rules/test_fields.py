@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.problems import ConfigError
-from shmserve.repo.load import Setting, examine, parse
-from shmserve.repo.rules.completed import verify
+from shmserve.repo.load import ModelContext, examine, parse
+from shmserve.repo.rules.fields import verify
 from tests.support.repo.texts import BACKENDS, SMALL
 
 INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: [ 3 ] }\n'
@@ -19,7 +19,7 @@ OUTPUT = 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ] }\n'
 
 
 def problems(text: str, name: str = "m", gpus: tuple[int, ...] = ()) -> list[str]:
-    found = examine(text, "", Setting(name, BACKENDS, gpus=gpus)).problems
+    found = examine(text, "", ModelContext(name, BACKENDS, gpus=gpus)).problems
     return [f"{problem.path}: {problem.text}" for problem in found]
 
 

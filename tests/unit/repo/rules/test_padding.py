@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from shmserve.core.policy import PaddingPolicy
 from shmserve.repo.compile import compile_policy
-from shmserve.repo.load import load
+from shmserve.repo.load import ModelContext, examine
 from shmserve.repo.rules.padding import Padded, padding_of
 from tests.support.repo.texts import BACKENDS
 
+CONTEXT = ModelContext("m", BACKENDS)
 MODEL = """backend: "identity"
 max_batch_size: 8
 dynamic_batching { }
@@ -25,7 +26,7 @@ def parameters(**given: str) -> str:
 
 def test_axes_values_and_defaults() -> None:
     text = MODEL + parameters(padding="ids pairs:0[1]=-1e3 pairs:0[2] words=[PAD]")
-    config = load(text, name="m", backends=BACKENDS).config
+    config = examine(text, "config.pbtxt", CONTEXT).require()
     padding = padding_of(config)
     assert padding is not None
     assert padding.inputs == (Padded("ids", (0,)), Padded("pairs:0", (1, 2), "-1e3"), Padded("words", (0,), "[PAD]"))
@@ -38,9 +39,9 @@ def test_all_parameters() -> None:
     given = parameters(
         padding="ids=-7", padding_outputs="", padding_lookahead="9", padding_multiple="8", padding_batch_cost="0"
     )
-    config = load(MODEL + given, name="m", backends=BACKENDS).config
+    config = examine(MODEL + given, "config.pbtxt", CONTEXT).require()
     padding = padding_of(config)
     assert padding is not None
     assert padding.outputs == ()
     assert compile_policy(config, 1).padding == PaddingPolicy((("ids", (0,)),), 9, 8, 0)
-    assert padding_of(load(MODEL, name="m", backends=BACKENDS).config) is None
+    assert padding_of(examine(MODEL, "config.pbtxt", CONTEXT).require()) is None

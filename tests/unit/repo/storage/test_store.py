@@ -12,11 +12,10 @@ from shmserve.repo.config.problems import CONFIG_BYTES
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
 from shmserve.repo.storage.store import (
-    Found,
+    ScannedModel,
     check_config_name,
     find_model,
     model_names,
-    scan,
     scan_model,
     select_versions,
 )
@@ -42,24 +41,24 @@ def put(
     return path
 
 
-def scanned(*roots: Path) -> dict[str, Found]:
-    found = scan(roots, backends=BACKENDS)
+def scanned(*roots: Path) -> dict[str, ScannedModel]:
+    found = [scan_model(path, backends=BACKENDS) for (path,) in model_names(roots).values()]
     names = [model.name for model in found]
     assert names == sorted(set(names))
     for model in found:
-        assert (model.config is None) is bool(model.problems)
-        for text in (*model.problems, *model.warnings):
+        assert (model.config is None) is bool(model.problem_texts)
+        for text in (*model.problem_texts, *model.warning_texts):
             assert str(roots[0].parent) not in text
             assert text.replace("\n", "").isprintable()
     return {model.name: model for model in found}
 
 
-def only(*roots: Path) -> Found:
+def only(*roots: Path) -> ScannedModel:
     (found,) = scanned(*roots).values()
     return found
 
 
-def look(path: Path, config_name: str = "") -> Found:
+def look(path: Path, config_name: str = "") -> ScannedModel:
     return scan_model(path, backends=BACKENDS, config_name=config_name)
 
 
@@ -80,7 +79,7 @@ def test_models_versions_and_other_files(tmp_path: Path) -> None:
     assert list(found) == ["a", "b"]
     assert found["a"].versions == (1,)
     assert found["b"].versions == (10,)
-    assert found["a"].warnings == ()
+    assert found["a"].warning_texts == ()
     assert found["a"].path == path.resolve()
     config = found["a"].config
     assert config is not None
@@ -94,29 +93,26 @@ def test_a_broken_model_does_not_affect_others(tmp_path: Path) -> None:
     put(tmp_path / "huge", "#" * (CONFIG_BYTES + 1))
     put(tmp_path / "everything", DYNAMIC)
     found = scanned(tmp_path)
-    assert [name for name, model in found.items() if not model.problems] == ["good"]
-    assert found["bytes"].problems == ("bytes/config.pbtxt:1:1: not UTF-8 text",)
-    assert found["huge"].problems == (f"huge/config.pbtxt: {CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}",)
-    assert len(found["everything"].problems) > 5
-    assert len(found["empty"].problems) == 2
+    assert [name for name, model in found.items() if not model.problem_texts] == ["good"]
+    assert found["bytes"].problem_texts == ("bytes/config.pbtxt:1:1: not UTF-8 text",)
+    assert found["huge"].problem_texts == (
+        f"huge/config.pbtxt: {CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}",
+    )
+    assert len(found["everything"].problem_texts) > 5
+    assert len(found["empty"].problem_texts) == 2
 
 
 def test_several_repositories(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     put(one / "a")
-    put(one / "both")
-    put(two / "both", PYTHON)
     put(two / "b")
-    found = scanned(one, two)
-    assert list(found) == ["a", "b", "both"]
-    assert [name for name, model in found.items() if model.problems] == ["both"]
-    assert found["both"].problems == ("model appears in two or more repositories: 'both' is in 2 of them; keep one",)
+    assert list(scanned(one, two)) == ["a", "b"]
 
 
 def test_the_same_repository_twice_is_one(tmp_path: Path) -> None:
     put(tmp_path / "one" / "a")
     (tmp_path / "link").symlink_to(tmp_path / "one")
-    assert not scanned(tmp_path / "one", tmp_path / "one", tmp_path / "link")["a"].problems
+    assert not scanned(tmp_path / "one", tmp_path / "one", tmp_path / "link")["a"].problem_texts
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
@@ -134,18 +130,17 @@ def test_a_repository_that_is_not_a_directory(tmp_path: Path, kind: str) -> None
     root = tmp_path / "repository"
     if kind == "file":
         root.write_text("")
-    for call in (lambda: scan([root], backends=BACKENDS), lambda: model_names([root])):
-        with pytest.raises(InvalidRequest, match="check --model-repository"):
-            call()
+    with pytest.raises(InvalidRequest, match="check --model-repository"):
+        model_names([root])
 
 
 def test_the_sample_repository() -> None:
-    found = scan([ROOT / "repo" / "examples"], backends=BACKENDS)
-    assert {"add_sub", "mlp", "sentiment"} <= {model.name for model in found}
-    for model in found:
+    models = scanned(ROOT / "repo" / "examples")
+    assert {"add_sub", "mlp", "sentiment"} <= models.keys()
+    for model in models.values():
         # A sample whose file is fetched at set-up has no version before that.
-        assert not model.problems or "at least one version must be available" in model.problems[0], model
-        assert not model.warnings
+        assert not model.problem_texts or "at least one version must be available" in model.problem_texts[0], model
+        assert not model.warning_texts
 
 
 # -------------------------------------------------------------------------------------------------- configurations
@@ -157,27 +152,27 @@ def test_the_given_configuration_is_kept_beside_the_completed_one(tmp_path: Path
     assert found.given == parse(text)
     assert found.config is not None
     assert found.config.version_policy is not None
-    assert (found.problems, found.versions) == ((), (1,))
+    assert (found.problem_texts, found.versions) == ((), (1,))
     assert found.places["input[0].dims"][0] == 4
 
 
 def test_a_model_without_a_file_has_an_empty_given_configuration(tmp_path: Path) -> None:
     found = look(put(tmp_path / "m", None, file="model.onnx"))
-    assert (found.file, found.given, found.problems) == ("", ModelConfig(), ())
+    assert (found.file, found.given, found.problem_texts) == ("", ModelConfig(), ())
 
 
 def test_a_configuration_that_cannot_be_parsed_is_not_given(tmp_path: Path) -> None:
     found = look(put(tmp_path / "m", "input {"))
     assert found.given is None
     assert found.config is None
-    assert len(found.problems) == 1
+    assert len(found.problem_texts) == 1
 
 
 def test_warnings_have_positions(tmp_path: Path) -> None:
     text = SMALL + 'metric_tags { key: "a" value: "b" }\nversion_policy { specific { versions: [ 1, 2 ] } }'
     found = look(put(tmp_path / "m", text))
-    assert found.warnings == tuple(str(remark) for remark in found.remarks)
-    assert [(remark.file, remark.line, remark.path) for remark in found.remarks] == [
+    assert found.warning_texts == tuple(str(remark) for remark in found.warnings)
+    assert [(remark.file, remark.line, remark.path) for remark in found.warnings] == [
         ("m/config.pbtxt", 6, "metric_tags"),
         ("m", 0, ""),
     ]
@@ -188,22 +183,22 @@ def test_a_config_that_is_not_a_regular_file(tmp_path: Path) -> None:
     (put(tmp_path / "directory", None) / "config.pbtxt").mkdir()
     (put(tmp_path / "loop", None) / "config.pbtxt").symlink_to("config.pbtxt")
     found = scanned(tmp_path)
-    assert found["fifo"].problems == ("fifo/config.pbtxt: not a regular file",)
-    assert found["directory"].problems == ("directory/config.pbtxt: not a regular file",)
-    assert found["loop"].problems == ("loop: cannot be read: Too many levels of symbolic links",)
+    assert found["fifo"].problem_texts == ("fifo/config.pbtxt: not a regular file",)
+    assert found["directory"].problem_texts == ("directory/config.pbtxt: not a regular file",)
+    assert found["loop"].problem_texts == ("loop: cannot be read: Too many levels of symbolic links",)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_config_without_permission(tmp_path: Path) -> None:
     (put(tmp_path / "m") / "config.pbtxt").chmod(0)
-    assert only(tmp_path).problems == ("m: cannot be read: Permission denied",)
+    assert only(tmp_path).problem_texts == ("m: cannot be read: Permission denied",)
 
 
 def test_an_alternative_configuration_is_used_if_it_exists(tmp_path: Path) -> None:
     path = put(tmp_path / "m", versions=("1", "configs"))
     put(tmp_path / "n")
     (path / "configs" / "small.pbtxt").write_text(SMALL.replace("8", "2"))
-    found = scan([tmp_path], backends=BACKENDS, config_name="small")
+    found = [look(path, "small"), look(tmp_path / "n", "small")]
     assert [(model.file, model.config and model.config.max_batch_size) for model in found] == [
         ("configs/small.pbtxt", 2),
         ("config.pbtxt", 8),
@@ -217,20 +212,19 @@ def test_problems_name_the_alternative_configuration(tmp_path: Path) -> None:
     (path / "configs" / "bad.pbtxt").write_text("backnd: 1")
     (path / "configs" / "huge.pbtxt").write_bytes(b"#" * (CONFIG_BYTES + 1))
     (path / "configs" / "folder.pbtxt").mkdir()
-    assert look(path, "bad").problems == (
+    assert look(path, "bad").problem_texts == (
         'm/configs/bad.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?',
     )
-    assert look(path, "huge").problems == ("m/configs/huge.pbtxt: 1048577 bytes, expected at most 1048576",)
-    assert look(path, "folder").problems == ("m/configs/folder.pbtxt: not a regular file",)
-    assert [fault.file for fault in look(path, "bad").faults] == ["m/configs/bad.pbtxt"]
+    assert look(path, "huge").problem_texts == ("m/configs/huge.pbtxt: 1048577 bytes, expected at most 1048576",)
+    assert look(path, "folder").problem_texts == ("m/configs/folder.pbtxt: not a regular file",)
+    assert [fault.file for fault in look(path, "bad").problems] == ["m/configs/bad.pbtxt"]
 
 
 @pytest.mark.parametrize("name", ["../config", "a/b", ".", "..", " ", "x" * 129, "a\0b"])
 def test_invalid_names_of_alternative_configurations(tmp_path: Path, name: str) -> None:
     put(tmp_path / "m")
-    for call in (lambda: scan([tmp_path], config_name=name), lambda: look(tmp_path / "m", name)):
-        with pytest.raises(InvalidRequest, match="--model-config-name: found"):
-            call()
+    with pytest.raises(InvalidRequest, match="--model-config-name: found"):
+        look(tmp_path / "m", name)
     assert check_config_name("a-b.c_1") == "a-b.c_1"
 
 
@@ -255,7 +249,7 @@ def test_a_model_without_config(tmp_path: Path, model: str, file: str, backend: 
 )
 def test_a_model_without_config_or_backend(tmp_path: Path, file: str | None, expected: str) -> None:
     put(tmp_path / "m", None, file=file)
-    (problem,) = only(tmp_path).problems
+    (problem,) = only(tmp_path).problem_texts
     assert problem.startswith(expected)
 
 
@@ -268,8 +262,8 @@ def test_directories_that_are_not_versions(tmp_path: Path) -> None:
     (path / "3").write_text("")
     found = only(tmp_path)
     assert found.versions == (1,)
-    assert len(found.warnings) == len(names) - 1
-    text = "\n".join(found.warnings)
+    assert len(found.warning_texts) == len(names) - 1
+    text = "\n".join(found.warning_texts)
     assert "m/01: not a version directory, ignored: its name has leading zeros" in text
     assert "m/latest: not a version directory, ignored: its name is not an integer" in text
     assert "m/0: not a version directory, ignored: 0 means the default version" in text
@@ -306,7 +300,7 @@ def test_version_policies(tmp_path: Path, policy: str, expected: tuple[int, ...]
 def test_no_version_available(tmp_path: Path, policy: str, versions: tuple[str, ...], available: str) -> None:
     put(tmp_path / "m", SMALL + policy, versions)
     text = "m: at least one version must be available under the version policy of model 'm'; "
-    assert only(tmp_path).problems == (text + available,)
+    assert only(tmp_path).problem_texts == (text + available,)
 
 
 def test_a_version_without_its_model_file_is_not_served(tmp_path: Path) -> None:
@@ -320,8 +314,8 @@ def test_a_version_without_its_model_file_is_not_served(tmp_path: Path) -> None:
         2: "has no file 'model.py': the directory is empty",
         3: "has no file 'model.py'; did you mean 'modle.py'?",
     }
-    assert found.problems == ()
-    assert found.warnings == tuple(f"m/{number}: not served: {why}" for number, why in found.missing.items())
+    assert found.problem_texts == ()
+    assert found.warning_texts == tuple(f"m/{number}: not served: {why}" for number, why in found.missing.items())
 
 
 def test_a_missing_model_file_in_the_only_version_is_a_problem(tmp_path: Path) -> None:
@@ -331,7 +325,7 @@ def test_a_missing_model_file_in_the_only_version_is_a_problem(tmp_path: Path) -
     assert found.config is None
     assert found.versions == ()
     assert found.missing == {2: "has no file 'model.py': the directory is empty"}
-    assert found.problems == ("m/2: has no file 'model.py': the directory is empty",)
+    assert found.problem_texts == ("m/2: has no file 'model.py': the directory is empty",)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +359,7 @@ def test_model_files(tmp_path: Path, config: str, file: str, kind: str, missing:
             (model_file / "model.onnx").touch()
             (model_file / "weights.bin").touch()
     found = look(path)
-    assert found.versions == (() if missing else (1,)), found.problems
+    assert found.versions == (() if missing else (1,)), found.problem_texts
     assert found.missing.get(1, "").startswith(missing)
     assert bool(found.missing) is bool(missing)
 
@@ -382,7 +376,7 @@ def test_a_version_without_permission_does_not_affect_others(tmp_path: Path) -> 
 
 def test_a_missing_backend_is_the_only_problem(tmp_path: Path) -> None:
     found = look(put(tmp_path / "m", 'platform: "tensorrt_plan"'))
-    assert len(found.problems) == 1
+    assert len(found.problem_texts) == 1
     assert found.missing == {}
 
 
@@ -393,7 +387,7 @@ def test_a_missing_backend_is_the_only_problem(tmp_path: Path) -> None:
 def test_valid_names(tmp_path: Path, name: str) -> None:
     put(tmp_path / name)
     assert only(tmp_path).name == name
-    assert not only(tmp_path).problems
+    assert not only(tmp_path).problem_texts
     assert find_model([tmp_path], name) == tmp_path / name
 
 
@@ -403,7 +397,7 @@ def test_invalid_names(tmp_path: Path, name: str) -> None:
     put(tmp_path / "good")
     found = [model for model in scanned(tmp_path).values() if model.name != "good"]
     assert len(found) == 1
-    assert "a model cannot have this name; expected 1 to 128 printable" in found[0].problems[0]
+    assert "a model cannot have this name; expected 1 to 128 printable" in found[0].problem_texts[0]
 
 
 def test_a_name_that_is_not_text(tmp_path: Path) -> None:
@@ -423,7 +417,6 @@ def test_names_of_models(tmp_path: Path) -> None:
         "bad": [one / "bad"],
         "no model": [two / "no model"],
     }
-    assert [model.name for model in scan([one, two])] == ["a", "b", "bad", "no model"]
 
 
 def test_models_are_found_by_name(tmp_path: Path) -> None:
