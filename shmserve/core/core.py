@@ -12,34 +12,31 @@ a batch. Times are CLOCK_MONOTONIC in ns, as in the workers' reports.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from shmserve.core import events, invariants
-from shmserve.core.batching.answers import ResponseMemory
-from shmserve.core.batching.dispatch import Dispatcher
-from shmserve.core.batching.recall import Recalls
+from shmserve.core.batching import dispatch
 from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Effect
+from shmserve.core.ensembles import readiness
 from shmserve.core.ensembles.advance import Ensembles
-from shmserve.core.ensembles.readiness import EnsembleReadiness
 from shmserve.core.ensembles.steps import StepRequests
 from shmserve.core.events import Event
 from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
-from shmserve.core.models.deployment import Deployments
-from shmserve.core.models.handover import Handover
+from shmserve.core.models import deployment, handover
 from shmserve.core.models.lifecycle import Lifecycle
-from shmserve.core.records import Instance, Request, Sequence, Version
+from shmserve.core.records import Instance, Version
+from shmserve.core.requests import completion, responses
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
-from shmserve.core.requests.completion import Completion
 from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import Quotas
-from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.sequences.scheduler import Sequencer
-from shmserve.core.state import WORKERS_FROM, State, Subject, Timer
-from shmserve.core.states import InstanceState, RequestState
+from shmserve.core.state import WORKERS_FROM, State, Timer
+from shmserve.core.states import InstanceState
 from shmserve.protocol.messages import (
     Ask,
     Bye,
@@ -68,8 +65,10 @@ ROWS = 256
 
 Handler = Callable[[int, Any, int], None]
 """Called with the peer, the message or event, and the time."""
-ReportHandler = Callable[[Version, Instance, Any, int], None]
+ReportHandler = Callable[[State, Version, Instance, Any, int], None]
 """For reports on batches, which come most often: called with what the core knows of the worker."""
+TimerHandler = Callable[[Any, int], None]
+"""Called with the subject of the timer, and the time."""
 
 
 class Core:
@@ -81,48 +80,29 @@ class Core:
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         state = self.state
-        self._completion = Completion(state)
-        answers, recalls = ResponseMemory(state, self._completion), Recalls(state, self._completion)
-        self._streams = ResponseStreams(state, self._completion, answers)
-        dispatcher = self._dispatcher = Dispatcher(state, self._completion, recalls, answers, self._streams)
-        self._sequencer = Sequencer(state, self._completion, dispatcher)
         quotas = Quotas(state)
-        self._questions = Questions(state)
-        enqueuer = self._enqueuer = Enqueuer(state, self._completion, dispatcher, self._sequencer, quotas)
-        self._ensembles = Ensembles(state, self._completion, self._streams, StepRequests(state, enqueuer))
-        admission = self._admission = Admission(
-            state, self._completion, self._streams, enqueuer, quotas, self._questions, server
-        )
-        operations = self._operations = Deployments(state)
-        self._readiness = EnsembleReadiness(state, operations)
-        self._calls = ModelCalls(
-            state, self._completion, dispatcher, self._streams, enqueuer, admission, operations, quotas
-        )
-        lifecycle = self._lifecycle = Lifecycle(
-            state, dispatcher, recalls, self._completion, self._streams, operations, self._calls
-        )
-        self._handover = Handover(state, self._completion, recalls)
-        self._internal_errors = InternalErrors(state, admission, survive)
+        questions = self._questions = Questions(state)
+        self._sequencer = Sequencer(state)
+        enqueuer = self._enqueuer = Enqueuer(state, self._sequencer)
+        self._ensembles = Ensembles(state, StepRequests(state, enqueuer, quotas))
+        self._admission = Admission(state, enqueuer, quotas, questions, server)
+        self._calls = ModelCalls(state, enqueuer, questions, quotas)
+        self._lifecycle = Lifecycle(state, questions)
+        self._internal_errors = InternalErrors(state, self._admission, survive)
         self._of_clients = self._client_handlers()
         self._of_workers = self._worker_handlers()
         self._of_reports: dict[type, ReportHandler] = {
-            Done: dispatcher.done,
-            Rows: dispatcher.rows,
-            Streamed: self._streams.streamed,
-            Started: dispatcher.started,
-            Withdrawn: dispatcher.withdrawn,
+            Done: dispatch.done,
+            Rows: dispatch.rows,
+            Streamed: responses.streamed,
+            Started: dispatch.started,
+            Withdrawn: dispatch.withdrawn,
         }
-        self._of_instances: dict[Timer, Callable[[Version, Instance, int], None]] = {
-            Timer.RETRY: lifecycle.retry,
-            Timer.LATE: lifecycle.late,
-            Timer.HANG: dispatcher.check_hang,
-            Timer.RECALL: self._handover.recall_over,
-            Timer.OVERDUE: self._handover.overdue,
-        }
+        self._of_timers = self._timer_handlers()
 
     def _client_handlers(self) -> dict[type, Handler]:
         """Also for events of the shell, which have no peer."""
-        admission, lifecycle = self._admission, self._lifecycle
+        state, admission, lifecycle = self.state, self._admission, self._lifecycle
         return {
             Infer: admission.infer,
             events.Framed: admission.framed,
@@ -143,12 +123,12 @@ class Core:
             events.Behind: self._questions.behind,
             events.OwnSegment: admission.own_segment,
             events.OwnSegmentGone: admission.own_segment_gone,
-            events.Deploy: self._operations.deploy,
-            events.Refuse: self._operations.refuse,
-            events.Unload: self._operations.unload,
-            events.Restart: self._operations.restart,
+            events.Deploy: partial(deployment.deploy, state),
+            events.Refuse: partial(deployment.refuse, state),
+            events.Unload: partial(deployment.unload, state),
+            events.Restart: partial(deployment.restart, state),
             events.Exited: lifecycle.exited,
-            events.Composed: self._readiness.composed,
+            events.Composed: partial(readiness.composed, state),
             events.Drain: lifecycle.drain,
         }
 
@@ -168,6 +148,26 @@ class Core:
             Pong: admission.pong,
         }
 
+    def _timer_handlers(self) -> dict[Timer, TimerHandler]:
+        state, lifecycle = self.state, self._lifecycle
+
+        def of_instance(handler: Callable[[Version, Instance, int], None]) -> TimerHandler:
+            return partial(self._instance_timer, handler)
+
+        return {
+            Timer.DEADLINE: partial(completion.deadline_passed, state),
+            Timer.QUEUE: self._enqueuer.queue_timeout,
+            Timer.IDLE: self._sequencer.idle,
+            Timer.BACKLOG: self._sequencer.backlog_timeout,
+            Timer.RETRY: of_instance(lifecycle.retry),
+            Timer.LATE: of_instance(lifecycle.late),
+            Timer.HANG: of_instance(partial(dispatch.check_hang, state)),
+            Timer.RECALL: of_instance(partial(handover.recall_over, state)),
+            Timer.OVERDUE: of_instance(partial(handover.overdue, state)),
+            Timer.LEAVE: partial(deployment.leave, state),
+            Timer.DRAIN: lifecycle.drain_over,
+        }
+
     def copy_with(self, copies: Copies, clock: Callable[[], int] | None = None) -> None:
         """Enables the response cache to copy tensors from and to shared memory. Call it before the first turn if there
         is a cache. `clock` returns ns, to measure cache lookups and insertions; without it they count as 0."""
@@ -178,10 +178,11 @@ class Core:
     # ------------------------------------------------------------------------------------ public interface
 
     def handle(self, turn: Iterable[Event], now: int) -> list[Effect]:
-        effects = self.state.begin()
-        self.state.now = now
+        state = self.state
+        effects = state.begin()
+        state.now = now
         of_clients, of_workers, of_reports = self._of_clients, self._of_workers, self._of_reports
-        instances = self.state.instances
+        instances = state.instances
         left = iter(turn)
         peer, message = 0, None
         while True:
@@ -194,7 +195,7 @@ class Core:
                         if known is not None and known[1].state is not KILLED:  # killed: ignore late messages
                             report = of_reports.get(type(message))
                             if report is not None:
-                                report(*known, message, now)
+                                report(state, *known, message, now)
                             else:
                                 of_workers[type(message)](peer, message, now)
                 break
@@ -211,7 +212,7 @@ class Core:
         self.state.now = now
         for kind, subject in self.state.due(now):
             try:
-                self._timer(kind, subject, now)
+                self._of_timers[kind](subject, now)
             except Exception:
                 self._internal_errors.report(f"timer {kind.name}")
         for version, wake in list(self.state.wakes.items()):
@@ -242,7 +243,7 @@ class Core:
         """The second half of a turn: processes the work lists in `State` that its events have filled."""
         state = self.state
         if state.replaced or state.forced:
-            self._handover.settle(now)
+            handover.settle(state, now)
         self._advance_and_dispatch(now)
         if state.deadlock_possible:
             state.deadlock_possible = False
@@ -250,9 +251,9 @@ class Core:
                 self._calls.check_deadlocks(now)
                 self._advance_and_dispatch(now)
         if state.unloading or state.retiring:
-            self._operations.finish_unloads()
+            deployment.finish_unloads(state)
         if state.readiness_changed:
-            self._readiness.update(now)
+            readiness.update(state, now)
         state.ledger.flush()
         self._questions.pass_on()
         if state.draining:
@@ -278,44 +279,17 @@ class Core:
                     version = state.limiter.first(state.dirty)
                     del state.dirty[version]
                 if version.places is None:
-                    self._dispatcher.dispatch(version, now)
+                    dispatch.dispatch(state, version, now)
                 else:
-                    self._dispatcher.refuse_stranded(version, now)
+                    dispatch.refuse_stranded(state, version, now)
                     self._sequencer.dispatch(version, now)
 
-    # ------------------------------------------------------------------------------------ timers
-
-    def _timer(self, kind: Timer, subject: Subject, now: int) -> None:
-        if kind is Timer.DRAIN:
-            self._lifecycle.drain_over(now)
-        elif kind is Timer.IDLE:
-            self._sequencer.idle(cast(Sequence, subject), now)
-        elif kind is Timer.BACKLOG:
-            self._sequencer.backlog_timeout(cast(Sequence, subject))
-        elif kind is Timer.LEAVE:
-            self._operations.leave(cast("Version | Instance | None", subject))
-        elif kind in self._of_instances:
-            self._instance_timer(kind, cast(Instance, subject), now)
-        else:
-            self._request_timer(kind, cast(Request, subject), now)
-
-    def _instance_timer(self, kind: Timer, instance: Instance, now: int) -> None:
+    def _instance_timer(self, handler: Callable[[Version, Instance, int], None], instance: Instance, now: int) -> None:
         """Timers of removed instances are ignored."""
         for model in self.state.models.values():
             for version in model.generations():
                 if instance in version.instances:
-                    self._of_instances[kind](version, instance, now)
-
-    def _request_timer(self, kind: Timer, request: Request, now: int) -> None:
-        if request.state in (RequestState.LINGERING, RequestState.ENDED):
-            return  # ended by another timer that expired at the same time
-        if kind is Timer.DEADLINE:
-            text = "Request timeout expired: the request's own timeout passed before it was answered"
-            self._completion.fail_early(request, "DEADLINE_EXCEEDED", text, now)
-        elif request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
-            assert kind is Timer.QUEUE, kind
-            self._enqueuer.expire(request, now)
-            self.state.dirty[request.version] = None
+                    handler(version, instance, now)
 
     # ------------------------------------------------------------------------------------ for tests and simulations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from enum import Enum
+from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from shmserve.core.batching.rate_limiter import Limiter
@@ -40,17 +40,17 @@ _LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE, RequestState
 
 
 class Timer(Enum):
-    DEADLINE = 1  # the request's own timeout
-    QUEUE = 2  # the queue policy's timeout
-    RETRY = 3  # start an instance again
-    HANG = 5  # check whether an instance has exceeded the execution limit
-    LATE = 6  # check whether an instance has exceeded the load limit
-    IDLE = 7  # check whether a sequence has exceeded its idle time
-    BACKLOG = 12  # check whether a sequence has waited too long for a slot
-    LEAVE = 8  # end of the grace period for the sequences of an unloaded version
-    DRAIN = 4  # end of the grace period at shutdown
-    RECALL = 9  # check whether a replaced instance has returned its unstarted requests
-    OVERDUE = 10  # check whether a replaced instance has finished its running batch
+    DEADLINE = auto()  # the request's own timeout
+    QUEUE = auto()  # the queue policy's timeout
+    IDLE = auto()  # check whether a sequence has exceeded its idle time
+    BACKLOG = auto()  # check whether a sequence has waited too long for a slot
+    RETRY = auto()  # start an instance again
+    LATE = auto()  # check whether an instance has exceeded the load limit
+    HANG = auto()  # check whether an instance has exceeded the execution limit
+    RECALL = auto()  # check whether a replaced instance has returned its unstarted requests
+    OVERDUE = auto()  # check whether a replaced instance has finished its running batch
+    LEAVE = auto()  # end of the grace period for the sequences of an unloaded version
+    DRAIN = auto()  # end of the grace period at shutdown
 
 
 class State:

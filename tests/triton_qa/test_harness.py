@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching import dispatch
 from shmserve.core.policy import BatchPolicy, ModelPolicy, SequencePolicy, TensorSpec
 from shmserve.core.sequences.scheduler import Sequencer
 from shmserve.protocol.messages import Infer, Options, Tensor
@@ -134,7 +134,7 @@ def test_backends_of_the_script_win(given: list[str], monkeypatch: pytest.Monkey
 def test_a_scheduler_can_be_delayed_once_until_requests_have_gathered(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Dispatcher, "dispatch", Dispatcher.dispatch)
+    monkeypatch.setattr(dispatch, "dispatch", dispatch.dispatch)
     monkeypatch.setattr(Sequencer, "_run", Sequencer._run)
     delayed.install({delayed.REQUESTS: "2", delayed.BACKLOG: "1" if kind == "sequences" else ""})
     sequence = SequencePolicy(True, 2, 10**9) if kind == "sequences" else None

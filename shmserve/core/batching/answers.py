@@ -3,55 +3,51 @@
 from __future__ import annotations
 
 from shmserve.core.records import Instance, Request
-from shmserve.core.requests.completion import Completion
+from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Row
 
 
-class ResponseMemory:
-    def __init__(self, state: State, completion: Completion) -> None:
-        self._state = state
-        self._completion = completion
-
-    def take(self, instance: Instance, request: Request, row: Row) -> bool:
-        """Gives the memory of the row to the caller. Returns False, without any change, if some of it is not the
-        worker's to give."""
-        client, ledger, caller = request.client, self._state.ledger, instance.caller
-        handles: list[Handle] = []
-        for tensor in row.outputs:
-            data = tensor.data
-            if isinstance(data, bytes):
-                continue
-            if isinstance(data, int):
-                return False
-            for handle in data:
-                owner = handle.segment >> OWNER_SHIFT
-                if request.aliases and owner not in (0, instance.peer) and _is_input(request, handle):
-                    if owner != client.number:
-                        handles.append(handle)
-                elif caller is not None and ledger.may_pass_on(caller, handle, request.audience):
+def take(state: State, instance: Instance, request: Request, row: Row) -> bool:
+    """Gives the memory of the row to the caller. Returns False, without any change, if some of it is not the
+    worker's to give."""
+    client, ledger, caller = request.client, state.ledger, instance.caller
+    handles: list[Handle] = []
+    for tensor in row.outputs:
+        data = tensor.data
+        if isinstance(data, bytes):
+            continue
+        if isinstance(data, int):
+            return False
+        for handle in data:
+            owner = handle.segment >> OWNER_SHIFT
+            if request.aliases and owner not in (0, instance.peer) and _is_input(request, handle):
+                if owner != client.number:
                     handles.append(handle)
-                elif owner == instance.peer:
-                    if handle in handles or not ledger.is_new(handle, request.audience):
-                        return False
-                    handles.append(handle)
-                elif not client.has_placed(handle):
+            elif caller is not None and ledger.may_pass_on(caller, handle, request.audience):
+                handles.append(handle)
+            elif owner == instance.peer:
+                if handle in handles or not ledger.is_new(handle, request.audience):
                     return False
-        if request.step_of:
-            for handle in handles:
-                ledger.keep(handle)
-        else:
-            self._completion.give(client, handles)
-        return True
+                handles.append(handle)
+            elif not client.has_placed(handle):
+                return False
+    if request.step_of:
+        for handle in handles:
+            ledger.keep(handle)
+    else:
+        completion.give(state, client, handles)
+    return True
 
-    def send_back(self, instance: Instance, row: Row) -> None:
-        """Returns outputs that no caller will receive."""
-        for tensor in row.outputs:
-            if isinstance(tensor.data, tuple):
-                for handle in tensor.data:
-                    own = handle.segment >> OWNER_SHIFT == instance.peer
-                    if own and self._state.ledger.block_of(handle) is None:  # else it is held, maybe by the worker
-                        self._state.ledger.send_back(handle)
+
+def send_back(state: State, instance: Instance, row: Row) -> None:
+    """Returns outputs that no caller will receive."""
+    for tensor in row.outputs:
+        if isinstance(tensor.data, tuple):
+            for handle in tensor.data:
+                own = handle.segment >> OWNER_SHIFT == instance.peer
+                if own and state.ledger.block_of(handle) is None:  # else it is held, maybe by the worker
+                    state.ledger.send_back(handle)
 
 
 def _is_input(request: Request, handle: Handle) -> bool:

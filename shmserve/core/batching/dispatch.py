@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from shmserve.core.batching.answers import ResponseMemory
+from shmserve.core.batching import answers, recall
 from shmserve.core.batching.form import BatchPlan, Reason
 from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
 from shmserve.core.batching.rate_limiter import Limiter
-from shmserve.core.batching.recall import Recalls
 from shmserve.core.effects import Send
 from shmserve.core.models.termination import kill, kill_for_protocol_error
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests.completion import Completion
-from shmserve.core.requests.responses import ResponseStreams
+from shmserve.core.requests import completion, responses
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
@@ -30,405 +28,424 @@ _READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
-class Dispatcher:
-    def __init__(
-        self, state: State, completion: Completion, recalls: Recalls, answers: ResponseMemory, streams: ResponseStreams
-    ) -> None:
-        self._state = state
-        self._completion = completion
-        self._recalls = recalls
-        self._answers = answers
-        self._streams = streams
+# ------------------------------------------------------------------------------------ to workers
 
-    # ------------------------------------------------------------------------------------ to workers
 
-    def refuse_stranded(self, version: Version, now: int) -> None:
-        """Fails the requests queued for a version that no instance will run any more."""
-        if version.state is not _READY and version.waits and not version.alive:
-            what = f"'{version.model}' version {version.number} is not at ready state"
-            self.empty_queue(version, f"Request for unknown model: {what}: {version.reason or version.trouble}", now)
+def refuse_stranded(state: State, version: Version, now: int) -> None:
+    """Fails the requests queued for a version that no instance will run any more."""
+    if version.state is not _READY and version.waits and not version.alive:
+        what = f"'{version.model}' version {version.number} is not at ready state"
+        empty_queue(state, version, f"Request for unknown model: {what}: {version.reason or version.trouble}", now)
 
-    def dispatch(self, version: Version, now: int) -> None:
-        """Sends everything that may be sent now."""
-        self.refuse_stranded(version, now)
-        queue = version.queue
-        version.wake = 0
-        if self._state.waiting:
-            self._call_back(version)
-        if version.suspects or version.reserved is not None:
-            self._try_suspect(version, now)
-        if self._state.limiter is not None:
-            self._dispatch_limited(version, self._state.limiter, now)
-        while queue.count and self._state.limiter is None:
-            if version.idle:
-                if self._start_batch(version, version.idle[-1], now):
-                    continue
-            if not any(self._send_ahead(version, instance, now) for instance in busy(version)):
-                break
-        if version.wake:
-            self._state.wakes[version] = version.wake
-        else:
-            self._state.wakes.pop(version, None)
 
-    def _dispatch_limited(self, version: Version, limiter: Limiter, now: int) -> None:
-        """Starts one batch; then the limiter chooses the next version. Nothing is sent ahead, because the worker would
-        start it without the limiter."""
-        if not version.queue.count:
-            return
-        for instance in sorted(version.idle, key=limiter.rank):
-            if self._start_batch(version, instance, now):
-                self._state.dirty[version] = None
-                return
-
-    def _call_back(self, version: Version) -> None:
-        """Recalls batches sent ahead to an instance that waits for other models: others can run them meanwhile."""
-        for instance in version.instances:
-            batch = instance.waiting
-            if batch is not None and instance.waits:
-                self._recalls.recall(instance, batch)
-
-    def may_start(self, version: Version, instance: Instance) -> bool:
-        """Acquires the resources of the instance, if the rate limiter is on. False: others hold them."""
-        limiter = self._state.limiter
-        return limiter is None or limiter.acquire(version, instance)
-
-    def stopped(self, instance: Instance) -> None:
-        """The instance runs nothing any more: releases its resources to others."""
-        if self._state.limiter is not None:
-            for version in self._state.limiter.release(instance):
-                self._state.dirty[version] = None
-
-    def empty_queue(self, version: Version, text: str, now: int) -> None:
-        """Fails all queued requests: no instance will run them."""
-        waiting = [*version.queue.take(version.queue.count), *version.suspects]
-        version.suspects.clear()
-        for request in waiting:
-            self._completion.end_early(request, "UNAVAILABLE", text, now)
-        if version.places is not None:
-            version.places.lose(None, text)
-        self._state.dirty[version] = None
-
-    def _try_suspect(self, version: Version, now: int) -> None:
-        """Retries one suspect at a time, in a batch of its own, so that it cannot harm other requests."""
-        version.reserved = None
-        if version.trial is not None or not version.suspects:
-            return
-        instance = place_for(version, version.suspects[0])
-        if instance is None or not instance.idle or not self.may_start(version, instance):
-            version.reserved = instance
-            return
-        request = version.suspects.popleft()
-        version.trial = instance
-        batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
-        self.start(version, instance, batch, [request], now)
-
-    def _watch(self, version: Version, instance: Instance, now: int) -> None:
-        """Sets the execution limit timer of an instance that starts a batch; there is at most one."""
-        if version.limit_ns and not instance.watched:
-            instance.watched = True
-            self._state.set_timer(now + version.limit_ns, Timer.HANG, instance)
-
-    def check_hang(self, version: Version, instance: Instance, now: int) -> None:
-        """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
-        other models does not count; the timer is set again when they have answered."""
-        instance.watched = False
-        running = instance.running
-        if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
-            return
-        left = running.began + running.waited + version.limit_ns - now
-        if left > 0:
-            instance.watched = True
-            self._state.set_timer(now + left, Timer.HANG, instance)
-        else:
-            limit = version.limit_ns / 1e9
-            text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
-            instance.hung = True
-            kill(self._state, version, instance, text)
-
-    def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
-        """Sends work to a busy instance: extends its waiting batch, or sends it one."""
-        if instance.waiting is not None:
-            return not instance.waiting.recalled and self._extend(version, instance, instance.waiting, now)
-        return sends_ahead(version, self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
-
-    def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
-        """Plans and sends a batch. False: nothing was sent; if requests should wait for more, `version.wake` is set."""
-        plan = plan_batch(version, now, instance.quarantined)
-        if not plan.count:
-            version.wake = plan.wake
-            return False
-        version.wake = 0
-        if version.queue.timed and self._refuse_late(version, instance, plan, now):
-            return True
-        if instance.running is None and not self.may_start(version, instance):
-            return False
-        requests = take(version, plan)
-        batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
-        if instance.running is None:
-            self.start(version, instance, batch, requests, now)
-        else:
-            instance.waiting = batch
-            self._send(instance, batch, requests, 0)
-        return True
-
-    def _refuse_late(self, version: Version, instance: Instance, plan: BatchPlan, now: int) -> bool:
-        """Rejects requests of the next batch that cannot be answered before their deadline: their callers get the error
-        at once, and the time is used for others. Returns whether there were any."""
-        done = now + version.service_ns
-        if version.queue.count > plan.count:  # others could use its place: be pessimistic
-            done += 4 * version.spread_ns
-        running = instance.running
-        if running is not None:
-            done += max(0, running.began + version.service_ns - now)
-        late = [request for request in planned(version, plan) if 0 < request.deadline < done]
-        if late and running is None and len(late) == plan.count:
-            # Nothing would run, so the estimate would never be updated: without this, a model that was slow once would
-            # reject requests forever.
-            version.service_ns -= version.service_ns >> 3
-            version.spread_ns -= version.spread_ns >> 3
-        for request in late:
-            took = f"that takes about {(done - now) / 1e6:.1f} ms"
-            text = f"Request timeout expired: it cannot be answered before its own timeout: {took}"
-            version.queue.remove(request)
-            self._completion.end_early(request, "DEADLINE_EXCEEDED", text, now)
-        return bool(late)
-
-    def start(self, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
-        """Runs the batch on an idle instance."""
-        version.idle.remove(instance)
-        instance.running = batch
-        batch.move(BatchState.RUNNING)
-        if not instance.watched:
-            self._watch(version, instance, now)
-        self._send(instance, batch, requests, 0)
-
-    def _extend(self, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
-        """False: the batch cannot grow."""
-        plan = plan_extension(version, batch, now)
-        if not plan.count:
-            return False
-        version.wake = 0
-        if version.queue.timed and self._refuse_late(version, instance, plan, now):
-            return True
-        batch.rows += plan.rows
-        if plan.reason is not Reason.IDLE:
-            batch.reason = plan.reason
-        self._send(instance, batch, take(version, plan), batch.pieces[0][0])
-        return True
-
-    def _send(self, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
-        """Sends Execute, split into several messages if the inline bytes require it."""
-        state, peer = self._state, instance.peer
-        is_open = batch.state is BatchState.OPEN
-        works: list[Work] = []
-        piece: list[Request] = []
-        inline = 0
-        for request in requests:
-            if works and inline + request.inline > CHUNK_BYTES:
-                number = state.next_number()
-                state.send(peer, Execute(number, join, tuple(works), True, is_open))
-                batch.pieces.append((number, piece))
-                join = join or number
-                works, piece, inline = [], [], 0
-            inline += request.inline
-            for segment in request.segments:
-                state.ledger.show(segment, peer)
-            works.append(
-                Work(
-                    request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
-                    request.slot, not request.in_shared_memory, request.near, request.aliases, request.labels,
-                )
-            )  # fmt: skip
-            if request.state is not _QUEUED:  # else the transition is legal
-                request.move(_SENT)
-            request.state = _SENT
-            request.instance = instance
-            request.batch = batch
-            piece.append(request)
-        batch.left += len(requests)
-        number = state.next_number()
-        state.send(peer, Execute(number, join, tuple(works), False, is_open))
-        batch.pieces.append((number, piece))
-
-    # ------------------------------------------------------------------------------------ workers' reports
-
-    def started(self, version: Version, instance: Instance, message: Started, now: int) -> None:
-        self._run_waiting(version, instance, message.batch, message.through, now)
-
-    def rows(self, version: Version, instance: Instance, message: Rows, now: int) -> None:
-        batch = instance.running
-        if batch is None or not batch.known_as(message.batch):
-            kill_for_protocol_error(self._state, version, instance, f"Rows of batch {message.batch}")
-            return
-        for row in message.rows:
-            self._row(version, instance, batch, row, now, 0)
-
-    def done(self, version: Version, instance: Instance, message: Done, now: int) -> None:
-        batch = instance.running
-        if batch is None or not batch.known_as(message.batch):
-            kill_for_protocol_error(self._state, version, instance, f"Done of batch {message.batch}")
-            return
-        times = message.times
-        taken = times[0]
-        batch.times = times
-        statistics = version.statistics
-        before = statistics.success_count
-        traced = self._state.traces.open
-        if traced:
-            batch.number = message.batch
-        if version.plain and not traced:
-            self._usual_rows(version, instance, batch, message, now)
-        else:
-            for row in message.rows:
-                self._row(version, instance, batch, row, now, taken)
-        if self._state.tracing:
-            self._state.log(
-                "debug",
-                f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
-                f"{len(message.rows)} requests, formed because: {batch.reason.value}",
-            )
-        if message.again and version.places is not None:
-            self._again(version, batch, message.again)
-        if batch.left and version.decoupled:
-            self._streams.batch_done(version, instance, batch, taken)
-        if batch.left:
-            for request in batch.requests():
-                self._completion.end_failed(
-                    request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now
-                )
-        version.count_padding(batch)
-        batch.end()
-        instance.running = None
-        self.stopped(instance)
-        if instance.deaths or instance.quarantined:
-            self._recovered(version, instance)
-        if version.trial is instance:
-            version.trial = None
-        version.served(times[3] - taken, now - batch.began)
-        early = batch.early
-        if early:
-            statistics.queued(early, taken)
-        answered = statistics.success_count - before + len(early)
-        statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, now)
-        if message.next:
-            self._run_waiting(version, instance, message.next, message.through, now)
-        elif instance.waiting is None and instance.usable:
-            version.idle.append(instance)
-        self._state.dirty[version] = None
-
-    def _recovered(self, version: Version, instance: Instance) -> None:
-        """Its batch succeeded: resets its crash counters."""
-        instance.deaths = instance.crashes = 0
-        if instance.quarantined:
-            instance.quarantined = False
-            text = f"instance '{instance.spec.name}' of {version.label} completed a batch and leaves quarantine"
-            about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
-            self._state.log("info", text, **about)
-
-    def _again(self, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
-        """An iterative model wants to run these requests again. Those whose callers have left end here."""
-        for number in numbers:
-            request = self._state.requests.get(number)
-            if request is not None and request.batch is batch:
-                batch.left -= 1
-                request.batch = None
-                if request.state is _SENT:
-                    assert request.sequence is not None
-                    request.sequence.run_again(request)
-                else:
-                    self._completion.released(request)
-        self._state.dirty[version] = None
-
-    def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
-        if instance.revoked:
-            kill(self._state, version, instance, "it started requests that it had to return for a restart")
-            return
-        batch = instance.waiting
-        if batch is None or instance.running is not None or not batch.known_as(number):
-            kill_for_protocol_error(self._state, version, instance, f"start of batch {number}")
-            return
-        instance.waiting = batch.split(through)
-        instance.running = batch
-        batch.began = now
-        batch.move(BatchState.RUNNING)
-        if not instance.watched:
-            self._watch(version, instance, now)
-        self._state.dirty[version] = None
-
-    def withdrawn(self, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
-        """These requests never ran: they had been answered before, or were recalled."""
-        for number in message.requests:
-            if number in instance.revoked:
-                instance.revoked.remove(number)
+def dispatch(state: State, version: Version, now: int) -> None:
+    """Sends everything that may be sent now."""
+    refuse_stranded(state, version, now)
+    queue = version.queue
+    version.wake = 0
+    if state.waiting:
+        _call_back(state, version)
+    if version.suspects or version.reserved is not None:
+        _try_suspect(state, version, now)
+    if state.limiter is not None:
+        _dispatch_limited(state, version, state.limiter, now)
+    while queue.count and state.limiter is None:
+        if version.idle:
+            if _start_batch(state, version, version.idle[-1], now):
                 continue
-            request = self._state.requests.get(number)
-            batch = instance.waiting
-            known = request is not None and batch is not None and request.batch is batch
-            if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
-                kill_for_protocol_error(self._state, version, instance, f"Withdrawn request {number}")
-                return
-            self._recalls.take_out(version, instance, batch, request)
-        if instance.idle and instance.usable and instance not in version.idle:
-            version.idle.append(instance)
-        self._state.dirty[version] = None
+        if not any(_send_ahead(state, version, instance, now) for instance in busy(version)):
+            break
+    if version.wake:
+        state.wakes[version] = version.wake
+    else:
+        state.wakes.pop(version, None)
 
-    def _usual_rows(self, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
-        """`_row` for each row, with the common case inlined for speed: an answer without handles, to a waiting
-        client."""
-        requests, append = self._state.requests, self._state.effects.append
-        taken, number = done.times[0], version.number
-        rows = 0
-        arrivals: list[int] = []
-        for row in done.rows:
-            request = requests.get(row.request)
-            if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
-                for tensor in row.outputs:
-                    if not isinstance(tensor.data, bytes):
-                        break
-                else:
-                    if not request.special:
-                        client = request.client
-                        append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
-                        del client.requests[request.client_number], requests[row.request]
-                        client.bytes -= request.inline
-                        request.state = _ENDED  # a legal transition from SENT
-                        rows += request.cost
-                        arrivals.append(request.arrived)
-                        continue
-            self._row(version, instance, batch, row, now, taken)
-        batch.left -= len(arrivals)
-        statistics = version.statistics
-        statistics.answered(arrivals, rows, taken, now)
-        if statistics.first is not None:
-            for arrived in arrivals:
-                statistics.first.add(now - arrived)
 
-    def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
-        request = self._state.requests.get(row.request)
-        if request is None or request.batch is not batch or request.state is _DONE:
-            kill_for_protocol_error(self._state, version, instance, f"row of request {row.request}")
+def _dispatch_limited(state: State, version: Version, limiter: Limiter, now: int) -> None:
+    """Starts one batch; then the limiter chooses the next version. Nothing is sent ahead, because the worker would
+    start it without the limiter."""
+    if not version.queue.count:
+        return
+    for instance in sorted(version.idle, key=limiter.rank):
+        if _start_batch(state, version, instance, now):
+            state.dirty[version] = None
             return
-        batch.left -= 1
-        if request.state is _LINGERING:
-            self._answers.send_back(instance, row)
-            self._completion.released(request)
-        elif row.error is not None:
-            self._answers.send_back(instance, row)
-            self._completion.end_failed(request, row.error.code, row.error.text, now)
-        elif not self._reply(version, instance, request, row, now, taken):
-            text = f"{version.label} sent a response with memory that it does not own"
-            self._completion.end_failed(request, "INTERNAL", text, now)
-            kill_for_protocol_error(self._state, version, instance, "memory in a response")
 
-    def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
-        """Sends the answer. False, without any change: it refers to memory that the worker may not give."""
-        if not self._answers.take(instance, request, row):
-            return False
-        if taken:
-            version.statistics.answered([request.arrived], request.cost, taken, now)
-        else:
-            version.statistics.answered_early(request.arrived, request.cost, now)
-            assert request.batch is not None
-            request.batch.early.append(request.arrived)
-        self._completion.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+
+def _call_back(state: State, version: Version) -> None:
+    """Recalls batches sent ahead to an instance that waits for other models: others can run them meanwhile."""
+    for instance in version.instances:
+        batch = instance.waiting
+        if batch is not None and instance.waits:
+            recall.recall(state, instance, batch)
+
+
+def may_start(state: State, version: Version, instance: Instance) -> bool:
+    """Acquires the resources of the instance, if the rate limiter is on. False: others hold them."""
+    limiter = state.limiter
+    return limiter is None or limiter.acquire(version, instance)
+
+
+def stopped(state: State, instance: Instance) -> None:
+    """The instance runs nothing any more: releases its resources to others."""
+    if state.limiter is not None:
+        for version in state.limiter.release(instance):
+            state.dirty[version] = None
+
+
+def empty_queue(state: State, version: Version, text: str, now: int) -> None:
+    """Fails all queued requests: no instance will run them."""
+    waiting = [*version.queue.take(version.queue.count), *version.suspects]
+    version.suspects.clear()
+    for request in waiting:
+        completion.end_early(state, request, "UNAVAILABLE", text, now)
+    if version.places is not None:
+        version.places.lose(None, text)
+    state.dirty[version] = None
+
+
+def _try_suspect(state: State, version: Version, now: int) -> None:
+    """Retries one suspect at a time, in a batch of its own, so that it cannot harm other requests."""
+    version.reserved = None
+    if version.trial is not None or not version.suspects:
+        return
+    instance = place_for(version, version.suspects[0])
+    if instance is None or not instance.idle or not may_start(state, version, instance):
+        version.reserved = instance
+        return
+    request = version.suspects.popleft()
+    version.trial = instance
+    batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
+    start(state, version, instance, batch, [request], now)
+
+
+def _watch(state: State, version: Version, instance: Instance, now: int) -> None:
+    """Sets the execution limit timer of an instance that starts a batch; there is at most one."""
+    if version.limit_ns and not instance.watched:
+        instance.watched = True
+        state.set_timer(now + version.limit_ns, Timer.HANG, instance)
+
+
+def check_hang(state: State, version: Version, instance: Instance, now: int) -> None:
+    """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
+    other models does not count; the timer is set again when they have answered."""
+    instance.watched = False
+    running = instance.running
+    if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
+        return
+    left = running.began + running.waited + version.limit_ns - now
+    if left > 0:
+        instance.watched = True
+        state.set_timer(now + left, Timer.HANG, instance)
+    else:
+        limit = version.limit_ns / 1e9
+        text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
+        instance.hung = True
+        kill(state, version, instance, text)
+
+
+def _send_ahead(state: State, version: Version, instance: Instance, now: int) -> bool:
+    """Sends work to a busy instance: extends its waiting batch, or sends it one."""
+    if instance.waiting is not None:
+        return not instance.waiting.recalled and _extend(state, version, instance, instance.waiting, now)
+    return sends_ahead(version, state.limits.prefetch_ns) and _start_batch(state, version, instance, now)
+
+
+def _start_batch(state: State, version: Version, instance: Instance, now: int) -> bool:
+    """Plans and sends a batch. False: nothing was sent; if requests should wait for more, `version.wake` is set."""
+    plan = plan_batch(version, now, instance.quarantined)
+    if not plan.count:
+        version.wake = plan.wake
+        return False
+    version.wake = 0
+    if version.queue.timed and _refuse_late(state, version, instance, plan, now):
         return True
+    if instance.running is None and not may_start(state, version, instance):
+        return False
+    requests = take(version, plan)
+    batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
+    if instance.running is None:
+        start(state, version, instance, batch, requests, now)
+    else:
+        instance.waiting = batch
+        _send(state, instance, batch, requests, 0)
+    return True
+
+
+def _refuse_late(state: State, version: Version, instance: Instance, plan: BatchPlan, now: int) -> bool:
+    """Rejects requests of the next batch that cannot be answered before their deadline: their callers get the error
+    at once, and the time is used for others. Returns whether there were any."""
+    done = now + version.service_ns
+    if version.queue.count > plan.count:  # others could use its place: be pessimistic
+        done += 4 * version.spread_ns
+    running = instance.running
+    if running is not None:
+        done += max(0, running.began + version.service_ns - now)
+    late = [request for request in planned(version, plan) if 0 < request.deadline < done]
+    if late and running is None and len(late) == plan.count:
+        # Nothing would run, so the estimate would never be updated: without this, a model that was slow once would
+        # reject requests forever.
+        version.service_ns -= version.service_ns >> 3
+        version.spread_ns -= version.spread_ns >> 3
+    for request in late:
+        took = f"that takes about {(done - now) / 1e6:.1f} ms"
+        text = f"Request timeout expired: it cannot be answered before its own timeout: {took}"
+        version.queue.remove(request)
+        completion.end_early(state, request, "DEADLINE_EXCEEDED", text, now)
+    return bool(late)
+
+
+def start(state: State, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
+    """Runs the batch on an idle instance."""
+    version.idle.remove(instance)
+    instance.running = batch
+    batch.move(BatchState.RUNNING)
+    if not instance.watched:
+        _watch(state, version, instance, now)
+    _send(state, instance, batch, requests, 0)
+
+
+def _extend(state: State, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
+    """False: the batch cannot grow."""
+    plan = plan_extension(version, batch, now)
+    if not plan.count:
+        return False
+    version.wake = 0
+    if version.queue.timed and _refuse_late(state, version, instance, plan, now):
+        return True
+    batch.rows += plan.rows
+    if plan.reason is not Reason.IDLE:
+        batch.reason = plan.reason
+    _send(state, instance, batch, take(version, plan), batch.pieces[0][0])
+    return True
+
+
+def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
+    """Sends Execute, split into several messages if the inline bytes require it."""
+    peer = instance.peer
+    is_open = batch.state is BatchState.OPEN
+    works: list[Work] = []
+    piece: list[Request] = []
+    inline = 0
+    for request in requests:
+        if works and inline + request.inline > CHUNK_BYTES:
+            number = state.next_number()
+            state.send(peer, Execute(number, join, tuple(works), True, is_open))
+            batch.pieces.append((number, piece))
+            join = join or number
+            works, piece, inline = [], [], 0
+        inline += request.inline
+        for segment in request.segments:
+            state.ledger.show(segment, peer)
+        works.append(
+            Work(
+                request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
+                request.slot, not request.in_shared_memory, request.near, request.aliases, request.labels,
+            )
+        )  # fmt: skip
+        if request.state is not _QUEUED:  # else the transition is legal
+            request.move(_SENT)
+        request.state = _SENT
+        request.instance = instance
+        request.batch = batch
+        piece.append(request)
+    batch.left += len(requests)
+    number = state.next_number()
+    state.send(peer, Execute(number, join, tuple(works), False, is_open))
+    batch.pieces.append((number, piece))
+
+
+# ------------------------------------------------------------------------------------ workers' reports
+
+
+def started(state: State, version: Version, instance: Instance, message: Started, now: int) -> None:
+    _run_waiting(state, version, instance, message.batch, message.through, now)
+
+
+def rows(state: State, version: Version, instance: Instance, message: Rows, now: int) -> None:
+    batch = instance.running
+    if batch is None or not batch.known_as(message.batch):
+        kill_for_protocol_error(state, version, instance, f"Rows of batch {message.batch}")
+        return
+    for row in message.rows:
+        _row(state, version, instance, batch, row, now, 0)
+
+
+def done(state: State, version: Version, instance: Instance, message: Done, now: int) -> None:
+    batch = instance.running
+    if batch is None or not batch.known_as(message.batch):
+        kill_for_protocol_error(state, version, instance, f"Done of batch {message.batch}")
+        return
+    times = message.times
+    taken = times[0]
+    batch.times = times
+    statistics = version.statistics
+    before = statistics.success_count
+    traced = state.traces.open
+    if traced:
+        batch.number = message.batch
+    if version.plain and not traced:
+        _usual_rows(state, version, instance, batch, message, now)
+    else:
+        for row in message.rows:
+            _row(state, version, instance, batch, row, now, taken)
+    if state.tracing:
+        state.log(
+            "debug",
+            f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
+            f"{len(message.rows)} requests, formed because: {batch.reason.value}",
+        )
+    if message.again and version.places is not None:
+        _again(state, version, batch, message.again)
+    if batch.left and version.decoupled:
+        responses.batch_done(state, version, instance, batch, taken)
+    if batch.left:
+        for request in batch.requests():
+            completion.end_failed(
+                state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now
+            )
+    version.count_padding(batch)
+    batch.end()
+    instance.running = None
+    stopped(state, instance)
+    if instance.deaths or instance.quarantined:
+        _recovered(state, version, instance)
+    if version.trial is instance:
+        version.trial = None
+    version.served(times[3] - taken, now - batch.began)
+    early = batch.early
+    if early:
+        statistics.queued(early, taken)
+    answered = statistics.success_count - before + len(early)
+    statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, now)
+    if message.next:
+        _run_waiting(state, version, instance, message.next, message.through, now)
+    elif instance.waiting is None and instance.usable:
+        version.idle.append(instance)
+    state.dirty[version] = None
+
+
+def _recovered(state: State, version: Version, instance: Instance) -> None:
+    """Its batch succeeded: resets its crash counters."""
+    instance.deaths = instance.crashes = 0
+    if instance.quarantined:
+        instance.quarantined = False
+        text = f"instance '{instance.spec.name}' of {version.label} completed a batch and leaves quarantine"
+        about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+        state.log("info", text, **about)
+
+
+def _again(state: State, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
+    """An iterative model wants to run these requests again. Those whose callers have left end here."""
+    for number in numbers:
+        request = state.requests.get(number)
+        if request is not None and request.batch is batch:
+            batch.left -= 1
+            request.batch = None
+            if request.state is _SENT:
+                assert request.sequence is not None
+                request.sequence.run_again(request)
+            else:
+                completion.released(state, request)
+    state.dirty[version] = None
+
+
+def _run_waiting(state: State, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
+    if instance.revoked:
+        kill(state, version, instance, "it started requests that it had to return for a restart")
+        return
+    batch = instance.waiting
+    if batch is None or instance.running is not None or not batch.known_as(number):
+        kill_for_protocol_error(state, version, instance, f"start of batch {number}")
+        return
+    instance.waiting = batch.split(through)
+    instance.running = batch
+    batch.began = now
+    batch.move(BatchState.RUNNING)
+    if not instance.watched:
+        _watch(state, version, instance, now)
+    state.dirty[version] = None
+
+
+def withdrawn(state: State, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
+    """These requests never ran: they had been answered before, or were recalled."""
+    for number in message.requests:
+        if number in instance.revoked:
+            instance.revoked.remove(number)
+            continue
+        request = state.requests.get(number)
+        batch = instance.waiting
+        known = request is not None and batch is not None and request.batch is batch
+        if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
+            kill_for_protocol_error(state, version, instance, f"Withdrawn request {number}")
+            return
+        recall.take_out(state, version, instance, batch, request)
+    if instance.idle and instance.usable and instance not in version.idle:
+        version.idle.append(instance)
+    state.dirty[version] = None
+
+
+def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
+    """`_row` for each row, with the common case inlined for speed: an answer without handles, to a waiting
+    client."""
+    requests, append = state.requests, state.effects.append
+    taken, number = done.times[0], version.number
+    rows = 0
+    arrivals: list[int] = []
+    for row in done.rows:
+        request = requests.get(row.request)
+        if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
+            for tensor in row.outputs:
+                if not isinstance(tensor.data, bytes):
+                    break
+            else:
+                if not request.special:
+                    client = request.client
+                    append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
+                    del client.requests[request.client_number], requests[row.request]
+                    client.bytes -= request.inline
+                    request.state = _ENDED  # a legal transition from SENT
+                    rows += request.cost
+                    arrivals.append(request.arrived)
+                    continue
+        _row(state, version, instance, batch, row, now, taken)
+    batch.left -= len(arrivals)
+    statistics = version.statistics
+    statistics.answered(arrivals, rows, taken, now)
+    if statistics.first is not None:
+        for arrived in arrivals:
+            statistics.first.add(now - arrived)
+
+
+def _row(state: State, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
+    request = state.requests.get(row.request)
+    if request is None or request.batch is not batch or request.state is _DONE:
+        kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
+        return
+    batch.left -= 1
+    if request.state is _LINGERING:
+        answers.send_back(state, instance, row)
+        completion.released(state, request)
+    elif row.error is not None:
+        answers.send_back(state, instance, row)
+        completion.end_failed(state, request, row.error.code, row.error.text, now)
+    elif not _reply(state, version, instance, request, row, now, taken):
+        text = f"{version.label} sent a response with memory that it does not own"
+        completion.end_failed(state, request, "INTERNAL", text, now)
+        kill_for_protocol_error(state, version, instance, "memory in a response")
+
+
+def _reply(
+    state: State, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int
+) -> bool:
+    """Sends the answer. False, without any change: it refers to memory that the worker may not give."""
+    if not answers.take(state, instance, request, row):
+        return False
+    if taken:
+        version.statistics.answered([request.arrived], request.cost, taken, now)
+    else:
+        version.statistics.answered_early(request.arrived, request.cost, now)
+        assert request.batch is not None
+        request.batch.early.append(request.arrived)
+    completion.answer(state, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+    return True

@@ -5,47 +5,44 @@ from __future__ import annotations
 from collections import deque
 
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests.completion import Completion
+from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Withdraw
 
 
-class Recalls:
-    def __init__(self, state: State, completion: Completion) -> None:
-        self._state = state
-        self._completion = completion
+def recall(state: State, instance: Instance, batch: Batch) -> None:
+    """Asks the worker to return its waiting batch."""
+    if not batch.recalled:
+        batch.recalled = True
+        state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
 
-    def recall(self, instance: Instance, batch: Batch) -> None:
-        """Asks the worker to return its waiting batch."""
-        if not batch.recalled:
-            batch.recalled = True
-            self._state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
 
-    def take_out(self, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
-        """Removes a request from a batch that waits at a worker and will not run it."""
-        batch.rows -= request.cost
-        batch.left -= 1
-        request.batch = None
-        if request.state is RequestState.LINGERING:
-            self._completion.released(request)
-        else:
-            request.move(RequestState.QUEUED)
-            request.instance = None
-            self.put_back(version, request)
-        if not batch.left:
-            batch.end()
-            instance.waiting = None
+def take_out(state: State, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
+    """Removes a request from a batch that waits at a worker and will not run it."""
+    batch.rows -= request.cost
+    batch.left -= 1
+    request.batch = None
+    if request.state is RequestState.LINGERING:
+        completion.released(state, request)
+    else:
+        request.move(RequestState.QUEUED)
+        request.instance = None
+        put_back(state, version, request)
+    if not batch.left:
+        batch.end()
+        instance.waiting = None
 
-    def put_back(self, version: Version, request: Request) -> None:
-        """Queues it again in its version or, after a restart, in the next generation."""
-        heir = version.heir
-        if heir is not version:
-            request.version = heir
-            request.miss = None  # its key contains the generation
-            if version.order is not None and heir.order is not None:
-                version.order.remove(request)
-                heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival
-                self._completion.answer_in_order(version)
-        heir.queue.put_back(request)
-        self._state.dirty[heir] = None
+
+def put_back(state: State, version: Version, request: Request) -> None:
+    """Queues it again in its version or, after a restart, in the next generation."""
+    heir = version.heir
+    if heir is not version:
+        request.version = heir
+        request.miss = None  # its key contains the generation
+        if version.order is not None and heir.order is not None:
+            version.order.remove(request)
+            heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival
+            completion.answer_in_order(state, version)
+    heir.queue.put_back(request)
+    state.dirty[heir] = None

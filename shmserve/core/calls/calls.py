@@ -10,19 +10,19 @@ calls have the audience of their parent.
 
 from __future__ import annotations
 
-from shmserve.core.batching.dispatch import Dispatcher
-from shmserve.core.calls.deadlock import DeadlockDetector
+from shmserve.core.batching import dispatch
+from shmserve.core.calls import deadlock
 from shmserve.core.effects import Query
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.models.deployment import Deployments
+from shmserve.core.models import deployment
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.admission import Admission
+from shmserve.core.requests import completion, responses
+from shmserve.core.requests.admission import count_refused
 from shmserve.core.requests.client import CallingWorker
-from shmserve.core.requests.completion import Completion
 from shmserve.core.requests.enqueue import Enqueuer
+from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import Quotas
-from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.state import STOPPING, State, Timer
@@ -41,23 +41,14 @@ class ModelCalls:
     def __init__(
         self,
         state: State,
-        completion: Completion,
-        dispatcher: Dispatcher,
-        streams: ResponseStreams,
         enqueuer: Enqueuer,
-        admission: Admission,
-        operations: Deployments,
+        questions: Questions,
         quotas: Quotas,
     ) -> None:
         self._state = state
-        self._completion = completion
-        self._dispatcher = dispatcher
-        self._streams = streams
         self._enqueuer = enqueuer
-        self._admission = admission
-        self._operations = operations
+        self._questions = questions
         self._quotas = quotas
-        self._waits = DeadlockDetector(state)
 
     # ------------------------------------------------------------------------------------ workers' messages
 
@@ -74,26 +65,28 @@ class ModelCalls:
         try:
             request = self._admit(caller, message, now)
         except ServeError as error:
-            self._admission.count_refused(message.model, error)
+            count_refused(self._state, message.model, error)
             text = f"Model {message.model} - Error when running inference: {error.message}"
             self._state.send(peer, Fail(message.call, error.code, text))
             return
         if request.held and request.state not in _ANSWERED:
-            stuck = self._waits.closes_circle(request)
+            stuck = deadlock.closes_cycle(self._state, request)
             if stuck:
-                self._completion.fail_early(request, "UNAVAILABLE", stuck, now)
+                completion.fail_early(self._state, request, "UNAVAILABLE", stuck, now)
 
     def cancel(self, peer: int, message: Cancel, now: int) -> None:
         request = self._of(peer, message.request)
         if request is None:  # already answered (the messages crossed), or an operation instead of a call
             self._state.effects.append(Query(peer, message))
         else:
-            self._completion.fail_early(request, "CANCELLED", "the call was cancelled by the model that made it", now)
+            completion.fail_early(
+                self._state, request, "CANCELLED", "the call was cancelled by the model that made it", now
+            )
 
     def more(self, peer: int, message: More, now: int) -> None:
         request = self._of(peer, message.request)
         if request is not None and request.options is not None and request.options.window:
-            self._streams.more(request, message.count)
+            responses.more(self._state, request, message.count)
 
     def give_back(self, peer: int, message: Return, now: int) -> None:
         version, instance = self._state.instances[peer]
@@ -113,8 +106,8 @@ class ModelCalls:
             if message.what and message.what not in roles.QUESTIONS:
                 raise roles.unknown(message.what)
             if instance.state is InstanceState.STARTING and message.what == "load":
-                self._operations.load_over(instance)
-            self._admission.questions.put(peer, message)
+                deployment.load_over(self._state, instance)
+            self._questions.put(peer, message)
         except ServeError as error:
             self._state.send(peer, Fail(message.request, error.code, error.message))
 
@@ -270,32 +263,15 @@ class ModelCalls:
             if state.limiter is not None:
                 state.limiter.take_again(instance)
             if not instance.watched:
-                self._dispatcher.check_hang(version, instance, state.now)
+                dispatch.check_hang(self._state, version, instance, state.now)
 
     def check_deadlocks(self, now: int) -> None:
         """Fails the newest call of each cycle of waiting instances."""
         while True:
-            request, text = self._waits.last_in_circle()
+            request, text = deadlock.newest_in_cycle(self._state)
             if request is None:
                 return
-            self._completion.fail_early(request, "UNAVAILABLE", text, now)
-
-    def ended(self, instance: Instance) -> CallingWorker | None:
-        """The process has ended: its client, if it had one, gets no further messages."""
-        caller, instance.caller = instance.caller, None
-        if caller is not None:
-            caller.gone = True
-            self._state.waiting.pop(instance, None)
-        return caller
-
-    def forget_questions(self, peer: int) -> None:
-        """Drops the queries of a worker whose process has ended."""
-        self._admission.questions.gone(peer)
-
-    def gone(self, caller: CallingWorker, now: int) -> None:
-        """Releases the rest of a caller whose process has ended: its calls, holds and segments."""
-        self._admission.give_up_all(caller, now)
-        self._state.ledger.client_died(caller)
+            completion.fail_early(self._state, request, "UNAVAILABLE", text, now)
 
 
 def _first_of(deadline: int, parent: Request | None) -> int:

@@ -16,8 +16,7 @@ from shmserve.core.ensembles import graph
 from shmserve.core.ensembles.run import Iteration, KeptTensor, MappedStep, Run, Spot
 from shmserve.core.ensembles.steps import StepRequests
 from shmserve.core.records import Request
-from shmserve.core.requests.completion import Completion
-from shmserve.core.requests.responses import ResponseStreams
+from shmserve.core.requests import completion, responses
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.stats.statistics import FailureKind
@@ -35,10 +34,8 @@ _DEADLOCK = "unexpected deadlock, at least one output is not set while no more e
 
 
 class Ensembles:
-    def __init__(self, state: State, completion: Completion, streams: ResponseStreams, steps: StepRequests) -> None:
+    def __init__(self, state: State, steps: StepRequests) -> None:
         self._state = state
-        self._completion = completion
-        self._streams = streams
         self._steps = steps
 
     # ------------------------------------------------------------------------------------ results
@@ -155,7 +152,7 @@ class Ensembles:
             self._drop(run, kept.tensor.data)
 
     def _drop(self, run: Run, handles: tuple[Handle, ...] | list[Handle]) -> None:
-        self._completion.drop(run.request.client, handles)
+        completion.drop(self._state, run.request.client, handles)
 
     # ------------------------------------------------------------------------------------ starting steps
 
@@ -270,7 +267,7 @@ class Ensembles:
                 if run.over:
                     return False
             elif not level:
-                self._completion.part(run.request, (), None, True)
+                completion.part(self._state, run.request, (), None, True)
                 self._finish(run, now)
                 return False
             run.open[level].popleft()
@@ -284,7 +281,7 @@ class Ensembles:
         source."""
         request = run.sources.get(level - 1)
         if request is not None:
-            self._streams.more(request, 1)
+            responses.more(self._state, request, 1)
         if run.open[level] and run.open[level][0].held_back:
             run.ready.append((run.open[level][0], run.levels.sources[level]))
 
@@ -318,10 +315,10 @@ class Ensembles:
         request = run.request
         outputs = self._outputs(run, iteration)
         self._count(run, now)
-        self._completion.pass_on(request, graph.handles_of(outputs))
+        completion.pass_on(self._state, request, graph.handles_of(outputs))
         run.over = True
         reply = Reply(request.client_number, request.version.number, outputs, _sequence_of(request))
-        self._completion.deliver(request, reply)
+        completion.deliver(self._state, request, reply)
 
     def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
         """Sends one of several responses. The last one is marked as last if that is already known and it has
@@ -329,8 +326,8 @@ class Ensembles:
         outputs = self._outputs(run, iteration)
         last = bool(outputs) and run.is_last
         run.room -= 1
-        self._completion.pass_on(run.request, graph.handles_of(outputs))
-        self._completion.part(run.request, outputs, _sequence_of(run.request), last)
+        completion.pass_on(self._state, run.request, graph.handles_of(outputs))
+        completion.part(self._state, run.request, outputs, _sequence_of(run.request), last)
         if last:
             self._finish(run, now)
 
@@ -338,7 +335,7 @@ class Ensembles:
         """Ends the request after its last part."""
         self._count(run, now)
         run.over = True
-        self._completion.finish(run.request, "")
+        completion.finish(self._state, run.request, "")
 
     def _count(self, run: Run, now: int) -> None:
         request, statistics = run.request, run.request.version.statistics
@@ -356,23 +353,23 @@ class Ensembles:
             FailureKind.CANCELED if code == "CANCELLED" else FailureKind.OTHER, now - request.arrived
         )
         if not run.out:
-            self._completion.deliver(request, Fail(request.client_number, code, text))
+            completion.deliver(self._state, request, Fail(request.client_number, code, text))
             return
-        self._completion.tell_failed(request, code, text)
+        completion.tell_failed(self._state, request, code, text)
         request.move(_LINGERING)
-        self._completion.leaves(request)
+        completion.leaves(self._state, request)
 
     def _give_up(self, step: Request) -> None:
         if step.state is _QUEUED:
             step.version.drop(step)
             self._state.dirty[step.version] = None
-            self._completion.end(step)
+            completion.end(self._state, step)
             if step.version.order is not None:
-                self._completion.answer_in_order(step.version)
+                completion.answer_in_order(self._state, step.version)
         elif step.state in (_SENT, _OPEN):
-            self._completion.linger(step)
+            completion.linger(self._state, step)
         elif step.state is _DONE:
-            self._completion.drop_done(step)
+            completion.drop_done(self._state, step)
         elif step.state is _CHAINED:
             inner = self._state.runs[step.number]
             inner.fail("CANCELLED", "its ensemble has failed")
@@ -389,7 +386,7 @@ class Ensembles:
         """Removes the run: no worker has any of its steps."""
         request = run.request
         if request.state is _LINGERING:
-            self._completion.released(request)
+            completion.released(self._state, request)
         for iteration in run.iterations():
             self._close_iteration(run, iteration)
         for _, message in run.results:  # results of steps that were dropped

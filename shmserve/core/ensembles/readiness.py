@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from shmserve.core.effects import Compose
 from shmserve.core.events import Composed
-from shmserve.core.models.deployment import UNLOADED, Deployments
+from shmserve.core.models import deployment
+from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.records import Version
 from shmserve.core.state import State
 from shmserve.core.states import VersionState
@@ -17,132 +18,134 @@ from shmserve.core.states import VersionState
 _V = VersionState
 
 
-class EnsembleReadiness:
-    def __init__(self, state: State, operations: Deployments) -> None:
-        self._state = state
-        self._operations = operations
+def update(state: State, now: int) -> None:
+    """Evaluates all ensembles until nothing changes, because some are steps of others."""
+    while state.readiness_changed:
+        state.readiness_changed = False
+        for version in list(state.ensembles):
+            if version in state.ensembles:
+                _look_at(state, version, now)
 
-    def update(self, now: int) -> None:
-        """Evaluates all ensembles until nothing changes, because some are steps of others."""
-        while self._state.readiness_changed:
-            self._state.readiness_changed = False
-            for version in list(self._state.ensembles):
-                if version in self._state.ensembles:
-                    self._look_at(version, now)
 
-    def composed(self, peer: int, event: Composed, now: int) -> None:
-        """The shell's answer: whether the models of the steps fit together."""
-        for version in list(self._state.ensembles):
-            if version.source == event.source and version.compose_number == event.number:
-                if event.problem:
-                    members = version.members
-                    self._lost(version, event.problem, now)
-                    version.members = members  # do not ask again
-                else:
-                    self._found(version, now)
+def composed(state: State, peer: int, event: Composed, now: int) -> None:
+    """The shell's answer: whether the models of the steps fit together."""
+    for version in list(state.ensembles):
+        if version.source == event.source and version.compose_number == event.number:
+            if event.problem:
+                members = version.members
+                _lost(state, version, event.problem, now)
+                version.members = members  # do not ask again
+            else:
+                _found(state, version, now)
 
-    def _look_at(self, version: Version, now: int) -> None:
-        assert version.graph is not None
-        found = []
-        for step in version.graph.steps:
-            member, why, recovers = self._member(step.model, step.version)
-            if member is None:
-                circle = self._circle(version)
-                if circle:
-                    self._lost(version, f"ensemble '{version.model}' depends on itself: {circle}", now)
-                elif why:
-                    text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
-                    self._lost(version, f"{text}{why}", now, recovers)
-                elif version.state is not _V.LOADING:
-                    self._lost(version, f"model '{step.model}' of a step is being loaded", now, True)
-                return
-            found.append(member)
-        members = tuple(found)
-        self._set_decoupled(version, members)
-        if members != version.members:
-            version.members = members
-            self._state.cache.purge(version)
-            version.compose_number = self._state.next_number()
-            self._state.effects.append(Compose(version.source, version.compose_number))
 
-    def _set_decoupled(self, version: Version, members: tuple[Version, ...]) -> None:
-        """An ensemble is decoupled if one of its steps is."""
-        assert version.policy is not None
-        decoupled = version.policy.decoupled or any(member.decoupled for member in members)
-        if decoupled != version.decoupled:
-            version.decoupled = decoupled
-            self._state.cache.purge(version)
-            self._state.readiness_changed = True
-
-    def _member(self, name: str, number: int) -> tuple[Version | None, str, bool]:
-        """The version that runs a step; or None, the reason ("": it is being loaded), and whether it will recover
-        without intervention."""
-        model = self._state.models.get(name)
-        if model is None:
-            return None, ": no such model, or it is not loaded yet", False
-        version = model.versions.get(number) if number else model.default()
-        if version is not None and version.state is _V.READY:
-            return version, "", False
-        if model.operation is not None and not model.unloading:
-            return None, "", True
-        candidates = [version] if version is not None else [] if number else list(model.versions.values())
-        if any(other.state is _V.LOADING for other in candidates):
-            return None, "", True
-        recovers = any(other.returns for other in candidates)
-        reasons = [other.reason for other in candidates if other.reason not in ("", UNLOADED)] or [model.reason]
-        if reasons[0]:
-            return None, f". Model '{name}' loading failed with error: {reasons[0]}", recovers
-        return None, f": it has no version {number}" if number and version is None else ": it is unloaded", recovers
-
-    def _circle(self, version: Version) -> str:
-        """Ensembles that need each other would wait forever. Returns the path from this one to itself, or ""."""
-        assert version.graph is not None
-        way, seen = [version.model], {version.model}
-        todo = [(step.model, way) for step in version.graph.steps]
-        while todo:
-            name, way = todo.pop()
-            if name == version.model:
-                return " -> ".join([*way, name])
-            model = self._state.models.get(name)
-            if name in seen or model is None:
-                continue
-            seen.add(name)
-            for other in (*model.versions.values(), *model.coming.values()):
-                if other in self._state.ensembles and other.graph is not None:
-                    todo += [(step.model, [*way, name]) for step in other.graph.steps]
-        return ""
-
-    def _found(self, version: Version, now: int) -> None:
-        if version.state is _V.READY:
+def _look_at(state: State, version: Version, now: int) -> None:
+    assert version.graph is not None
+    found = []
+    for step in version.graph.steps:
+        member, why, recovers = _member(state, step.model, step.version)
+        if member is None:
+            cycle = _cycle(state, version)
+            if cycle:
+                _lost(state, version, f"ensemble '{version.model}' depends on itself: {cycle}", now)
+            elif why:
+                text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
+                _lost(state, version, f"{text}{why}", now, recovers)
+            elif version.state is not _V.LOADING:
+                _lost(state, version, f"model '{step.model}' of a step is being loaded", now, True)
             return
-        loading = version.state is _V.LOADING
-        version.move(_V.READY)
-        version.member_recovering = False
-        model = self._state.models[version.model]
-        if loading:
-            version.took_ns = max(now - version.began, 1)
-            model.loads.done += 1
-            model.loads.done_ns += version.took_ns
-        self._state.refresh(version.model)
-        text = f"{version.label} is READY with {len(version.members)} step(s)"
-        self._state.log("debug" if loading else "info", text, model=version.model, version=version.number)
-        self._operations.is_ready(version)
+        found.append(member)
+    members = tuple(found)
+    _set_decoupled(state, version, members)
+    if members != version.members:
+        version.members = members
+        state.cache.purge(version)
+        version.compose_number = state.next_number()
+        state.effects.append(Compose(version.source, version.compose_number))
 
-    def _lost(self, version: Version, reason: str, now: int, recovers: bool = False) -> None:
-        version.members, version.compose_number = (), 0
-        if recovers != version.member_recovering:
-            version.member_recovering = recovers
-            self._state.readiness_changed = True
-        if version.state is _V.UNAVAILABLE:
-            version.reason = reason
-            return
-        model = self._state.models[version.model]
-        model.loads.failed += version.state is _V.LOADING
-        version.move(_V.UNAVAILABLE, reason)
-        self._state.refresh(version.model)
-        if model.versions.get(version.number) is version:
-            text = f"{version.label} is UNAVAILABLE: {reason}"
-            self._state.log("error", text, model=version.model, version=version.number)
-        else:  # another generation is served, and continues
-            self._state.ensembles.pop(version, None)
-        self._operations.has_failed(version, reason)
+
+def _set_decoupled(state: State, version: Version, members: tuple[Version, ...]) -> None:
+    """An ensemble is decoupled if one of its steps is."""
+    assert version.policy is not None
+    decoupled = version.policy.decoupled or any(member.decoupled for member in members)
+    if decoupled != version.decoupled:
+        version.decoupled = decoupled
+        state.cache.purge(version)
+        state.readiness_changed = True
+
+
+def _member(state: State, name: str, number: int) -> tuple[Version | None, str, bool]:
+    """The version that runs a step; or None, the reason ("": it is being loaded), and whether it will recover
+    without intervention."""
+    model = state.models.get(name)
+    if model is None:
+        return None, ": no such model, or it is not loaded yet", False
+    version = model.versions.get(number) if number else model.default()
+    if version is not None and version.state is _V.READY:
+        return version, "", False
+    if model.operation is not None and not model.unloading:
+        return None, "", True
+    candidates = [version] if version is not None else [] if number else list(model.versions.values())
+    if any(other.state is _V.LOADING for other in candidates):
+        return None, "", True
+    recovers = any(other.returns for other in candidates)
+    reasons = [other.reason for other in candidates if other.reason not in ("", UNLOADED)] or [model.reason]
+    if reasons[0]:
+        return None, f". Model '{name}' loading failed with error: {reasons[0]}", recovers
+    return None, f": it has no version {number}" if number and version is None else ": it is unloaded", recovers
+
+
+def _cycle(state: State, version: Version) -> str:
+    """Ensembles that need each other would wait forever. Returns the path from this one to itself, or ""."""
+    assert version.graph is not None
+    way, seen = [version.model], {version.model}
+    todo = [(step.model, way) for step in version.graph.steps]
+    while todo:
+        name, way = todo.pop()
+        if name == version.model:
+            return " -> ".join([*way, name])
+        model = state.models.get(name)
+        if name in seen or model is None:
+            continue
+        seen.add(name)
+        for other in (*model.versions.values(), *model.coming.values()):
+            if other in state.ensembles and other.graph is not None:
+                todo += [(step.model, [*way, name]) for step in other.graph.steps]
+    return ""
+
+
+def _found(state: State, version: Version, now: int) -> None:
+    if version.state is _V.READY:
+        return
+    loading = version.state is _V.LOADING
+    version.move(_V.READY)
+    version.member_recovering = False
+    model = state.models[version.model]
+    if loading:
+        version.took_ns = max(now - version.began, 1)
+        model.loads.done += 1
+        model.loads.done_ns += version.took_ns
+    state.refresh(version.model)
+    text = f"{version.label} is READY with {len(version.members)} step(s)"
+    state.log("debug" if loading else "info", text, model=version.model, version=version.number)
+    deployment.is_ready(state, version)
+
+
+def _lost(state: State, version: Version, reason: str, now: int, recovers: bool = False) -> None:
+    version.members, version.compose_number = (), 0
+    if recovers != version.member_recovering:
+        version.member_recovering = recovers
+        state.readiness_changed = True
+    if version.state is _V.UNAVAILABLE:
+        version.reason = reason
+        return
+    model = state.models[version.model]
+    model.loads.failed += version.state is _V.LOADING
+    version.move(_V.UNAVAILABLE, reason)
+    state.refresh(version.model)
+    if model.versions.get(version.number) is version:
+        text = f"{version.label} is UNAVAILABLE: {reason}"
+        state.log("error", text, model=version.model, version=version.number)
+    else:  # another generation is served, and continues
+        state.ensembles.pop(version, None)
+    deployment.has_failed(state, version, reason)

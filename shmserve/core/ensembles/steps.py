@@ -12,6 +12,7 @@ from shmserve.core.ensembles.run import Run, Spot
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request, Version
 from shmserve.core.requests.enqueue import Enqueuer
+from shmserve.core.requests.quotas import Quotas
 from shmserve.core.state import State
 from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
 from shmserve.protocol.messages import LabelFile, Options, Tensor, Wanted
@@ -21,8 +22,9 @@ WINDOW = 16
 
 
 class StepRequests:
-    def __init__(self, state: State, enqueuer: Enqueuer) -> None:
+    def __init__(self, state: State, enqueuer: Enqueuer, quotas: Quotas) -> None:
         self._state = state
+        self._quotas = quotas
         self._enqueuer = enqueuer
 
     def follow(self, run: Run, index: int) -> None:
@@ -68,7 +70,7 @@ class StepRequests:
         client = parent.client
         if member.graph is None and all(instance.over for instance in member.instances):
             raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
-        self._enqueuer.check_step(client, member, inline, now)
+        self._quotas.check_queue(client, member, inline, now)
         level = 0
         if not member.plain:
             step_options = _without_sequence(options) if member.places is None and member.graph is None else options

@@ -26,447 +26,465 @@ UNLOADED = "unloaded"
 OVERTAKEN = "Newer operation has been applied to the model lifecycle"
 
 
-class Deployments:
-    def __init__(self, state: State) -> None:
-        self._state = state
+def _report(state: State, operation: int, code: str = "", text: str = "") -> None:
+    if operation:
+        state.effects.append(Settled(operation, code, text))
 
-    def _report(self, operation: int, code: str = "", text: str = "") -> None:
-        if operation:
-            self._state.effects.append(Settled(operation, code, text))
 
-    # ------------------------------------------------------------------------------------ operations
+# ------------------------------------------------------------------------------------ operations
 
-    def deploy(self, peer: int, event: Deploy, now: int) -> None:
-        state = self._state
-        if state.draining:
-            self._report(event.operation, "UNAVAILABLE", STOPPING)
+
+def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
+    if state.draining:
+        _report(state, event.operation, "UNAVAILABLE", STOPPING)
+        return
+    model = state.models.setdefault(event.model, Model(event.model))
+    model.reason = ""
+    under_way = model.operation
+    if under_way is not None:
+        if under_way.targets == event.targets and not event.fresh:
+            under_way.numbers.append(event.operation)
             return
-        model = state.models.setdefault(event.model, Model(event.model))
-        model.reason = ""
-        under_way = model.operation
-        if under_way is not None:
-            if under_way.targets == event.targets and not event.fresh:
-                under_way.numbers.append(event.operation)
-                return
-            self._overtake(model, OVERTAKEN)
-        operation = model.operation = Operation([event.operation], event.targets, model.default() is not None)
-        for target in event.targets:
-            self._aim(model, operation, target, event.fresh, now)
-        wanted = {target.number for target in event.targets}
-        for number in [number for number in model.coming if number not in wanted]:
-            self._abandon(model, model.coming.pop(number))
-        operation.dropped = [number for number in model.versions if number not in wanted]
-        self.start_waiting()
-        self.settle(model)
+        _overtake(state, model, OVERTAKEN)
+    operation = model.operation = Operation([event.operation], event.targets, model.default() is not None)
+    for target in event.targets:
+        _aim(state, model, operation, target, event.fresh, now)
+    wanted = {target.number for target in event.targets}
+    for number in [number for number in model.coming if number not in wanted]:
+        _abandon(state, model, model.coming.pop(number))
+    operation.dropped = [number for number in model.versions if number not in wanted]
+    start_waiting(state)
+    settle(state, model)
 
-    def _aim(self, model: Model, operation: Operation, target: Target, fresh: bool, now: int) -> None:
-        """Brings the version to its target: unchanged, with other instances, or as a new generation."""
-        number = target.number
-        coming, current = model.coming.get(number), model.versions.get(number)
-        for version in (coming, current):
-            if (
-                version is None
-                or version.source != target.source
-                or fresh
-                or version.state not in (_V.LOADING, _V.READY)
-            ):
-                continue
-            if version is current and coming is not None:
-                self._abandon(model, model.coming.pop(number))
-            self._fit(operation, version, target.instances)
-            if version.state is _V.LOADING:
-                operation.loading[version] = None
-            return
-        if coming is not None:
-            self._abandon(model, model.coming.pop(number))
-        version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
-        if current is not None and current.reason != UNLOADED:
-            version.statistics = current.statistics
-        if target.policy is not None:
-            self._state.adopt(version, target.policy)
-            self._state.ensembles[version] = None
-            self._state.readiness_changed = True
-        operation.loading[version] = None
-        if current is not None and (current.state is _V.READY or current.recovering):
-            model.coming[number] = version
-        else:
-            if current is not None:
-                self._abandon(model, current)
-            model.versions[number] = version
-        self._state.loads.extend((version, instance) for instance in version.instances)
 
-    def _fit(self, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
-        """Keeps the existing instances that are still wanted, adds missing ones, and marks the others as surplus."""
-        left = [instance for instance in version.instances if not instance.over]
-        for spec in specs:
-            found = next((instance for instance in left if _alike(instance.spec, spec)), None)
-            if found is not None:
-                left.remove(found)
-                if not found.loaded and version.state is _V.READY:
-                    operation.starting[found] = version
-                elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
-                    self.spawn(version, found)
-            else:
-                self._add(operation, version, Instance(spec))
-        operation.surplus += [(version, instance) for instance in left]
-
-    def _add(self, operation: Operation, version: Version, instance: Instance) -> None:
-        version.instances.append(instance)
-        operation.added.append((version, instance))
+def _aim(state: State, model: Model, operation: Operation, target: Target, fresh: bool, now: int) -> None:
+    """Brings the version to its target: unchanged, with other instances, or as a new generation."""
+    number = target.number
+    coming, current = model.coming.get(number), model.versions.get(number)
+    for version in (coming, current):
+        if version is None or version.source != target.source or fresh or version.state not in (_V.LOADING, _V.READY):
+            continue
+        if version is current and coming is not None:
+            _abandon(state, model, model.coming.pop(number))
+        _fit(state, operation, version, target.instances)
         if version.state is _V.LOADING:
             operation.loading[version] = None
+        return
+    if coming is not None:
+        _abandon(state, model, model.coming.pop(number))
+    version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
+    if current is not None and current.reason != UNLOADED:
+        version.statistics = current.statistics
+    if target.policy is not None:
+        state.adopt(version, target.policy)
+        state.ensembles[version] = None
+        state.readiness_changed = True
+    operation.loading[version] = None
+    if current is not None and (current.state is _V.READY or current.recovering):
+        model.coming[number] = version
+    else:
+        if current is not None:
+            _abandon(state, model, current)
+        model.versions[number] = version
+    state.loads.extend((version, instance) for instance in version.instances)
+
+
+def _fit(state: State, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
+    """Keeps the existing instances that are still wanted, adds missing ones, and marks the others as surplus."""
+    left = [instance for instance in version.instances if not instance.over]
+    for spec in specs:
+        found = next((instance for instance in left if _alike(instance.spec, spec)), None)
+        if found is not None:
+            left.remove(found)
+            if not found.loaded and version.state is _V.READY:
+                operation.starting[found] = version
+            elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
+                spawn(state, version, found)
         else:
-            operation.starting[instance] = version
-        self._state.loads.append((version, instance))
+            _add(state, operation, version, Instance(spec))
+    operation.surplus += [(version, instance) for instance in left]
 
-    def refuse(self, peer: int, event: Refuse, now: int) -> None:
-        model = self._state.models.setdefault(event.model, Model(event.model))
-        model.loads.failed += 1
-        model.failed = FailedChange(event.reason, now)
-        self._state.readiness_changed = True
-        if not event.version:
-            model.reason = event.reason
-            return
-        current = model.versions.get(event.version)
-        if current is None or (current.state is _V.UNAVAILABLE and not current.recovering):
-            version = Version(event.model, event.version, [], began=now)
-            version.move(_V.UNAVAILABLE, event.reason)
-            model.versions[event.version] = version
 
-    def unload(self, peer: int, event: Unload, now: int) -> None:
-        model = self._state.models.get(event.model)
-        if model is None:
-            self._report(event.operation)
-            return
-        model.reason = ""
-        model.failed = None
-        self._overtake(model, OVERTAKEN)
-        for number in list(model.coming):
-            self._abandon(model, model.coming.pop(number))
-        for version in model.versions.values():
-            self.retire(version)
-        model.unloading.append(Unloading(event.operation, model.generations()))
-        if event.force:
-            self._state.forced += model.generations()
-        self._state.refresh(model.name)
-        self.look_after(model)
+def _add(state: State, operation: Operation, version: Version, instance: Instance) -> None:
+    version.instances.append(instance)
+    operation.added.append((version, instance))
+    if version.state is _V.LOADING:
+        operation.loading[version] = None
+    else:
+        operation.starting[instance] = version
+    state.loads.append((version, instance))
 
-    def restart(self, peer: int, event: Restart, now: int) -> None:
-        """Whole versions are reloaded from the same sources. For a single instance, a new process replaces the old
-        one."""
-        model = self._state.models.get(event.model)
-        known = model.versions.values() if model is not None else ()
-        served = [v for v in known if v.state in (_V.LOADING, _V.READY) or v.recovering]
-        chosen = [version for version in served if event.version in (0, version.number)]
-        if self._state.draining:
-            self._report(event.operation, "UNAVAILABLE", STOPPING)
-        elif model is None or not chosen:
-            which = f"version {event.version} of model '{event.model}'" if event.version else f"model '{event.model}'"
-            self._report(event.operation, "NOT_FOUND", f"cannot restart {which}: it is not served")
-        elif model.operation is not None:
-            text = f"cannot restart model '{model.name}' while it is loading; try again later"
-            self._report(event.operation, "UNAVAILABLE", text)
-        elif event.instance:
-            self._replace(model, chosen, event)
-        else:
-            targets = tuple(_target_of(version) for version in served)
-            operation = model.operation = Operation([event.operation], targets, True, restart=True)
-            for version in chosen:
-                self._aim(model, operation, _target_of(version), True, now)
-            self.start_waiting()
 
-    def _replace(self, model: Model, versions: list[Version], event: Restart) -> None:
-        found = [
-            (version, instance)
-            for version in versions
-            for instance in version.instances
-            if instance.spec.name == event.instance and not instance.over
-        ]
-        if not found:
-            names = ", ".join(i.spec.name for version in versions for i in version.instances if not i.over)
-            text = f"model '{model.name}' has no instance '{event.instance}'; it has {names}"
-            self._report(event.operation, "NOT_FOUND", text)
-            return
-        targets = tuple(_target_of(version) for version in versions)
-        operation = model.operation = Operation([event.operation], targets, True)
-        for version, instance in found:
-            self._add(operation, version, Instance(instance.spec, replaces=instance))
-        self.start_waiting()
-        self.settle(model)
+def refuse(state: State, peer: int, event: Refuse, now: int) -> None:
+    model = state.models.setdefault(event.model, Model(event.model))
+    model.loads.failed += 1
+    model.failed = FailedChange(event.reason, now)
+    state.readiness_changed = True
+    if not event.version:
+        model.reason = event.reason
+        return
+    current = model.versions.get(event.version)
+    if current is None or (current.state is _V.UNAVAILABLE and not current.recovering):
+        version = Version(event.model, event.version, [], began=now)
+        version.move(_V.UNAVAILABLE, event.reason)
+        model.versions[event.version] = version
 
-    def interrupt(self, model: Model) -> None:
-        """The server stops: cancels all loading."""
-        self._state.loads.clear()
-        self._overtake(model, STOPPING)
-        for number in list(model.coming):
-            self._abandon(model, model.coming.pop(number))
 
-    def _overtake(self, model: Model, why: str) -> None:
-        operation, model.operation = model.operation, None
-        if operation is None:
-            return
-        for version, instance in operation.added:
-            if instance.replaces is not None:  # the other instance is only removed by a commit
-                self.stop(version, instance)
-        for number in operation.numbers:
-            self._report(number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
+def unload(state: State, peer: int, event: Unload, now: int) -> None:
+    model = state.models.get(event.model)
+    if model is None:
+        _report(state, event.operation)
+        return
+    model.reason = ""
+    model.failed = None
+    _overtake(state, model, OVERTAKEN)
+    for number in list(model.coming):
+        _abandon(state, model, model.coming.pop(number))
+    for version in model.versions.values():
+        retire(state, version)
+    model.unloading.append(Unloading(event.operation, model.generations()))
+    if event.force:
+        state.forced += model.generations()
+    state.refresh(model.name)
+    look_after(state, model)
 
-    # ------------------------------------------------------------------------------------ loading
 
-    def start_waiting(self) -> None:
-        """Starts queued instances, as many as the limit of concurrent loads allows."""
-        state = self._state
-        while state.loads and len(state.loading) < state.limits.loading:
-            version, instance = state.loads.popleft()
-            if instance.state is _I.WAITING:
-                self.spawn(version, instance)
-                state.loading[instance] = None
+def restart(state: State, peer: int, event: Restart, now: int) -> None:
+    """Whole versions are reloaded from the same sources. For a single instance, a new process replaces the old
+    one."""
+    model = state.models.get(event.model)
+    known = model.versions.values() if model is not None else ()
+    served = [v for v in known if v.state in (_V.LOADING, _V.READY) or v.recovering]
+    chosen = [version for version in served if event.version in (0, version.number)]
+    if state.draining:
+        _report(state, event.operation, "UNAVAILABLE", STOPPING)
+    elif model is None or not chosen:
+        which = f"version {event.version} of model '{event.model}'" if event.version else f"model '{event.model}'"
+        _report(state, event.operation, "NOT_FOUND", f"cannot restart {which}: it is not served")
+    elif model.operation is not None:
+        text = f"cannot restart model '{model.name}' while it is loading; try again later"
+        _report(state, event.operation, "UNAVAILABLE", text)
+    elif event.instance:
+        _replace(state, model, chosen, event)
+    else:
+        targets = tuple(_target_of(version) for version in served)
+        operation = model.operation = Operation([event.operation], targets, True, restart=True)
+        for version in chosen:
+            _aim(state, model, operation, _target_of(version), True, now)
+        start_waiting(state)
 
-    def spawn(self, version: Version, instance: Instance) -> None:
-        instance.move(_I.STARTING)
-        instance.spawned = self._state.now
-        instance.ready_since = 0
-        instance.hung = False
-        if self._state.limits.load_ns:
-            self._state.set_timer(self._state.now + self._state.limits.load_ns, Timer.LATE, instance)
-        instance.peer = self._state.next_worker()
-        self._state.instances[instance.peer] = (version, instance)
-        self._state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec))
 
-    def load_over(self, instance: Instance) -> None:
-        """The instance has stopped loading, successfully or not: starts the next one."""
-        if instance in self._state.loading:
-            del self._state.loading[instance]
-            self.start_waiting()
+def _replace(state: State, model: Model, versions: list[Version], event: Restart) -> None:
+    found = [
+        (version, instance)
+        for version in versions
+        for instance in version.instances
+        if instance.spec.name == event.instance and not instance.over
+    ]
+    if not found:
+        names = ", ".join(i.spec.name for version in versions for i in version.instances if not i.over)
+        text = f"model '{model.name}' has no instance '{event.instance}'; it has {names}"
+        _report(state, event.operation, "NOT_FOUND", text)
+        return
+    targets = tuple(_target_of(version) for version in versions)
+    operation = model.operation = Operation([event.operation], targets, True)
+    for version, instance in found:
+        _add(state, operation, version, Instance(instance.spec, replaces=instance))
+    start_waiting(state)
+    settle(state, model)
 
-    # ------------------------------------------------------------------------------------ completion of operations
 
-    def has_loaded(self, version: Version, instance: Instance) -> None:
-        """The instance is READY, and perhaps the version with it."""
-        operation = self._state.models[version.model].operation
-        if operation is not None:
-            operation.starting.pop(instance, None)
-        self.is_ready(version)
+def interrupt(state: State, model: Model) -> None:
+    """The server stops: cancels all loading."""
+    state.loads.clear()
+    _overtake(state, model, STOPPING)
+    for number in list(model.coming):
+        _abandon(state, model, model.coming.pop(number))
 
-    def is_ready(self, version: Version) -> None:
-        """Called when the version may have become READY: settles the operation if it was the last one missing."""
-        operation = self._state.models[version.model].operation
-        if operation is not None:
-            if version.state is _V.READY:
-                operation.loading.pop(version, None)
-            self.settle(self._state.models[version.model])
 
-    def has_failed(self, version: Version, reason: str, instance: Instance | None = None) -> None:
-        """The version failed to load, or only this new instance of a version that is served."""
-        model = self._state.models[version.model]
-        operation = model.operation
-        if operation is None:
-            return
-        if instance in operation.starting:
-            del operation.starting[instance]
-        elif instance is None and (version in operation.loading or version in model.coming.values()):
+def _overtake(state: State, model: Model, why: str) -> None:
+    operation, model.operation = model.operation, None
+    if operation is None:
+        return
+    for version, instance in operation.added:
+        if instance.replaces is not None:  # the other instance is only removed by a commit
+            stop(state, version, instance)
+    for number in operation.numbers:
+        _report(state, number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
+
+
+# ------------------------------------------------------------------------------------ loading
+
+
+def start_waiting(state: State) -> None:
+    """Starts queued instances, as many as the limit of concurrent loads allows."""
+    while state.loads and len(state.loading) < state.limits.loading:
+        version, instance = state.loads.popleft()
+        if instance.state is _I.WAITING:
+            spawn(state, version, instance)
+            state.loading[instance] = None
+
+
+def spawn(state: State, version: Version, instance: Instance) -> None:
+    instance.move(_I.STARTING)
+    instance.spawned = state.now
+    instance.ready_since = 0
+    instance.hung = False
+    if state.limits.load_ns:
+        state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
+    instance.peer = state.next_worker()
+    state.instances[instance.peer] = (version, instance)
+    state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec))
+
+
+def load_over(state: State, instance: Instance) -> None:
+    """The instance has stopped loading, successfully or not: starts the next one."""
+    if instance in state.loading:
+        del state.loading[instance]
+        start_waiting(state)
+
+
+# ------------------------------------------------------------------------------------ completion of operations
+
+
+def has_loaded(state: State, version: Version, instance: Instance) -> None:
+    """The instance is READY, and perhaps the version with it."""
+    operation = state.models[version.model].operation
+    if operation is not None:
+        operation.starting.pop(instance, None)
+    is_ready(state, version)
+
+
+def is_ready(state: State, version: Version) -> None:
+    """Called when the version may have become READY: settles the operation if it was the last one missing."""
+    operation = state.models[version.model].operation
+    if operation is not None:
+        if version.state is _V.READY:
             operation.loading.pop(version, None)
-        else:
-            return
-        operation.failures.append(f"version {version.number} is at UNAVAILABLE state: {reason}")
-        operation.traceback = operation.traceback or version.take_traceback()
-        for number, coming in list(model.coming.items()):  # none of them will take over, so stop loading them
-            del model.coming[number]
-            operation.loading.pop(coming, None)
-            self._abandon(model, coming)
-        self.settle(model)
+        settle(state, state.models[version.model])
 
-    def settle(self, model: Model) -> None:
-        """Completes the operation if nothing is left to wait for."""
-        operation = model.operation
-        if operation is None or operation.loading or operation.starting:
-            return
-        model.operation = None
-        if operation.failures:
-            for version, instance in operation.added:
-                self.stop(version, instance)
-            why = "; ".join(dict.fromkeys(operation.failures))
-            model.failed = FailedChange(why, self._state.now)
-            text = f"load failed for model '{model.name}': {why}"
-            if operation.beside and model.default() is not None:
-                text += "; the previous version is still served"
-                more = {"traceback": operation.traceback} if operation.traceback else {}
-                self._state.log("error", text, model=model.name, **more)
-        else:
-            text = ""
-            model.failed = None
-            self._commit(model, operation)
-        self._state.refresh(model.name)
-        stopping = [instance for _, instance in operation.surplus if instance.state is _I.STOPPING]
-        if stopping and not text:
-            model.departures.append(Departure(operation.numbers, stopping))
-            return
-        for number in operation.numbers:
-            self._report(number, "UNAVAILABLE" if text else "", text)
 
-    def _commit(self, model: Model, operation: Operation) -> None:
-        for number, version in model.coming.items():
-            old = model.versions[number]
-            model.versions[number] = version
-            self._abandon(model, old)
-            if operation.restart:
-                self._state.replaced.append((old, None, version))
-        model.coming.clear()
+def has_failed(state: State, version: Version, reason: str, instance: Instance | None = None) -> None:
+    """The version failed to load, or only this new instance of a version that is served."""
+    model = state.models[version.model]
+    operation = model.operation
+    if operation is None:
+        return
+    if instance in operation.starting:
+        del operation.starting[instance]
+    elif instance is None and (version in operation.loading or version in model.coming.values()):
+        operation.loading.pop(version, None)
+    else:
+        return
+    operation.failures.append(f"version {version.number} is at UNAVAILABLE state: {reason}")
+    operation.traceback = operation.traceback or version.take_traceback()
+    for number, coming in list(model.coming.items()):  # none of them will take over, so stop loading them
+        del model.coming[number]
+        operation.loading.pop(coming, None)
+        _abandon(state, model, coming)
+    settle(state, model)
+
+
+def settle(state: State, model: Model) -> None:
+    """Completes the operation if nothing is left to wait for."""
+    operation = model.operation
+    if operation is None or operation.loading or operation.starting:
+        return
+    model.operation = None
+    if operation.failures:
         for version, instance in operation.added:
-            replaced, instance.replaces = instance.replaces, None
-            if replaced is not None:
-                self.stop(version, replaced)
-                self._state.replaced.append((version, replaced, None))
-        for version, instance in operation.surplus:
-            self.stop(version, instance)
-        for number in operation.dropped:
-            version = model.versions[number]
-            if version.state is _V.UNAVAILABLE and version.gone and version.reason != UNLOADED:
-                del model.versions[number]
-            else:
-                self.retire(version)
+            stop(state, version, instance)
+        why = "; ".join(dict.fromkeys(operation.failures))
+        model.failed = FailedChange(why, state.now)
+        text = f"load failed for model '{model.name}': {why}"
+        if operation.beside and model.default() is not None:
+            text += "; the previous version is still served"
+            more = {"traceback": operation.traceback} if operation.traceback else {}
+            state.log("error", text, model=model.name, **more)
+    else:
+        text = ""
+        model.failed = None
+        _commit(state, model, operation)
+    state.refresh(model.name)
+    stopping = [instance for _, instance in operation.surplus if instance.state is _I.STOPPING]
+    if stopping and not text:
+        model.departures.append(Departure(operation.numbers, stopping))
+        return
+    for number in operation.numbers:
+        _report(state, number, "UNAVAILABLE" if text else "", text)
 
-    # ------------------------------------------------------------------------------------ retirement
 
-    def _abandon(self, model: Model, version: Version) -> None:
-        """Retires a version that is replaced, now or later, by another one of the same number."""
-        if version not in model.leaving and not version.gone:
-            model.leaving.append(version)
-        self.retire(version)
+def _commit(state: State, model: Model, operation: Operation) -> None:
+    for number, version in model.coming.items():
+        old = model.versions[number]
+        model.versions[number] = version
+        _abandon(state, model, old)
+        if operation.restart:
+            state.replaced.append((old, None, version))
+    model.coming.clear()
+    for version, instance in operation.added:
+        replaced, instance.replaces = instance.replaces, None
+        if replaced is not None:
+            stop(state, version, replaced)
+            state.replaced.append((version, replaced, None))
+    for version, instance in operation.surplus:
+        stop(state, version, instance)
+    for number in operation.dropped:
+        version = model.versions[number]
+        if version.state is _V.UNAVAILABLE and version.gone and version.reason != UNLOADED:
+            del model.versions[number]
+        else:
+            retire(state, version)
 
-    def retire(self, version: Version) -> None:
-        """Retires a version: it gets no new requests, finishes its work, and then its processes end. One that is still
-        loading ends immediately."""
-        loading = version.state is _V.LOADING
-        self._state.cache.purge(version)
-        if version in self._state.ensembles:
-            del self._state.ensembles[version]
-            if version.state is _V.UNAVAILABLE:
-                version.reason = UNLOADED
-        if loading or version.state is _V.READY or version.recovering:
-            version.move(_V.UNLOADING)
-            self._state.unloading[version] = None
-            if version.places is not None:
-                self._state.set_timer(self._state.now + self._state.limits.leaving_ns, Timer.LEAVE, version)
-        if loading:
-            for instance in list(version.instances):
-                self.stop(version, instance)
 
-    def stop(self, version: Version, instance: Instance) -> None:
-        """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to
-        finish."""
-        state = self._state
-        state.deadlock_possible = True
-        if instance.state in (_I.WAITING, _I.BACKOFF):
-            instance.move(_I.STOPPED)
-            self.remove_stopped(version, instance)
-        elif instance.state is _I.READY and self._let_finish(version, instance):
-            pass
-        elif instance.state is _I.READY:
-            state.retiring.pop(instance, None)
-            if version.places is not None and version.places.at(instance):
-                version.places.lose(instance, f"instance '{instance.spec.name}' is no longer served")
-                state.dirty[version] = None
-            if instance in version.idle:
-                version.idle.remove(instance)
-            instance.move(_I.STOPPING)
-            state.send(instance.peer, Stop())
-            if instance.due:  # it was restarted, and stayed for its sequences or streams
-                instance.due = state.now + state.limits.exit_ns
-                state.set_timer(instance.due, Timer.OVERDUE, instance)
-        elif instance.state is _I.STARTING:
-            instance.move(_I.STOPPING)
-            state.effects.append(Kill(instance.peer, "it is no longer needed"))
-            self.load_over(instance)
-        elif instance.state is _I.KILLED:
-            instance.retiring = instance.closing = True
-        self.settle_lost(version)
+# ------------------------------------------------------------------------------------ retirement
 
-    def settle_lost(self, version: Version) -> bool:
-        """Updates the state of a version with lost instances: it is READY only while one is alive. True: the last one
-        is lost. Lost ones continue to be restarted with back-off. The dispatcher answers queued requests."""
-        lost = [
-            instance for instance in version.instances if instance.lost and not (instance.over or instance.spec.passive)
-        ]
-        if version.state is _V.READY and lost and not version.alive:
-            version.move(_V.UNAVAILABLE, version.trouble)
-            self._state.refresh(version.model)
-            self._state.dirty[version] = None
-            return True
-        if version.recovering:
-            version.reason = version.trouble
-        return False
 
-    def _let_finish(self, version: Version, instance: Instance) -> bool:
-        """An instance removed from a version that continues stays for its sequences (for a limited time) and its
-        streams."""
-        state = self._state
-        if version.state is not _V.READY or instance.retiring or not version.needs(instance):
-            return False
-        instance.retiring = True
-        state.retiring[instance] = version
+def _abandon(state: State, model: Model, version: Version) -> None:
+    """Retires a version that is replaced, now or later, by another one of the same number."""
+    if version not in model.leaving and not version.gone:
+        model.leaving.append(version)
+    retire(state, version)
+
+
+def retire(state: State, version: Version) -> None:
+    """Retires a version: it gets no new requests, finishes its work, and then its processes end. One that is still
+    loading ends immediately."""
+    loading = version.state is _V.LOADING
+    state.cache.purge(version)
+    if version in state.ensembles:
+        del state.ensembles[version]
+        if version.state is _V.UNAVAILABLE:
+            version.reason = UNLOADED
+    if loading or version.state is _V.READY or version.recovering:
+        version.move(_V.UNLOADING)
+        state.unloading[version] = None
         if version.places is not None:
-            state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
-        else:
-            instance.closing = True
-            if instance in version.idle:
-                version.idle.remove(instance)
+            state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, version)
+    if loading:
+        for instance in list(version.instances):
+            stop(state, version, instance)
+
+
+def stop(state: State, version: Version, instance: Instance) -> None:
+    """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to
+    finish."""
+    state.deadlock_possible = True
+    if instance.state in (_I.WAITING, _I.BACKOFF):
+        instance.move(_I.STOPPED)
+        remove_stopped(state, version, instance)
+    elif instance.state is _I.READY and _let_finish(state, version, instance):
+        pass
+    elif instance.state is _I.READY:
+        state.retiring.pop(instance, None)
+        if version.places is not None and version.places.at(instance):
+            version.places.lose(instance, f"instance '{instance.spec.name}' is no longer served")
+            state.dirty[version] = None
+        if instance in version.idle:
+            version.idle.remove(instance)
+        instance.move(_I.STOPPING)
+        state.send(instance.peer, Stop())
+        if instance.due:  # it was restarted, and stayed for its sequences or streams
+            instance.due = state.now + state.limits.exit_ns
+            state.set_timer(instance.due, Timer.OVERDUE, instance)
+    elif instance.state is _I.STARTING:
+        instance.move(_I.STOPPING)
+        state.effects.append(Kill(instance.peer, "it is no longer needed"))
+        load_over(state, instance)
+    elif instance.state is _I.KILLED:
+        instance.retiring = instance.closing = True
+    settle_lost(state, version)
+
+
+def settle_lost(state: State, version: Version) -> bool:
+    """Updates the state of a version with lost instances: it is READY only while one is alive. True: the last one
+    is lost. Lost ones continue to be restarted with back-off. The dispatcher answers queued requests."""
+    lost = [
+        instance for instance in version.instances if instance.lost and not (instance.over or instance.spec.passive)
+    ]
+    if version.state is _V.READY and lost and not version.alive:
+        version.move(_V.UNAVAILABLE, version.trouble)
+        state.refresh(version.model)
+        state.dirty[version] = None
         return True
+    if version.recovering:
+        version.reason = version.trouble
+    return False
 
-    def leave(self, subject: Version | Instance | None) -> None:
-        """The grace period for sequences is over. None: the server stops, and only sequences with requests in progress
-        continue."""
-        if subject is None:
-            for sequence in [sequence for sequence in self._state.sequences.values() if sequence.idle]:
-                sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: the server is stopping")
-                sequence.mark_changed()
-                self._state.dirty[sequence.version] = None
-            return
-        version = self._state.retiring.get(subject) if isinstance(subject, Instance) else subject
-        if version is None or version.places is None:
-            return
-        if isinstance(subject, Instance):
-            self.stop(version, subject)
-        else:
-            version.places.lose(None, "its version is no longer served")
-            self._state.dirty[version] = None
 
-    def remove_stopped(self, version: Version, instance: Instance) -> None:
-        """Removes an instance from a version that continues."""
-        goes_on = version.state in (_V.LOADING, _V.READY) or version.recovering
-        if goes_on and any(not other.over for other in version.instances):
-            version.instances.remove(instance)
+def _let_finish(state: State, version: Version, instance: Instance) -> bool:
+    """An instance removed from a version that continues stays for its sequences (for a limited time) and its
+    streams."""
+    if version.state is not _V.READY or instance.retiring or not version.needs(instance):
+        return False
+    instance.retiring = True
+    state.retiring[instance] = version
+    if version.places is not None:
+        state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
+    else:
+        instance.closing = True
+        if instance in version.idle:
+            version.idle.remove(instance)
+    return True
 
-    def finish_unloads(self) -> None:
-        """Stops versions and instances that have finished, and removes those whose processes have ended. Called once
-        per turn."""
-        for instance, version in list(self._state.retiring.items()):
-            if not version.needs(instance):
-                self.stop(version, instance)
-        for version in list(self._state.unloading):
-            if version.finished:
-                for instance in list(version.instances):
-                    self.stop(version, instance)
-            if version.gone and version.finished:
-                del self._state.unloading[version]
-                version.move(_V.UNAVAILABLE, UNLOADED)
-                model = self._state.models[version.model]
-                if model.versions.get(version.number) is version:
-                    self._state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)
-                self.look_after(model)
 
-    def look_after(self, model: Model) -> None:
-        """Completes unloads and departures. Called when a process of the model has ended or an unload has started."""
-        model.leaving = [version for version in model.leaving if not version.gone or version.state is _V.UNLOADING]
-        for unloading in list(model.unloading):
-            if all(version.gone and version.state is not _V.UNLOADING for version in unloading.versions):
-                model.unloading.remove(unloading)
-                self._report(unloading.number)
-        for departure in list(model.departures):
-            if not any(instance.state in (_I.STOPPING, _I.KILLED) for instance in departure.instances):
-                model.departures.remove(departure)
-                for number in departure.numbers:
-                    self._report(number)
+def leave(state: State, subject: Version | Instance | None, now: int) -> None:
+    """The grace period for sequences is over. None: the server stops, and only sequences with requests in progress
+    continue."""
+    if subject is None:
+        for sequence in [sequence for sequence in state.sequences.values() if sequence.idle]:
+            sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: the server is stopping")
+            sequence.mark_changed()
+            state.dirty[sequence.version] = None
+        return
+    version = state.retiring.get(subject) if isinstance(subject, Instance) else subject
+    if version is None or version.places is None:
+        return
+    if isinstance(subject, Instance):
+        stop(state, version, subject)
+    else:
+        version.places.lose(None, "its version is no longer served")
+        state.dirty[version] = None
+
+
+def remove_stopped(state: State, version: Version, instance: Instance) -> None:
+    """Removes an instance from a version that continues."""
+    goes_on = version.state in (_V.LOADING, _V.READY) or version.recovering
+    if goes_on and any(not other.over for other in version.instances):
+        version.instances.remove(instance)
+
+
+def finish_unloads(state: State) -> None:
+    """Stops versions and instances that have finished, and removes those whose processes have ended. Called once
+    per turn."""
+    for instance, version in list(state.retiring.items()):
+        if not version.needs(instance):
+            stop(state, version, instance)
+    for version in list(state.unloading):
+        if version.finished:
+            for instance in list(version.instances):
+                stop(state, version, instance)
+        if version.gone and version.finished:
+            del state.unloading[version]
+            version.move(_V.UNAVAILABLE, UNLOADED)
+            model = state.models[version.model]
+            if model.versions.get(version.number) is version:
+                state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)
+            look_after(state, model)
+
+
+def look_after(state: State, model: Model) -> None:
+    """Completes unloads and departures. Called when a process of the model has ended or an unload has started."""
+    model.leaving = [version for version in model.leaving if not version.gone or version.state is _V.UNLOADING]
+    for unloading in list(model.unloading):
+        if all(version.gone and version.state is not _V.UNLOADING for version in unloading.versions):
+            model.unloading.remove(unloading)
+            _report(state, unloading.number)
+    for departure in list(model.departures):
+        if not any(instance.state in (_I.STOPPING, _I.KILLED) for instance in departure.instances):
+            model.departures.remove(departure)
+            for number in departure.numbers:
+                _report(state, number)
 
 
 def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.core.batching.recall import Recalls
+from shmserve.core.batching import recall
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.completion import Completion
+from shmserve.core.requests import completion
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
 
@@ -23,111 +23,113 @@ RECALL_NS = 1_000_000_000
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 
-class Handover:
-    def __init__(self, state: State, completion: Completion, recalls: Recalls) -> None:
-        self._state = state
-        self._completion = completion
-        self._recalls = recalls
+def settle(state: State, now: int) -> None:
+    """Processes, at the end of a turn, replaced versions and instances, and models unloaded by force."""
+    while state.replaced:
+        version, instance, successor = state.replaced.pop()
+        if instance is not None:
+            instance.retiring = True
+            _limit(state, version, instance, now)
+        elif successor is not None:
+            _replace(state, version, successor, now)
+    while state.forced:
+        _end(state, state.forced.pop(), now)
 
-    def settle(self, now: int) -> None:
-        """Processes, at the end of a turn, replaced versions and instances, and models unloaded by force."""
-        state = self._state
-        while state.replaced:
-            version, instance, successor = state.replaced.pop()
-            if instance is not None:
-                instance.retiring = True
-                self._limit(version, instance, now)
-            elif successor is not None:
-                self._replace(version, successor, now)
-        while state.forced:
-            self._end(state.forced.pop(), now)
 
-    # ------------------------------------------------------------------------------------ restart
+# ------------------------------------------------------------------------------------ restart
 
-    def _replace(self, old: Version, new: Version, now: int) -> None:
-        """A new generation takes over. Queued requests stay with the version that validated them if the policies
-        differ, and always for sequences and ensembles."""
-        if old.places is None and old.graph is None and old.policy == new.policy:
-            old.successor = new
-            later = new.queue.take(new.queue.count)  # requests of this turn, which queue behind the moved ones
-            old.queue, new.queue = new.queue, old.queue
-            moved = [*new.queue.in_order(), *old.suspects]
-            for request in later:
-                new.queue.add(request)
-            new.suspects.extend(old.suspects)
-            old.suspects.clear()
-            for request in moved:
-                request.version = new
-                request.miss = None  # its key contains the generation
-            self._split_order(old, new)
-            self._state.dirty[new] = None
-        for instance in old.instances:
-            if instance.peer:
-                self._limit(old, instance, now)
 
-    def _split_order(self, old: Version, new: Version) -> None:
-        """With preserve_ordering, each generation answers its own requests in order of arrival."""
-        if old.order is not None and new.order is not None:
-            moved = [request for request in old.order if request.version is new]
-            new.order = deque([*moved, *new.order])
-            old.order = deque(request for request in old.order if request.version is old)
-            self._completion.answer_in_order(old)
+def _replace(state: State, old: Version, new: Version, now: int) -> None:
+    """A new generation takes over. Queued requests stay with the version that validated them if the policies
+    differ, and always for sequences and ensembles."""
+    if old.places is None and old.graph is None and old.policy == new.policy:
+        old.successor = new
+        later = new.queue.take(new.queue.count)  # requests of this turn, which queue behind the moved ones
+        old.queue, new.queue = new.queue, old.queue
+        moved = [*new.queue.in_order(), *old.suspects]
+        for request in later:
+            new.queue.add(request)
+        new.suspects.extend(old.suspects)
+        old.suspects.clear()
+        for request in moved:
+            request.version = new
+            request.miss = None  # its key contains the generation
+        _split_order(state, old, new)
+        state.dirty[new] = None
+    for instance in old.instances:
+        if instance.peer:
+            _limit(state, old, instance, now)
 
-    def _limit(self, version: Version, instance: Instance, now: int) -> None:
-        instance.due = now + self._state.limits.exit_ns
-        self._state.set_timer(instance.due, Timer.OVERDUE, instance)
-        if instance.waiting is not None and (instance.retiring or version.successor is not None):
-            self._recalls.recall(instance, instance.waiting)
-            self._state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
 
-    def recall_over(self, version: Version, instance: Instance, now: int) -> None:
-        """The recall has timed out: the core takes back the requests that the worker has not returned."""
-        batch = instance.waiting
-        if batch is None or not batch.recalled or instance.state is InstanceState.KILLED:
-            return
-        for request in batch.requests():
-            if request.state is RequestState.SENT:
-                instance.revoked.add(request.number)
-                self._recalls.take_out(version, instance, batch, request)
-        self._state.dirty[version] = None
+def _split_order(state: State, old: Version, new: Version) -> None:
+    """With preserve_ordering, each generation answers its own requests in order of arrival."""
+    if old.order is not None and new.order is not None:
+        moved = [request for request in old.order if request.version is new]
+        new.order = deque([*moved, *new.order])
+        old.order = deque(request for request in old.order if request.version is old)
+        completion.answer_in_order(state, old)
 
-    def overdue(self, version: Version, instance: Instance, now: int) -> None:
-        """The grace period for the batch that ran when the instance was replaced is over. A batch started since gets
-        another one."""
-        limit_ns = self._state.limits.exit_ns
-        if not instance.peer or now < instance.due or instance.state is InstanceState.KILLED:
-            return
-        running = instance.running
-        old = instance.streams or (running is not None and running.began <= instance.due - limit_ns)
-        if not old and instance.state is not InstanceState.STOPPING:
-            instance.due = now + max(limit_ns, RECALL_NS)
-            self._state.set_timer(instance.due, Timer.OVERDUE, instance)
-            return
-        after = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
-        text = (
-            f"{version.label}: instance '{instance.spec.name}' was restarted while it ran this request, which did not "
-            f"finish within {after}"
-        )
-        for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
-            self._fail(request, "MODEL_FAILED", text, now)
-        kill(self._state, version, instance, f"it was restarted and did not exit within {after}")
 
-    # ------------------------------------------------------------------------------------ unload by force
+def _limit(state: State, version: Version, instance: Instance, now: int) -> None:
+    instance.due = now + state.limits.exit_ns
+    state.set_timer(instance.due, Timer.OVERDUE, instance)
+    if instance.waiting is not None and (instance.retiring or version.successor is not None):
+        recall.recall(state, instance, instance.waiting)
+        state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
 
-    def _end(self, version: Version, now: int) -> None:
-        """Fails all requests of the version and kills its processes."""
-        text = f"{version.label} was unloaded by force before this request completed"
-        for request in list(self._state.requests.values()):
-            chain = self._state.runs.get(request.number)
-            if request.version is version or (chain is not None and version in chain.members.values()):
-                self._fail(request, "UNAVAILABLE", text, now)
-        if version.places is not None:
-            version.places.lose(None, text)
-        for instance in version.instances:
-            if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
-                kill(self._state, version, instance, "its model was unloaded by force")
-        self._state.dirty[version] = None
 
-    def _fail(self, request: Request, code: str, text: str, now: int) -> None:
-        if request.state not in _ANSWERED:
-            self._completion.fail_early(request, code, text, now)
+def recall_over(state: State, version: Version, instance: Instance, now: int) -> None:
+    """The recall has timed out: the core takes back the requests that the worker has not returned."""
+    batch = instance.waiting
+    if batch is None or not batch.recalled or instance.state is InstanceState.KILLED:
+        return
+    for request in batch.requests():
+        if request.state is RequestState.SENT:
+            instance.revoked.add(request.number)
+            recall.take_out(state, version, instance, batch, request)
+    state.dirty[version] = None
+
+
+def overdue(state: State, version: Version, instance: Instance, now: int) -> None:
+    """The grace period for the batch that ran when the instance was replaced is over. A batch started since gets
+    another one."""
+    limit_ns = state.limits.exit_ns
+    if not instance.peer or now < instance.due or instance.state is InstanceState.KILLED:
+        return
+    running = instance.running
+    old = instance.streams or (running is not None and running.began <= instance.due - limit_ns)
+    if not old and instance.state is not InstanceState.STOPPING:
+        instance.due = now + max(limit_ns, RECALL_NS)
+        state.set_timer(instance.due, Timer.OVERDUE, instance)
+        return
+    after = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
+    text = (
+        f"{version.label}: instance '{instance.spec.name}' was restarted while it ran this request, which did not "
+        f"finish within {after}"
+    )
+    for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
+        _fail(state, request, "MODEL_FAILED", text, now)
+    kill(state, version, instance, f"it was restarted and did not exit within {after}")
+
+
+# ------------------------------------------------------------------------------------ unload by force
+
+
+def _end(state: State, version: Version, now: int) -> None:
+    """Fails all requests of the version and kills its processes."""
+    text = f"{version.label} was unloaded by force before this request completed"
+    for request in list(state.requests.values()):
+        chain = state.runs.get(request.number)
+        if request.version is version or (chain is not None and version in chain.members.values()):
+            _fail(state, request, "UNAVAILABLE", text, now)
+    if version.places is not None:
+        version.places.lose(None, text)
+    for instance in version.instances:
+        if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
+            kill(state, version, instance, "its model was unloaded by force")
+    state.dirty[version] = None
+
+
+def _fail(state: State, request: Request, code: str, text: str, now: int) -> None:
+    if request.state not in _ANSWERED:
+        completion.fail_early(state, request, code, text, now)

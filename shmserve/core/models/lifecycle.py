@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.batching.dispatch import Dispatcher
-from shmserve.core.batching.recall import Recalls
-from shmserve.core.calls.calls import ModelCalls
+from shmserve.core.batching import dispatch, recall
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
-from shmserve.core.models.deployment import Deployments
+from shmserve.core.models import deployment
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.completion import Completion
-from shmserve.core.requests.responses import ResponseStreams
+from shmserve.core.requests import completion, responses
+from shmserve.core.requests.questions import Questions
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.errors import HandleLost, ServeError
@@ -29,23 +27,9 @@ def pause_ns(deaths: int, second: int, most: int) -> int:
 
 
 class Lifecycle:
-    def __init__(
-        self,
-        state: State,
-        dispatcher: Dispatcher,
-        recalls: Recalls,
-        completion: Completion,
-        streams: ResponseStreams,
-        operations: Deployments,
-        calls: ModelCalls,
-    ) -> None:
+    def __init__(self, state: State, questions: Questions) -> None:
         self._state = state
-        self._dispatcher = dispatcher
-        self._recalls = recalls
-        self._completion = completion
-        self._streams = streams
-        self._operations = operations
-        self._calls = calls
+        self._questions = questions
 
     # ------------------------------------------------------------------------------------ loading
 
@@ -83,8 +67,8 @@ class Lifecycle:
             version.move(_V.READY)
             self._state.refresh(version.model)
         self._state.dirty[version] = None
-        self._operations.load_over(instance)
-        self._operations.has_loaded(version, instance)
+        deployment.load_over(self._state, instance)
+        deployment.has_loaded(self._state, version, instance)
 
     def _is_back(self, version: Version, instance: Instance) -> None:
         """Logs that an instance whose restarts had failed has recovered. A quarantined one recovers only with a
@@ -108,7 +92,7 @@ class Lifecycle:
         if version.state is not _V.LOADING:
             instance.move(_I.FAILED)
             version.instances.remove(instance)
-            self._operations.has_failed(version, reason, instance)
+            deployment.has_failed(self._state, version, reason, instance)
         elif version.retries < self._state.limits.load_retries:
             version.retries += 1
             text = f"{version.label} failed to load and will be retried (--model-load-retry-count): {reason}"
@@ -128,9 +112,9 @@ class Lifecycle:
             text = f"{version.label} is UNAVAILABLE: {reason}"
             self._state.log("error", text, **_about(version, instance))
         for other in list(version.instances):
-            self._operations.stop(version, other)
+            deployment.stop(self._state, version, other)
         version.idle.clear()
-        self._operations.has_failed(version, reason)
+        deployment.has_failed(self._state, version, reason)
 
     # ------------------------------------------------------------------------------------ deaths
 
@@ -144,19 +128,23 @@ class Lifecycle:
         self._state.retiring.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
-        self._calls.forget_questions(event.peer)
-        caller = self._calls.ended(instance)
+        self._questions.gone(event.peer)
+        caller, instance.caller = instance.caller, None
+        if caller is not None:
+            caller.gone = True
+            self._state.waiting.pop(instance, None)
         self._state.deadlock_possible = True
         self._count_uptime(instance, now)
         explained = self._lose_batches(version, instance, event.reason, now)
         if caller is not None:
-            self._calls.gone(caller, now)
+            completion.cancel_all(self._state, caller, now)
+            self._state.ledger.client_died(caller)
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
             self._lose_tensors(lost, instance, now)
         self._what_now(version, instance, event, explained, now)
-        self._operations.load_over(instance)
-        self._operations.look_after(self._state.models[version.model])
+        deployment.load_over(self._state, instance)
+        deployment.look_after(self._state, self._state.models[version.model])
         self._state.dirty[version] = None
 
     def _what_now(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
@@ -177,7 +165,7 @@ class Lifecycle:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended while stopping: {event.reason}"
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
-            self._operations.remove_stopped(version, instance)
+            deployment.remove_stopped(self._state, version, instance)
         elif version.state is _V.UNLOADING:
             alone = not any(other.alive for other in version.instances if other is not instance)
             if alone and (version.waits or version.users) and not (load_error or instance.deaths):
@@ -197,7 +185,7 @@ class Lifecycle:
         before, so it explains both deaths."""
         running, waiting = instance.running, instance.waiting
         instance.running = instance.waiting = None
-        self._dispatcher.stopped(instance)
+        dispatch.stopped(self._state, instance)
         if version.trial is instance:
             version.trial = None
         alone = running is not None and running.count == 1
@@ -210,24 +198,24 @@ class Lifecycle:
                 first = request.suspect
                 if first is not None:
                     explained, first.unexplained = first.unexplained, False
-                self._completion.end_failed(
-                    request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now
+                completion.end_failed(
+                    self._state, request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now
                 )
         for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
                 self._take_back(request)
-                self._recalls.put_back(version, request)
+                recall.put_back(self._state, version, request)
             else:
-                self._completion.end_failed(request, "", "", now)
+                completion.end_failed(self._state, request, "", "", now)
         for batch in (running, waiting):
             if batch is not None:
                 batch.end()
         if instance.streams:
-            self._streams.lost(version, instance, reason, now)
+            responses.lost(self._state, version, instance, reason, now)
         if version.places is not None:
             version.places.lose(instance, f"the worker process with its state ended ({reason})")
         if version.order is not None:
-            self._completion.answer_in_order(version)
+            completion.answer_in_order(self._state, version)
         return explained
 
     def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
@@ -235,7 +223,7 @@ class Lifecycle:
         text = f"a tensor was on the GPU of instance '{instance.spec.name}', whose worker process has ended"
         for request in list(self._state.requests.values()):
             if request.state in (RequestState.QUEUED, RequestState.SENT) and not lost.isdisjoint(request.segments):
-                self._completion.fail_early(request, HandleLost.code, text, now)
+                completion.fail_early(self._state, request, HandleLost.code, text, now)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
         """May the request be retried? Only if it has killed no other worker before, none of its responses was sent, no
@@ -309,7 +297,7 @@ class Lifecycle:
 
     def _tell_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
         """Writes the log entry about this death and its effect on the version."""
-        if self._operations.settle_lost(version):
+        if deployment.settle_lost(self._state, version):
             text += f"; {version.label} is UNAVAILABLE"
         pause = instance.retry_at - self._state.now
         text += f"; next attempt in {pause / 1e9:g} s" if pause else ""
@@ -323,7 +311,7 @@ class Lifecycle:
 
     def retry(self, version: Version, instance: Instance, now: int) -> None:
         if instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
-            self._operations.spawn(version, instance)
+            deployment.spawn(self._state, version, instance)
 
     def late(self, version: Version, instance: Instance, now: int) -> None:
         """The load timer. The process may be a later one than that for which it was set."""
@@ -360,7 +348,7 @@ class Lifecycle:
             return
         self._state.draining = True
         for model in self._state.models.values():
-            self._operations.interrupt(model)
+            deployment.interrupt(self._state, model)
             for version in model.generations():
                 for instance in version.instances:
                     if instance.state in (_I.BACKOFF, _I.WAITING):
@@ -369,12 +357,12 @@ class Lifecycle:
         self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
 
-    def drain_over(self, now: int) -> None:
+    def drain_over(self, _: None, now: int) -> None:
         """The grace period is over: fails all remaining requests and kills all workers."""
         for request in list(self._state.requests.values()):
             if request.state not in (RequestState.LINGERING, RequestState.ENDED):
                 text = "the server stopped before this request completed (--exit-timeout-secs)"
-                self._completion.fail_early(request, "UNAVAILABLE", text, now)
+                completion.fail_early(self._state, request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):
             kill(self._state, version, instance, "it did not stop in time")
 
@@ -382,7 +370,7 @@ class Lifecycle:
         """During a drain workers are not restarted: fails queued requests of a version that has none left."""
         if not any(instance.peer for instance in version.instances):
             text = f"{STOPPING}, and no worker of '{version.model}' is left to run this request"
-            self._dispatcher.empty_queue(version, text, now)
+            dispatch.empty_queue(self._state, version, text, now)
 
     def settle_drain(self) -> None:
         """After each turn of a drain: stops the workers when the last request is done, then reports Drained."""

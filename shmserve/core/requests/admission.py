@@ -12,16 +12,14 @@ from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request
+from shmserve.core.requests import completion, responses
 from shmserve.core.requests.client import ClientState
-from shmserve.core.requests.completion import Completion
 from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import SECOND, Quotas
-from shmserve.core.requests.responses import ResponseStreams
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
-from shmserve.core.states import RequestState
 from shmserve.core.stats.statistics import FailureKind, limit_in
 from shmserve.errors import (
     ConnectionLost,
@@ -69,21 +67,26 @@ _INFER = roles.INFER
 _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
+def count_refused(state: State, model: str, error: ServeError) -> None:
+    """Counts a rejected request, by the limit that it exceeded or else by error code."""
+    refused, why = state.refused, limit_in(error.message) or error.code
+    refused[why] = refused.get(why, 0) + 1
+    version = state.ready.get(model)
+    if version is not None and isinstance(error, Unavailable):
+        version.statistics.failed(FailureKind.REJECTED, 0)
+
+
 class Admission:
     def __init__(
         self,
         state: State,
-        completion: Completion,
-        streams: ResponseStreams,
         enqueuer: Enqueuer,
         quotas: Quotas,
         questions: Questions,
         server: str,
     ) -> None:
         self._state = state
-        self._streams = streams
         self._enqueuer = enqueuer
-        self._completion = completion
         self._server = server
         self._quotas = quotas
         self.questions = questions
@@ -150,19 +153,8 @@ class Admission:
             return
         client.gone = True
         self._quotas.leave(client)
-        self.give_up_all(client, now)
+        completion.cancel_all(self._state, client, now)
         self._state.ledger.client_died(client)
-
-    def give_up_all(self, client: ClientState, now: int) -> None:
-        """Cancels all requests of a client that has disconnected."""
-        requests = self._state.requests
-        for request in [requests[number] for number in client.requests.values()]:
-            if request.state in (RequestState.QUEUED, RequestState.CHAINED):
-                self._completion.fail_early(request, "CANCELLED", "its client has disconnected", now)
-            elif request.state in (RequestState.SENT, RequestState.OPEN):
-                self._completion.linger(request)
-            elif request.state is RequestState.DONE:  # else it was just delivered, as earlier ones were dropped
-                self._completion.drop_done(request)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:
         self._state.effects.append(Close(peer))
@@ -248,16 +240,9 @@ class Admission:
         except ServeError as error:
             if blocks:
                 self._state.effects.append(Free(blocks))
-            self.count_refused(message.model, error)
+            count_refused(self._state, message.model, error)
             number = 0 if message.request in client.requests else message.request
             self._state.send(peer, Fail(number, error.code, error.message))
-
-    def count_refused(self, model: str, error: ServeError) -> None:
-        refused, why = self._state.refused, limit_in(error.message) or error.code
-        refused[why] = refused.get(why, 0) + 1
-        version = self._state.ready.get(model)
-        if version is not None and isinstance(error, Unavailable):
-            version.statistics.failed(FailureKind.REJECTED, 0)
 
     def framed(self, peer: int, event: Framed, now: int) -> None:
         self.infer(peer, event.infer, now, event.blocks)
@@ -379,7 +364,7 @@ class Admission:
         if request is None:  # already answered (the messages crossed), or an operation instead of a request
             self._state.effects.append(Query(peer, message))
         else:
-            self._completion.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
+            completion.fail_early(self._state, request, "CANCELLED", "the request was cancelled by its caller", now)
 
     # ------------------------------------------------------------------------------------ memory and queries
 
@@ -391,7 +376,7 @@ class Admission:
         client = self._greeted(peer)
         request = self._state.request_of(client, message.request) if client is not None else None
         if request is not None and request.options is not None and request.options.window:
-            self._streams.more(request, message.count)
+            responses.more(self._state, request, message.count)
 
     def map(self, peer: int, message: Map, now: int) -> None:
         client = self._greeted(peer)

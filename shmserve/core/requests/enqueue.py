@@ -5,14 +5,14 @@ Invariant: only `level`, which runs before the request exists, may reject it; `p
 
 from __future__ import annotations
 
-from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching import dispatch
 from shmserve.core.ensembles.begin import begin
 from shmserve.core.records import Miss, Request, Version
+from shmserve.core.requests import completion
 from shmserve.core.requests.client import ClientState
-from shmserve.core.requests.completion import Completion
-from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences.scheduler import Sequencer
 from shmserve.core.state import State, Timer
+from shmserve.core.states import RequestState
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.protocol.messages import Options, Reply
 
@@ -21,14 +21,9 @@ SHORTEST_WAIT_NS = 20_000
 
 
 class Enqueuer:
-    def __init__(
-        self, state: State, completion: Completion, dispatcher: Dispatcher, sequencer: Sequencer, quotas: Quotas
-    ) -> None:
+    def __init__(self, state: State, sequencer: Sequencer) -> None:
         self._state = state
-        self._completion = completion
-        self._dispatcher = dispatcher
         self.sequencer = sequencer
-        self._quotas = quotas
 
     def level(
         self, client: ClientState, version: Version, number: int, options: Options | None, rows: int, now: int
@@ -47,17 +42,13 @@ class Enqueuer:
         level = queue.level(number)
         limit = level.policy.max_size
         if limit and len(level) >= limit:
-            self._dispatcher.dispatch(version, now)  # earlier requests of this turn may leave the queue
+            dispatch.dispatch(self._state, version, now)  # earlier requests of this turn may leave the queue
         if limit and len(level) >= limit:
             raise Unavailable(
                 f"Exceeds maximum queue size: {limit} requests are queued for model '{version.model}'; raise "
                 "max_queue_size or add instances"
             )
         return number
-
-    def check_step(self, client: ClientState, version: Version, inline: int, now: int) -> None:
-        """Raises if the queue has no room for another request of a step for this client."""
-        self._quotas.check_queue(client, version, inline, now)
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
         if version.cached and not version.decoupled and self._cached(version, request, now):
@@ -77,11 +68,17 @@ class Enqueuer:
             self.expire(request, now)
         self._state.dirty[version] = None
 
+    def queue_timeout(self, request: Request, now: int) -> None:
+        """The queue timer. It has no effect once the request is delayed, or has been sent to a worker."""
+        if request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
+            self.expire(request, now)
+            self._state.dirty[request.version] = None
+
     def expire(self, request: Request, now: int) -> None:
         """Handles the expired queue timeout of a queued request."""
         if request.version.queue.expire(request):
             # Triton's clients compare the whole text, so nothing is added.
-            self._completion.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
+            completion.end_early(self._state, request, "QUEUE_TIMEOUT", "Request timeout expired", now)
 
     def _cached(self, version: Version, request: Request, now: int) -> bool:
         """True: answered from the cache. Otherwise the response will be stored, if possible."""
@@ -96,9 +93,9 @@ class Enqueuer:
                 request.miss = Miss(key, cache.clock() - began)
             return False
         version.statistics.cache_hit(now - request.arrived + cache.clock() - began, now)
-        self._completion.pass_on(request, entry.handles)
+        completion.pass_on(self._state, request, entry.handles)
         reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
-        self._completion.deliver(request, reply)
+        completion.deliver(self._state, request, reply)
         return True
 
     def _set_queue_timeout(self, version: Version, request: Request) -> None:

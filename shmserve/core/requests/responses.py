@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core.batching.answers import ResponseMemory
+from shmserve.core.batching import answers
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests.completion import Completion
+from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import More, Row, Streamed
@@ -25,97 +25,93 @@ MOST = 2**63 - 1
 """The largest number that a message can contain."""
 
 
-class ResponseStreams:
-    def __init__(self, state: State, completion: Completion, answers: ResponseMemory) -> None:
-        self._state = state
-        self._completion = completion
-        self._answers = answers
+def streamed(state: State, version: Version, instance: Instance, message: Streamed, now: int) -> None:
+    if not version.decoupled:
+        kill_for_protocol_error(state, version, instance, "responses during a batch")
+        return
+    for row in message.rows:
+        _row(state, version, instance, row, now)
 
-    def streamed(self, version: Version, instance: Instance, message: Streamed, now: int) -> None:
-        if not version.decoupled:
-            kill_for_protocol_error(self._state, version, instance, "responses during a batch")
-            return
-        for row in message.rows:
-            self._row(version, instance, row, now)
 
-    def _row(self, version: Version, instance: Instance, row: Row, now: int) -> None:
-        request = self._state.requests.get(row.request)
-        batch = instance.running
-        here = request is not None and (
-            row.request in instance.streams or (batch is not None and request.batch is batch)
-        )
-        if request is None or not here:
-            kill_for_protocol_error(self._state, version, instance, f"response to request {row.request}")
-            return
-        taken = request.state is not _LINGERING and row.error is None and self._answers.take(instance, request, row)
-        if not taken:
-            self._answers.send_back(instance, row)
-        self._count(version, request, row)
-        if row.more:
-            if taken:
-                self._completion.part(request, row.outputs, row.parameters, False)
-            return
-        self._leave(instance, batch, request)
-        if request.state is _LINGERING:
-            self._completion.released(request)
-        elif row.error is not None:
-            self._completion.end_failed(request, row.error.code, row.error.text, now)
-        elif not taken:
-            text = f"{version.label} sent a response with memory that it does not own"
-            self._completion.end_failed(request, "INTERNAL", text, now)
-            kill_for_protocol_error(self._state, version, instance, "memory in a response")
-        else:
-            version.statistics.answered_early(request.arrived, request.cost, now)
-            if batch is not None and request.batch is batch:
-                batch.early.append(request.arrived)
-            self._completion.part(request, row.outputs, row.parameters, True)
-            self._completion.finish(request, "")
+def _row(state: State, version: Version, instance: Instance, row: Row, now: int) -> None:
+    request = state.requests.get(row.request)
+    batch = instance.running
+    here = request is not None and (row.request in instance.streams or (batch is not None and request.batch is batch))
+    if request is None or not here:
+        kill_for_protocol_error(state, version, instance, f"response to request {row.request}")
+        return
+    taken = request.state is not _LINGERING and row.error is None and answers.take(state, instance, request, row)
+    if not taken:
+        answers.send_back(state, instance, row)
+    _count(state, version, request, row)
+    if row.more:
+        if taken:
+            completion.part(state, request, row.outputs, row.parameters, False)
+        return
+    _leave(state, instance, batch, request)
+    if request.state is _LINGERING:
+        completion.released(state, request)
+    elif row.error is not None:
+        completion.end_failed(state, request, row.error.code, row.error.text, now)
+    elif not taken:
+        text = f"{version.label} sent a response with memory that it does not own"
+        completion.end_failed(state, request, "INTERNAL", text, now)
+        kill_for_protocol_error(state, version, instance, "memory in a response")
+    else:
+        version.statistics.answered_early(request.arrived, request.cost, now)
+        if batch is not None and request.batch is batch:
+            batch.early.append(request.arrived)
+        completion.part(state, request, row.outputs, row.parameters, True)
+        completion.finish(state, request, "")
 
-    def _count(self, version: Version, request: Request, row: Row) -> None:
-        if request.state is not _LINGERING:
-            outcome = (
-                "fail" if row.error is not None else "success" if row.outputs or row.parameters else "empty_response"
-            )
-        elif row.more:
-            return  # sent before the worker knew of the cancellation
-        else:
-            outcome = "cancel"
-        version.statistics.responded(request.parts, outcome, row.times)
 
-    def _leave(self, instance: Instance, batch: Batch | None, request: Request) -> None:
-        if instance.streams.pop(request.number, None) is None and batch is not None:
-            batch.left -= 1
+def _count(state: State, version: Version, request: Request, row: Row) -> None:
+    if request.state is not _LINGERING:
+        outcome = "fail" if row.error is not None else "success" if row.outputs or row.parameters else "empty_response"
+    elif row.more:
+        return  # sent before the worker knew of the cancellation
+    else:
+        outcome = "cancel"
+    version.statistics.responded(request.parts, outcome, row.times)
 
-    def batch_done(self, version: Version, instance: Instance, batch: Batch, taken: int) -> None:
-        """Requests of the batch without a last response continue outside of it."""
-        for request in batch.requests():
-            if request.state is _SENT:
-                request.move(_OPEN)
-                version.statistics.queued([request.arrived], taken)
-            request.batch = None
-            batch.left -= 1
-            instance.streams[request.number] = request
 
-    def lost(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        """Fails the open streams of a worker that has ended."""
-        for request in list(instance.streams.values()):
-            count = f"{request.parts} response{'' if request.parts == 1 else 's'}"
-            text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
-            self._completion.end_failed(request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
-        instance.streams.clear()
+def _leave(state: State, instance: Instance, batch: Batch | None, request: Request) -> None:
+    if instance.streams.pop(request.number, None) is None and batch is not None:
+        batch.left -= 1
 
-    def more(self, request: Request, count: int) -> None:
-        """The caller accepts this many more responses. The request keeps the total, in case another worker has to run
-        it."""
-        run = self._state.runs.get(request.number)
-        if run is not None:
-            run.room += count
-            self._state.changed_runs[run] = None
-            return
-        options, instance = request.options, request.instance
-        if not request.version.decoupled or options is None:
-            return
-        if instance is not None and request.state in (_SENT, _OPEN):
-            self._state.send(instance.peer, More(request.number, count))
-        window = min(options.window + count, MOST)
-        request.options = replace(options, window=window)  # messages already sent keep theirs
+
+def batch_done(state: State, version: Version, instance: Instance, batch: Batch, taken: int) -> None:
+    """Requests of the batch without a last response continue outside of it."""
+    for request in batch.requests():
+        if request.state is _SENT:
+            request.move(_OPEN)
+            version.statistics.queued([request.arrived], taken)
+        request.batch = None
+        batch.left -= 1
+        instance.streams[request.number] = request
+
+
+def lost(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
+    """Fails the open streams of a worker that has ended."""
+    for request in list(instance.streams.values()):
+        count = f"{request.parts} response{'' if request.parts == 1 else 's'}"
+        text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
+        completion.end_failed(state, request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
+    instance.streams.clear()
+
+
+def more(state: State, request: Request, count: int) -> None:
+    """The caller accepts this many more responses. The request keeps the total, in case another worker has to run
+    it."""
+    run = state.runs.get(request.number)
+    if run is not None:
+        run.room += count
+        state.changed_runs[run] = None
+        return
+    options, instance = request.options, request.instance
+    if not request.version.decoupled or options is None:
+        return
+    if instance is not None and request.state in (_SENT, _OPEN):
+        state.send(instance.peer, More(request.number, count))
+    window = min(options.window + count, MOST)
+    request.options = replace(options, window=window)  # messages already sent keep theirs

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching import dispatch
 from shmserve.core.batching.form import BatchPlan, Reason, form
 from shmserve.core.policy import SequencePolicy
 from shmserve.core.records import Batch, Instance, Key, Places, Request, Sequence, Version
+from shmserve.core.requests import completion
 from shmserve.core.requests.client import ClientState
-from shmserve.core.requests.completion import Completion
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable
@@ -29,10 +29,8 @@ _OWN_IDS = 1 << 30
 
 
 class Sequencer:
-    def __init__(self, state: State, completion: Completion, dispatcher: Dispatcher) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._completion = completion
-        self._dispatcher = dispatcher
         self._lost: dict[Key, tuple[str, str]] = {}
         """Error code and text."""
 
@@ -197,7 +195,7 @@ class Sequencer:
         while sequence.requests:
             request = sequence.requests.popleft()
             places.gone(request)
-            self._completion.end_early(request, code, text, now)
+            completion.end_early(self._state, request, code, text, now)
         if sequence.running is None:  # else when its worker is done with that request
             self._tell_worker(sequence)
             self._end(places, sequence)
@@ -234,7 +232,7 @@ class Sequencer:
         if not plan.count:
             version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
             return
-        if not self._dispatcher.may_start(version, instance):
+        if not dispatch.may_start(self._state, version, instance):
             return
         requests = []
         for sequence in heads[: plan.count]:
@@ -245,7 +243,7 @@ class Sequencer:
         batch = Batch([], plan.rows, plan.reason, signature, now)
         if places.policy.direct and version.batches:
             batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
-        self._dispatcher.start(version, instance, batch, requests, now)
+        dispatch.start(self._state, version, instance, batch, requests, now)
 
     def _plan_direct(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
         if not version.batches:
@@ -268,7 +266,7 @@ class Sequencer:
 
     # ------------------------------------------------------------------------------------ timeouts
 
-    def backlog_timeout(self, sequence: Sequence) -> None:
+    def backlog_timeout(self, sequence: Sequence, now: int) -> None:
         """The queue timeout of a sequence's first request. It covers only the time in the backlog."""
         if sequence.state is _S.WAITING:
             sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")

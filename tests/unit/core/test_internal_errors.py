@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from shmserve.core.batching import dispatch
 from shmserve.core.core import Core
 from shmserve.core.effects import Kill, Log, Send
 from shmserve.core.internal_errors import MANY, SIGN
 from shmserve.core.records import Instance, Version
+from shmserve.core.state import State
 from shmserve.protocol.messages import Done, Fail, Goodbye, Infer, Reply
 from tests.support.core.policies import plain
 from tests.support.core.world import World
@@ -32,10 +34,10 @@ class Faulty(World):
                 raise ZeroDivisionError("thirteen")
             infer(peer, message, now)
 
-        def bad_done(version: Version, instance: Instance, message: Done, now: int) -> None:
+        def bad_done(state: State, version: Version, instance: Instance, message: Done, now: int) -> None:
             if len(message.rows) == 3:
                 raise KeyError(message.batch)
-            done(version, instance, message, now)
+            done(state, version, instance, message, now)
 
         self.core._of_clients[Infer], self.core._of_reports[Done] = bad_infer, bad_done
 
@@ -98,18 +100,18 @@ def test_errors_are_raised_in_tests() -> None:
         world.turn([world.connect("a").infer(13)])
 
 
-def test_an_error_in_the_dispatch_of_one_model() -> None:
+def test_an_error_in_the_dispatch_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """One model's batches cannot be formed; another's can."""
     world = Faulty(survive=True)
     world.deploy(plain("n"), 1, "")
-    dispatch = world.core._dispatcher.dispatch
+    good_dispatch = dispatch.dispatch
 
-    def bad_dispatch(version: Any, now: int) -> None:
+    def bad_dispatch(state: State, version: Version, now: int) -> None:
         if version.model == "m":
             raise IndexError("no batch")
-        dispatch(version, now)
+        good_dispatch(state, version, now)
 
-    world.core._dispatcher.dispatch = bad_dispatch  # type: ignore[method-assign]
+    monkeypatch.setattr(dispatch, "dispatch", bad_dispatch)
     client = world.connect("a")
     world.turn([client.infer(1), client.infer(2, "n")])
     world.finish("n_0")
