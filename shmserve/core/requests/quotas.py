@@ -2,6 +2,12 @@
 
 Invariant: when a total is exhausted, only clients that have at least their equal share are rejected, so a client that
 needs little is served while another one floods the server. A total can therefore be exceeded, at most twofold.
+
+Clients that misbehave are dealt with here alone. Each client has a token bucket of protocol errors (`fine`): a client
+above the rate is paused, and at BURST_S times the rate it is disconnected. As it could reconnect and start with a full
+bucket, each user has a bucket of disconnects (`expelled`), which delays the user's new connections. The broker only
+executes `Pause`: a lane is not read, so that its sends block; the ZeroMQ socket is shared by all clients and must be
+read, so there the client's input is queued, up to a limit.
 """
 
 from __future__ import annotations
