@@ -28,13 +28,12 @@ from shmserve.core.limits import Limits
 from shmserve.core.models import deployment, handover
 from shmserve.core.models.lifecycle import Lifecycle
 from shmserve.core.records import Instance, Version
-from shmserve.core.requests import completion, responses
+from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
-from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import Quotas
-from shmserve.core.sequences.scheduler import Sequencer
+from shmserve.core.sequences import scheduler
 from shmserve.core.state import WORKERS_FROM, State, Timer
 from shmserve.core.states import InstanceState
 from shmserve.protocol.messages import (
@@ -82,11 +81,9 @@ class Core:
         state = self.state
         quotas = Quotas(state)
         questions = self._questions = Questions(state)
-        self._sequencer = Sequencer(state)
-        enqueuer = self._enqueuer = Enqueuer(state, self._sequencer)
-        self._ensembles = Ensembles(state, StepRequests(state, enqueuer, quotas))
-        self._admission = Admission(state, enqueuer, quotas, questions, server)
-        self._calls = ModelCalls(state, enqueuer, questions, quotas)
+        self._ensembles = Ensembles(state, StepRequests(state, quotas))
+        self._admission = Admission(state, quotas, questions, server)
+        self._calls = ModelCalls(state, questions, quotas)
         self._lifecycle = Lifecycle(state, questions)
         self._internal_errors = InternalErrors(state, self._admission, survive)
         self._of_clients = self._client_handlers()
@@ -156,9 +153,9 @@ class Core:
 
         return {
             Timer.DEADLINE: partial(completion.deadline_passed, state),
-            Timer.QUEUE: self._enqueuer.queue_timeout,
-            Timer.IDLE: self._sequencer.idle,
-            Timer.BACKLOG: self._sequencer.backlog_timeout,
+            Timer.QUEUE: partial(enqueue.queue_timeout, state),
+            Timer.IDLE: partial(scheduler.idle, state),
+            Timer.BACKLOG: partial(scheduler.backlog_timeout, state),
             Timer.RETRY: of_instance(lifecycle.retry),
             Timer.LATE: of_instance(lifecycle.late),
             Timer.HANG: of_instance(partial(dispatch.check_hang, state)),
@@ -282,7 +279,7 @@ class Core:
                     dispatch.dispatch(state, version, now)
                 else:
                     dispatch.refuse_stranded(state, version, now)
-                    self._sequencer.dispatch(version, now)
+                    scheduler.dispatch(state, version, now)
 
     def _instance_timer(self, handler: Callable[[Version, Instance, int], None], instance: Instance, now: int) -> None:
         """Timers of removed instances are ignored."""

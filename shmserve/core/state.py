@@ -84,6 +84,8 @@ class State:
         """User -> number of streams that no client reads any more, and that the model has not ended yet."""
         self.sequences: dict[Key, Sequence] = {}
         """Sequences that further requests may continue."""
+        self.lost_sequences: dict[Key, tuple[str, str]] = {}
+        """Error code and text of sequences that ended without END, for requests that would continue them."""
         self.ensembles: dict[Version, None] = {}
         """Deployed ensembles."""
         self.readiness_changed = False

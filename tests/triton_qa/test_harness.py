@@ -12,7 +12,7 @@ import pytest
 
 from shmserve.core.batching import dispatch
 from shmserve.core.policy import BatchPolicy, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.core.sequences.scheduler import Sequencer
+from shmserve.core.sequences import scheduler
 from shmserve.protocol.messages import Infer, Options, Tensor
 from tests.support.core.world import World
 from tests.triton_qa import known, report, tritonserver, workplace
@@ -135,7 +135,7 @@ def test_a_scheduler_can_be_delayed_once_until_requests_have_gathered(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "dispatch", dispatch.dispatch)
-    monkeypatch.setattr(Sequencer, "_run", Sequencer._run)
+    monkeypatch.setattr(scheduler, "_run", scheduler._run)
     delayed.install({delayed.REQUESTS: "2", delayed.BACKLOG: "1" if kind == "sequences" else ""})
     sequence = SequencePolicy(True, 2, 10**9) if kind == "sequences" else None
     batching = BatchPolicy() if kind == "batches" else None

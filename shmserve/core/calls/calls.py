@@ -17,14 +17,14 @@ from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import deployment
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, responses
+from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.admission import count_refused
 from shmserve.core.requests.client import CallingWorker
-from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
+from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
@@ -41,12 +41,10 @@ class ModelCalls:
     def __init__(
         self,
         state: State,
-        enqueuer: Enqueuer,
         questions: Questions,
         quotas: Quotas,
     ) -> None:
         self._state = state
-        self._enqueuer = enqueuer
         self._questions = questions
         self._quotas = quotas
 
@@ -122,7 +120,7 @@ class ModelCalls:
         parent = self._parent(state.instances[caller.number][1], message.parent)
         version = None
         if options is not None and options.sequence:
-            version = self._enqueuer.sequencer.version_of(caller, message.model, message.version, options)
+            version = scheduler.version_of(self._state, caller, message.model, message.version, options)
         if state.draining and parent is None:
             raise Unavailable(STOPPING)
         self._check_room(caller)
@@ -133,7 +131,7 @@ class ModelCalls:
             inline += options_bytes(options)
         self._check_form(version, message)
         plain = version.plain and (options is None or not options.sequence)
-        level = 0 if plain else self._enqueuer.level(caller, version, message.version, options, rows, now)
+        level = 0 if plain else enqueue.level(self._state, caller, version, message.version, options, rows, now)
         segments, pins = self._memory(caller, parent, message)
         number = state.next_number()
         request = Request(
@@ -155,7 +153,7 @@ class ModelCalls:
                 state.effects.append(record)
         if message.held:
             self._hold(caller)
-        self._enqueuer.put(version, message.version, request, now)
+        enqueue.put(self._state, version, message.version, request, now)
         return request
 
     def _parent(self, instance: Instance, number: int) -> Request | None:

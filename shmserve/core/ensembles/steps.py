@@ -11,8 +11,9 @@ from shmserve.core.ensembles import graph
 from shmserve.core.ensembles.run import Run, Spot
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request, Version
-from shmserve.core.requests.enqueue import Enqueuer
+from shmserve.core.requests import enqueue
 from shmserve.core.requests.quotas import Quotas
+from shmserve.core.sequences import scheduler
 from shmserve.core.state import State
 from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
 from shmserve.protocol.messages import LabelFile, Options, Tensor, Wanted
@@ -22,10 +23,9 @@ WINDOW = 16
 
 
 class StepRequests:
-    def __init__(self, state: State, enqueuer: Enqueuer, quotas: Quotas) -> None:
+    def __init__(self, state: State, quotas: Quotas) -> None:
         self._state = state
         self._quotas = quotas
-        self._enqueuer = enqueuer
 
     def follow(self, run: Run, index: int) -> None:
         """Continues a sequence where it started, which may be another generation than the current one or than the one
@@ -33,7 +33,7 @@ class StepRequests:
         step, options = run.graph.steps[index], run.request.options
         if options is None or not options.sequence:
             return
-        member = self._enqueuer.sequencer.version_of(run.request.client, step.model, step.version, options)
+        member = scheduler.version_of(self._state, run.request.client, step.model, step.version, options)
         if member is not None and member is not run.members[index]:
             if member.decoupled and not run.members[index].decoupled:
                 text = f"'{member.model}' of a step is decoupled, unlike its replacement"
@@ -74,7 +74,7 @@ class StepRequests:
         level = 0
         if not member.plain:
             step_options = _without_sequence(options) if member.places is None and member.graph is None else options
-            level = self._enqueuer.level(client, member, step.version, step_options, rows, now)
+            level = enqueue.level(self._state, client, member, step.version, step_options, rows, now)
         segments = tuple(graph.check_parts(inputs))
         inline += graph.HANDLE_BYTES * len(segments)
         segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
@@ -98,7 +98,7 @@ class StepRequests:
             run.sources[iteration.level] = request
         client.steps += 1
         client.bytes += inline
-        self._enqueuer.put(member, step.version, request, now)
+        enqueue.put(self._state, member, step.version, request, now)
 
     def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
         """The outputs to request from the model of a step, and whether some of them are for the caller."""

@@ -12,13 +12,13 @@ from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request
-from shmserve.core.requests import completion, responses
+from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.client import ClientState
-from shmserve.core.requests.enqueue import Enqueuer
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import SECOND, Quotas
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
+from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.stats.statistics import FailureKind, limit_in
 from shmserve.errors import (
@@ -80,13 +80,11 @@ class Admission:
     def __init__(
         self,
         state: State,
-        enqueuer: Enqueuer,
         quotas: Quotas,
         questions: Questions,
         server: str,
     ) -> None:
         self._state = state
-        self._enqueuer = enqueuer
         self._server = server
         self._quotas = quotas
         self.questions = questions
@@ -258,7 +256,7 @@ class Admission:
         version = None if message.version else state.ready.get(message.model)
         going_on = None
         if options is not None and options.sequence:
-            going_on = self._enqueuer.sequencer.version_of(client, message.model, message.version, options)
+            going_on = scheduler.version_of(self._state, client, message.model, message.version, options)
             version = going_on or version
         if state.draining and going_on is None:
             raise Unavailable(STOPPING)
@@ -280,7 +278,7 @@ class Admission:
         if client.held_bytes > self._heavy:
             self._check_held(client)
         plain = version.plain and (options is None or not options.sequence)
-        level = 0 if plain else self._enqueuer.level(client, version, message.version, options, rows, now)
+        level = 0 if plain else enqueue.level(self._state, client, version, message.version, options, rows, now)
         streamed = version.decoupled or (options is not None and bool(options.window))
         if streamed and (options is None or not options.window):
             raise Unsupported(
@@ -315,7 +313,7 @@ class Admission:
             version.queue.add(request)
             state.dirty[version] = None
         else:
-            self._enqueuer.put(version, message.version, request, now)
+            enqueue.put(self._state, version, message.version, request, now)
 
     def _memory(
         self, client: ClientState, message: Infer, blocks: tuple[Handle, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core.batching import dispatch
+from shmserve.core.batching.dispatch import may_start, start
 from shmserve.core.batching.form import BatchPlan, Reason, form
 from shmserve.core.policy import SequencePolicy
 from shmserve.core.records import Batch, Instance, Key, Places, Request, Sequence, Version
@@ -28,266 +28,281 @@ _OWN_IDS = 1 << 30
 """First id for requests without a sequence id: far above the ids that callers count up, and still an int32."""
 
 
-class Sequencer:
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._lost: dict[Key, tuple[str, str]] = {}
-        """Error code and text."""
+# ------------------------------------------------------------------------------------ admission
 
-    # ------------------------------------------------------------------------------------ admission
 
-    def version_of(self, client: ClientState, model: str, number: int, options: Options) -> Version | None:
-        """The generation of the sequence that this request continues. None: it starts a new one, or the sequence is
-        unknown."""
-        sequence = self._find(model, number, options.sequence, _owner(client, options))
-        if sequence is None or options.sequence_start or sequence.broken is not None:
-            return None
-        return sequence.version
+def version_of(state: State, client: ClientState, model: str, number: int, options: Options) -> Version | None:
+    """The generation of the sequence that this request continues. None: it starts a new one, or the sequence is
+    unknown."""
+    sequence = _find(state, model, number, options.sequence, _owner(client, options))
+    if sequence is None or options.sequence_start or sequence.broken is not None:
+        return None
+    return sequence.version
 
-    def _find(self, model: str, number: int, key: int | str, user: str) -> Sequence | None:
-        """The sequence meant by callers that name the version by `number`; 0 is the default version."""
-        sequences = self._state.sequences
-        found = sequences.get((model, number, key, user))
-        if found is not None:
-            return found
-        if number:
-            found = sequences.get((model, 0, key, user))
-            return found if found is not None and found.version.number == number else None
-        default = self._state.ready.get(model)
-        return sequences.get((model, default.number, key, user)) if default is not None else None
 
-    def check(self, client: ClientState, version: Version, number: int, options: Options | None, rows: int) -> None:
-        """Raises if the request is not valid as part of a sequence."""
-        policy = version.policy
-        assert policy is not None
-        assert policy.sequence is not None
-        model = version.model
-        if rows > 1:
-            raise InvalidRequest(
-                f"inference request to model '{model}' must specify batch-size 1 due to requirements of sequence "
-                f"batcher, found {rows}"
-            )
-        key = options.sequence if options is not None else 0
-        if options is None or not key:
-            if policy.sequence.iterative:
-                return
-            raise InvalidRequest(
-                f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
-            )
-        control = policy.sequence.id_control
-        if control is not None and isinstance(key, str) is not (control.dtype == "BYTES"):
-            given = "BYTES" if isinstance(key, str) else "UINT64"
-            raise InvalidRequest(
-                f"sequence batching control '{control.name}' data-type is '{given}', but model '{model}' expects "
-                f"'{control.dtype}': found correlation ID {key!r}"
-            )
-        if isinstance(key, int) and key < 0:
-            raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' needs one above 0")
-        owner = _owner(client, options)
-        sequence = self._find(model, number, key, owner)
-        if sequence is not None and sequence.broken is None and sequence.own:
-            raise InvalidRequest(f"sequence {key} of model '{model}' belongs to a request without a correlation ID")
-        if options.sequence_start:
-            if self._state.draining:
-                raise Unavailable(STOPPING)
-        elif sequence is None or sequence.over or sequence.broken is not None or sequence.version is not version:
-            self._refuse((model, number, key, owner), sequence)
+def _find(state: State, model: str, number: int, key: int | str, user: str) -> Sequence | None:
+    """The sequence meant by callers that name the version by `number`; 0 is the default version."""
+    sequences = state.sequences
+    found = sequences.get((model, number, key, user))
+    if found is not None:
+        return found
+    if number:
+        found = sequences.get((model, 0, key, user))
+        return found if found is not None and found.version.number == number else None
+    default = state.ready.get(model)
+    return sequences.get((model, default.number, key, user)) if default is not None else None
 
-    def _refuse(self, key: Key, sequence: Sequence | None) -> None:
-        """Raises: a request without START has no sequence to continue."""
-        model, _, name, _ = key
-        code, text = self._lost.get(key, ("", ""))
-        if sequence is not None and sequence.broken is not None:
-            code, text = sequence.broken
-        if code == Unavailable.code:
-            raise Unavailable(text)
+
+def check(state: State, client: ClientState, version: Version, number: int, options: Options | None, rows: int) -> None:
+    """Raises if the request is not valid as part of a sequence."""
+    policy = version.policy
+    assert policy is not None
+    assert policy.sequence is not None
+    model = version.model
+    if rows > 1:
         raise InvalidRequest(
-            f"inference request for sequence {name} to model '{model}' must specify the START flag on the first "
-            f"request of the sequence{f': {text}' if text else ''}"
+            f"inference request to model '{model}' must specify batch-size 1 due to requirements of sequence "
+            f"batcher, found {rows}"
         )
+    key = options.sequence if options is not None else 0
+    if options is None or not key:
+        if policy.sequence.iterative:
+            return
+        raise InvalidRequest(
+            f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
+        )
+    control = policy.sequence.id_control
+    if control is not None and isinstance(key, str) is not (control.dtype == "BYTES"):
+        given = "BYTES" if isinstance(key, str) else "UINT64"
+        raise InvalidRequest(
+            f"sequence batching control '{control.name}' data-type is '{given}', but model '{model}' expects "
+            f"'{control.dtype}': found correlation ID {key!r}"
+        )
+    if isinstance(key, int) and key < 0:
+        raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' needs one above 0")
+    owner = _owner(client, options)
+    sequence = _find(state, model, number, key, owner)
+    if sequence is not None and sequence.broken is None and sequence.own:
+        raise InvalidRequest(f"sequence {key} of model '{model}' belongs to a request without a correlation ID")
+    if options.sequence_start:
+        if state.draining:
+            raise Unavailable(STOPPING)
+    elif sequence is None or sequence.over or sequence.broken is not None or sequence.version is not version:
+        _refuse(state, (model, number, key, owner), sequence)
 
-    def put(self, version: Version, number: int, request: Request, now: int) -> None:
-        """Appends a validated request that is already in the tables."""
-        given = request.options
-        own = given is None or not given.sequence
-        options = self._with_id(version, request) if given is None or own else given
-        user = _owner(request.client, options)
-        sequence = self._find(version.model, number, options.sequence, user)
-        while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
-            self._leave_behind(sequence)
-            sequence = self._find(version.model, number, options.sequence, user)
-        if sequence is None:
-            key = (version.model, number, options.sequence, user)
-            worker_id = _worker_id(version, options.sequence, user, request)
-            sequence = self._state.sequences[key] = Sequence(key, worker_id, version, now, own=own)
-            sequence.places.enter(sequence)
-            self._lost.pop(key, None)
-            self._state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
-            if options.queue_timeout_us:
-                self._state.set_timer(now + options.queue_timeout_us * 1000, Timer.BACKLOG, sequence)
-        same = sequence.worker_id == options.sequence
-        request.options = options if same else replace(options, sequence=sequence.worker_id)
-        request.sequence = sequence
-        sequence.requests.append(request)
-        sequence.places.waiting(request)
-        sequence.over = options.sequence_end
-        sequence.active = now
-        self._state.dirty[version] = None
 
-    def _with_id(self, version: Version, request: Request) -> Options:
-        """For iterative models: a request without a sequence id becomes a sequence of its own."""
-        assert version.places is not None
-        control = version.places.policy.id_control
-        key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
-        made = Options() if request.options is None else replace(request.options)
-        made.sequence, made.sequence_start, made.sequence_end = key, True, True
-        return made
+def _refuse(state: State, key: Key, sequence: Sequence | None) -> None:
+    """Raises: a request without START has no sequence to continue."""
+    model, _, name, _ = key
+    code, text = state.lost_sequences.get(key, ("", ""))
+    if sequence is not None and sequence.broken is not None:
+        code, text = sequence.broken
+    if code == Unavailable.code:
+        raise Unavailable(text)
+    raise InvalidRequest(
+        f"inference request for sequence {name} to model '{model}' must specify the START flag on the first "
+        f"request of the sequence{f': {text}' if text else ''}"
+    )
 
-    def _leave_behind(self, sequence: Sequence) -> None:
-        """A START arrived for an id whose sequence has had its END, is ending, or belongs to another generation: that
-        sequence finishes its requests and gets no more."""
-        self._forget(sequence)
-        sequence.cut = not sequence.over
-        sequence.over = True
+
+def put(state: State, version: Version, number: int, request: Request, now: int) -> None:
+    """Appends a validated request that is already in the tables."""
+    given = request.options
+    own = given is None or not given.sequence
+    options = _with_id(state, version, request) if given is None or own else given
+    user = _owner(request.client, options)
+    sequence = _find(state, version.model, number, options.sequence, user)
+    while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
+        _leave_behind(state, sequence)
+        sequence = _find(state, version.model, number, options.sequence, user)
+    if sequence is None:
+        key = (version.model, number, options.sequence, user)
+        worker_id = _worker_id(version, options.sequence, user, request)
+        sequence = state.sequences[key] = Sequence(key, worker_id, version, now, own=own)
+        sequence.places.enter(sequence)
+        state.lost_sequences.pop(key, None)
+        state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
+        if options.queue_timeout_us:
+            state.set_timer(now + options.queue_timeout_us * 1000, Timer.BACKLOG, sequence)
+    same = sequence.worker_id == options.sequence
+    request.options = options if same else replace(options, sequence=sequence.worker_id)
+    request.sequence = sequence
+    sequence.requests.append(request)
+    sequence.places.waiting(request)
+    sequence.over = options.sequence_end
+    sequence.active = now
+    state.dirty[version] = None
+
+
+def _with_id(state: State, version: Version, request: Request) -> Options:
+    """For iterative models: a request without a sequence id becomes a sequence of its own."""
+    assert version.places is not None
+    control = version.places.policy.id_control
+    key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
+    made = Options() if request.options is None else replace(request.options)
+    made.sequence, made.sequence_start, made.sequence_end = key, True, True
+    return made
+
+
+def _leave_behind(state: State, sequence: Sequence) -> None:
+    """A START arrived for an id whose sequence has had its END, is ending, or belongs to another generation: that
+    sequence finishes its requests and gets no more."""
+    _forget(state, sequence)
+    sequence.cut = not sequence.over
+    sequence.over = True
+    sequence.mark_changed()
+    state.dirty[sequence.version] = None
+
+
+def _forget(state: State, sequence: Sequence) -> None:
+    if state.sequences.get(sequence.key) is sequence:
+        del state.sequences[sequence.key]
+
+
+# ------------------------------------------------------------------------------------ dispatch
+
+
+def dispatch(state: State, version: Version, now: int) -> None:
+    places = version.places
+    assert places is not None
+    version.wake = 0
+    while places.changed:
+        changed, places.changed = places.changed, {}
+        for sequence in changed:
+            _look_at(state, places, sequence, now)
+    if places.backlog and version.state is not VersionState.UNAVAILABLE:
+        places.bind_waiting(version.instances)
+    for instance in list(version.idle):
+        if instance.idle:
+            _run(state, version, places, instance, now)
+    if version.wake:
+        state.wakes[version] = version.wake
+    else:
+        state.wakes.pop(version, None)
+
+
+def _look_at(state: State, places: Places, sequence: Sequence, now: int) -> None:
+    """Processes a change of the sequence."""
+    if sequence.state is _S.ENDED:
+        return
+    sequence.active = now
+    if sequence.broken is not None:
+        _end_broken(state, places, sequence, *sequence.broken, now)
+    elif sequence.over and sequence.idle:
+        if sequence.cut:
+            _tell_worker(state, sequence)
+        _end(state, places, sequence)
+
+
+def _end_broken(state: State, places: Places, sequence: Sequence, code: str, text: str, now: int) -> None:
+    if state.sequences.get(sequence.key) is sequence and not sequence.own:
+        _remember(state, sequence, code, text)
+    _forget(state, sequence)
+    while sequence.requests:
+        request = sequence.requests.popleft()
+        places.gone(request)
+        completion.end_early(state, request, code, text, now)
+    if sequence.running is None:  # else when its worker is done with that request
+        _tell_worker(state, sequence)
+        _end(state, places, sequence)
+
+
+def _remember(state: State, sequence: Sequence, code: str, text: str) -> None:
+    state.lost_sequences[sequence.key] = code, text
+    if len(state.lost_sequences) > _REMEMBERED:
+        del state.lost_sequences[next(iter(state.lost_sequences))]
+
+
+def _tell_worker(state: State, sequence: Sequence) -> None:
+    """Notifies the worker of a sequence that ends without END."""
+    instance = sequence.instance
+    if instance is not None and instance.peer and instance.usable:
+        state.send(instance.peer, EndSequences((sequence.worker_id,)))
+
+
+def _end(state: State, places: Places, sequence: Sequence) -> None:
+    places.end(sequence)
+    _forget(state, sequence)
+
+
+def _run(state: State, version: Version, places: Places, instance: Instance, now: int) -> None:
+    """Starts the next batch of an idle instance, if there is one."""
+    heads = [s for s in places.at(instance) if s.requests and s.running is None and s.broken is None]
+    if not heads:
+        return
+    heads.sort(key=_arrival)
+    if instance.quarantined:
+        del heads[1:]
+    signature = heads[0].requests[0].signature
+    if places.policy.direct:
+        heads = [sequence for sequence in heads if sequence.requests[0].signature == signature]
+        plan = _plan_direct(state, version, places.policy, heads, now)
+    else:
+        plan = _plan_oldest(state, version, places.policy, heads, now)
+    if not plan.count:
+        version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
+        return
+    if not may_start(state, version, instance):
+        return
+    requests = []
+    for sequence in heads[: plan.count]:
+        request = sequence.running = sequence.requests.popleft()
+        request.slot = sequence.slot if places.policy.direct and version.batches else -1
+        requests.append(request)
+        places.gone(request)
+    batch = Batch([], plan.rows, plan.reason, signature, now)
+    if places.policy.direct and version.batches:
+        batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
+    start(state, version, instance, batch, requests, now)
+
+
+def _plan_direct(state: State, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
+    if not version.batches:
+        return BatchPlan(1, 1, Reason.SINGLE)
+    count = len(heads)
+    if count == policy.slots:
+        return BatchPlan(count, count, Reason.FULL)
+    wake = heads[0].requests[0].arrived + policy.delay_ns
+    if count < policy.utilization * policy.slots and now < wake:
+        return BatchPlan(0, 0, Reason.DELAY, wake)
+    return BatchPlan(count, count, Reason.DELAY if policy.delay_ns and now >= wake else Reason.IDLE)
+
+
+def _plan_oldest(state: State, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
+    if version.shape is None:
+        return BatchPlan(1, 1, Reason.SINGLE)
+    plan = form([sequence.requests[0] for sequence in heads], version.shape, now)
+    if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot meanwhile
+        return BatchPlan(len(heads), len(heads), Reason.FULL)
+    return plan
+
+
+# ------------------------------------------------------------------------------------ timeouts
+
+
+def backlog_timeout(state: State, sequence: Sequence, now: int) -> None:
+    """The queue timeout of a sequence's first request. It covers only the time in the backlog."""
+    if sequence.state is _S.WAITING:
+        sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
         sequence.mark_changed()
-        self._state.dirty[sequence.version] = None
+        state.dirty[sequence.version] = None
 
-    def _forget(self, sequence: Sequence) -> None:
-        if self._state.sequences.get(sequence.key) is sequence:
-            del self._state.sequences[sequence.key]
 
-    # ------------------------------------------------------------------------------------ dispatch
-
-    def dispatch(self, version: Version, now: int) -> None:
-        places = version.places
-        assert places is not None
-        version.wake = 0
-        while places.changed:
-            changed, places.changed = places.changed, {}
-            for sequence in changed:
-                self._look_at(places, sequence, now)
-        if places.backlog and version.state is not VersionState.UNAVAILABLE:
-            places.bind_waiting(version.instances)
-        for instance in list(version.idle):
-            if instance.idle:
-                self._run(version, places, instance, now)
-        if version.wake:
-            self._state.wakes[version] = version.wake
-        else:
-            self._state.wakes.pop(version, None)
-
-    def _look_at(self, places: Places, sequence: Sequence, now: int) -> None:
-        """Processes a change of the sequence."""
-        if sequence.state is _S.ENDED:
-            return
-        sequence.active = now
-        if sequence.broken is not None:
-            self._end_broken(places, sequence, *sequence.broken, now)
-        elif sequence.over and sequence.idle:
-            if sequence.cut:
-                self._tell_worker(sequence)
-            self._end(places, sequence)
-
-    def _end_broken(self, places: Places, sequence: Sequence, code: str, text: str, now: int) -> None:
-        if self._state.sequences.get(sequence.key) is sequence and not sequence.own:
-            self._remember(sequence, code, text)
-        self._forget(sequence)
-        while sequence.requests:
-            request = sequence.requests.popleft()
-            places.gone(request)
-            completion.end_early(self._state, request, code, text, now)
-        if sequence.running is None:  # else when its worker is done with that request
-            self._tell_worker(sequence)
-            self._end(places, sequence)
-
-    def _remember(self, sequence: Sequence, code: str, text: str) -> None:
-        self._lost[sequence.key] = code, text
-        if len(self._lost) > _REMEMBERED:
-            del self._lost[next(iter(self._lost))]
-
-    def _tell_worker(self, sequence: Sequence) -> None:
-        """Notifies the worker of a sequence that ends without END."""
-        instance = sequence.instance
-        if instance is not None and instance.peer and instance.usable:
-            self._state.send(instance.peer, EndSequences((sequence.worker_id,)))
-
-    def _end(self, places: Places, sequence: Sequence) -> None:
-        places.end(sequence)
-        self._forget(sequence)
-
-    def _run(self, version: Version, places: Places, instance: Instance, now: int) -> None:
-        """Starts the next batch of an idle instance, if there is one."""
-        heads = [s for s in places.at(instance) if s.requests and s.running is None and s.broken is None]
-        if not heads:
-            return
-        heads.sort(key=_arrival)
-        if instance.quarantined:
-            del heads[1:]
-        signature = heads[0].requests[0].signature
-        if places.policy.direct:
-            heads = [sequence for sequence in heads if sequence.requests[0].signature == signature]
-            plan = self._plan_direct(version, places.policy, heads, now)
-        else:
-            plan = self._plan_oldest(version, places.policy, heads, now)
-        if not plan.count:
-            version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
-            return
-        if not dispatch.may_start(self._state, version, instance):
-            return
-        requests = []
-        for sequence in heads[: plan.count]:
-            request = sequence.running = sequence.requests.popleft()
-            request.slot = sequence.slot if places.policy.direct and version.batches else -1
-            requests.append(request)
-            places.gone(request)
-        batch = Batch([], plan.rows, plan.reason, signature, now)
-        if places.policy.direct and version.batches:
-            batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
-        dispatch.start(self._state, version, instance, batch, requests, now)
-
-    def _plan_direct(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
-        if not version.batches:
-            return BatchPlan(1, 1, Reason.SINGLE)
-        count = len(heads)
-        if count == policy.slots:
-            return BatchPlan(count, count, Reason.FULL)
-        wake = heads[0].requests[0].arrived + policy.delay_ns
-        if count < policy.utilization * policy.slots and now < wake:
-            return BatchPlan(0, 0, Reason.DELAY, wake)
-        return BatchPlan(count, count, Reason.DELAY if policy.delay_ns and now >= wake else Reason.IDLE)
-
-    def _plan_oldest(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
-        if version.shape is None:
-            return BatchPlan(1, 1, Reason.SINGLE)
-        plan = form([sequence.requests[0] for sequence in heads], version.shape, now)
-        if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot meanwhile
-            return BatchPlan(len(heads), len(heads), Reason.FULL)
-        return plan
-
-    # ------------------------------------------------------------------------------------ timeouts
-
-    def backlog_timeout(self, sequence: Sequence, now: int) -> None:
-        """The queue timeout of a sequence's first request. It covers only the time in the backlog."""
-        if sequence.state is _S.WAITING:
-            sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
-            sequence.mark_changed()
-            self._state.dirty[sequence.version] = None
-
-    def idle(self, sequence: Sequence, now: int) -> None:
-        """The idle timer: fails the sequence if it had no request for too long."""
-        places = sequence.version.places
-        if sequence.state is _S.ENDED or places is None:
-            return
-        until = sequence.active + places.policy.idle_ns
-        if not sequence.idle:
-            until = now + places.policy.idle_ns
-        elif until <= now:
-            idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
-            sequence.fail(InvalidRequest.code, f"the last one ended because it had no request for {idle}")
-            sequence.mark_changed()
-            self._state.dirty[sequence.version] = None
-            return
-        self._state.set_timer(until, Timer.IDLE, sequence)
+def idle(state: State, sequence: Sequence, now: int) -> None:
+    """The idle timer: fails the sequence if it had no request for too long."""
+    places = sequence.version.places
+    if sequence.state is _S.ENDED or places is None:
+        return
+    until = sequence.active + places.policy.idle_ns
+    if not sequence.idle:
+        until = now + places.policy.idle_ns
+    elif until <= now:
+        idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
+        sequence.fail(InvalidRequest.code, f"the last one ended because it had no request for {idle}")
+        sequence.mark_changed()
+        state.dirty[sequence.version] = None
+        return
+    state.set_timer(until, Timer.IDLE, sequence)
 
 
 def _arrival(sequence: Sequence) -> int:

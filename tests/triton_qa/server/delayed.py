@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from shmserve.core.batching import dispatch
 from shmserve.core.records import Instance, Places, Version
-from shmserve.core.sequences.scheduler import Sequencer
+from shmserve.core.sequences import scheduler
 from shmserve.core.state import State
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
@@ -40,15 +40,15 @@ class Delay:
 
 def install(environment: Mapping[str, str]) -> None:
     delay = Delay(int(environment.get(REQUESTS) or 0), int(environment.get(BACKLOG) or 0))
-    immediately, run = dispatch.dispatch, Sequencer._run
+    immediately, run = dispatch.dispatch, scheduler._run
 
     def delayed_dispatch(state: State, version: Version, now: int) -> None:
         if version.places is not None or not delay.holds(version):
             immediately(state, version, now)
 
-    def delayed_run(self: Sequencer, version: Version, places: Places, instance: Instance, now: int) -> None:
+    def delayed_run(state: State, version: Version, places: Places, instance: Instance, now: int) -> None:
         if not delay.holds(version):
-            run(self, version, places, instance, now)
+            run(state, version, places, instance, now)
 
     dispatch.dispatch = delayed_dispatch
-    Sequencer._run = delayed_run  # type: ignore[method-assign]
+    scheduler._run = delayed_run

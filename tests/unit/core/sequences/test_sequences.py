@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,7 +26,9 @@ from shmserve.core import events
 from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.core.records import Instance, Places, Request, Sequence
+from shmserve.core.records import Instance, Places, Request, Sequence, Version
+from shmserve.core.sequences import scheduler
+from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
 from tests.support.core.fakes import FakeClient, FakeWorker, WaitingBatch
@@ -90,6 +93,18 @@ class Watched(FakeWorker):
         super().finish(now, took, rows_first, error)
 
 
+put = scheduler.put
+WORLDS: WeakKeyDictionary[State, Sequenced] = WeakKeyDictionary()
+
+
+@pytest.fixture(autouse=True)
+def _the_rules_hear_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def heard_put(state: State, version: Version, number: int, request: Request, now: int) -> None:
+        WORLDS[state].put(version, number, request, now)
+
+    monkeypatch.setattr(scheduler, "put", heard_put)
+
+
 class Sequenced(World):
     """All links of workers are slow, and the rules hear of everything."""
 
@@ -100,12 +115,11 @@ class Sequenced(World):
         self.asked: dict[int, Asked] = {}
         self.taken: set[Asked] = set()
         self.stories: dict[Sequence, Story] = {}
-        self._put = self.core._sequencer.put
-        self.core._sequencer.put = self._spy  # type: ignore[method-assign]
+        WORLDS[self.core.state] = self
 
-    def _spy(self, version: Any, number: int, request: Request, now: int) -> None:
+    def put(self, version: Version, number: int, request: Request, now: int) -> None:
         own = request.options is None
-        self._put(version, number, request, now)
+        put(self.core.state, version, number, request, now)
         asked = request.client.number, request.client_number
         assert request.options is not None
         if own:
