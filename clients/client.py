@@ -132,19 +132,19 @@ class Client:
             )  # fmt: skip
             outbox = link.outbox
             if (
-                link.collecting
+                link.result_collected
                 and link.uncollected > 0
                 and outbox.size < BUFFERED_BYTES
                 and len(outbox.messages) < BUFFERED_MESSAGES
                 and link.reader is None
             ):
-                link.collecting = False
+                link.result_collected = False
             else:
-                link.collecting = False
+                link.result_collected = False
                 link.send_now(future)
                 if link.reader is not None and timeout is not None:
-                    link.nudge()
-        if link.after:
+                    link.wake_reader(link.reader)
+        if link.to_call_back:
             link.call_back()
         return future
 

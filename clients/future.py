@@ -28,7 +28,7 @@ class AnswerReader(Protocol):
     """The interface of the link that delivers the answer (`transport.shared_reader`)."""
 
     uncollected: int
-    collecting: bool
+    result_collected: bool
 
     @property
     def lock(self) -> AbstractContextManager[bool]: ...
@@ -38,13 +38,13 @@ class AnswerReader(Protocol):
 
     def wait(self, future: Future, timeout: float | None) -> bool: ...
 
-    def look(self, future: Future) -> None: ...
+    def poll(self, future: Future) -> None: ...
 
     def cancel(self, future: Future) -> None: ...
 
-    def tell(self, future: Future) -> None: ...
+    def notify(self, future: Future) -> None: ...
 
-    def need_reader(self, future: Future) -> None: ...
+    def ensure_reader(self, future: Future) -> None: ...
 
 
 class Watch:
@@ -82,13 +82,13 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         self._answer = answer
         self._state = FINISHED
         if self._watch is not None:
-            self._reader.tell(self)
+            self._reader.notify(self)
 
     def fail(self, error: ServeError) -> None:
         self._exception = error
         self._state = FINISHED
         if self._watch is not None:
-            self._reader.tell(self)
+            self._reader.notify(self)
 
     # ------------------------------------------------------------------------------------ public interface
 
@@ -100,7 +100,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         if type(answer) is Reply:
             reader = self._reader
             reader.uncollected -= 1
-            reader.collecting = True
+            reader.result_collected = True
             try:
                 answer = self._answer = inline_result(answer)
             except ServeError as error:
@@ -126,7 +126,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     def done(self) -> bool:
         """Whether the answer has arrived. Sends buffered requests and reads pending packets without blocking."""
         if self._state is PENDING:
-            self._reader.look(self)
+            self._reader.poll(self)
         return self._state is not PENDING
 
     def running(self) -> bool:
@@ -144,7 +144,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     def mark_cancelled(self) -> None:
         self._state = CANCELLED
         if self._watch is not None:
-            self._reader.tell(self)
+            self._reader.notify(self)
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Call `fn(self)` when the answer arrives, in the thread that reads it. Starts the reader thread if needed."""
@@ -152,9 +152,22 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         with reader.lock:
             if self._state is PENDING:
                 self.watch().callbacks.append(fn)
-                reader.need_reader(self)
+                reader.ensure_reader(self)
                 return
         self._call(fn)
+
+    def notify_waiters(self) -> None:
+        """Called with the lock held, once the future is done."""
+        for waiter in self.watch().waiters:
+            if self._state is not FINISHED:
+                waiter.add_cancelled(self)
+            elif self._exception is not None:
+                waiter.add_exception(self)
+            else:
+                waiter.add_result(self)
+
+    def drop_watch(self) -> None:
+        self._watch = None
 
     def call_back(self) -> None:
         """Run the callbacks. Must be called without the lock."""
@@ -191,5 +204,5 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         with self._reader.lock:
             waiters = self.watch().waiters
             if self._state is PENDING:
-                self._reader.need_reader(self)
+                self._reader.ensure_reader(self)
             return waiters

@@ -24,7 +24,7 @@ class Flow(StreamTicket, Future):
     def on_part(self) -> None:
         self._state = FINISHED
         if self._watch is not None:
-            self._reader.tell(self)
+            self._reader.notify(self)
 
 
 class Stream:
@@ -54,7 +54,7 @@ class Stream:
 
     def close(self) -> None:
         """Cancel the request. Answers that were not handed out are dropped."""
-        self._link.give_up(self._flow)
+        self._link.close_stream(self._flow)
 
     def __enter__(self) -> Stream:
         return self
@@ -117,7 +117,7 @@ class AsyncStream:
         flow = self._flow
         if not flow.ended:
             self._link.cancel(flow)
-        flow.give_up()
+        flow.close()
 
     async def __aenter__(self) -> AsyncStream:
         return self

@@ -6,7 +6,8 @@ settled or it becomes the leader. A separate reader thread exists only while the
 watchers, which must be notified even if no thread waits.
 
 Methods that users call, also through a future, take the lock themselves. All others are called with the lock held,
-unless their docstring says otherwise.
+unless their docstring says otherwise. Each call ends with `_end_call` in a `finally`: KeyboardInterrupt could come
+between the start of a context manager written in Python and its block, and leave the lock locked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from shmserve.clients.future import FINISHED, PENDING, Future
+from shmserve.clients.future import PENDING, Future
 from shmserve.clients.transport.link import CLOSED
 from shmserve.clients.transport.threaded import ThreadedLink, get_ident, monotonic
 from shmserve.errors import Cancelled, ConnectionLost
@@ -24,25 +25,41 @@ LINGER_S = 5.0
 """Idle time after which the reader thread ends."""
 
 
+class _ReaderThread(threading.Thread):
+    """Reads while futures have watchers. Exists only while it runs."""
+
+    def __init__(self, link: SharedLink) -> None:
+        super().__init__(name="shmserve-reader", daemon=True)
+        self._link = link
+        self.leads = False
+        self.gate: Any = None
+        """The gate on which it sleeps while another thread leads."""
+        self.parked: Any = None
+        """The gate on which it sleeps while no future needs it."""
+
+    def run(self) -> None:
+        self._link.read(self)
+
+    def unpark(self) -> None:
+        gate, self.parked = self.parked, None
+        if gate is not None:
+            gate.release()
+
+
 class SharedLink(ThreadedLink):
     """The link behind a client's futures. It implements `AnswerReader`."""
 
     def _start(self) -> None:
         super()._start()
-        self.collecting = False
+        self.result_collected = False
         """Whether a result was collected since the last submit."""
-        self.after: list[Future] = []
+        self.to_call_back: list[Future] = []
         """Settled futures whose callbacks are run once the lock is released."""
         self.condition = threading.Condition(self.lock)
         """For concurrent.futures, which uses the condition of each future."""
         self._gates: dict[Any, None] = {}
         """Gates of the sleeping followers, in the order in which they become the leader."""
-        self.reader: threading.Thread | None = None
-        self._reader_leads = False
-        self._reader_gate: Any = None
-        """The gate on which the reader thread sleeps while another thread leads."""
-        self._parked: Any = None
-        """The gate on which the reader thread sleeps while no future needs it."""
+        self.reader: _ReaderThread | None = None
         self._needing_reader = 0
         """Number of unsettled futures that have watchers."""
 
@@ -73,7 +90,7 @@ class SharedLink(ThreadedLink):
                     elif self._link is not None:
                         self._lead(wait, False)
         finally:
-            self._leave()
+            self._end_call()
         return True
 
     def _expire(self, future: Future) -> None:
@@ -86,12 +103,13 @@ class SharedLink(ThreadedLink):
         there is work.
         """
         if self._leader == get_ident():
-            self._resign()
+            self._stop_leading()
             return
         gate = threading.Lock()
         gate.acquire()
-        if threading.current_thread() is self.reader:
-            self._reader_gate = gate
+        reader = self.reader
+        if reader is not None and threading.current_thread() is reader:
+            reader.gate = gate
         self._gates[gate] = None
         gates = future.watch().gates if future is not None else []
         gates.append(gate)
@@ -103,65 +121,59 @@ class SharedLink(ThreadedLink):
             self._gates.pop(gate, None)
             gates.remove(gate)
 
-    def _open(self, gate: Any) -> None:
+    def _open_gate(self, gate: Any) -> None:
         """Wake up the thread that sleeps on the gate. Does nothing if it has been woken already."""
         if gate in self._gates:
             del self._gates[gate]  # an interrupt cannot come between the two, as it could after a call of pop
             gate.release()
 
-    def _leave(self) -> None:
+    def _end_call(self) -> None:
         """End of each call, without the lock: wake up a follower if there is no leader, and run callbacks."""
         if self._gates and not self._leading:
             with self.lock:
                 self._wake_follower()
-        if self.after:
+        if self.to_call_back:
             self.call_back()
 
     def _wake_follower(self) -> None:
         if self._gates and not self._leading:
-            self._open(next(iter(self._gates)))
+            self._open_gate(next(iter(self._gates)))
 
     def call_back(self) -> None:
         """Run the callbacks of settled futures. Called without the lock."""
-        while self.after:
+        while self.to_call_back:
             try:
-                future = self.after.pop()
+                future = self.to_call_back.pop()
             except IndexError:
                 return  # another thread was faster
             future.call_back()
 
-    def tell(self, future: Future) -> None:
+    def notify(self, future: Future) -> None:
         """Notify the watchers of a future that was settled, has failed or was cancelled. Called with the lock held."""
         watch = future.watch()
         for gate in watch.gates:
-            self._open(gate)
+            self._open_gate(gate)
         if watch.counted:
             watch.counted = False
             self._needing_reader -= 1
-        for waiter in watch.waiters:
-            if future._state is not FINISHED:
-                waiter.add_cancelled(future)
-            elif future._exception is not None:
-                waiter.add_exception(future)
-            else:
-                waiter.add_result(future)
+        future.notify_waiters()
         if watch.callbacks:
-            self.after.append(future)
+            self.to_call_back.append(future)
 
     # ------------------------------------------------------------------------------------ called by futures
 
-    def look(self, future: Future) -> None:
+    def poll(self, future: Future) -> None:
         """Send buffered requests, read pending packets without waiting, and expire the future if it is due."""
         try:
             with self.lock:
                 if self.outbox.messages or self._link is None:
                     self.send_now(future)
                 if not self._leading:
-                    self._read_what_is_there()
+                    self._read_pending()
                 if future._state is PENDING and future.deadline is not None and monotonic() >= future.deadline:
                     self._expire(future)
         finally:
-            self._leave()
+            self._end_call()
 
     def cancel(self, future: Future) -> None:
         try:
@@ -171,17 +183,17 @@ class SharedLink(ThreadedLink):
                     if self._link is not None:
                         self.send_now()
         finally:
-            self._leave()
+            self._end_call()
 
-    def give_up(self, flow: StreamTicket) -> None:
+    def close_stream(self, flow: StreamTicket) -> None:
         """Close a stream on behalf of its user."""
         try:
             with self.lock:
                 if not flow.ended and self.session.cancel(flow) and self._link is not None:
                     self.send_now()
-                flow.give_up()
+                flow.close()
         finally:
-            self._leave()
+            self._end_call()
 
     def flush(self) -> None:
         try:
@@ -189,7 +201,7 @@ class SharedLink(ThreadedLink):
                 if self.outbox.messages or self.session.has_returns:
                     self.send_now()
         finally:
-            self._leave()
+            self._end_call()
 
     def pause(self, seconds: float) -> None:
         """Sleep between polls; ends early when the client is closed."""
@@ -197,7 +209,7 @@ class SharedLink(ThreadedLink):
 
     # ------------------------------------------------------------------------------------ the reader thread
 
-    def need_reader(self, future: Future) -> None:
+    def ensure_reader(self, future: Future) -> None:
         """Ensure that the reader thread runs until this future is settled. Called with the lock held."""
         watch = future.watch()
         if watch.counted or self.closed:
@@ -205,22 +217,22 @@ class SharedLink(ThreadedLink):
         watch.counted = True
         self._needing_reader += 1
         if self.reader is None:
-            self.reader = threading.Thread(target=self._read, name="shmserve-reader", daemon=True)
+            self.reader = _ReaderThread(self)
             self.reader.start()
-        elif self._parked is not None:
-            self._unpark()
+        elif self.reader.parked is not None:
+            self.reader.unpark()
         else:
-            self.nudge()  # it may sleep while the request is still in the outbox
+            self.wake_reader(self.reader)  # it may sleep while the request is still in the outbox
 
-    def nudge(self) -> None:
+    def wake_reader(self, reader: _ReaderThread) -> None:
         """Wake up the reader thread, so that it sends the outbox and computes its timeout again. Called with the lock
         held."""
-        if self._reader_leads and self._link is not None:
+        if reader.leads and self._link is not None:
             self._link.wake()
-        elif self._reader_gate is not None:
-            self._open(self._reader_gate)
+        elif reader.gate is not None:
+            self._open_gate(reader.gate)
 
-    def _read(self) -> None:
+    def read(self, reader: _ReaderThread) -> None:
         """The reader thread. It reads while futures have watchers, and ends after LINGER_S without any."""
         lock = self.lock
         needed = True
@@ -228,17 +240,17 @@ class SharedLink(ThreadedLink):
             with lock:
                 needed = False
                 try:
-                    needed = self._read_until_callbacks()
+                    needed = self._read_until_callbacks(reader)
                 finally:
                     if not needed:
                         self.reader = None
-            self._leave()
+            self._end_call()
 
-    def _read_until_callbacks(self) -> bool:
+    def _read_until_callbacks(self, reader: _ReaderThread) -> bool:
         """False: the reader thread is not needed any more."""
         while not self.closed:
             if not self._needing_reader:
-                if not self._park():
+                if not self._park(reader):
                     return False
                 continue
             if self.outbox.messages or self._link is None:
@@ -248,32 +260,28 @@ class SharedLink(ThreadedLink):
             if self._leading:
                 self._follow(None, wait)
             elif self._link is not None:
-                self._reader_leads = True
+                reader.leads = True
                 try:
                     self._lead(wait, True)
                 finally:
-                    self._reader_leads = False
+                    reader.leads = False
             self.session.tick(monotonic())
-            if self.after:
+            if self.to_call_back:
                 return True
         return False
 
-    def _park(self) -> bool:
+    def _park(self, reader: _ReaderThread) -> bool:
         """Let another thread lead, and sleep until a future needs the reader thread. False: none did for LINGER_S."""
         self._wake_follower()
-        gate = self._parked = threading.Lock()
+        gate = reader.parked = threading.Lock()
         gate.acquire()
         self.lock.release()
         try:
             gate.acquire(timeout=LINGER_S)
         finally:
             self.lock.acquire()
-            self._parked = None
+            reader.parked = None
         return self._needing_reader > 0
-
-    def _unpark(self) -> None:
-        gate, self._parked = self._parked, None
-        gate.release()
 
     # ------------------------------------------------------------------------------------ closing
 
@@ -294,9 +302,9 @@ class SharedLink(ThreadedLink):
                 self.closed = True
                 self._closing.set()
                 self.session.fail_all(Cancelled(CLOSED))
-                if self._parked is not None:
-                    self._unpark()
                 reader = self.reader
+                if reader is not None:
+                    reader.unpark()
                 busy = link or self._dialed
                 if busy is not None and self._leading:
                     busy.interrupt()
@@ -308,9 +316,9 @@ class SharedLink(ThreadedLink):
                 self.session.disconnected()
                 self.session.close()
                 for gate in list(self._gates):
-                    self._open(gate)
+                    self._open_gate(gate)
         finally:
-            self._leave()
+            self._end_call()
         if reader is not None and reader is not threading.current_thread():
             reader.join()
 
@@ -322,6 +330,6 @@ class SharedLink(ThreadedLink):
             link.abandon()
         for ticket in session.tickets.values():
             if isinstance(ticket, Future):
-                ticket._watch = None  # its waiters are in the parent process
+                ticket.drop_watch()  # its waiters are in the parent process
         session.fail_all(ConnectionLost("the request was sent by the parent process, before the fork"))
         session.close()

@@ -4,7 +4,7 @@ Invariant: every method is called with the lock held and releases it only while 
 time is the leader: it connects or receives without the lock, and no other thread does meanwhile.
 
 KeyboardInterrupt can be raised after any call. Therefore the lock is released inside the `try` that takes it again, and
-a thread that was interrupted between the two and finds itself the leader later gives up the link (`_resign`).
+a thread that was interrupted between the two and finds itself the leader later gives up the link (`_stop_leading`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ThreadedLink(SessionLink):
             self._push_all(ticket)
         self._unread += 1
         if self._unread >= READ_EVERY and not self._leading:
-            self._read_what_is_there()
+            self._read_pending()
 
     def _push(self) -> None:
         link = self._link
@@ -152,14 +152,14 @@ class ThreadedLink(SessionLink):
             elif isinstance(incoming, ServeError):
                 self._lose(incoming)  # also after KeyboardInterrupt: a packet may have been read and lost
         if incoming is not None and not isinstance(incoming, ServeError):
-            self._take_in(incoming)
+            self._process(incoming)
 
-    def _resign(self) -> None:
+    def _stop_leading(self) -> None:
         """Stop leading after an interrupt that `_lead` or `_connect` did not notice."""
         self._leading = False
         self._lose(INTERRUPTED)
 
-    def _take_in(self, incoming: Incoming) -> None:
+    def _process(self, incoming: Incoming) -> None:
         session = self.session
         self._unread = 0
         try:
@@ -177,7 +177,7 @@ class ThreadedLink(SessionLink):
         if not self._unsent and (session.urgent or session.memory.drops.full):
             self.send_now()
 
-    def _read_what_is_there(self) -> None:
+    def _read_pending(self) -> None:
         """Read pending packets without waiting."""
         for _ in range(READ_EVERY):
             link = self._link
@@ -192,7 +192,7 @@ class ThreadedLink(SessionLink):
                 self._unread = 0
                 return
             before = self.uncollected
-            self._take_in(incoming)
+            self._process(incoming)
             self.uncollected += before
 
     # ------------------------------------------------------------------------------------ connections

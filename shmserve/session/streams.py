@@ -57,7 +57,7 @@ class StreamTicket(Ticket):
             more, self.handed = self.handed, 0
         return part, more
 
-    def give_up(self) -> None:
+    def close(self) -> None:
         """Close the stream on behalf of the caller."""
         self.parts.clear()
         self.error = None

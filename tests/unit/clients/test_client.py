@@ -410,15 +410,15 @@ def test_a_callback_may_fork(client: shmserve.Client, broker: FakeBroker, monkey
         if children[0]:
             answered.set()
 
-    def read(link: SharedLink) -> None:
+    def read(link: SharedLink, reader: Any) -> None:
         try:
-            original(link)
+            original(link, reader)
         finally:
             if children[:1] == [0]:
                 os._exit(1 if sys.exc_info()[0] else 0)
 
-    original = SharedLink._read
-    monkeypatch.setattr(SharedLink, "_read", read)
+    original = SharedLink.read
+    monkeypatch.setattr(SharedLink, "read", read)
     client.submit("echo", {"x": X}).add_done_callback(fork)
     assert answered.wait(20)
     assert os.waitpid(children[0], 0)[1] == 0
