@@ -7,20 +7,11 @@ on, given back and drained: then every request has been answered once, and every
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
 from shmserve.core import events
@@ -49,11 +40,10 @@ from shmserve.protocol.messages import (
     Unmap,
     Wanted,
 )
-from tests.support.core.fakes import FakeClient, FakeWorker, references
+from tests.support.core.fakes import FakeClient, references
+from tests.support.core.machine import MS, WorldMachine, run_machine
 from tests.support.core.world import World
-from tests.support.hypothesis_profiles import examples
 
-MS = 10**6
 LIMITS = Limits(
     client_requests=30,
     client_segments=5,
@@ -135,30 +125,17 @@ class Slow(World):
                 self.last_in_order = place
 
 
-class CoreMachine(RuleBasedStateMachine):
+class CoreMachine(WorldMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world: Slow = Slow()
-        self.unsent: list[tuple[int, Any]] = []
         self.names = NAMES
-        self.numbers = 0
         self.offsets = 0
-        self.clients: list[FakeClient] = []
         self.all_clients: list[FakeClient] = []
         self.blocks: list[Handle] = []
         self.deadlines: dict[tuple[int, int], int] = {}
 
     # ------------------------------------------------------------------------------------ tools
-
-    def send(self, happened: list[tuple[int, Any]], together: bool) -> None:
-        """In a turn of their own or, if `together`, in one with the next."""
-        self.unsent += happened
-        if not together:
-            happened, self.unsent = self.unsent, []
-            self.world.turn(happened)
-
-    def workers(self, ready: Callable[[FakeWorker], Any]) -> list[FakeWorker]:
-        return [worker for worker in self.world.workers.values() if not worker.dead and ready(worker)]
 
     def choose_client(self, which: int) -> FakeClient:
         return self.clients[which % len(self.clients)]
@@ -195,7 +172,7 @@ class CoreMachine(RuleBasedStateMachine):
         if really:
             return
         client = self.choose_client(which)
-        self.send([], False)
+        self.send([])
         self.clients.remove(client)
         self.world.gone(client)
 
@@ -335,20 +312,6 @@ class CoreMachine(RuleBasedStateMachine):
             handles.append(handles[0])
         self.send([(client.peer, Return(tuple(handles)))], together)
 
-    @precondition(lambda self: self.workers(lambda worker: worker.inbox))
-    @rule(which=st.integers(0, 30), count=st.sampled_from([1, 2, None]))
-    def to_worker(self, which: int, count: int | None) -> None:
-        reading = self.workers(lambda worker: worker.inbox)
-        worker = reading[which % len(reading)]
-        worker.read(count)
-        self.world.let_start(worker)
-
-    @precondition(lambda self: self.workers(lambda worker: worker.outbox))
-    @rule(which=st.integers(0, 30), count=st.sampled_from([1, 2, None]), together=st.booleans())
-    def from_worker(self, which: int, count: int | None, together: bool) -> None:
-        saying = self.workers(lambda worker: worker.outbox)
-        self.send(self.world.heard(saying[which % len(saying)], count), together)
-
     @precondition(lambda self: self.workers(lambda worker: worker.running))
     @rule(which=st.integers(0, 30), rows_first=st.integers(0, 1), error=st.booleans(), took=st.integers(0, 9))
     def finish(self, which: int, rows_first: int, error: bool, took: int) -> None:
@@ -356,22 +319,10 @@ class CoreMachine(RuleBasedStateMachine):
         failure = ("MODEL_FAILED", "no") if error and took == 1 else None
         running[which % len(running)].finish(self.world.now, took * MS, rows_first, failure)
 
-    @rule(which=st.integers(0, 30))
-    def busy(self, which: int) -> None:
-        """One worker reads all, finishes what it has, and is heard: so that things also go on."""
-        workers = self.workers(bool)
-        worker = workers[which % len(workers)] if workers else None
-        if worker is not None:
-            worker.read()
-            self.world.let_start(worker)
-            if worker.running:
-                worker.finish(self.world.now)
-            self.send(self.world.heard(worker), False)
-
     @rule(us=st.sampled_from([1, 500, 1000, 4000, 20000]), late=st.booleans())
     def time(self, us: int, late: bool) -> None:
         """`late`: the timer fires after all that time, for whatever was due meanwhile."""
-        self.send([], False)
+        self.send([])
         until = self.world.now + us * 1000
         if late:
             self.world.now = until
@@ -381,7 +332,7 @@ class CoreMachine(RuleBasedStateMachine):
     def crash(self, which: int) -> None:
         workers = self.workers(bool)
         if which < 10 and workers:
-            self.send([], False)
+            self.send([])
             self.world.crash(workers[which % len(workers)])
 
     # ------------------------------------------------------------------------------------ what must be true
@@ -396,8 +347,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         world = self.world
-        self.send([], False)
-        self._let_all_go_on()
+        self.send([])
+        self.finish_everything()
         for client in self.clients:
             assert not client.open, f"never answered: {client.open}"
             assert not client.held_inputs, f"never released: {client.held_inputs}"
@@ -405,7 +356,7 @@ class CoreMachine(RuleBasedStateMachine):
                 held = tuple(client.holds.elements())
                 client.holds.clear()
                 self.send([(client.peer, Return(held))], False)
-        self._let_all_go_on()
+        self.finish_everything()
         assert not world.core.state.requests
         assert not world.core.state.ledger.holds
         for worker in world.workers.values():
@@ -413,7 +364,7 @@ class CoreMachine(RuleBasedStateMachine):
         freed = sorted(world.freed, key=lambda handle: (handle.segment, handle.offset))
         assert freed == self.blocks + self.copies(), "what the broker had in its own memory"
         world.turn([(0, events.Drain(10 * MS))])
-        self._let_all_go_on()
+        self.finish_everything()
         assert world.drained
         assert not world.workers
         for client in list(self.clients):
@@ -425,35 +376,10 @@ class CoreMachine(RuleBasedStateMachine):
         """All that the broker has copied, in order."""
         return []
 
-    def _let_all_go_on(self) -> None:
-        world = self.world
-        world.slow_to.clear()
-        world.slow_from.clear()
-        for _ in range(200):
-            world.settle()
-            for worker in self.workers(bool):
-                world.let_start(worker)
-            for worker in self.workers(lambda worker: worker.running):
-                worker.finish(world.now)
-            world.advance(world.now + 20 * MS)
-            world.slow_to.clear()
-            world.slow_from.clear()
-            quiet = world.core.deadline() is None and not world._pending and not self.workers(lambda w: w.outbox)
-            if quiet and not world.core.state.requests:
-                return
-        raise AssertionError("it never becomes quiet")
-
 
 @pytest.mark.hypothesis
 def test_whatever_happens_the_books_balance() -> None:
-    run_state_machine_as_test(
-        CoreMachine,
-        settings=settings(
-            max_examples=examples(120),
-            stateful_step_count=60,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(CoreMachine, 120)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -465,6 +391,6 @@ def test_each_model_of_the_machine_is_one_that_can_be_served(name: str) -> None:
     message = machine._request(client, policy, 1, "inline", 1, True, None)
     client.sends(message.request)
     machine.send([(client.peer, message)], False)
-    machine._let_all_go_on()
+    machine.finish_everything()
     assert isinstance(client.answers[message.request], Reply)
     machine.teardown()

@@ -10,17 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule
 from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
-from tests.support.core.fakes import FakeClient, references
-from tests.support.hypothesis_profiles import examples
+from tests.support.core.fakes import FakeClient, FakeWorker, references
+from tests.support.core.machine import not_a_rule, run_machine
 from tests.unit.core.test_machine import BROKER_SEGMENT, LIMITS
 from tests.unit.core.test_machine_operations import OperatedMachine, _loads, _may_leave
 
@@ -221,43 +220,26 @@ class EverythingMachine(OperatedMachine):
     def leave(self, which: int) -> None:
         leaving = self.workers(_may_leave)
         worker = leaving[which % len(leaving)]
-        self.send([], False)
+        self.send([])
         worker.end_streams()
         self.world.crash(worker, "exit code 0")
 
-    # What `happen` does is no rule of its own.
+    # What `happen` does is not a rule of its own.
 
-    def connect(self, kind: int, other: bool) -> None:
-        super().connect(kind, other)
-
-    def gone(self, which: int, really: int) -> None:
-        super().gone(which, really)
-
-    def segment(self, which: int, together: bool) -> None:
-        super().segment(which, together)
-
-    def unmap(self, which: int, together: bool) -> None:
-        super().unmap(which, together)
-
-    def crash(self, which: int) -> None:
-        super().crash(which)
-
-    def unload(self, which: int, really: int, together: bool) -> None:
-        super().unload(which, really, together)
-
-    def restart(self, which: int, one: bool, together: bool) -> None:
-        super().restart(which, one, together)
-
-    def deploy(self, which: int, source: int, count: int, fresh: bool, together: bool) -> None:
-        super().deploy(which, source, count, fresh, together)
-
-    def cannot_load(self, which: int, says: bool) -> None:
-        super().cannot_load(which, says)
+    connect = not_a_rule(OperatedMachine.connect)
+    gone = not_a_rule(OperatedMachine.gone)
+    segment = not_a_rule(OperatedMachine.segment)
+    unmap = not_a_rule(OperatedMachine.unmap)
+    crash = not_a_rule(OperatedMachine.crash)
+    unload = not_a_rule(OperatedMachine.unload)
+    restart = not_a_rule(OperatedMachine.restart)
+    deploy = not_a_rule(OperatedMachine.deploy)
+    cannot_load = not_a_rule(OperatedMachine.cannot_load)
 
     # ------------------------------------------------------------------------------------ the end
 
     def give_room(self) -> None:
-        """Whoever has asked for parts can take more of them."""
+        """Enlarges the windows of all streams that are full."""
         for client in self.clients:
             self.world.turn(self._room_of(client))
 
@@ -266,34 +248,17 @@ class EverythingMachine(OperatedMachine):
         client.windows |= dict.fromkeys(full, 9)
         return [(client.peer, More(request, 9)) for request in full]
 
-    def _let_all_go_on(self) -> None:
-        world = self.world
-        world.slow_to.clear()
-        world.slow_from.clear()
-        for _ in range(200):
-            self.give_room()
-            world.settle()
-            for worker in self.workers(bool):
-                world.let_start(worker)
-                for request in list(worker.streams):
-                    error = ("CANCELLED", "given up") if request in worker.cancelled else None
-                    worker.part(request, True, True, error)
-            for worker in self.workers(lambda worker: worker.running):
-                worker.finish(world.now)
-            world.advance(world.now + 20 * MS)
-            world.slow_to.clear()
-            world.slow_from.clear()
-            quiet = world.core.deadline() is None and not world._pending and not self.workers(lambda w: w.outbox)
-            if quiet and not world.core.state.requests and not world.core.state.sequences:
-                return
-        raise AssertionError("it never becomes quiet")
+    def let_run(self, worker: FakeWorker) -> None:
+        super().let_run(worker)
+        for request in list(worker.streams):
+            worker.part(request, True, True, ("CANCELLED", "given up") if request in worker.cancelled else None)
 
     def copies(self) -> list[Handle]:
         return sorted(self.world.own_memory.placed, key=lambda handle: (handle.segment, handle.offset))
 
     def teardown(self) -> None:
-        self.send([], False)
-        self._let_all_go_on()
+        self.send([])
+        self.finish_everything()
         state = self.world.core.state
         for worker in self.workers(lambda w: w.policy.sequence is not None and not w.policy.sequence.iterative):
             assert not self.world.kept_by(worker), f"{worker.name} was never told of the end of a sequence"
@@ -318,14 +283,7 @@ class EverythingMachine(OperatedMachine):
 
 @pytest.mark.hypothesis
 def test_with_everything_at_once_the_books_balance() -> None:
-    run_state_machine_as_test(
-        EverythingMachine,
-        settings=settings(
-            max_examples=examples(60),
-            stateful_step_count=60,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(EverythingMachine, 60)
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -336,7 +294,7 @@ def test_each_model_of_the_machine_answers_as_it_should(name: str, limited: bool
     client = machine.clients[0]
     options = Options(sequence=5, sequence_start=True, sequence_end=True) if name in SEQUENCES else None
     machine.send([machine._ask(client, name, 1, "inline", 3, options)], False)
-    machine._let_all_go_on()
+    machine.finish_everything()
     (answer,) = client.answers.values()
     assert answer.outputs or name in STREAMS, answer
     machine.teardown()

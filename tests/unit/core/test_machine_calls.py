@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import precondition, rule
 from msgspec.structs import replace
 
 from shmserve.core.calls import deadlock
@@ -24,7 +23,7 @@ from shmserve.protocol.messages import Call, Cancel, Handle, Options, Return, Ro
 from tests.support.core.calling import caller_of
 from tests.support.core.everything import SEQUENCES, STREAMS, Everything
 from tests.support.core.fakes import FakeWorker, references
-from tests.support.hypothesis_profiles import examples
+from tests.support.core.machine import not_a_rule, run_machine
 from tests.unit.core.test_machine_all import ALL_LIMITS, EverythingMachine
 
 CALL = st.tuples(
@@ -176,17 +175,12 @@ class CallingMachine(EverythingMachine):
     def _callers(self) -> list[FakeWorker]:
         return self.workers(lambda worker: worker.caller is not None)
 
-    # What is tried elsewhere is no rule here.
-
-    def cross(self, which: int, counts: list[int], cancel: bool) -> None:
-        super().cross(which, counts, cancel)
-
-    def to_worker(self, which: int, count: int | None) -> None:
-        super().to_worker(which, count)
+    cross = not_a_rule(EverythingMachine.cross)
+    to_worker = not_a_rule(EverythingMachine.to_worker)
 
     def teardown(self) -> None:
-        self.send([], False)
-        self._let_all_go_on()
+        self.send([])
+        self.finish_everything()
         for worker in self._callers():
             caller = caller_of(worker)
             assert not caller.open, f"never answered: {caller.open} of {worker.name}"
@@ -199,11 +193,4 @@ class CallingMachine(EverythingMachine):
 @pytest.mark.hypothesis
 def test_with_models_that_call_each_other_the_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlock, "closes_cycle", checked_closes_cycle)
-    run_state_machine_as_test(
-        CallingMachine,
-        settings=settings(
-            max_examples=examples(25),
-            stateful_step_count=60,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(CallingMachine, 25)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Settled
@@ -20,7 +19,7 @@ from shmserve.core.policy import InstanceSpec
 from shmserve.core.states import VersionState
 from shmserve.protocol.messages import LoadFailed
 from tests.support.core.fakes import FakeWorker
-from tests.support.hypothesis_profiles import examples
+from tests.support.core.machine import run_machine
 from tests.unit.core.test_machine import LIMITS, CoreMachine, Slow
 
 NAMES = ["plain", "pair", "timed", "ranked", "strict", "single", "flat"]
@@ -82,19 +81,19 @@ class OperatedMachine(CoreMachine):
         loading = self.workers(_loads)
         worker = loading[which % len(loading)]
         worker.outbox[:] = [LoadFailed("MODEL_FAILED", "no")] if says else []
-        self.send([], False)
+        self.send([])
         self.world.crash(worker, "exit code 3")
 
     @precondition(lambda self: self.workers(_may_leave))
     @rule(which=st.integers(0, 9))
     def leave(self, which: int) -> None:
         leaving = self.workers(_may_leave)
-        self.send([], False)
+        self.send([])
         self.world.crash(leaving[which % len(leaving)], "exit code 0")
 
     def teardown(self) -> None:
-        self.send([], False)
-        self._let_all_go_on()
+        self.send([])
+        self.finish_everything()
         state = self.world.core.state
         assert set(self.world.settled) == set(range(1, self.operations + 1)), "an operation that is never over"
         assert not state.loads
@@ -120,14 +119,7 @@ def _may_leave(worker: FakeWorker) -> bool:
 
 @pytest.mark.hypothesis
 def test_whatever_operators_do_the_books_balance() -> None:
-    run_state_machine_as_test(
-        OperatedMachine,
-        settings=settings(
-            max_examples=examples(120),
-            stateful_step_count=60,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(OperatedMachine, 120)
 
 
 def test_what_is_back_in_the_queue_of_a_model_that_is_given_up_is_answered() -> None:

@@ -6,21 +6,12 @@ the end everything goes on until it is quiet: then every request has been answer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Send
@@ -32,11 +23,10 @@ from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
 from tests.support.core.fakes import FakeClient, FakeWorker, WaitingBatch
+from tests.support.core.machine import MS, WorldMachine, run_machine
 from tests.support.core.sequence_rules import Asked, Rules, Story
 from tests.support.core.world import World
-from tests.support.hypothesis_profiles import examples
 
-MS = 10**6
 IDLE = 50 * MS
 LIMITS = Limits(crashes=0, backoff_ns=2 * MS, backoff_max_ns=4 * MS, execution_ns=0, load_ns=0, leaving_ns=10**15)
 GIVEN_UP = ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
@@ -162,30 +152,25 @@ class Sequenced(World):
         return [self.stories[sequence] for sequence in version.places.at(instance)] if version.places else []
 
 
-class SequenceMachine(RuleBasedStateMachine):
+class SequenceMachine(WorldMachine):
+    world: Sequenced
+
     def __init__(self) -> None:
         super().__init__()
-        self.clients: list[FakeClient] = []
         self.expected: dict[Asked, bool] = {}
-        self.unsent: list[tuple[int, Any]] = []
-        self.numbers = self.sources = 0
+        self.sources = 0
         self.instances = 1
         self.parting: dict[Instance, set[Sequence]] = {}
 
     # ------------------------------------------------------------------------------------ tools
 
     def send(self, happened: list[tuple[int, Any]], together: bool = False) -> None:
-        self.unsent += happened
+        super().send(happened, together)
         if together:
             return
-        happened, self.unsent = self.unsent, []
-        self.world.turn(happened)
         for asked, expected in self.expected.items():
             assert (asked in self.world.taken) == expected, f"{asked} must {'' if expected else 'not '}be taken"
         self.expected.clear()
-
-    def workers(self, ready: Callable[[FakeWorker], Any]) -> list[FakeWorker]:
-        return [worker for worker in self.world.workers.values() if not worker.dead and ready(worker)]
 
     def let_load(self) -> None:
         for worker in self.workers(lambda worker: worker.outbox):
@@ -268,20 +253,6 @@ class SequenceMachine(RuleBasedStateMachine):
             self.world.rules.answered((client.peer, number), True, self.world.now)
         self.world.gone(client)
 
-    @precondition(lambda self: self.workers(lambda worker: worker.inbox))
-    @rule(which=st.integers(0, 30), count=st.sampled_from([1, 2, None]))
-    def to_worker(self, which: int, count: int | None) -> None:
-        reading = self.workers(lambda worker: worker.inbox)
-        worker = reading[which % len(reading)]
-        worker.read(count)
-        self.world.let_start(worker)
-
-    @precondition(lambda self: self.workers(lambda worker: worker.outbox))
-    @rule(which=st.integers(0, 30), together=st.booleans())
-    def from_worker(self, which: int, together: bool) -> None:
-        saying = self.workers(lambda worker: worker.outbox)
-        self.send(self.world.heard(saying[which % len(saying)]), together)
-
     @precondition(lambda self: self.workers(lambda worker: worker.running))
     @rule(which=st.integers(0, 30), error=st.integers(0, 5), again=st.integers(0, 7))
     def finish(self, which: int, error: int, again: int) -> None:
@@ -291,18 +262,6 @@ class SequenceMachine(RuleBasedStateMachine):
         if self.model.sequence is not None and self.model.sequence.iterative:
             worker.again = [w.request for place, w in enumerate(worker.running.works) if again >> place & 1]
         worker.finish(self.world.now, 0, 0, ("MODEL_FAILED", "no") if not error else None)
-
-    @rule(which=st.integers(0, 30))
-    def busy(self, which: int) -> None:
-        """One worker reads all, finishes what it has, and is heard: so that things also go on."""
-        workers = self.workers(bool)
-        worker = workers[which % len(workers)] if workers else None
-        if worker is not None:
-            worker.read()
-            self.world.let_start(worker)
-            if worker.running:
-                worker.finish(self.world.now)
-            self.send(self.world.heard(worker))
 
     @rule(ms=st.sampled_from([1, 4, 11, 60]))
     def time(self, ms: int) -> None:
@@ -381,7 +340,7 @@ class SequenceMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         self.send([])
-        self._let_all_go_on()
+        self.finish_everything()
         world = self.world
         for client in self.clients:
             assert not client.open, f"never answered: {client.open}"
@@ -391,39 +350,19 @@ class SequenceMachine(RuleBasedStateMachine):
         assert all(sequence.state is SequenceState.ENDED for sequence in world.stories)
         assert not world.rules.left_at_workers()
         world.turn([(0, events.Drain(10 * MS))])
-        self._let_all_go_on()
+        self.finish_everything()
         assert world.drained
         assert not world.workers
 
-    def _let_all_go_on(self) -> None:
-        world = self.world
-        for _ in range(200):
-            world.slow_to.clear()
-            world.slow_from.clear()
-            world.settle()
-            for worker in self.workers(bool):
-                world.let_start(worker)
-            for worker in self.workers(lambda worker: worker.running):
-                worker.finish(world.now)
-            world.advance(world.now + 20 * MS)
-            due = world.core.deadline()
-            quiet = (due is None or due > world.now + LIMITS.leaving_ns // 2) and not world._pending
-            quiet = quiet and not self.workers(lambda worker: worker.outbox)
-            if quiet and not world.core.state.requests:
-                return
-        raise AssertionError("it never becomes quiet")
+    def is_quiet(self) -> bool:
+        """Sequences that wait for their next request may be left."""
+        due = self.world.core.deadline()
+        return (due is None or due > self.world.now + LIMITS.leaving_ns // 2) and not self.world.core.state.requests
 
 
 @pytest.mark.hypothesis
 def test_whatever_happens_the_rules_of_sequences_hold() -> None:
-    run_state_machine_as_test(
-        SequenceMachine,
-        settings=settings(
-            max_examples=examples(80),
-            stateful_step_count=60,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(SequenceMachine, 80)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -432,7 +371,7 @@ def test_each_model_of_the_machine_is_one_that_can_be_served(name: str) -> None:
     machine.begin(name, 2)
     client = machine.clients[0]
     machine.send([machine.infer(client, 7, n == 0, n == 4) for n in range(5)])
-    machine._let_all_go_on()
+    machine.finish_everything()
     assert [type(client.answers[number]) for number in client.order] == [Reply] * 5
     assert client.order == [1, 2, 3, 4, 5]
     machine.teardown()
