@@ -1,4 +1,4 @@
-"""Of an event loop what parts of the broker use of it. The rule: nothing happens by itself."""
+"""The part of an event loop that the broker uses. Nothing happens before a test calls it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Timer:
 
 
 class Loop:
-    """Its time passes when somebody says so."""
+    """Its time advances only when a test fires a timer."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ class Loop:
         self.readers.pop(number, None)
 
     def fire(self) -> float:
-        """The one timer that there is. After how long it was to be."""
+        """Runs the only timer, and returns its delay."""
         timer = self.timers.pop()
         assert not self.timers
         assert not timer.cancelled

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,27 +25,24 @@ from shmserve.protocol.messages import (
     Map,
     Ping,
 )
+from tests.support.broker.fake_loop import Loop
 
 CODEC = codec.Codec(ClientMessage, PACKET_MESSAGES)
 ANSWERS = codec.Codec(BrokerMessage)
 
 
-class Loop:
+class PolledLoop(Loop):
     """One iteration at a time: the sockets that are watched and readable, then the turn."""
 
     def __init__(self) -> None:
-        self.readers: dict[int, Callable[[], None]] = {}
+        super().__init__()
         self.watched = 0
         """Calls of add_reader."""
         self.writers: dict[int, Callable[[], None]] = {}
-        self.timers: deque[Callable[[], None]] = deque()
 
     def add_reader(self, number: int, call: Callable[[], None]) -> None:
-        self.readers[number] = call
+        super().add_reader(number, call)
         self.watched += 1
-
-    def remove_reader(self, number: int) -> None:
-        self.readers.pop(number, None)
 
     def add_writer(self, number: int, call: Callable[[], None]) -> None:
         self.writers[number] = call
@@ -55,19 +51,12 @@ class Loop:
         self.writers.pop(number, None)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        self.timers.append(call)
-
-    def call_later(self, after: float, call: Callable[..., None], *arguments: Any) -> Any:
-        self.timers.append(partial(call, *arguments))
-        return self
-
-    def cancel(self) -> None:
-        self.timers.clear()
+        self.call_later(0, call)
 
 
 class World:
     def __init__(self, links: int, users: dict[int, str] | None = None, outbox_bytes: int = 256 << 20) -> None:
-        self.loop = Loop()
+        self.loop = PolledLoop()
         self.behind: list[tuple[int, bool]] = []
         self.backlog = OutputBacklog(outbox_bytes, lambda peer, behind: self.behind.append((peer, behind)))
         self.turns = ClientTurns(self._due)
@@ -219,7 +208,7 @@ def test_nothing_is_delivered_of_a_link_that_is_paused_or_closed(worlds: Callabl
     assert world.ended == [2]
     assert world.turn() == []
     assert not world.loop.readers
-    world.loop.timers.popleft()()
+    world.loop.fire()
     assert world.due
     heard = 0
     while got := world.turn():
@@ -355,7 +344,7 @@ def test_a_client_that_ends_while_it_is_behind(worlds: Callable[..., World]) -> 
     for _ in range(4):
         heard += world.turn()
         while world.loop.timers:
-            world.loop.timers.popleft()()
+            world.loop.timers.pop(0).call()
     assert [message.number for _, message in heard] == [0, 1, 2]
     assert world.ended == [1]
     assert not world.loop.readers
