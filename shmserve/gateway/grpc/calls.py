@@ -24,7 +24,7 @@ from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesO
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Region
-from shmserve.gateway.upstream.requests import PendingCall, not_passed_on, withdraw
+from shmserve.gateway.upstream.requests import PendingCall, PendingQuery, ask, serve_error, withdraw
 from shmserve.protocol.messages import Reply
 
 ASKED_BYTES = 64 * 1024
@@ -157,8 +157,8 @@ class InferCall(Unary):
             raise rpc_error(error, request_id) from error
 
         def failed(error: Exception) -> None:
-            found = rpc_error(error if isinstance(error, ServeError) else not_passed_on(), request_id)
-            stream.finish(found.code, found.text)
+            refusal = rpc_error(serve_error(error), request_id)
+            stream.finish(refusal.code, refusal.text)
 
         work = services.plan_in_slices(taken.head)
         self._job = services.turns.run(work, lambda plan: self._ask(plan, raw, request_id), failed)
@@ -177,26 +177,6 @@ class InferCall(Unary):
         super().cancelled()
         if self._job is not None:
             self._job.cancel()
-
-
-class _QueryTicket(PendingCall):
-    """A query to the broker: its document is passed to `tell`, an error to `fail`."""
-
-    __slots__ = ("_fail", "_question", "_tell")
-
-    def __init__(self, question: BrokerQuery, tell: Callable[[Any], None], fail: Callable[[ServeError], None]) -> None:
-        self._question = question
-        self._tell = tell
-        self._fail = fail
-
-    def take(self, answer: Any) -> None:
-        self._tell(self._question.show(answer))
-
-    def failed(self, error: ServeError) -> None:
-        try:
-            self._tell(self._question.failed(error))
-        except ServeError as failure:
-            self._fail(failure)
 
 
 class AskCall(Unary):
@@ -220,8 +200,8 @@ class AskCall(Unary):
             if isinstance(found, FixedDocument):
                 self._tell(found.document)
             else:
-                self._ticket = _QueryTicket(found, self._tell, self._fail)
-                services.sender.ask(self._payer, self._ticket, found)
+                self._ticket = PendingQuery(found, self._tell, self._fail)
+                ask(services.link, self._payer, self._ticket, found)
         except ServeError as error:
             raise rpc_error(error) from error
 
@@ -324,8 +304,8 @@ def ask_health(services: Services, payer: Payer, tell: Callable[[bytes], None]) 
         return YesOrNo(False)
 
     question = BrokerQuery("ready", lambda answer: YesOrNo(bool(answer["ready"])), failed=failed)
-    ticket = _QueryTicket(
+    ticket = PendingQuery(
         question, lambda flag: tell(SERVING if flag.yes else NOT_SERVING), lambda error: tell(NOT_SERVING)
     )
-    services.sender.ask(payer, ticket, question)
+    ask(services.link, payer, ticket, question)
     return ticket

@@ -26,7 +26,7 @@ from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Job
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
-from shmserve.gateway.upstream.requests import PendingStream, not_passed_on, withdraw
+from shmserve.gateway.upstream.requests import PendingStream, serve_error, withdraw
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW
 
@@ -121,7 +121,7 @@ class StreamCall:
             go_on()
 
         def failed(error: Exception) -> None:
-            self._refuse(ticket, error if isinstance(error, ServeError) else not_passed_on())
+            self._refuse(ticket, serve_error(error))
             go_on()
 
         self._job = self._services.turns.run(self._services.plan_in_slices(head), then, failed)
@@ -230,10 +230,8 @@ class StreamCall:
             while ticket.parts and stream.writable:
                 part: Any = session.next_part(ticket)
                 self._send_part(ticket, part)
-        except ServeError as error:
-            self._give_up(ticket, error)
-        except Exception:
-            self._give_up(ticket, not_passed_on())
+        except Exception as error:
+            self._give_up(ticket, serve_error(error))
         if ticket.ended and not ticket.parts and stream.writable and ticket in self._live:
             self._end(ticket)
 

@@ -27,7 +27,7 @@ from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
 from shmserve.gateway.limits.turns import FairReader, Job, Work
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.receive import ReceiveBuffer
-from shmserve.gateway.upstream.requests import Charge, not_passed_on, withdraw
+from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
 
 T = TypeVar("T")
 HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)
@@ -309,7 +309,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         exceptions are answered, by `failed` if given."""
 
         def stopped(error: Exception) -> None:
-            (failed or self.fail)(error if isinstance(error, ServeError) else not_passed_on())
+            (failed or self.fail)(serve_error(error))
 
         self._ticket = None  # the broker has answered: there is nothing to withdraw
         job = self._listener.turns.run(work, then, stopped)

@@ -30,7 +30,15 @@ from shmserve.gateway.upstream.documents import (
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Place, ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Region, Regions
-from shmserve.gateway.upstream.requests import PendingCall, PendingStream, RequestSender, not_passed_on, withdraw
+from shmserve.gateway.upstream.requests import (
+    PendingCall,
+    PendingQuery,
+    PendingStream,
+    RequestSender,
+    ask,
+    serve_error,
+    withdraw,
+)
 from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW
 
@@ -42,20 +50,8 @@ status."""
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class _PendingRequest(PendingCall):
-    """A request to the broker that a connection waits for."""
-
-    __slots__ = ("_connection",)
-
-    def __init__(self, connection: HttpConnection) -> None:
-        self._connection = connection
-
-    def failed(self, error: ServeError) -> None:
-        self._connection.fail(error)
-
-
-class _Inference(_PendingRequest):
-    __slots__ = ("_model", "_plan", "_targets")
+class _Inference(PendingCall):
+    __slots__ = ("_connection", "_model", "_plan", "_targets")
 
     def __init__(
         self,
@@ -88,39 +84,6 @@ class _Inference(_PendingRequest):
 
     def failed(self, error: ServeError) -> None:
         self._connection.fail(error, self._plan.options.id)
-
-
-class _Query(_PendingRequest):
-    __slots__ = ("_question",)
-
-    def __init__(self, connection: HttpConnection, question: BrokerQuery) -> None:
-        self._connection = connection
-        self._question = question
-
-    def take(self, answer: Any) -> None:
-        status, body = http_answer(self._question.show(answer))
-        self._connection.answer(status, [body])
-
-    def failed(self, error: ServeError) -> None:
-        try:
-            status, body = http_answer(self._question.failed(error))
-        except ServeError as failure:
-            self._connection.fail(failure)
-        else:
-            self._connection.answer(status, [body])
-
-
-class _Then(_PendingRequest):
-    """A preliminary query: its answer decides how to continue with the request."""
-
-    __slots__ = ("_go_on",)
-
-    def __init__(self, connection: HttpConnection, go_on: Callable[[Any], None]) -> None:
-        self._connection = connection
-        self._go_on = go_on
-
-    def take(self, answer: Any) -> None:
-        self._go_on(answer)
 
 
 class _Scrape(PendingCall):
@@ -187,10 +150,8 @@ class _Generation(PendingStream):
                 self._send_on()
             else:
                 self._answer_once()
-        except ServeError as error:
-            self._fail(error)
-        except Exception:
-            self._fail(not_passed_on())
+        except Exception as error:
+            self._fail(serve_error(error))
 
     def _answer_once(self) -> None:
         if self.error is not None:
@@ -339,14 +300,15 @@ class Requests:
             self._begin_question(connection, head, bytes(body))
 
     def _begin_question(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
-        found = question_of(head.route, arguments_of(head.route, body), self._sender.regions)
-        if isinstance(found, BrokerQuery):
-            ticket = _Query(connection, found)
-            self._sender.ask(connection.payer(head.token), ticket, found)
-            connection.wait_for(ticket)
-        else:
-            status, text = http_answer(found.document)
+        def show(document: Any) -> None:
+            status, text = http_answer(document)
             connection.answer(status, [text])
+
+        question = question_of(head.route, arguments_of(head.route, body), self._sender.regions)
+        if isinstance(question, BrokerQuery):
+            self._ask(connection, head, question, show)
+        else:
+            show(question.document)
 
     def _ask_metrics(self, connection: HttpConnection, head: HttpHead) -> None:
         """Requests that arrive while a page is built share it. Beyond SCRAPES pages per second the last page is sent
@@ -354,7 +316,7 @@ class Requests:
         scrape = self._scrape
         if scrape is None or scrape.failed_to_come or (not scrape.pending and self._may_scrape()):
             scrape = _Scrape(self._extra)
-            self._sender.ask(connection.payer(head.token), scrape, BrokerQuery("metrics"))
+            ask(self._link, connection.payer(head.token), scrape, BrokerQuery("metrics"))
             self._scrape = scrape
         scrape.show(connection)
 
@@ -365,12 +327,15 @@ class Requests:
         self._scrapes += 1
         return self._scrapes <= SCRAPES
 
-    def _ask_first(
-        self, connection: HttpConnection, head: HttpHead, question: BrokerQuery, go_on: Callable[[Any], None]
-    ) -> None:
-        ticket = _Then(connection, go_on)
-        self._sender.ask(connection.payer(head.token), ticket, question)
+    def _ask(self, connection: HttpConnection, head: HttpHead, query: BrokerQuery, then: Callable[[Any], None]) -> None:
+        ticket = PendingQuery(query, then, connection.fail)
+        ask(self._link, connection.payer(head.token), ticket, query)
         connection.wait_for(ticket)
+
+    def _ask_config(self, connection: HttpConnection, head: HttpHead, then: Callable[[Any], None]) -> None:
+        """Queries the model's configuration, which decides how to continue with the request."""
+        route = head.route
+        self._ask(connection, head, BrokerQuery("config", model=route.model, version=route.version), then)
 
     # ------------------------------------------------------------------------------------ inference
 
@@ -456,13 +421,10 @@ class Requests:
             )  # fmt: skip
             connection.wait_for(ticket, ticket.on_part)
 
-        def ask(checked: None) -> None:
-            self._ask_first(connection, head, BrokerQuery("config", model=route.model, version=route.version), go_on)
-
         if len(body) > SLICE_BYTES:
-            connection.work(check_in_slices(body), ask)
+            connection.work(check_in_slices(body), lambda _: self._ask_config(connection, head, go_on))
         else:
-            ask(None)
+            self._ask_config(connection, head, go_on)
 
     def _infer_raw(self, connection: HttpConnection, head: HttpHead, body: Piece) -> None:
         """An infer request without JSON: the model's configuration gives the tensor's name, type and shape."""
@@ -473,4 +435,4 @@ class Requests:
             piece = body if not prefix else prefix + bytes(body)
             self._infer(connection, head, plan, [piece])
 
-        self._ask_first(connection, head, BrokerQuery("config", model=route.model, version=route.version), go_on)
+        self._ask_config(connection, head, go_on)

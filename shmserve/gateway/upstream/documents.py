@@ -61,7 +61,7 @@ class BrokerQuery(Struct):
     what: str
     show: Callable[[Any], Any] = _same
     model: str = ""
-    version: str = ""
+    version: int | str = ""
     body: Body | None = None
     failed: Callable[[ServeError], Any] = _raise
 

@@ -4,7 +4,7 @@ that request only; the endpoint decides in which form."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shmserve.errors import Internal, ServeError
@@ -38,10 +38,8 @@ class PendingCall(Ticket):
         release(self)
         try:
             self.take(answer)
-        except ServeError as error:
-            self.failed(error)
-        except Exception:
-            self.failed(not_passed_on())
+        except Exception as error:
+            self.failed(serve_error(error))
 
     def fail(self, error: ServeError) -> None:
         release(self)
@@ -52,6 +50,28 @@ class PendingCall(Ticket):
 
     def failed(self, error: ServeError) -> None:
         raise NotImplementedError
+
+
+class PendingQuery(PendingCall):
+    """A query: its document is passed to `then`, an error to `otherwise`."""
+
+    __slots__ = ("_otherwise", "_query", "_then")
+
+    def __init__(
+        self, query: BrokerQuery, then: Callable[[Any], None], otherwise: Callable[[ServeError], None]
+    ) -> None:
+        self._query = query
+        self._then = then
+        self._otherwise = otherwise
+
+    def take(self, answer: Any) -> None:
+        self._then(self._query.show(answer))
+
+    def failed(self, error: ServeError) -> None:
+        try:
+            self._then(self._query.failed(error))
+        except ServeError as failure:
+            self._otherwise(failure)
 
 
 class PendingStream(StreamTicket):
@@ -89,10 +109,23 @@ def withdraw(link: GatewayLink, ticket: Charge) -> None:
     link.cancel(ticket)
 
 
-def not_passed_on() -> Internal:
-    """The error for an unexpected exception. Call it where the exception was caught."""
-    log.exception("cannot forward a response")
+def serve_error(error: Exception) -> ServeError:
+    """The error for the client. An unexpected exception is logged."""
+    if isinstance(error, ServeError):
+        return error
+    log.error("cannot forward a response", exc_info=error)
     return Internal("the gateway could not forward the response; see its log")
+
+
+def ask(link: GatewayLink, payer: Payer, ticket: Charge, query: BrokerQuery) -> None:
+    """Sends a query. Raises errors for the client; Unavailable if a share is exceeded."""
+    payer.questions.charge(ticket, 0)
+    try:
+        link.session.ask(ticket, query.what, NO_TIME, query.model, query.version or None, None, query.body)
+    except BaseException:
+        release(ticket)
+        raise
+    link.send_soon()
 
 
 class _Learning(Ticket):
@@ -118,19 +151,6 @@ class RequestSender:
         self.link = link
         self.regions = regions
         self._plain: dict[tuple[str, str], bool] = {}
-
-    def ask(self, payer: Payer, ticket: Charge, question: BrokerQuery) -> None:
-        """Raises errors for the client; Unavailable if a share is exceeded."""
-        link = self.link
-        payer.questions.charge(ticket, 0)
-        try:
-            link.session.ask(
-                ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
-            )  # fmt: skip
-        except BaseException:
-            release(ticket)
-            raise
-        link.send_soon()
 
     def given(self, spec: InputPlan) -> Any:
         """The bytes of an input from the JSON or from a region, or the part of the region that workers read in

@@ -21,8 +21,10 @@ from shmserve.errors import (
 )
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.status import text_of
+from shmserve.gateway.limits.caller_shares import release
+from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.link import GatewayLink, Inputs
-from shmserve.gateway.upstream.requests import NO_TIME
+from shmserve.gateway.upstream.requests import NO_TIME, ask, withdraw
 from shmserve.gateway.zmq_tcp.requests import (
     PeerQuery,
     PeerRequest,
@@ -195,28 +197,29 @@ class Peer:
         pieces = [piece_of(tensor, frames) for tensor in infer.inputs]
         size = sum(map(len, pieces))
         self._check_bytes(size)
-        self._payer.take(size)
+        window = infer.options.window if infer.options is not None else 0
+        ticket = PeerStream(self, number, window) if window else PeerRequest(self, number)
+        self._payer.charge(ticket, size)
         try:
-            self.tickets[number] = self._put_request(infer, pieces, size)
+            self._put_request(ticket, infer, pieces, window)
         except BaseException:
-            self._payer.give(size)
+            release(ticket)
             raise
+        self.tickets[number] = ticket
 
-    def _put_request(self, infer: Infer, pieces: Sequence[Buffer], size: int) -> PeerRequest | PeerStream:
-        number, options, link = infer.request, infer.options, self._link
+    def _put_request(
+        self, ticket: PeerRequest | PeerStream, infer: Infer, pieces: Sequence[Buffer], window: int
+    ) -> None:
+        options, link = infer.options, self._link
         inputs = Inputs(link.session.memory)
         for tensor, piece in zip(infer.inputs, pieces, strict=True):
             inputs.add(tensor.name, tensor.dtype, tensor.shape, piece)
         outputs = outputs_of(infer)
         timeout = infer.timeout_us / 1e6 or None
         now = NO_TIME if timeout is None else monotonic()
-        ticket: PeerRequest | PeerStream
         if options is None:
-            ticket = PeerRequest(self, number, size)
             link.session.infer(ticket, infer.model, inputs.made(), now, outputs, infer.version or None, timeout)
         else:
-            window = options.window
-            ticket = PeerStream(self, number, size, window) if window else PeerRequest(self, number, size)
             parameters = options.parameters
             if options.queue_timeout_us:
                 parameters = {**parameters, "timeout": options.queue_timeout_us}
@@ -226,7 +229,6 @@ class Peer:
                 options.id or None, window, self._payer.token,
             )  # fmt: skip
         link.send_soon(timeout is not None)
-        return ticket
 
     def _check_room(self, number: int) -> None:
         if number == 0 or number in self.tickets:
@@ -247,7 +249,7 @@ class Peer:
         ticket = self.tickets.get(message.request)
         if ticket is None or isinstance(ticket, PeerQuery):
             return  # already answered (the messages crossed), or a query or operation, which continues
-        self._link.cancel(ticket)
+        withdraw(self._link, ticket)
         self._over(ticket)
         self.queue(Fail(message.request, Cancelled.code, "the request was cancelled by the client"))
 
@@ -273,53 +275,48 @@ class Peer:
         except ServeError as error:
             self._refuse(0 if message.request in self.tickets else message.request, error)
 
-    def _begin_question(self, ask: Ask) -> None:
-        if ask.what not in roles.QUESTIONS:
-            raise roles.unknown(ask.what)
-        self._check_role(ask.what)
-        self._check_room(ask.request)
-        if ask.what in OPERATIONS:
+    def _begin_question(self, message: Ask) -> None:
+        if message.what not in roles.QUESTIONS:
+            raise roles.unknown(message.what)
+        self._check_role(message.what)
+        self._check_room(message.request)
+        if message.what in OPERATIONS:
             if self._bodies:
                 raise InvalidRequest("the body of another operation is incomplete; send it first")
-            self._bodies[ask.request] = (ask, [])
-            self._go_on(ask)
-        elif ask.body or ask.more:
-            raise InvalidRequest(f"the query '{ask.what}' takes no body")
+            self._bodies[message.request] = (message, [])
+            self._go_on(message)
+        elif message.body or message.more:
+            raise InvalidRequest(f"the query '{message.what}' takes no body")
         else:
-            self._put(ask, b"")
+            self._put(message, b"")
 
-    def _go_on(self, ask: Ask) -> None:
-        found = self._bodies.get(ask.request)
+    def _go_on(self, message: Ask) -> None:
+        found = self._bodies.get(message.request)
         if found is None:
             return  # refused or cancelled
-        self._body_bytes += len(ask.body)
+        self._body_bytes += len(message.body)
         if self._body_bytes > self._limits.input_bytes:
-            self._drop_body(ask.request)
+            self._drop_body(message.request)
             raise InvalidRequest(
                 f"the body of '{found[0].what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
                 "server's repository, or raise --zmq-max-input-size of the gateway"
             )
-        found[1].append(ask.body)
-        if not ask.more:
-            self._drop_body(ask.request)
+        found[1].append(message.body)
+        if not message.more:
+            self._drop_body(message.request)
             self._put(found[0], b"".join(found[1]))
 
     def _drop_body(self, number: int) -> None:
         if self._bodies.pop(number, None) is not None:
             self._body_bytes = 0
 
-    def _put(self, ask: Ask, body: bytes) -> None:
-        ticket = PeerQuery(self, ask)
-        self._payer.questions.take(0)
-        try:
-            self._link.session.ask(
-                ticket, ask.what, NO_TIME, ask.model, ask.version or None, None, of_bytes(body) if body else None
-            )
-        except BaseException:
-            self._payer.questions.give(0)
-            raise
-        self.tickets[ask.request] = ticket
-        self._link.send_soon()
+    def _put(self, message: Ask, body: bytes) -> None:
+        ticket = PeerQuery(self, message)
+        query = BrokerQuery(
+            message.what, model=message.model, version=message.version, body=of_bytes(body) if body else None
+        )
+        ask(self._link, self._payer, ticket, query)
+        self.tickets[message.request] = ticket
 
     # ------------------------------------------------------------------------------------ other messages
 
@@ -395,11 +392,7 @@ class Peer:
     def _over(self, ticket: PeerRequest | PeerStream) -> None:
         if self.tickets.get(ticket.request) is ticket:
             del self.tickets[ticket.request]
-            self._give(ticket)
-
-    def _give(self, ticket: PeerRequest | PeerStream) -> None:
-        payer = self._payer.questions if isinstance(ticket, PeerQuery) else self._payer
-        payer.give(ticket.size)
+            release(ticket)
 
     def _send_framed(self, answer: Held, make: Callable[[tuple[Tensor, ...]], Reply | Part]) -> None:
         """Sends an answer whose large outputs are frames after it, as a packet of its own."""
@@ -436,9 +429,10 @@ class Peer:
         self.gone = True
         tickets, self.tickets = list(self.tickets.values()), {}
         for ticket in tickets:
-            self._give(ticket)
-            if not (isinstance(ticket.message, Ask) and ticket.message.what in OPERATIONS):  # operations continue
-                self._link.cancel(ticket)
+            if isinstance(ticket, PeerQuery) and ticket.what in OPERATIONS:
+                release(ticket)
+            else:
+                withdraw(self._link, ticket)
         self._shares.close()
         self._bodies.clear()
         self.outbox.clear()

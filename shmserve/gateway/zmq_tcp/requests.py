@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.upstream.requests import PendingCall, PendingStream
 from shmserve.protocol.messages import Ask, Infer, Reply, Tensor
-from shmserve.session import StreamTicket, Ticket
 from shmserve.session.encode import TopK
 
 
@@ -38,15 +38,14 @@ class Recipient(Protocol):
     def failed(self, ticket: PeerRequest | PeerStream, error: ServeError) -> None: ...
 
 
-class PeerRequest(Ticket):
+class PeerRequest(PendingCall):
     """A request of a peer with one answer."""
 
-    __slots__ = ("peer", "request", "size")
+    __slots__ = ("peer", "request")
 
-    def __init__(self, peer: Recipient, request: int, size: int) -> None:
+    def __init__(self, peer: Recipient, request: int) -> None:
         self.peer = peer
         self.request = request
-        self.size = size
 
     def settle(self, answer: Any) -> None:
         self.peer.answered(self, answer)
@@ -59,23 +58,22 @@ class PeerQuery(PeerRequest):
     __slots__ = ("what",)
 
     def __init__(self, peer: Recipient, ask: Ask) -> None:
-        super().__init__(peer, ask.request, 0)
+        super().__init__(peer, ask.request)
         self.what = ask.what
 
     def settle(self, answer: Any) -> None:
         self.peer.answered_question(self, answer)
 
 
-class PeerStream(StreamTicket):
+class PeerStream(PendingStream):
     """A request of a peer that is answered in parts. Parts are passed on as they arrive: the client asks for more."""
 
-    __slots__ = ("peer", "request", "size")
+    __slots__ = ("peer", "request")
 
-    def __init__(self, peer: Recipient, request: int, size: int, window: int) -> None:
+    def __init__(self, peer: Recipient, request: int, window: int) -> None:
         super().__init__(window)
         self.peer = peer
         self.request = request
-        self.size = size
 
     def part(self, result: Any, last: bool) -> None:
         self.begun = True
