@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.protocol.messages import NAME_LENGTH, PARAMETERS
 
 PATTERN_LENGTH = 1024
 _MEMORY = 1 << 20
-_REMEMBERED = 1024
+_CACHED_NAMES = 1024
 _OWN = frozenset(
     ("headers", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
 )
@@ -44,14 +45,14 @@ class Forward:
             text = error.args[0] if error.args else ""
             raise ValueError(text.decode(errors="replace") if isinstance(text, bytes) else str(text)) from None
         self._withheld = frozenset(withheld)
-        self._known: dict[str, bool] = {}
+        self._cache: BoundedCache[str, bool] = BoundedCache(_CACHED_NAMES)
 
     def of(self, headers: Iterable[tuple[str, str]]) -> dict[str, str] | None:
         """Joins headers of the same name, as in HTTP, under the spelling of the first."""
         found: dict[str, str] = {}
         written: dict[str, str] = {}
         for name, value in headers:
-            wanted = self._known.get(name)
+            wanted = self._cache.get(name)
             if wanted is None:
                 wanted = self._wants(name)
             if not wanted:
@@ -77,9 +78,7 @@ class Forward:
                 f"header '{name}' is reserved for Triton usage and cannot be forwarded to the model: do not send it, "
                 "or change the header forward pattern"
             )
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        self._known[name] = wanted
+        self._cache.put(name, wanted)
         return wanted
 
 

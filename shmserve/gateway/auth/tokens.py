@@ -14,12 +14,13 @@ import stat
 from hmac import compare_digest
 from typing import NamedTuple
 
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.protocol.roles import roles_of
 
 FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_REMEMBERED = 1024
+_CACHED_HEADERS = 1024
 
 
 class BadTokens(Exception):
@@ -41,7 +42,7 @@ class Tokens:
 
     def __init__(self, text: str) -> None:
         self._holders: dict[bytes, tuple[bytes, Holder]] = {}
-        self._known: dict[str, Holder] = {}
+        self._cache: BoundedCache[str, Holder] = BoundedCache(_CACHED_HEADERS)
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip() and not line.startswith("#"):
                 try:
@@ -68,20 +69,18 @@ class Tokens:
 
     def holder(self, authorization: str) -> Holder | None:
         """The holder of the token in the header Authorization; None: the token is unknown."""
-        known = self._known.get(authorization)
-        if known is not None:
-            return known
+        cached = self._cache.get(authorization)
+        if cached is not None:
+            return cached
         scheme, _, token = authorization.strip().partition(" ")
         if scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(token.strip().encode(errors="replace")).digest()
-        kept, found = self._holders.get(digest, (b"", _NO_HOLDER))
+        kept, holder = self._holders.get(digest, (b"", _NO_HOLDER))
         if not compare_digest(kept, digest):
             return None
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        self._known[authorization] = found
-        return found
+        self._cache.put(authorization, holder)
+        return holder
 
 
 def new(name: str, roles: str) -> tuple[str, str]:

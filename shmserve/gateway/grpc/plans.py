@@ -23,11 +23,12 @@ from shmserve.gateway.kserve.plans import (
     options_of,
     place_of,
 )
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import Work
 from shmserve.protocol.messages import DIMS, PARAMETERS, TENSORS
 
-_REMEMBERED = 1024
-_REMEMBERED_BYTES = 2048
+_CACHED_PLANS = 1024
+_CACHED_BYTES = 2048
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _REQUEST = message_class("inference.ModelInferRequest")
 _PARAMETERS = 2 * PARAMETERS
@@ -50,19 +51,16 @@ class RpcPlans:
     """Cache of plans: clients repeat requests byte for byte."""
 
     def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
-        self._known: dict[bytes, RpcPlan] = {}
+        self._cache: BoundedCache[bytes, RpcPlan] = BoundedCache(_CACHED_PLANS)
         self._most_bytes = most_bytes
 
     def plan(self, head: bytes) -> RpcPlan:
-        found = self._known.get(head)
-        if found is not None:
-            return found
-        made = plan_of(head)
-        if len(head) <= _REMEMBERED_BYTES and not made.contents:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[head] = made
-        return made
+        plan = self._cache.get(head)
+        if plan is None:
+            plan = plan_of(head)
+            if len(head) <= _CACHED_BYTES and not plan.contents:
+                self._cache.put(head, plan)
+        return plan
 
     def in_slices(self, head: bytes) -> Work[RpcPlan]:
         """The plan of a large request."""

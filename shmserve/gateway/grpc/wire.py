@@ -12,6 +12,7 @@ from typing import Any
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.grpc.messages import message_class, unreadable
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.upstream.link import Piece
 from shmserve.protocol.messages import INLINE_BYTES, Tensor, Value
 
@@ -20,7 +21,7 @@ FIELDS = 1024
 _ID, _RAW = 0x1A, 0x3A
 _TAKEN = frozenset((_ID, _RAW))
 _OTHERS = frozenset((0x0A, 0x12, 0x22, 0x2A, 0x32))
-_REMEMBERED = 4096
+_CACHED = 4096
 _REQUEST = "ModelInferRequest"
 _TENSOR = message_class("inference.ModelInferResponse.InferOutputTensor")
 _INT64_MAX = 2**63 - 1
@@ -167,8 +168,8 @@ class ResponseEncoder:
     """Assembles responses; encoded names and tensor headers are cached."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[str, int], bytes] = {}
-        self._tensors: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
+        self._names: BoundedCache[tuple[str, int], bytes] = BoundedCache(_CACHED)
+        self._tensors: BoundedCache[tuple[str, str, tuple[int, ...]], bytes] = BoundedCache(_CACHED)
 
     def infer(
         self, model: str, version: int, request_id: str, more: bytes, outputs: Sequence[Tensor],
@@ -200,19 +201,15 @@ class ResponseEncoder:
         return [b"".join(pieces)]
 
     def _named(self, model: str, version: int) -> bytes:
-        if len(self._names) >= _REMEMBERED:
-            self._names.clear()
-        found = _field(1, model.encode()) + (_field(2, str(version).encode()) if version else b"")
-        self._names[model, version] = found
-        return found
+        encoded = _field(1, model.encode()) + (_field(2, str(version).encode()) if version else b"")
+        self._names.put((model, version), encoded)
+        return encoded
 
     def _described(self, tensor: Tensor) -> bytes:
-        if len(self._tensors) >= _REMEMBERED:
-            self._tensors.clear()
-        made = _TENSOR(name=tensor.name, datatype=tensor.dtype, shape=tensor.shape)
-        found = _field(5, made.SerializeToString())
-        self._tensors[tensor.name, tensor.dtype, tensor.shape] = found
-        return found
+        message = _TENSOR(name=tensor.name, datatype=tensor.dtype, shape=tensor.shape)
+        encoded = _field(5, message.SerializeToString())
+        self._tensors.put((tensor.name, tensor.dtype, tensor.shape), encoded)
+        return encoded
 
 
 def streamed(answer: list[Buffer]) -> list[Buffer]:

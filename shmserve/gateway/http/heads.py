@@ -17,10 +17,11 @@ from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.http.limits import HEADERS
 from shmserve.gateway.http.routes import resolve
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.upstream.documents import Route
 
-_REMEMBERED = 1024
-_REMEMBERED_BYTES = 2048
+_CACHED_HEADS = 1024
+_CACHED_BYTES = 2048
 _ENCODINGS = ("gzip", "deflate")
 Headers = list[tuple[bytes, bytes]]
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
@@ -97,22 +98,20 @@ class HttpHeads:
         self._metrics = metrics
         self._access = access
         self._forward = forward
-        self._known: dict[bytes, HttpHead] = {}
+        self._cache: BoundedCache[bytes, HttpHead] = BoundedCache(_CACHED_HEADS)
 
     def head(self, block: bytes) -> HttpHead:
         """`block`: the bytes of the head, including the empty line."""
-        found = self._known.get(block)
-        if found is None:
-            found = parse(block, self._metrics, self._access, self._forward)
-            if len(block) <= _REMEMBERED_BYTES and not isinstance(found.refusal, Unauthenticated):
-                if len(self._known) >= _REMEMBERED:
-                    self._known.clear()
-                self._known[block] = found
-        return found
+        head = self._cache.get(block)
+        if head is None:
+            head = parse(block, self._metrics, self._access, self._forward)
+            if len(block) <= _CACHED_BYTES and not isinstance(head.refusal, Unauthenticated):
+                self._cache.put(block, head)
+        return head
 
     def forget(self) -> None:
         """Clears the cache: access rules have changed."""
-        self._known.clear()
+        self._cache.clear()
 
 
 def parse(

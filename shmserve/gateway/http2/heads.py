@@ -28,13 +28,14 @@ from shmserve.gateway.http2.frames import (
 )  # fmt: skip
 from shmserve.gateway.http2.frames import HEADERS as HEADERS_FRAME
 from shmserve.gateway.http2.limits import CONTINUATIONS
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 
 HEAD_BYTES = 32 * 1024
 """Of one header block, encoded and decoded."""
 HEADERS = 128
 ENCODINGS = ("gzip", "deflate")
-_REMEMBERED = 64
-_REMEMBERED_BYTES = 1024
+_CACHED_BLOCKS = 64
+_CACHED_BYTES = 1024
 _TEXT = 2048
 """Characters of an error text that are sent."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -82,51 +83,48 @@ class Http2Heads:
         self._decoder = Decoder(HEAD_BYTES)
         self._table = _Table()
         self._decoder.header_table = self._table
-        self._known: dict[bytes, Http2Head] = {}
+        self._cache: BoundedCache[bytes, Http2Head] = BoundedCache(_CACHED_BLOCKS)
         self.fields = 0
         """Fields decoded in the last block; 0 if the block was cached."""
 
     def head(self, block: bytes) -> Http2Head:
         """Decodes the block of a new call. Broken: neither this block nor a later one can be decoded."""
-        found = self._known.get(block)
-        if found is not None:
+        head = self._cache.get(block)
+        if head is not None:
             self.fields = 0
-            return found
-        before = self._table.changes
-        found = _head(self._read(block))
-        if self._table.changes != before or (block and block[0] & 0xE0 == 0x20):
-            self._known.clear()
-        elif len(block) <= _REMEMBERED_BYTES:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[block] = found
-        return found
+            return head
+        fields, table_changed = self._read(block)
+        head = _head(fields)
+        if not table_changed and len(block) <= _CACHED_BYTES:
+            self._cache.put(block, head)
+        return head
 
     def trailers(self, block: bytes) -> str:
         """Decodes trailers, also of a closed stream, since they change the HPACK table. Returns why they are malformed,
         or ""."""
-        before = self._table.changes
-        found = self._read(block)
-        if self._table.changes != before or (block and block[0] & 0xE0 == 0x20):
-            self._known.clear()
-        for name, value in found:
+        for name, value in self._read(block)[0]:
             wrong = "pseudo-header in trailers" if name.startswith(b":") else _wrong_field(name, value)
             if wrong:
                 return wrong
         return ""
 
-    def _read(self, block: bytes) -> list[tuple[bytes, bytes]]:
+    def _read(self, block: bytes) -> tuple[list[tuple[bytes, bytes]], bool]:
+        """The fields, and whether the block changes the HPACK table, which empties the cache."""
         _check_sizes(block)
         if len(block) > HEADERS:
             _check_count(block)
+        changes = self._table.changes
         try:
-            found = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+            fields = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
         except (HPACKError, IndexError, ValueError) as error:
             raise Http2Error(
                 ErrorCode.COMPRESSION_ERROR, f"the headers of the call cannot be decoded: {error}"
             ) from None
-        self.fields = len(found)
-        return found
+        self.fields = len(fields)
+        table_changed = self._table.changes != changes or (bool(block) and block[0] & 0xE0 == 0x20)
+        if table_changed:
+            self._cache.clear()
+        return fields, table_changed
 
 
 def _check_count(block: bytes) -> None:

@@ -18,6 +18,7 @@ from shmserve.dtypes import elements as elements_of
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.kserve import json_slices, json_tensors
 from shmserve.gateway.kserve.json_slices import CutList, Text
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import Work
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
 from shmserve.session.encode import TopK
@@ -26,8 +27,8 @@ CLASSES = 1_000_000
 Value = str | int | float | bool
 _LARGEST = 2**63 - 1
 _MOST = 2**64 - 1
-_REMEMBERED = 1024
-_REMEMBERED_BYTES = 2048
+_CACHED_PLANS = 1024
+_CACHED_BYTES = 2048
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 RESERVED = ("headers",)
 _OWN_PREFIX = "triton_"
@@ -133,18 +134,15 @@ class RequestPlans:
     """Cache of plans by the bytes of the JSON, which clients often repeat exactly."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, RequestPlan] = {}
+        self._cache: BoundedCache[bytes, RequestPlan] = BoundedCache(_CACHED_PLANS)
 
     def plan(self, text: bytes) -> RequestPlan:
-        found = self._known.get(text)
-        if found is not None:
-            return found
-        made = plan_of(text)
-        if len(text) <= _REMEMBERED_BYTES and not made.options.id and all(spec.data is None for spec in made.inputs):
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[text] = made
-        return made
+        plan = self._cache.get(text)
+        if plan is None:
+            plan = plan_of(text)
+            if len(text) <= _CACHED_BYTES and not plan.options.id and all(spec.data is None for spec in plan.inputs):
+                self._cache.put(text, plan)
+        return plan
 
 
 def plan_of(text: bytes) -> RequestPlan:

@@ -11,6 +11,7 @@ from shmserve.errors import Internal, ServeError
 from shmserve.gateway.auth.header_forwarding import merged
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.caller_shares import Creditor, Payer, release
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import BrokerQuery
@@ -21,7 +22,7 @@ from shmserve.session import WINDOW, StreamTicket, Ticket
 from shmserve.session.gpu.foreign_memory import RegionPart
 
 log = logging.getLogger("shmserve.gateway")
-_KNOWN = 1024
+_CACHED_MODELS = 1024
 NO_TIME = 0.0
 """Passed as the current time: the session uses it only for requests with a timeout of their own."""
 
@@ -150,7 +151,7 @@ class RequestSender:
     def __init__(self, link: GatewayLink, regions: Regions) -> None:
         self.link = link
         self.regions = regions
-        self._plain: dict[tuple[str, str], bool] = {}
+        self._by_workers: BoundedCache[tuple[str, str], bool] = BoundedCache(_CACHED_MODELS)
 
     def given(self, spec: InputPlan) -> Any:
         """The bytes of an input from the JSON or from a region, or the part of the region that workers read in
@@ -186,12 +187,10 @@ class RequestSender:
     def _written_by_workers(self, model: str, version: str) -> bool:
         """Not every output of an ensemble can be. The first request of a model queries its configuration, for later
         requests."""
-        known = self._plain.get((model, version))
+        known = self._by_workers.get((model, version))
         if known is None:
-            if len(self._plain) >= _KNOWN:
-                self._plain.clear()
-            self._plain[model, version] = False
-            ticket = _Learning(self._plain, (model, version))
+            self._by_workers.put((model, version), False)
+            ticket = _Learning(self._by_workers, (model, version))
             self.link.session.ask(ticket, "config", NO_TIME, model, version or None)
         return bool(known)
 

@@ -87,7 +87,7 @@ def test_heads_are_cached() -> None:
     assert heads.head(lines()) is heads.head(bytes(bytearray(lines())))
     for number in range(1100):
         heads.head(lines(f"a: {number}"))
-    assert len(heads._known) <= 1024
+    assert len(heads._cache) <= 1024
 
 
 @pytest.mark.parametrize(

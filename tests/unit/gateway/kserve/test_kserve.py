@@ -186,7 +186,7 @@ def test_plans_without_data_are_cached() -> None:
     assert plans.plan(request()) is not plans.plan(request()), "a plan with data is not cached"
     for number in range(1100):
         plans.plan(one_input(parameters={"binary_data_size": 8, "n": number}))
-    assert len(plans._known) <= 1024
+    assert len(plans._cache) <= 1024
 
 
 # ---------------------------------------------------------------------------------------- numbers as JSON

@@ -1,0 +1,22 @@
+"""A cache whose keys clients choose."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class BoundedCache(dict[K, V]):
+    """A dict that `put` empties when it is full. Look-ups cost no more than those of a dict, and the few keys that
+    clients repeat are soon back."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, key: K, value: V) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        self[key] = value
