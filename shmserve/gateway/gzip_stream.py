@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
+GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+"""`wbits` with which zlib accepts both formats, and detects which one it is."""
+WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""Encoding -> `wbits`. HTTP and gRPC call the zlib format `deflate`."""
 FAST = 4
 """Factor by which zlib is faster per byte of inflated output, and per byte of input at level 1, than otherwise."""
-
-
-class Compressor(Protocol):
-    """The interface of zlib.compressobj."""
-
-    def compress(self, data: Buffer, /) -> bytes: ...
-    def flush(self) -> bytes: ...
 
 
 class Overflow(Exception):
@@ -28,7 +24,7 @@ class Incomplete(Exception):
     """The input is not one complete stream."""
 
 
-def inflating(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[bytearray]:
+def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[bytearray]:
     """`hold` is called with the number of bytes produced. Raises zlib.error, Overflow, Incomplete, and what `hold`
     raises."""
     machine = zlib.decompressobj(wbits)
@@ -51,8 +47,9 @@ def inflating(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None])
     return found
 
 
-def deflating(machine: Compressor, parts: Sequence[Buffer], most: int) -> Work[bytes]:
+def deflate(encoding: str, level: int, parts: Sequence[Buffer], most: int) -> Work[bytes]:
     """`most`: bytes of input in one slice."""
+    machine = zlib.compressobj(level, zlib.DEFLATED, WBITS[encoding])
     pieces = []
     room = most
     for part in parts:

@@ -12,15 +12,16 @@ from msgspec import Struct
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.grpc.messages import unreadable
+from shmserve.gateway.grpc.wire import LENGTH_DELIMITED, field_at, number_at, varint
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.json_tensors import CONTENTS
+from shmserve.gateway.kserve.json_tensors import contents_field, wrong_contents
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 AROUND_BYTES = 1 << 20
 """Bytes of a request without its tensors."""
 _FIELDS = 4096
 """Fields of a request, and of one of its inputs; the contents of an input count as one."""
-_INPUT, _CONTENTS, _LENGTH = 0x2A, 0x2A, 2
+_INPUT, _CONTENTS = 0x2A, 0x2A
 _NUMBERS = {1: "bool_contents", 2: "int_contents", 3: "int64_contents", 4: "uint_contents", 5: "uint64_contents",
             6: "fp32_contents", 7: "fp64_contents", 8: "bytes_contents"}  # fmt: skip
 _WIDE = {"int_contents": np.dtype("int32"), "uint_contents": np.dtype("uint32")}
@@ -67,7 +68,7 @@ def _without_contents(head: bytes, start: int, end: int) -> tuple[bytes, memoryv
             contents = memoryview(head)[first:last]
             parts.append(b"\x2a\0")
     body = b"".join(parts)
-    return b"\x2a" + _varint(len(body)) + body, contents
+    return b"\x2a" + varint(len(body)) + body, contents
 
 
 def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, int, int, int]]:
@@ -75,41 +76,12 @@ def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, i
     for _ in range(most):
         if at == end:
             return
-        tag, value = _number(data, at)
-        if tag & 7 == _LENGTH:
-            size, value = _number(data, value)
-            after = value + size
-        elif tag & 7 == 0:
-            after = _number(data, value)[1]
-        elif tag & 7 in (1, 5):
-            after = value + (8 if tag & 7 == 1 else 4)
-        else:
-            raise unreadable(_REQUEST)
+        tag, value, after = field_at(data, at)
         if after > end:
             raise unreadable(_REQUEST)
         yield tag, at, value, after
         at = after
     raise InvalidRequest(f"a request has more than {most} fields")
-
-
-def _number(data: Buffer, at: int) -> tuple[int, int]:
-    found = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        found |= (byte & 127) << shift
-        if byte < 128:
-            return found, at
-    raise unreadable(_REQUEST)
-
-
-def _varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
 
 
 # ---------------------------------------------------------------------------------------- elements
@@ -118,25 +90,21 @@ def _varint(number: int) -> bytes:
 def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> Work[bytearray]:
     """The elements as the bytes of the tensor: up to `most` bytes of numbers; strings take at most twice as much as in
     the message."""
-    field = CONTENTS.get(dtype)
-    if field is None:
-        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
+    field = contents_field(name, dtype)
     found = bytearray()
     at = due = 0
     try:
         while at < len(contents):
             tag, size, value = contents[at], contents[at + 1], at + 2
             if tag > 127 or size > 127:
-                tag, value = _number(contents, at)
-                size, value = _number(contents, value)
+                tag, value = number_at(contents, at)
+                size, value = number_at(contents, value)
             at = value + size
             other = _NUMBERS.get(tag >> 3)
-            if tag & 7 != _LENGTH or at > len(contents) or other is None:
+            if tag & 7 != LENGTH_DELIMITED or at > len(contents) or other is None:
                 raise unreadable(_REQUEST)
             if other != field:
-                raise InvalidRequest(
-                    f"input '{name}' is of {dtype}, whose elements are in {field}, and {other} has some"
-                )
+                raise wrong_contents(name, dtype, other)
             if field == "bytes_contents":
                 found += size.to_bytes(4, "little") + contents[value:at]
                 if len(found) > due:

@@ -12,19 +12,20 @@ from typing import Any
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.grpc.messages import message_class, unreadable
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.plans import INT64_MAX
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.upstream.link import Piece
 from shmserve.protocol.messages import INLINE_BYTES, Tensor, Value
 
 FIELDS = 1024
 """Maximum number of fields in a request: inputs, outputs and parameters have lower limits of their own."""
+_VARINT, _FIXED64, LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _ID, _RAW = 0x1A, 0x3A
 _TAKEN = frozenset((_ID, _RAW))
 _OTHERS = frozenset((0x0A, 0x12, 0x22, 0x2A, 0x32))
 _CACHED = 4096
 _REQUEST = "ModelInferRequest"
 _TENSOR = message_class("inference.ModelInferResponse.InferOutputTensor")
-_INT64_MAX = 2**63 - 1
 _RESPONSE = message_class("inference.ModelInferResponse")
 _STREAMED = message_class("inference.ModelStreamInferResponse")
 
@@ -55,7 +56,7 @@ def take_apart(data: Buffer) -> Taken:
             tag, length = data[at], data[at + 1]
             start = at + 2
             if length > 127:
-                length, start = _number(data, at + 1)
+                length, start = number_at(data, at + 1)
             end = start + length
             if tag in _TAKEN:
                 if at > begin:
@@ -66,7 +67,7 @@ def take_apart(data: Buffer) -> Taken:
                     request_id = bytes(data[start:end]).decode()
                 begin = end
             elif tag not in _OTHERS:
-                end = _behind(data, at)
+                end = _end_of_unknown(data, at)
             at = end
     except (IndexError, UnicodeDecodeError):
         raise unreadable(_REQUEST) from None
@@ -84,7 +85,7 @@ def tensor_at(first: Buffer) -> int | None:
     at = 0
     try:
         for _ in range(FIELDS):
-            length, start = _number(first, at + 1)
+            length, start = number_at(first, at + 1)
             if first[at] == _RAW and length > INLINE_BYTES:
                 return start
             at = start + length
@@ -93,32 +94,40 @@ def tensor_at(first: Buffer) -> int | None:
     return None
 
 
-def _number(data: Buffer, at: int) -> tuple[int, int]:
-    """A varint, and where it ends."""
-    found = 0
+def number_at(data: Buffer, at: int) -> tuple[int, int]:
+    """A varint, and where it ends. IndexError: it is truncated."""
+    number = 0
     for shift in range(0, 70, 7):
         byte = data[at]
         at += 1
-        found |= (byte & 127) << shift
+        number |= (byte & 127) << shift
         if byte < 128:
-            return found, at
+            return number, at
     raise unreadable(_REQUEST)
 
 
-def _behind(data: Buffer, at: int) -> int:
-    """The end of a field that is not in ModelInferRequest."""
-    tag, at = _number(data, at)
+def field_at(data: Buffer, at: int) -> tuple[int, int, int]:
+    """The tag of a field, and the start and the end of its value, which may lie behind the end of `data`."""
+    tag, start = number_at(data, at)
     kind = tag & 7
-    if kind == 0:
-        return _number(data, at)[1]
-    if kind == 1:
-        return at + 8
-    if kind == 5:
-        return at + 4
-    if kind != 2 or tag >> 3 in range(1, 8):  # groups; and known fields in a non-canonical encoding
+    if kind == LENGTH_DELIMITED:
+        length, start = number_at(data, start)
+        return tag, start, start + length
+    if kind == _VARINT:
+        return tag, start, number_at(data, start)[1]
+    if kind == _FIXED64:
+        return tag, start, start + 8
+    if kind == _FIXED32:
+        return tag, start, start + 4
+    raise unreadable(_REQUEST)  # groups
+
+
+def _end_of_unknown(data: Buffer, at: int) -> int:
+    """The end of a field that is not in ModelInferRequest."""
+    tag, _, end = field_at(data, at)
+    if tag & 7 == LENGTH_DELIMITED and tag >> 3 in range(1, 8):  # a known field in a non-canonical encoding
         raise unreadable(_REQUEST)
-    length, at = _number(data, at)
-    return at + length
+    return end
 
 
 # ---------------------------------------------------------------------------------------- responses
@@ -147,7 +156,7 @@ def parameters_of(given: dict[str, Value]) -> bytes:
         if type(value) is bool:
             parameter.bool_param = value
         elif type(value) is int:
-            if value > _INT64_MAX:
+            if value > INT64_MAX:
                 parameter.uint64_param = value
             else:
                 parameter.int64_param = value

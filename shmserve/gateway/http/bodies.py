@@ -11,13 +11,11 @@ from shmserve.gateway import gzip_stream
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import CHUNKS, HEAD_BYTES, HttpLimits
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.json_tensors import json_too_large
+from shmserve.gateway.kserve.json_tensors import json_size_text
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 _LINE = 1024
 """Maximum length of an incomplete line: a chunk header or a trailer."""
-_EITHER = 32 + zlib.MAX_WBITS
-"""`wbits` with which zlib accepts both gzip and zlib data, and detects which one it is."""
 _LEVEL = 1
 """Compression level of responses: the fastest."""
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t -~]*)?")
@@ -36,6 +34,8 @@ class Chunks:
         self._count = 0
         self._left = 0
         """Bytes of the current chunk that have not arrived, including its CRLF."""
+        self._crlf = b""
+        """What has arrived of the CRLF after the current chunk."""
         self._trailer = 0
         """Bytes of trailers so far."""
         self._ending = False
@@ -69,10 +69,12 @@ class Chunks:
         """Adds a piece of the current chunk. The last two of its `_left` bytes are CRLF."""
         body = max(0, min(len(piece), self._left - 2))
         self.body += piece[:body]
-        tail = piece[body:]
-        if tail and tail != b"\r\n"[2 - self._left + body :][: len(tail)]:
+        self._crlf += piece[body:]
+        if not b"\r\n".startswith(self._crlf):
             raise InvalidRequest("a chunk of the body does not match its size")
         self._left -= len(piece)
+        if not self._left:
+            self._crlf = b""
 
     def _line(self, line: bytes) -> None:
         """Handles a chunk header or a trailer, without its CRLF."""
@@ -89,7 +91,7 @@ class Chunks:
                 f"Chunked request body exceeds maximum of {CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
             )
         if len(self.body) + size > self._limit:
-            raise _too_large(len(self.body) + size, self._limit)
+            raise _body_size_error(len(self.body) + size, self._limit)
         if size:
             self._left = size + 2
         else:
@@ -104,30 +106,30 @@ class Chunks:
         self.done = not line
 
 
-def too_large(head: HttpHead, limits: HttpLimits) -> InvalidRequest:
+def content_length_error(head: HttpHead, limits: HttpLimits) -> InvalidRequest:
     """The error for a body whose Content-Length exceeds `limits.input_bytes`. The text depends on the kind of body."""
     action = head.route.action
     if head.encoding or (action == "infer" and head.json_length is not None):
-        return _too_large(head.length, limits.input_bytes)
+        return _body_size_error(head.length, limits.input_bytes)
     if action in ("infer", "generate", "generate_stream"):
-        return limits.json_too_large(head.length)
-    return InvalidRequest(json_too_large(head.length, limits.input_bytes, "--http-max-input-size"))
+        return limits.json_size_error(head.length)
+    return InvalidRequest(json_size_text(head.length, limits.input_bytes, "--http-max-input-size"))
 
 
-def _too_large(size: int, limit: int) -> InvalidRequest:
+def _body_size_error(size: int, limit: int) -> InvalidRequest:
     return InvalidRequest(
         f"the request body of {size} bytes exceeds the maximum allowed value of {limit} bytes; raise "
         "--http-max-input-size of the gateway"
     )
 
 
-def inflating(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable[[int], None]) -> Work[bytearray]:
+def inflate_body(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable[[int], None]) -> Work[bytearray]:
     """Decompresses a body to at most `limit` bytes, which the option `flag` sets. `hold` is called with the size of
     each piece before the piece is added, and may raise to abort."""
     if encoding not in ("gzip", "deflate"):
         raise Unsupported(f"Unsupported compression type '{encoding[:40]}'")
     try:
-        return (yield from gzip_stream.inflating(_EITHER, body, limit, hold))
+        return (yield from gzip_stream.inflate(gzip_stream.GZIP_OR_ZLIB, body, limit, hold))
     except zlib.error:
         raise InvalidRequest(f"the body is not valid {encoding}") from None
     except gzip_stream.Overflow:
@@ -137,7 +139,5 @@ def inflating(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable
         raise InvalidRequest(f"the body is not one complete {encoding} stream") from None
 
 
-def deflating(encoding: str, parts: Sequence[Buffer]) -> Work[bytes]:
-    # HTTP calls the zlib format `deflate`. 31: 16 (gzip) + MAX_WBITS.
-    machine = zlib.compressobj(_LEVEL, zlib.DEFLATED, 31 if encoding == "gzip" else zlib.MAX_WBITS)
-    return gzip_stream.deflating(machine, parts, gzip_stream.FAST * SLICE_BYTES)
+def deflate_body(encoding: str, parts: Sequence[Buffer]) -> Work[bytes]:
+    return gzip_stream.deflate(encoding, _LEVEL, parts, gzip_stream.FAST * SLICE_BYTES)

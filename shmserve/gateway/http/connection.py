@@ -180,7 +180,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._keep_alive = head.keep_alive and not self._listener.stopping
         limit = self._listener.limits.input_bytes
         if head.length > limit:
-            self._refuse_for(bodies.too_large(head, self._listener.limits))
+            self._refuse_for(bodies.content_length_error(head, self._listener.limits))
             return None
         until = end + head.length
         if not head.chunked and len(data) >= until:
@@ -297,7 +297,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         if head.route.action == "infer" and head.json_length is None and limits.json_bytes < limit:
             limit, flag = limits.json_bytes, "--http-max-json-size"
         self.work(
-            bodies.inflating(head.encoding, body, limit, flag, self._hold),
+            bodies.inflate_body(head.encoding, body, limit, flag, self._hold),
             lambda found: begin(self, head, found),
             failed,
         )
@@ -364,7 +364,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         if head is not None and head.accepts and size >= COMPRESSED_BYTES and head.route.action == "infer":
             more += b"Content-Encoding: %b\r\n" % head.accepts.encode()
             self.work(
-                bodies.deflating(head.accepts, parts),
+                bodies.deflate_body(head.accepts, parts),
                 lambda data: self._send(status, [data], len(data), kind, json_length, more),
             )
         else:

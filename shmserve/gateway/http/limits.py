@@ -6,7 +6,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.kserve.json_tensors import json_too_large
+from shmserve.gateway.kserve.json_tensors import json_size_text
 
 HEAD_BYTES = 32 * 1024
 """Request line and headers together."""
@@ -35,10 +35,10 @@ class HttpLimits(Struct, frozen=True):
     exit_timeout_s: float = 30.0
     """For requests in flight when the gateway stops."""
 
-    def json_too_large(self, size: int) -> InvalidRequest:
+    def json_size_error(self, size: int) -> InvalidRequest:
         """The error for the JSON of a request to a model."""
         limit, flag = self.input_bytes, "--http-max-input-size"
         if self.json_bytes < limit:
             limit, flag = self.json_bytes, "--http-max-json-size"
-        text = json_too_large(size, limit, flag)
+        text = json_size_text(size, limit, flag)
         return InvalidRequest(f"{text} Tensors sent as binary data do not count.")

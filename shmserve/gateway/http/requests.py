@@ -222,13 +222,13 @@ class Requests:
         """Chooses the buffers for the body, of which only `first` has arrived."""
         infer = head.route.action == "infer" and not head.encoding
         if infer and head.json_length is None and head.length > self._limits.json_bytes:
-            raise self._limits.json_too_large(head.length)
+            raise self._limits.json_size_error(head.length)
         if not infer or head.json_length is None:
             self._gather(connection, head, first)
         elif head.json_length:
             size = self._json_length(head, head.length)
             if size > self._limits.json_bytes:
-                raise self._limits.json_too_large(size)
+                raise self._limits.json_size_error(size)
             if size > SLICE_BYTES:
                 self._gather(connection, head, first)
                 return
@@ -349,7 +349,7 @@ class Requests:
         else:
             length = self._json_length(head, len(body))
         if length > self._limits.json_bytes:
-            raise self._limits.json_too_large(length)
+            raise self._limits.json_size_error(length)
         if length <= SLICE_BYTES:
             self._begin_planned(connection, head, body, length, self._plan(bytes(body[:length])))
             return
@@ -409,7 +409,7 @@ class Requests:
         if as_events and head.old:
             raise Unsupported("generate_stream requires HTTP/1.1")
         if len(body) > self._limits.json_bytes:
-            raise self._limits.json_too_large(len(body))
+            raise self._limits.json_size_error(len(body))
 
         def go_on(config: Any) -> None:
             plan = generate_plan(body, config)

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
+from shmserve.gateway.kserve.plans import is_version
 from shmserve.gateway.upstream.documents import Route
 
 
@@ -112,7 +113,7 @@ def _route(method: str, path: Path, words: dict[str, str]) -> Route:
     if action == "named_repository":
         return Route(action)
     version = words.get("{version}")
-    if version is not None and not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) < 2**63):
+    if version is not None and not is_version(version):
         return Route("", status=400, text=f"version '{version[:40]}' in the path is not an integer of at least 1")
     if words.get("{model}") == "":
         return Route("", status=400, text="the name of the model is missing in the path")

@@ -12,28 +12,27 @@ from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 COMPRESSED_BYTES = 1024
 """Messages below this size are not compressed."""
-_WINDOW = {"gzip": 31, "deflate": zlib.MAX_WBITS}
 
 
-def too_large(size: int, limit: int) -> RpcError:
+def message_size_error(size: int, limit: int) -> RpcError:
     return RpcError(
         Code.RESOURCE_EXHAUSTED,
         f"Received message larger than max ({size} vs. {limit}); raise --grpc-max-input-size of the gateway",
     )
 
 
-def inflating(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[Buffer]:
+def inflate_message(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[Buffer]:
     """Inflates a message. `hold` is called with the number of bytes produced."""
     try:
-        found = yield from gzip_stream.inflating(_WINDOW[encoding], data, limit, hold)
+        found = yield from gzip_stream.inflate(gzip_stream.WBITS[encoding], data, limit, hold)
     except zlib.error:
         raise RpcError(Code.INTERNAL, f"the message is not valid {encoding}") from None
     except gzip_stream.Overflow as error:
-        raise too_large(error.args[0], limit) from None
+        raise message_size_error(error.args[0], limit) from None
     except gzip_stream.Incomplete:
         raise RpcError(Code.INTERNAL, f"the message is not one complete {encoding} stream") from None
     return bytes(found) if len(found) < SLICE_BYTES else memoryview(found)
 
 
-def deflating(encoding: str, parts: Sequence[Buffer], level: int) -> Work[bytes]:
-    return gzip_stream.deflating(zlib.compressobj(level, zlib.DEFLATED, _WINDOW[encoding]), parts, SLICE_BYTES)
+def deflate_message(encoding: str, level: int, parts: Sequence[Buffer]) -> Work[bytes]:
+    return gzip_stream.deflate(encoding, level, parts, SLICE_BYTES)

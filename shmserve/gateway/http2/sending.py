@@ -12,7 +12,7 @@ from shmserve.gateway.http2 import frames, heads, limits
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.host import Http2Host
 from shmserve.gateway.http2.interface import Awaits, ServiceCall
-from shmserve.gateway.http2.messages import COMPRESSED_BYTES, deflating
+from shmserve.gateway.http2.messages import COMPRESSED_BYTES, deflate_message
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import Job
 from shmserve.gateway.upstream.receive import Room
@@ -126,7 +126,7 @@ class Sending:
             self._send_message(0, size, parts)
             return
         core = self._core
-        work = deflating(self._compression, parts, core.limits.compression)
+        work = deflate_message(self._compression, core.limits.compression, parts)
         job = core.listener.turns.run(work, self._deflated, lambda error: self.faulty())
         if job.running:
             self._headers()

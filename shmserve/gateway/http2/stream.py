@@ -16,7 +16,7 @@ from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.frames import ErrorCode
 from shmserve.gateway.http2.host import Http2Host
 from shmserve.gateway.http2.interface import ServiceCall
-from shmserve.gateway.http2.messages import inflating, too_large
+from shmserve.gateway.http2.messages import inflate_message, message_size_error
 from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, tell
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
@@ -155,7 +155,7 @@ class Http2Stream(Sending):
                 if size <= end - at:
                     self._core.large = False
                     if size > self._core.limits.message_bytes:
-                        self.fail(too_large(size, self._core.limits.message_bytes))
+                        self.fail(message_size_error(size, self._core.limits.message_bytes))
                         return
                     self._deliver(flag, data[at : at + size] if size < LARGE else memoryview(data)[at : at + size])
                     at += size
@@ -166,7 +166,7 @@ class Http2Stream(Sending):
     def _begin(self, flag: int, size: int, first: Buffer = b"") -> None:
         """Starts a message of which only `first` has arrived."""
         if size > self._core.limits.message_bytes:
-            self.fail(too_large(size, self._core.limits.message_bytes))
+            self.fail(message_size_error(size, self._core.limits.message_bytes))
             return
         if not size:
             self._deliver(flag, b"")
@@ -235,7 +235,7 @@ class Http2Stream(Sending):
         def work() -> Work[Buffer]:
             if core.work < 0:
                 yield from self._next_turn()
-            return (yield from inflating(self.head.encoding, data, core.limits.message_bytes, hold))
+            return (yield from inflate_message(self.head.encoding, data, core.limits.message_bytes, hold))
 
         def then(found: Buffer) -> None:
             self._pass_on(found)

@@ -39,7 +39,7 @@ def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut:
     _check_dtype(name, dtype)
     count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
     if count * size > most:
-        why = json_too_large(count * size, most, "--http-max-input-size")
+        why = json_size_text(count * size, most, "--http-max-input-size")
         raise InvalidRequest(f"{why} Input '{name}' has the shape {list(shape)} and the data-type {dtype}.")
     found, data = 0, bytearray()
     begin = -1
@@ -68,7 +68,7 @@ def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut:
     return data
 
 
-def json_too_large(size: int, limit: int, flag: str) -> str:
+def json_size_text(size: int, limit: int, flag: str) -> str:
     return (
         f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. Use {flag} to "
         "increase the limit."
@@ -128,14 +128,26 @@ CONTENTS = {
 _CONTENTS = {"int_contents": "INT32", "uint_contents": "UINT32"}
 
 
-def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
-    """The elements of an InferTensorContents as the bytes of the tensor."""
+def contents_field(name: str, dtype: str) -> str:
+    """The list of InferTensorContents that has the elements of an input."""
     field = CONTENTS.get(dtype)
     if field is None:
         raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
+    return field
+
+
+def wrong_contents(name: str, dtype: str, other: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"input '{name}' is of {dtype}, whose elements are in {CONTENTS[dtype]}, and {other} has some"
+    )
+
+
+def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
+    """The elements of an InferTensorContents as the bytes of the tensor."""
+    field = contents_field(name, dtype)
     for other in dict.fromkeys(CONTENTS.values()):
         if other != field and len(getattr(contents, other)):
-            raise InvalidRequest(f"input '{name}' is of {dtype}, whose elements are in {field}, and {other} has some")
+            raise wrong_contents(name, dtype, other)
     values = getattr(contents, field)
     if dtype == "BYTES":
         return bytes(strings.encode_bytes(np.array(list(values), object)))

@@ -25,8 +25,8 @@ from shmserve.session.encode import TopK
 
 CLASSES = 1_000_000
 Value = str | int | float | bool
-_LARGEST = 2**63 - 1
-_MOST = 2**64 - 1
+INT64_MAX = 2**63 - 1
+UINT64_MAX = 2**64 - 1
 _CACHED_PLANS = 1024
 _CACHED_BYTES = 2048
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -69,10 +69,10 @@ class Place(Struct, frozen=True):
         Triton's."""
         if self.offset >= size:
             raise InvalidRequest(f"Invalid offset for shared memory region: '{region}'")
-        if self.offset + self.size > _MOST:
+        if self.offset + self.size > UINT64_MAX:
             raise InvalidRequest(
-                f"Integer overflow detected: byte_size ({self.size}) + offset ({self.offset}) > {_MOST} for shared "
-                f"memory region: '{region}'"
+                f"Integer overflow detected: byte_size ({self.size}) + offset ({self.offset}) > {UINT64_MAX} for "
+                f"shared memory region: '{region}'"
             )
         if self.offset + self.size > size:
             raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{region}'")
@@ -177,13 +177,13 @@ def _request_of(text: bytes) -> _JsonRequest:
     except _UNREADABLE as error:
         if b"NaN" not in text and b"Infinity" not in text:
             raise json_slices.unreadable(error) from None
-        found = _with_what_is_no_number(text)
+        found = _decode_non_finite(text)
     if len(found.inputs) > TENSORS:
         raise InvalidRequest(f"the request has {len(found.inputs)} inputs; the limit is {TENSORS}")
     return found
 
 
-def _with_what_is_no_number(text: bytes) -> _JsonRequest:
+def _decode_non_finite(text: bytes) -> _JsonRequest:
     """Decode a request that contains NaN or Infinity, which are not JSON but are accepted in requests."""
     try:
         return msgspec.convert(json.loads(text), _JsonRequest)
@@ -200,16 +200,16 @@ def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]
     if len(shape) > DIMS:
         raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
     found = tuple(shape)
-    if any(not 0 <= dim <= _LARGEST for dim in found):
-        raise InvalidRequest(f"input '{name}' of shape {list(found)}: dims must be from 0 to {_LARGEST}")
+    if any(not 0 <= dim <= INT64_MAX for dim in found):
+        raise InvalidRequest(f"input '{name}' of shape {list(found)}: dims must be from 0 to {INT64_MAX}")
     if dtype not in ITEM_BYTES:
         raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype[:40]}'")
     count = elements_of(found)
-    if count > _LARGEST:
+    if count > INT64_MAX:
         raise InvalidRequest(
-            f"shape {list(found)} of input '{name}' causes total element count to exceed maximum size of {_LARGEST}"
+            f"shape {list(found)} of input '{name}' causes total element count to exceed maximum size of {INT64_MAX}"
         )
-    if count * (ITEM_BYTES[dtype] or 1) > _LARGEST:
+    if count * (ITEM_BYTES[dtype] or 1) > INT64_MAX:
         raise InvalidRequest(f"byte size overflow for input '{name}' of shape {list(found)} and data-type {dtype}")
     return found
 
@@ -288,8 +288,8 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
         raise InvalidRequest(f"'shared_memory_region' of {what} must be a name")
     if "shared_memory_byte_size" not in parameters:
         raise InvalidRequest(f"{what} is in a shared memory region, but has no 'shared_memory_byte_size'")
-    offset = _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0), _MOST)
-    size = _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"], _MOST)
+    offset = _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0), UINT64_MAX)
+    size = _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"], UINT64_MAX)
     return Place(check_text("region name", region), offset, size)
 
 
@@ -312,7 +312,7 @@ def options_of(request_id: str, given: Mapping[str, Value]) -> RequestOptions:
             case "sequence_end":
                 found.sequence_end = _bool(f"'{name}'", value)
             case "priority":
-                found.priority = _count(f"'{name}'", value, _MOST)
+                found.priority = _count(f"'{name}'", value, UINT64_MAX)
             case "binary_data_output":
                 found.binary = _bool(f"'{name}'", value)
             case _:
@@ -331,7 +331,7 @@ def _parameter(name: str, value: Value) -> Value:
         return _count("'timeout'", value)
     if name in RESERVED or name.startswith(_OWN_PREFIX):
         raise InvalidRequest(f"parameter '{name}' is reserved for Triton usage and should not be specified")
-    if type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST:
+    if type(value) is int and not -INT64_MAX - 1 <= value <= INT64_MAX:
         raise InvalidRequest(f"parameter '{name}' does not fit in 64 bits")
     if type(value) is str:
         _writable(f"parameter '{name}'", value)
@@ -341,11 +341,11 @@ def _parameter(name: str, value: Value) -> Value:
 def _sequence(value: Value) -> int | str | None:
     if type(value) is str:
         return check_text("sequence_id", value) if value else None
-    number = _count("'sequence_id'", value, _MOST)
+    number = _count("'sequence_id'", value, UINT64_MAX)
     return number or None
 
 
-def _count(what: str, value: Value, largest: int = _LARGEST) -> int:
+def _count(what: str, value: Value, largest: int = INT64_MAX) -> int:
     if type(value) is not int or not 0 <= value <= largest:
         raise InvalidRequest(f"{what} must be a number from 0 to {largest}, not {value!r:.40}")
     return value
@@ -357,8 +357,12 @@ def _bool(what: str, value: Value) -> bool:
     return value
 
 
+def is_version(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= INT64_MAX
+
+
 def check_version(version: str) -> str:
-    if version and not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) <= _LARGEST):
+    if version and not is_version(version):
         raise InvalidRequest(
             f"failed to get model version from specified version string '{version[:40]}': expected an integer above 0"
         )

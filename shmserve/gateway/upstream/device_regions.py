@@ -12,11 +12,9 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.plans import Place
+from shmserve.gateway.kserve.plans import INT64_MAX, Place
 from shmserve.session.gpu.foreign_memory import ForeignMemory, RegionPart
 from shmserve.shm.extents.cuda import EXPORTED_BYTES, name_of, uuid_bytes
-
-_LARGEST = 2**63 - 1
 
 
 class DeviceOrder(Struct):
@@ -37,7 +35,7 @@ class DeviceRegion:
         self.unwanted = False
         self._foreign = foreign
         self._size, self._device = order.byte_size, order.device_id
-        if not 0 < order.byte_size <= _LARGEST or len(order.raw_handle) != EXPORTED_BYTES:
+        if not 0 < order.byte_size <= INT64_MAX or len(order.raw_handle) != EXPORTED_BYTES:
             raise InvalidRequest(
                 f"failed to register shared memory region '{name}': invalid args: a CUDA handle has {EXPORTED_BYTES} "
                 f"bytes, this one {len(order.raw_handle)}, and the region {order.byte_size}"

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.gateway.kserve.json_slices import check_depth
+from shmserve.gateway.kserve.json_slices import check_depth, unreadable
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
 from shmserve.gateway.upstream.regions import Regions, Registration
 from shmserve.session.uploads import Body, loading, of_json, of_unload
@@ -276,16 +276,12 @@ def _read(kind: Any, body: bytes) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _no_json(error) from None
+        raise unreadable(error) from None
 
 
 def _check_size(body: bytes) -> None:
     if len(body) > _ASKED_BYTES:
         raise InvalidRequest(f"the request body has {len(body)} bytes; the limit is {_ASKED_BYTES}")
-
-
-def _no_json(error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"failed to parse the request JSON buffer: {error}")
 
 
 def _only_ready(body: bytes) -> bool:
@@ -298,7 +294,7 @@ def _only_ready(body: bytes) -> bool:
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"Invalid value for 'ready': expected a boolean ({error})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _no_json(error) from None
+        raise unreadable(error) from None
 
 
 def _of_load(parameters: dict[str, str | bool]) -> Arguments:

@@ -27,8 +27,8 @@ _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
 _NAME = re.compile(r"/?[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}")
 """Keys that can be announced in a message."""
 _TRITON_PREFIX = "triton_python_backend_shm_region_"
-_MOST = 1024
-_MOST_PASSED = 512
+_MAX_REGIONS = 1024
+_MAX_ANNOUNCED = 512
 """Limit on announced regions: a client may have only so many segments."""
 
 
@@ -142,14 +142,14 @@ class Regions:
         check_text("region name", name)
         if name in self._regions:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
-        if len(self._regions) >= _MOST:
-            raise Unavailable(f"{_MOST} shared memory regions are registered, the limit; unregister some")
+        if len(self._regions) >= _MAX_REGIONS:
+            raise Unavailable(f"{_MAX_REGIONS} shared memory regions are registered, the limit; unregister some")
         if isinstance(order, DeviceOrder):
             if self._foreign is None:
                 raise Unsupported("CUDA shared memory is not supported")
             self._regions[name] = DeviceRegion(name, order, self._foreign)
             return
-        by_name = not self._copied and len(self._regions) < _MOST_PASSED and _NAME.fullmatch(order.key)
+        by_name = not self._copied and len(self._regions) < _MAX_ANNOUNCED and _NAME.fullmatch(order.key)
         self._regions[name] = Region(name, order, _opened(name, order), self._foreign if by_name else None)
 
     def _check_allowed(self) -> None:

@@ -93,7 +93,7 @@ def http(data: bytes) -> None:
             chunks.feed(body)
             body = bytes(chunks.body)
         if head.encoding:
-            body = bytes(finished(bodies.inflating(head.encoding, body, LONGEST_BODY, "", lambda size: None)))
+            body = bytes(finished(bodies.inflate_body(head.encoding, body, LONGEST_BODY, "", lambda size: None)))
         match head.route.action:
             case "infer":
                 kserve.plan_of(body[: head.json_length])

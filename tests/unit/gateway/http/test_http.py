@@ -156,15 +156,15 @@ def test_the_number_of_chunks_is_limited() -> None:
 
 
 def inflated(encoding: str, body: bytes, limit: int) -> bytearray:
-    return finished(bodies.inflating(encoding, body, limit, "--limit", lambda size: None))
+    return finished(bodies.inflate_body(encoding, body, limit, "--limit", lambda size: None))
 
 
 @given(st.binary(max_size=300))
 def test_compression_roundtrip(data: bytes) -> None:
     assert inflated("gzip", gzip.compress(data), 300) == data
     assert inflated("deflate", zlib.compress(data), 300) == data
-    assert gzip.decompress(finished(bodies.deflating("gzip", [data, memoryview(data)]))) == data + data
-    assert zlib.decompress(finished(bodies.deflating("deflate", [data]))) == data
+    assert gzip.decompress(finished(bodies.deflate_body("gzip", [data, memoryview(data)]))) == data + data
+    assert zlib.decompress(finished(bodies.deflate_body("deflate", [data]))) == data
 
 
 @pytest.mark.parametrize(

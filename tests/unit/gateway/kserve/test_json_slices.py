@@ -263,11 +263,11 @@ def test_a_bomb_is_inflated_up_to_the_limit_and_no_further() -> None:
     with pytest.raises(
         InvalidRequest, match=f"decompressed request body exceeds the maximum allowed value of {MIB} bytes; raise --x"
     ):
-        finished(bodies.inflating("gzip", bomb, MIB, "--x", held.append))
+        finished(bodies.inflate_body("gzip", bomb, MIB, "--x", held.append))
     assert sum(held) <= MIB
     assert max(held) <= 4 * SLICE_BYTES
     held.clear()
-    assert steps(bodies.inflating("gzip", bomb, 64 * MIB, "--x", held.append)) >= 64 * MIB // (4 * SLICE_BYTES) - 1
+    assert steps(bodies.inflate_body("gzip", bomb, 64 * MIB, "--x", held.append)) >= 64 * MIB // (4 * SLICE_BYTES) - 1
     assert sum(held) == 64 * MIB
 
 
