@@ -39,7 +39,7 @@ class Inbox:
     def add(self, handlers: dict[type, Callable[[Any], None]]) -> None:
         self._handlers |= handlers
 
-    def loaded(self) -> list[Any]:
+    def take_kept(self) -> list[Any]:
         """Returns the orders that were kept. From now on an order without a handler is a protocol error."""
         kept, self._kept = self._kept or [], None
         return kept

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -26,7 +25,7 @@ from shmserve.workers.inbox import Inbox
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback, public
-from shmserve.workers.runner import Runner, Trace
+from shmserve.workers.runner import Runner, Trace, runner_of
 
 PINS = "pins"
 """The setting in Load that names the file with the size, mtime and inode of files that were not copied."""
@@ -34,7 +33,6 @@ PINS = "pins"
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.link import BrokerLink
-    from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
 
 
@@ -48,7 +46,7 @@ class LoadedModel(Struct):
     config: ModelConfig
     backend: Backend
     arenas: Arenas
-    runner: Runner
+    runner: Runner[Any]
     inbox: Inbox | None = None
     """None without a link."""
 
@@ -79,9 +77,8 @@ def load(
     if link is not None and inbox is not None and backend.asks:
         from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
 
-        backend.calls = calls = OutgoingCalls(outbox, arenas, mapped)
-        inbox.add(calls.handlers)
-        backend.listen = partial(_listen, link, inbox)
+        backend.calls = OutgoingCalls(outbox, arenas, mapped, link.fileno(), inbox.read)
+        inbox.add(backend.calls.handlers)
     try:
         if context.auto_complete:
             config = backend.complete(config)
@@ -104,12 +101,8 @@ def load(
     if backend.probes:
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
-    runner = Runner(order.instance, order.model_dir, backend, gather, scatter, trace, extension)
+    runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, trace, extension)
     return LoadedModel(config, backend, arenas, runner, inbox)
-
-
-def _listen(link: BrokerLink, inbox: Inbox, streams: OpenResponses) -> None:
-    streams.listen(link.fileno(), inbox.read)
 
 
 def _pins(order: Load) -> dict[str, Look]:

@@ -6,7 +6,6 @@ because the run time of a model is not bounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmserve.protocol.messages import (
@@ -29,10 +28,9 @@ from shmserve.protocol.messages import Withdrawn as WithdrawnReport
 from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
 
 if TYPE_CHECKING:
+    from shmserve.workers.backends.base import Backend
     from shmserve.workers.inbox import Inbox
     from shmserve.workers.link import BrokerLink
-    from shmserve.workers.model_calls.calls import OutgoingCalls
-    from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.output_arenas import Arenas
     from shmserve.workers.runner import Runner
@@ -47,10 +45,8 @@ class Loop:
         inbox: Inbox,
         outbox: Outbox,
         arenas: Arenas,
-        runner: Runner,
-        streams: OpenResponses | None = None,
-        calls: OutgoingCalls | None = None,
-        prober: Callable[[Callable[[bool], None]], None] | None = None,
+        runner: Runner[Any],
+        backend: Backend,
     ) -> None:
         self._receive = link.receive
         self._inbox = inbox
@@ -61,18 +57,18 @@ class Loop:
         self._runner = runner
         self._waiting = BatchQueue()
         self._stopping = False
-        self._streams = streams
-        if streams is not None:
-            streams.connect(link.fileno(), inbox.read, self._tell, runner.row, self._discard)
-        self._calls = calls
-        self._prober = prober
+        self._streams = backend.streams
+        if self._streams is not None:
+            self._streams.connect(self._send_response, runner.row, runner.discard)
+        self._calls = backend.calls
+        self._prober = backend.probe
         inbox.add(
             {
                 Execute: self._waiting.add,
                 Return: self._return,
                 Withdraw: self._withdraw,
                 Ping: self._ping,
-                More: self._more,
+                More: self._widen_window,
                 EndSequences: self._end_sequences,
                 Stop: self._stop,
                 Probe: self._probe,
@@ -81,7 +77,7 @@ class Loop:
 
     def run(self, orders: list[Any], descriptors: list[int]) -> None:
         """Runs until Stop. First handles `orders`, which arrived with Load, and those that arrived during loading."""
-        self._handle([*orders, *self._inbox.loaded()], descriptors)
+        self._handle([*orders, *self._inbox.take_kept()], descriptors)
         self._drain()
         while True:
             batch = self._waiting.start(last=self._stopping)
@@ -145,34 +141,28 @@ class Loop:
 
     def _probe(self, order: Probe) -> None:
         streams = self._streams
-        if streams is None or self._prober is None:
+        if streams is None:
             return
 
-        def tell(ready: bool) -> None:
+        def report(ready: bool) -> None:
             with streams.turn:
                 self._outbox.add(Probed(order.number, ready))
                 self._outbox.flush()
 
-        self._prober(tell)
+        self._prober(report)
 
-    def _more(self, order: More) -> None:
-        if self._streams is not None and not self._streams.more(order.request, order.count):
-            self._waiting.more(order.request, order.count)
+    def _widen_window(self, order: More) -> None:
+        if self._streams is not None and not self._streams.widen_window(order.request, order.count):
+            self._waiting.widen_window(order.request, order.count)
 
     def _end_sequences(self, order: EndSequences) -> None:
         self._runner.forget(order.sequences)
 
     # ------------------------------------------------------------------------------------ responses from a sender
 
-    def _tell(self, row: Row) -> None:
+    def _send_response(self, row: Row) -> None:
         """Sends a response immediately, because the time until the model's next one is not bounded."""
         self._outbox.add(Streamed((row,)))
         if self._calls is not None:
             self._calls.sent((row,))
         self._outbox.flush()
-
-    def _discard(self, row: Row) -> None:
-        owns, calls = self._arenas.owns, self._calls
-        for tensor in row.outputs:
-            if isinstance(tensor.data, tuple) and (calls is None or not calls.not_passed_on(tensor)):
-                self._arenas.free([part for part in tensor.data if owns(part.segment)])

@@ -196,12 +196,8 @@ def _serve(link: BrokerLink) -> Exit:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        backend = model.backend
         assert model.inbox is not None
-        loop = Loop(
-            link, model.inbox, outbox, model.arenas, model.runner, backend.streams, backend.calls, backend.probe
-        )
-        loop.run(orders[1:], descriptors)
+        Loop(link, model.inbox, outbox, model.arenas, model.runner, model.backend).run(orders[1:], descriptors)
         stopped = True
     finally:
         finalized = _finalize(model, stopped)

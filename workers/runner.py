@@ -11,14 +11,14 @@ request; backends see ordinary inputs and outputs.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure, Row, Work
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
-from shmserve.workers.batch.padding import UNKNOWN_LENGTH, PaddedResults
+from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.process.log import log_traceback, public
 
@@ -35,16 +35,17 @@ Ran = tuple[list[Row], Times, tuple[int, ...]]
 Trace = Callable[[str, BaseException], None]
 """Reports the traceback of a failed model, with a description. In the server it is written to the log."""
 clock = time.monotonic_ns
+B = TypeVar("B", StackedBackend, SeparateBackend)
 
 
-class Runner:
+class Runner(ABC, Generic[B]):
     """Runs batches on a loaded backend. `model_dir` is replaced in error messages for clients."""
 
     def __init__(
         self,
         instance: str,
         model_dir: str,
-        backend: Backend,
+        backend: B,
         gather: Gather,
         scatter: Scatter,
         trace: Trace = log_traceback,
@@ -56,15 +57,11 @@ class Runner:
         self._gather = gather
         self._scatter = scatter
         self._extension = extension
-        self._read = gather.read if extension is None else partial(extension.read, gather)
-        self._run: Callable[[Sequence[Work]], Ran]
-        if isinstance(backend, StackedBackend):
-            self._stacked = backend
-            self._run = self._run_stacked
-        else:
-            assert isinstance(backend, SeparateBackend)
-            self._separate = backend
-            self._run = self._run_separate
+        self._backend: B = backend
+
+    @abstractmethod
+    def _run(self, works: Sequence[Work]) -> Ran:
+        """Runs requests that may share one call of the backend."""
 
     def run(self, works: Sequence[Work]) -> Ran:
         """Runs one batch. Exceptions of the backend become errors of its requests."""
@@ -92,9 +89,43 @@ class Runner:
         rows = [by_request[work.request] for work in works if work.request in by_request]
         return rows, (taken, first or taken, computed, clock()), again
 
-    # ------------------------------------------------------------------------------------ one array per input
+    def row(self, work: Work, answer: Answer) -> Row:
+        """Converts an answer to a Row: places the outputs where their reader can map them."""
+        if answer.error is not None:
+            return Row(work.request, (), answer.error)
+        if self._gather.pads:
+            lengths = (self._gather.length_of(work),)
+            results: Results = PaddedResults(self._scatter, (work,), work.rows, lengths, None)
+        else:
+            results = self._scatter.results((work,), work.rows)
+        try:
+            for name, array in answer.outputs:
+                results.put_named(name, array)
+            return results.rows(answer.parameters)[0]
+        except Exception as error:
+            results.abandon()
+            return Row(work.request, (), self._failure(error))
 
-    def _run_stacked(self, works: Sequence[Work]) -> Ran:
+    def discard(self, row: Row) -> None:
+        """Frees the outputs of a row that will not be sent."""
+        self._scatter.release(row.outputs)
+
+    # ------------------------------------------------------------------------------------ failures
+
+    def _failure(self, error: Exception) -> Failure:
+        """Returns the error for clients. Reports the traceback too, unless the request itself is the cause."""
+        if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
+            return Failure(error.code, public(str(error), self._model_dir))
+        self._trace(f"model instance '{self._instance}' failed", error)
+        what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
+        text = f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
+        return Failure(ModelFailed.code, public(text, self._model_dir))
+
+
+class StackedRunner(Runner[StackedBackend]):
+    """Calls the backend with one array per input."""
+
+    def _run(self, works: Sequence[Work]) -> Ran:
         """Groups are requests that can share arrays; usually there is one, which is the fast path."""
         taken = clock()
         groups, failures = self._gather.groups(works)
@@ -123,7 +154,7 @@ class Runner:
         try:
             if extension is not None:
                 extension.before(group)
-            self._stacked.execute(group, results)
+            self._backend.execute(group, results)
             computed = clock()
             rows, ran = results.rows(), True
         except Exception as error:
@@ -135,17 +166,21 @@ class Runner:
             extension.after(group, rows, ran)
         return rows, group.ready or computed, computed
 
-    # ------------------------------------------------------------------------------------ request by request
 
-    def _run_separate(self, works: Sequence[Work]) -> Ran:
+class SeparateRunner(Runner[SeparateBackend]):
+    """Calls the backend with the requests, each of which has its own arrays and answer."""
+
+    def _run(self, works: Sequence[Work]) -> Ran:
         taken = clock()
         rows: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
         runnable: list[int] = []
-        read, length, extension = self._read, self._gather.longest(works), self._extension
+        gather, extension = self._gather, self._extension
+        length = gather.longest(works)
         for index, work in enumerate(works):
             try:
-                requests.append(Request(work, read(work, length)))
+                arrays = gather.read(work, length) if extension is None else extension.read(gather, work, length)
+                requests.append(Request(work, arrays))
                 runnable.append(index)
             except ServeError as error:
                 rows[index] = failed(work, error)
@@ -154,13 +189,13 @@ class Runner:
         again: list[int] = []
         if requests:
             try:
-                answers = self._separate.execute(requests)
+                answers = self._backend.execute(requests)
             except Exception as error:
-                answers = self._separate.failed(requests, Answer(error=self._failure(error)))
+                answers = self._backend.failed(requests, Answer(error=self._failure(error)))
         computed = clock()
         for index, answer in zip(runnable, answers, strict=True):
             if extension is not None:
-                rows[index] = self._answered(works[index], answer, extension)
+                rows[index] = self._row_with_states(works[index], answer, extension)
             elif answer is not None and not answer.again:
                 rows[index] = self.row(works[index], answer)
                 continue
@@ -168,25 +203,9 @@ class Runner:
                 again.append(works[index].request)
         return [row for row in rows if row is not None], (taken, ready, computed, clock()), tuple(again)
 
-    def row(self, work: Work, answer: Answer) -> Row:
-        """Converts an answer to a Row: places the outputs where their reader can map them."""
-        if answer.error is not None:
-            return Row(work.request, (), answer.error)
-        if self._gather.pads:
-            lengths = (self._gather.length_of(work),)
-            results: Results = PaddedResults(self._scatter, (work,), work.rows, lengths, UNKNOWN_LENGTH)
-        else:
-            results = self._scatter.results((work,), work.rows)
-        try:
-            for name, array in answer.outputs:
-                results.put_named(name, array)
-            return results.rows(answer.parameters)[0]
-        except Exception as error:
-            results.abandon()
-            return Row(work.request, (), self._failure(error))
-
-    def _answered(self, work: Work, answer: Answer | None, extension: Extension) -> Row | None:
-        """Returns the Row, or None if the request is answered separately or runs again."""
+    def _row_with_states(self, work: Work, answer: Answer | None, extension: Extension) -> Row | None:
+        """Returns the Row, or None if the request is answered separately or runs again. Keeps the states of its
+        sequence."""
         states: dict[int, Any] = {}
         if answer is not None:
             try:
@@ -197,16 +216,20 @@ class Runner:
         extension.answered(work, answer, states, row)
         return row
 
-    # ------------------------------------------------------------------------------------ failures
 
-    def _failure(self, error: Exception) -> Failure:
-        """Returns the error for clients. Reports the traceback too, unless the request itself is the cause."""
-        if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
-            return Failure(error.code, public(str(error), self._model_dir))
-        self._trace(f"model instance '{self._instance}' failed", error)
-        what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
-        text = f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
-        return Failure(ModelFailed.code, public(text, self._model_dir))
+def runner_of(
+    instance: str,
+    model_dir: str,
+    backend: Backend,
+    gather: Gather,
+    scatter: Scatter,
+    trace: Trace = log_traceback,
+    extension: Extension | None = None,
+) -> Runner[Any]:
+    if isinstance(backend, StackedBackend):
+        return StackedRunner(instance, model_dir, backend, gather, scatter, trace, extension)
+    assert isinstance(backend, SeparateBackend)
+    return SeparateRunner(instance, model_dir, backend, gather, scatter, trace, extension)
 
 
 def failed(work: Work, error: ServeError) -> Row:

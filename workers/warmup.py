@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from shmserve.workers.extended import extension_of
 from shmserve.workers.outbox import NullOutbox
 from shmserve.workers.output_arenas import INTERNAL, Arenas
 from shmserve.workers.process.log import log_message
-from shmserve.workers.runner import Runner
+from shmserve.workers.runner import runner_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelWarmup, ModelWarmupInput
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.batch.specs import Spec
-    from shmserve.workers.runner import Trace
+    from shmserve.workers.runner import Runner, Trace
 
 FOLDER = "warmup"
 """Directory of the data files, below the model's directory."""
@@ -55,7 +55,7 @@ def warm_up(
     extension = extension_of(config, folder, backend, controls=False)
     if extension is not None:  # samples provide the sequence controls as inputs
         gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)
-    runner = Runner(instance, str(folder), backend, gather, scatter, trace, extension)
+    runner = runner_of(instance, str(folder), backend, gather, scatter, trace, extension)
     try:
         for number, sample in enumerate(config.model_warmup):
             name = title(sample, number)
@@ -63,18 +63,18 @@ def warm_up(
                 log_message(f"{name} of model '{config.name}' has batch_size 0 and is skipped", "info")
                 continue
             works = requests_of(name, sample, config, folder, gather.specs)
-            _run(name, works, max(1, sample.count), config.name, runner, arenas)
+            _run(name, works, max(1, sample.count), config.name, runner)
     finally:
         arenas.close()
         mapped.close()
 
 
-def _run(name: str, works: list[Work], count: int, model: str, runner: Runner, arenas: Arenas) -> None:
+def _run(name: str, works: list[Work], count: int, model: str, runner: Runner[Any]) -> None:
     started = time.monotonic()
     for turn in range(1, count + 1):
         rows, _, _ = runner.run(works)
         for row in rows:
-            arenas.free([part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data])
+            runner.discard(row)
         failure = next((row.error for row in rows if row.error is not None), None)
         if failure is not None:
             where = f" in run {turn} of {count}" if count > 1 else ""

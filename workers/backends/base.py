@@ -57,11 +57,9 @@ class Backend:
     probes = False
     """Whether the model reports its own readiness, through `probe`."""
     asks = False
-    """Whether its models can make calls to the server: then `calls` and `listen` are set."""
+    """Whether its models can make calls to the server: then `calls` is set."""
     calls: OutgoingCalls | None = None
     """Sends the calls of its models, if there is a server."""
-    listen: Callable[[OpenResponses], None] | None = None
-    """Called with the backend's streams before the model is loaded, so that it can make calls during loading."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

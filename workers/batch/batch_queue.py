@@ -79,7 +79,7 @@ class BatchQueue:
                 found |= here
         return tuple(dict.fromkeys(request for request in requests if request in found))
 
-    def more(self, request: int, count: int) -> None:
+    def widen_window(self, request: int, count: int) -> None:
         """Raises the response window of a waiting request by `count`."""
         for batch in self._batches:
             for index, work in enumerate(batch.works):

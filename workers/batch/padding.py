@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
-UNKNOWN_LENGTH = -1
-"""For requests that are answered one by one: their outputs are cut back without checking the uncut length."""
 
 
 class PaddedResults(Results):
-    """`lengths` are the lengths of the requests before padding to `length`, which may be UNKNOWN_LENGTH."""
+    """`lengths` are the lengths of the requests before padding to `length`. None: requests are answered one by one, and
+    their outputs are cut back without checking the uncut length."""
 
     __slots__ = ("_length", "_lengths", "_short")
 
-    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int, lengths: Sequence[int], length: int) -> None:
+    def __init__(
+        self, scatter: Scatter, works: Sequence[Work], rows: int, lengths: Sequence[int], length: int | None
+    ) -> None:
         super().__init__(scatter, works, rows)
         self._lengths = lengths
         self._length = length
@@ -57,7 +58,7 @@ class PaddedResults(Results):
         """Also checks shapes if nothing is cut, so that an error shows before the first batch of different lengths."""
         spec = self._scatter.specs[index]
         for axis in spec.cut:
-            if self._length != UNKNOWN_LENGTH and axis < len(shape) and shape[axis] != self._length:
+            if self._length is not None and axis < len(shape) and shape[axis] != self._length:
                 raise ModelFailed(
                     f"output '{spec.name}' of model '{self._scatter.model}' has the shape {list(shape)}, and cannot be "
                     f"cut back from length {self._length} along axis {axis}; the model's parameter padding_outputs "

@@ -291,7 +291,7 @@ def _repeat(
     sent: list[Row] = []
     streams = model.backend.streams
     if streams is not None:
-        streams.connect(-1, lambda: None, sent.append, model.runner.row, lambda row: None)
+        streams.connect(sent.append, model.runner.row, model.runner.discard)
     seconds = []
     outputs: list[dict[str, Array]] = []
     for turn in range(1, times + 1):
@@ -312,8 +312,7 @@ def _repeat(
         if turn == times:
             outputs = [{tensor.name: _array(tensor, mapped) for tensor in row.outputs} for row in parts]
         for row in parts:
-            held = [part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data]
-            model.arenas.free(held)
+            model.runner.discard(row)
     return outputs, seconds
 
 

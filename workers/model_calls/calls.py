@@ -68,7 +68,12 @@ COUNTER_PAGES = 16
 class OutgoingCalls:
     """Created before the model is loaded, with the turn held. `handlers` process the orders that are replies."""
 
-    def __init__(self, outbox: Outbox, arenas: Arenas, mapped: Mapped) -> None:
+    def __init__(
+        self, outbox: Outbox, arenas: Arenas, mapped: Mapped, descriptor: int, read: Callable[[], object]
+    ) -> None:
+        """`descriptor` is that of the link, `read` handles the orders that have arrived on it."""
+        self._descriptor = descriptor
+        self._read = read
         self._outbox = outbox
         self._arenas = arenas
         self._mapped = mapped
@@ -96,6 +101,7 @@ class OutgoingCalls:
         self._streams = streams
         streams.later = self._outbox.later
         streams.ended = self._wake_all
+        streams.listen(self._descriptor, self._read)
 
     # ------------------------------------------------------------------------------------ asking, in any thread
 

@@ -18,6 +18,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_BYTES, Ask, Call, Handle, WorkerReport
 from shmserve.shm import views
+from shmserve.workers.model_calls.coroutines import settle_soon
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value, Work
@@ -116,9 +117,4 @@ def wake(pending: Pending) -> None:
     waiters, pending.waiters = pending.waiters, []
     for future in waiters:
         with suppress(RuntimeError):  # the waiter's loop has been closed
-            future.get_loop().call_soon_threadsafe(_settle, future)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+            settle_soon(future)

@@ -62,25 +62,21 @@ class OpenResponses:
         """Called, with the turn, when nothing more will arrive."""
 
     def listen(self, descriptor: int, read: Callable[[], object]) -> None:
-        """Allows waiting for orders that `read` handles before `connect`: a model may make calls while loading."""
+        """`read` handles all orders that have arrived on the link with this `descriptor` and flushes the outbox. Called
+        before the model is loaded, because it may make calls then; never called without a link."""
         self._read = read
         self.listening = True
         self._poll.register(descriptor, select.POLLIN)
 
     def connect(
         self,
-        descriptor: int,
-        read: Callable[[], object],
-        tell: Callable[[Row], None],
+        send_response: Callable[[Row], None],
         row: Callable[[Work, Answer], Row],
         discard: Callable[[Row], None],
     ) -> None:
-        """`read` handles all orders that have arrived on the link with this `descriptor` and flushes the outbox, `tell`
-        sends a response, `row` creates one, `discard` frees one that is not sent. -1: there is no link."""
-        self._read, self._tell, self._row, self._discard = read, tell, row, discard
-        if descriptor >= 0:
-            self._poll.register(descriptor, select.POLLIN)
-        self.connected = self.listening = True
+        """`send_response` sends a response, `row` creates one, `discard` frees one that is not sent."""
+        self._send_response, self._row, self._discard = send_response, row, discard
+        self.connected = True
 
     # ------------------------------------------------------------------------------------ for the loop
 
@@ -104,7 +100,7 @@ class OpenResponses:
             self._ring()
         self._condition.notify_all()
 
-    def more(self, request: int, count: int) -> bool:
+    def widen_window(self, request: int, count: int) -> bool:
         """Adds room for responses. False: the request has no open stream, or none yet."""
         stream = self.open.get(request)
         if stream is None:
@@ -128,12 +124,12 @@ class OpenResponses:
                 stream.loop.call_soon_threadsafe(stream.task.cancel)
             self._drop_kept(stream)
 
-    def stop(self, tell: bool) -> None:
-        """Ends all open streams and wakes all waiters; releases the turn for good. `tell`: there is a link."""
+    def stop(self, linked: bool) -> None:
+        """Ends all open streams and wakes all waiters; releases the turn for good. `linked`: the link is still open."""
         if self._stopped:
             return
         self._stopped = True
-        if not tell:
+        if not linked:
             self.lost = self.lost or ConnectionLost("the worker has ended")
         for stream in list(self.open.values()):
             self.fail(stream, _STOPPED)
@@ -162,7 +158,7 @@ class OpenResponses:
     def begin(self, work: Work) -> ResponseSender:
         stream = self.open[work.request] = ResponseSender(work)
         stream.cancelled = work.request in self.withdrawn
-        self._hang_bell()
+        self._make_bell()
         return stream
 
     def begin_late(self, work: Work) -> ResponseSender:
@@ -220,7 +216,7 @@ class OpenResponses:
     def wait_for(self, ready: Callable[[], bool], whatever: bool = False) -> None:
         """Waits until `ready()`; `whatever`: also after the link is lost. Without the turn."""
         with self.turn:
-            self._hang_bell()
+            self._make_bell()
             while not ready():
                 if not whatever:
                     self.check()
@@ -234,7 +230,7 @@ class OpenResponses:
     def read_while(self, wanted: Callable[[], bool], over: Callable[[], None]) -> None:
         """Reads the link for waiters that must not block. Called without the turn; calls `over` with it."""
         with self.turn:
-            self._hang_bell()
+            self._make_bell()
             while wanted() and self.lost is None and not self._stopped:
                 self._wait()
             over()
@@ -380,7 +376,7 @@ class OpenResponses:
         if self.lost is not None:
             return
         try:
-            self._tell(row)
+            self._send_response(row)
         except ConnectionLost as error:
             self._lose(error)
 
@@ -478,7 +474,7 @@ class OpenResponses:
         if self._reading:
             self._ring()
 
-    def _hang_bell(self) -> None:
+    def _make_bell(self) -> None:
         if self._bell < 0:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._poll.register(self._bell, select.POLLIN)

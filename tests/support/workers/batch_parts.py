@@ -24,7 +24,7 @@ from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of
 from shmserve.workers.outbox import Outbox
 from shmserve.workers.output_arenas import Arenas
-from shmserve.workers.runner import Runner
+from shmserve.workers.runner import Runner, runner_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 WORKER = 7
@@ -108,9 +108,9 @@ class Parts(Memory):
         self.gather = Gather("m", inputs_of(config), self.mapped, text)
         self.scatter = Scatter("m", outputs_of(config), self.arenas, self.mapped, labels)
 
-    def runner(self, backend: Backend, folder: Path = CONTEXT.folder) -> Runner:
+    def runner(self, backend: Backend, folder: Path = CONTEXT.folder) -> Runner[Any]:
         extension = extension_of(self.config, folder, backend)
-        return Runner("m_0", "", backend, self.gather, self.scatter, lambda *_: None, extension)
+        return runner_of("m_0", "", backend, self.gather, self.scatter, lambda *_: None, extension)
 
     def __enter__(self) -> Parts:
         return self

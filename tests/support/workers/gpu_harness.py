@@ -21,7 +21,7 @@ from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from shmserve.workers.runner import Runner
+from shmserve.workers.runner import runner_of
 from tests import STANDINS
 from tests.support.workers.batch_parts import WORKER, Array, Memory
 
@@ -99,7 +99,7 @@ class Instance(Memory):
         gather.on_device = self.backend.on_device
         scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped)
         self.failures: list[BaseException] = []
-        self.runner = Runner(
+        self.runner = runner_of(
             name, str(folder), self.backend, gather, scatter, lambda _, error: self.failures.append(error)
         )
 

@@ -41,7 +41,7 @@ def loop() -> Iterator[Eager]:
 def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eager) -> None:
     streams = OpenResponses(decoupled=True)
     said: list[Row] = []
-    streams.connect(-1, lambda: None, said.append, lambda work, _: Row(work.request, ((),)), lambda _: None)  # type: ignore[arg-type]
+    streams.connect(said.append, lambda work, _: Row(work.request, ((),)), lambda _: None)  # type: ignore[arg-type]
     stream = streams.begin(Work(1, 1, (), None, "internal", Options(window=WINDOW)))
     streams.turn.release()
     passed = 0
@@ -69,5 +69,5 @@ def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eag
     assert (passed, len(said)) == (WINDOW, WINDOW)
     assert seen == [True], "the model asks is_cancelled() when it ends"
     streams.turn.acquire()
-    streams.stop(tell=True)
+    streams.stop(linked=True)
     streams.close()

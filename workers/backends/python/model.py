@@ -102,8 +102,6 @@ class PythonModel(Backend, ABC):
         self._prepare(config, kind)
         if self.calls is not None:
             self.calls.connect(self._streams)
-        if self.listen is not None:
-            self.listen(self._streams)
         model = kind()
         if callable(getattr(model, "initialize", None)):
             self._streams.turn.release()

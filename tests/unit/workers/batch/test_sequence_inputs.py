@@ -96,7 +96,7 @@ class Stacked(StackedBackend):
 
 
 @contextmanager
-def runner_for(config: ModelConfig, backend: Backend, folder: Path = Path()) -> Iterator[Runner]:
+def runner_for(config: ModelConfig, backend: Backend, folder: Path = Path()) -> Iterator[Runner[Any]]:
     with Parts(config, text=backend.text) as parts:
         yield parts.runner(backend, folder)
         assert parts.arenas.used == 0
