@@ -249,7 +249,10 @@ BAD: dict[str, tuple[ModelWarmup, str]] = {
     "type": (sample("s", 1, x=data("INT8", 3, zero_data=True)), "data_type TYPE_INT8; the model's is FP32"),
     "no type": (sample("s", 1, x=ModelWarmupInput(dims=(3,), zero_data=True)), "data_type TYPE_INVALID"),
     "no data": (sample("s", 1, x=data("FP32", 3)), "give zero_data, random_data or input_data_file"),
-    "other input": (sample("s", 1, x=data("FP32", 3, zero_data=True), z=data("FP32", 3)), "'z' is none of"),
+    "other input": (
+        sample("s", 1, x=data("FP32", 3, zero_data=True), z=data("FP32", 3)),
+        "'z' is not an input of the model",
+    ),
     "no input": (sample("", 1), "warm-up sample number 0 of model 'm' lacks input(s) x"),
     "batch": (sample("s", 5, x=data("FP32", 3, zero_data=True)), "batch_size 5; max_batch_size is 4"),
     "too much": (sample("s", 1, x=data("FP32", 1 << 60, zero_data=True)), "more than memory can hold"),
