@@ -6,14 +6,16 @@ links or segments.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from shmserve.errors import NotFound
 
+if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
@@ -37,6 +39,22 @@ class Context(Struct, frozen=True):
     def setting(self, backend: str, key: str, default: str = "") -> str:
         """Returns a --backend-config value for this backend, or the value for all backends."""
         return self.settings.get(f"{backend},{key}", self.settings.get(f",{key}", default))
+
+    @property
+    def engine_threads(self) -> int:
+        """The number of threads for an engine that does not decide itself: not more than there are CPUs for them."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def model_file(
+        self, config: ModelConfig, default: str, name: str | None = None, exists: Callable[[Path], bool] = Path.is_file
+    ) -> Path:
+        """Returns the path of the model's file: `name`, else the configured one, else `default`. Raises NotFound unless
+        it `exists`."""
+        name = name or config.default_model_filename or default
+        path = self.version_folder / name
+        if not exists(path):
+            raise NotFound(f"version {self.version} of model '{config.name}' has no file '{name}'")
+        return path
 
     @property
     def auto_complete(self) -> bool:

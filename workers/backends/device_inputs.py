@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shmserve.workers.backends.device_buffers import Feed, Pinned
 from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.device_buffers import Feed, Pinned
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.specs import Spec
     from shmserve.workers.gpu.api import Cuda
@@ -57,8 +57,6 @@ class DeviceInputs:
         return There(target, shape)
 
     def _set_up(self, cuda: Cuda) -> Feed:
-        from shmserve.workers.backends.device_buffers import Feed, Pinned
-
         self._cuda, self._stream = cuda, cuda.stream()
         self._pinned = Pinned(cuda)
         self._feed = Feed(cuda, self._pinned, True, 0, self._stream)

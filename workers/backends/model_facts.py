@@ -1,4 +1,4 @@
-"""Checks the configuration against the tensors in a model file.
+"""Completes and checks the configuration by the tensors in a model file.
 
 Invariant: a mismatch that could give a wrong result or fail every request fails the load, and the error shows both
 sides.
@@ -10,14 +10,31 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.config.complete import DEFAULT_MAX_BATCH, complete_from_model
+from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.complete import TensorFacts
+    from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.specs import Spec
 
 
-def unknown(facts: list[TensorFacts], known: Sequence[Spec], declared: Sequence[Spec]) -> list[TensorFacts]:
-    """Removes tensors that callers neither send nor receive, unless the configuration declares them."""
+def completed(
+    config: ModelConfig,
+    inputs: Sequence[TensorFacts],
+    outputs: Sequence[TensorFacts],
+    default_max_batch: int = DEFAULT_MAX_BATCH,
+) -> ModelConfig:
+    """Adds the tensors of the model file, except those that callers neither send nor receive."""
+    return complete_from_model(
+        config,
+        _of_callers(inputs, model_inputs_of(config), inputs_of(config)),
+        _of_callers(outputs, model_outputs_of(config), outputs_of(config)),
+        default_max_batch=default_max_batch,
+    )
+
+
+def _of_callers(facts: Sequence[TensorFacts], known: Sequence[Spec], declared: Sequence[Spec]) -> list[TensorFacts]:
     names = {spec.name for spec in known} - {spec.name for spec in declared}
     return [fact for fact in facts if fact.name not in names]
 

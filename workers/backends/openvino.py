@@ -9,21 +9,20 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
-from shmserve.repo.config.complete import TensorFacts, complete_from_model
+from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
+from shmserve.repo.config.complete import TensorFacts
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.model_facts import match, unknown
+from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.batch.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
+from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results
@@ -72,12 +71,7 @@ class OpenVino(StackedBackend):
         default = self.context.setting("openvino", "default-max-batch-size", "4")
         if not (default.isascii() and default.isdecimal()):
             raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
-        return complete_from_model(
-            config,
-            unknown(_facts(model.inputs, False), model_inputs_of(config), inputs_of(config)),
-            unknown(_facts(model.outputs, False), model_outputs_of(config), outputs_of(config)),
-            default_max_batch=int(default),
-        )
+        return completed(config, _facts(model.inputs, False), _facts(model.outputs, False), int(default))
 
     def load(self, config: ModelConfig) -> None:
         parameters = Parameters(config)
@@ -162,7 +156,7 @@ class OpenVino(StackedBackend):
 
     def _read(self, config: ModelConfig, parameters: Parameters) -> Any:
         if self._model is None:
-            path = self._file(config)
+            path = self.context.model_file(config, "model.xml", exists=Path.exists)  # some formats are directories
             self._core = ov.Core()
             extension = parameters.text("CPU_EXTENSION_PATH")
             if extension:
@@ -170,15 +164,8 @@ class OpenVino(StackedBackend):
             self._model = self._core.read_model(os.fspath(path))
         return self._model
 
-    def _file(self, config: ModelConfig) -> Path:
-        name = config.default_model_filename or "model.xml"
-        path = self.context.version_folder / name
-        if not path.exists():
-            raise NotFound(f"version {self.context.version} of model '{config.name}' has no file '{name}'")
-        return path
-
     def _options(self, parameters: Parameters) -> dict[str, str]:
-        threads = parameters.whole("INFERENCE_NUM_THREADS", 0) or self.context.threads or len(os.sched_getaffinity(0))
+        threads = parameters.whole("INFERENCE_NUM_THREADS", 0) or self.context.engine_threads
         found = {"INFERENCE_NUM_THREADS": str(threads)}
         if not parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
             found = {}

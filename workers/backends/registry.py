@@ -107,14 +107,10 @@ def _python_based(folder: Path) -> type[Backend]:
     from shmserve.workers.backends.python.backend import Python
     from shmserve.workers.backends.python.model_file import ModelFile
 
-    class Shared(ModelFile):
-        def _file(self, config: ModelConfig) -> str:
-            return os.fspath(folder / MODEL)
-
     class PythonBased(Python):
         def __init__(self, context: Context) -> None:
             super().__init__(context)
-            self._file = Shared(context)
+            self._file = ModelFile(context, folder / MODEL)
             _reach(folder)
 
         @classmethod

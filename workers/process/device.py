@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 
 
 class Device(NamedTuple):
@@ -19,14 +19,23 @@ class Device(NamedTuple):
 
 
 def device_of(config: ModelConfig, instance: str) -> Device:
-    """Instances are numbered across all groups of the same name, and within a group across its devices."""
+    found = group_of(config, instance)
+    if found is None:
+        return Device("CPU", 0)
+    group, device = found
+    return Device(group.kind.removeprefix("KIND_"), device)
+
+
+def group_of(config: ModelConfig, instance: str) -> tuple[ModelInstanceGroup, int] | None:
+    """Returns the group of an instance and the number of its GPU, 0 for other devices; None if no group has it.
+    Instances are numbered across all groups of the same name, and within a group across its devices."""
     name, _, number = instance.rpartition("_")
-    devices = [
-        Device(group.kind.removeprefix("KIND_"), device)
+    instances = [
+        (group, device)
         for group in config.instance_group
         if group.name == name
         for device in (group.gpus if group.kind == "KIND_GPU" else (0,))
         for _ in range(group.count)
     ]
-    place = int(number) if number.isdecimal() else len(devices)
-    return devices[place] if place < len(devices) else Device("CPU", 0)
+    index = int(number) if number.isdecimal() else len(instances)
+    return instances[index] if index < len(instances) else None

@@ -15,16 +15,16 @@ import numpy as np
 import onnxruntime as ort
 
 from shmserve.errors import ModelFailed, NotFound, ServeError
-from shmserve.repo.config.complete import complete_from_model, with_scalars
+from shmserve.repo.config.complete import with_scalars
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.device_inputs import DeviceInputs, There
-from shmserve.workers.backends.model_facts import match, none_missing, unknown
+from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
 from shmserve.workers.backends.onnx.graphs import OnnxGraphs
 from shmserve.workers.backends.onnx.options import SessionPlan, default_max_batch, plan, visible
 from shmserve.workers.backends.onnx.providers import lost
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding, runner_of
-from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
+from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_message
 
@@ -53,12 +53,8 @@ class Onnx(StackedBackend):
             return config
         session = self._open(config)
         needed = [entry.name for entry in config.output] or None
-        return complete_from_model(
-            config,
-            unknown(facts_of(session.get_inputs()), model_inputs_of(config), inputs_of(config)),
-            unknown(facts_of(session.get_outputs(), needed), model_outputs_of(config), outputs_of(config)),
-            default_max_batch=default_max_batch(self._setting),
-        )
+        inputs, outputs = facts_of(session.get_inputs()), facts_of(session.get_outputs(), needed)
+        return completed(config, inputs, outputs, default_max_batch(self._setting))
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
         session = self._open(config)
@@ -175,13 +171,13 @@ class Onnx(StackedBackend):
         """Returns the plan for running the model on this instance."""
         kind, device = device_of(config, self.context.instance)
         device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        # More threads than CPUs would only compete for them.
-        threads = self.context.threads or len(os.sched_getaffinity(0))
-        return plan(config, f"KIND_{kind}", device, ort.get_available_providers(), threads, self._setting)
+        providers, threads = ort.get_available_providers(), self.context.engine_threads
+        return plan(config, f"KIND_{kind}", device, providers, threads, self._setting)
 
     def _open(self, config: ModelConfig) -> Any:
         if self._session is None:
-            path = self._file(config)
+            path = self.context.model_file(config, _FILE, exists=_is_model)
+            path = path / _FILE if path.is_dir() else path
             self._plan = found = self.planned(config)
             for note in found.notes:
                 log_message(f"model '{config.name}': {note}")
@@ -211,15 +207,6 @@ class Onnx(StackedBackend):
                 raise lost(model, name)
         return session
 
-    def _file(self, config: ModelConfig) -> Path:
-        name = config.default_model_filename or _FILE
-        path = self.context.version_folder / name
-        if path.is_dir():
-            path /= _FILE
-        if not path.is_file():
-            raise NotFound(f"version {self.context.version} of model '{config.name}' has no file '{name}'")
-        return path
-
     def _library(self, name: str) -> Path:
         """Finds a library in the version's directory or the model's, or by its absolute path."""
         for folder in (self.context.version_folder, self.context.folder):
@@ -227,6 +214,11 @@ class Onnx(StackedBackend):
             if path.is_file():
                 return path
         raise NotFound(f"model_operations.op_library_filename: model '{self.context.model}' has no file '{name}'")
+
+
+def _is_model(path: Path) -> bool:
+    """Whether the path is a file, or a directory with one."""
+    return path.is_file() or (path / _FILE).is_file()
 
 
 def _unreachable(folder: Path) -> dict[str, mmap.mmap]:

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from shmserve.errors import Unsupported
-from shmserve.workers.backends.onnx.run import contiguous, runner_of
+from shmserve.workers.backends.onnx.run import bound_run_of, contiguous
 from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,9 +30,7 @@ class Recorded:
     ) -> None:
         """`inputs` and `outputs` are pairs of spec and shape."""
         self._binding = session.io_binding()
-        inner = runner_of(session)
-        self._inner = getattr(self._binding, "_iobinding", self._binding) if inner is not session else self._binding
-        self._run = inner.run_with_iobinding
+        self._run = bound_run_of(session, self._binding)
         self._inputs = [_tensor(spec, shape, device) for spec, shape in inputs]
         self._outputs = [_tensor(spec, shape, device) for spec, shape in outputs]
         self._specs = [spec for spec, _ in outputs]
@@ -46,7 +44,7 @@ class Recorded:
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         for value, array in zip(self._inputs, arrays, strict=True):
             value.update_inplace(contiguous(array))
-        self._run(self._inner, self._options)
+        self._run(self._options)
         return [value.numpy() for value in self._outputs]  # from the device, so each is a copy
 
 

@@ -7,7 +7,8 @@ allocates lives as long as the array that refers to it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import onnxruntime as ort
 
 from shmserve.dtypes import elements
 from shmserve.repo.onnx.protobuf import strings
+from shmserve.workers.backends.device_buffers import address_of
 from shmserve.workers.backends.device_inputs import There
 from shmserve.workers.batch.specs import Spec
 
@@ -32,11 +34,6 @@ def element_of(spec: Spec) -> Any:
     return _BFLOAT16 if spec.dtype == "BF16" else spec.numpy.type
 
 
-def address_of(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def contiguous(array: Array) -> Array:
     """Returns the array itself, nearly always. np.ascontiguousarray would add a dimension to a scalar."""
     return array if array.flags.c_contiguous else array.copy()
@@ -46,6 +43,14 @@ def runner_of(session: Any) -> Any:
     """Returns the object with `run`. The engine's Python layer checks names on each run, which takes longer than a
     small model and was done at load; its inner session takes the same arguments."""
     return getattr(session, "_sess", session)
+
+
+def bound_run_of(session: Any, binding: Any) -> Callable[[Any], None]:
+    """Returns the function that runs a binding of the session with the given run options."""
+    inner = runner_of(session)
+    if inner is session:
+        return partial(session.run_with_iobinding, binding)
+    return partial(inner.run_with_iobinding, getattr(binding, "_iobinding", binding))
 
 
 class OutputTarget(NamedTuple):
@@ -63,9 +68,7 @@ class Binding:
         binding is for one run and keeps the values that the engine allocates."""
         self._once = once
         self._bound = session.io_binding()
-        inner = runner_of(session)
-        self._inner = getattr(self._bound, "_iobinding", self._bound) if inner is not session else self._bound
-        self._run = inner.run_with_iobinding
+        self._run = bound_run_of(session, self._bound)
         self._keeps = keeps
         self._inputs: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._outputs: dict[str, tuple[int, tuple[int, ...]] | None] = {}
@@ -77,7 +80,7 @@ class Binding:
         try:
             held = self._bind_inputs(inputs)
             self._bind_outputs(targets)
-            self._run(self._inner, options)
+            self._run(options)
             if all(target.array is not None for target in targets):
                 return []
             values = self._bound.get_outputs()

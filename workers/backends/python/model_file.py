@@ -10,10 +10,12 @@ import inspect
 import json
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidRequest, NotFound
+from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import MODEL
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.python import pb_utils
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
 
 class ModelFile:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, path: Path | None = None) -> None:
+        """`path`: one file for all models of a backend, instead of a file in the version's directory."""
         self.context = context
+        self._path = path
         self._module: ModuleType | None = None
 
     def kind(self, config: ModelConfig) -> Any:
@@ -34,11 +38,11 @@ class ModelFile:
             self._module = self._import(config)
         kind = getattr(self._module, "TritonPythonModel", None)
         if kind is None:
-            raise InvalidRequest(f"'{self._file(config)}' of model '{config.name}' has no class TritonPythonModel")
+            raise InvalidRequest(f"'{self._name(config)}' of model '{config.name}' has no class TritonPythonModel")
         return kind
 
-    def _file(self, config: ModelConfig) -> str:
-        return config.default_model_filename or "model.py"
+    def _name(self, config: ModelConfig) -> str:
+        return str(self._path or config.default_model_filename or MODEL)
 
     def _import(self, config: ModelConfig) -> ModuleType:
         """Imports the file under a unique name, because a model may have the name of any module. Modules beside it can
@@ -50,11 +54,7 @@ class ModelFile:
         sys.dont_write_bytecode = True
         sys.argv = [""]  # as in Triton: libraries that parse it must not see the worker's arguments
         folder = self.context.version_folder
-        path = folder / self._file(config)
-        if not path.is_file():
-            raise NotFound(
-                f"version {self.context.version} of model '{config.name}' has no file '{self._file(config)}'"
-            )
+        path = self._path or self.context.model_file(config, MODEL)
         for name in ("triton_python_backend_utils", "c_python_backend_utils"):
             sys.modules[name] = pb_utils
         for place in (str(self.context.folder), str(folder)):
@@ -62,7 +62,7 @@ class ModelFile:
                 sys.path.insert(0, place)
         spec = importlib.util.spec_from_file_location(f"shmserve_model_{self.context.version}", path)
         if spec is None or spec.loader is None:
-            raise InvalidRequest(f"'{self._file(config)}' of model '{config.name}' is not a Python file")
+            raise InvalidRequest(f"'{self._name(config)}' of model '{config.name}' is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

@@ -73,15 +73,7 @@ class Responses:
         return self
 
     def __next__(self) -> InferenceResponse:
-        if self._at >= 0:
-            again = self._again()
-            if again is None:
-                raise StopIteration
-            return again
-        try:
-            found = self._took(self._calls.next(self._pending))
-        except ServeError as error:
-            raise TritonModelException(str(error)) from None
+        found = self._again() if self._at >= 0 else self._took(_next(self._calls, self._pending))
         if found is None:
             raise StopIteration
         return found
@@ -91,16 +83,10 @@ class Responses:
 
     async def __anext__(self) -> InferenceResponse:
         if self._at >= 0:
-            again = self._again()
-            if again is None:
-                raise StopAsyncIteration
-            return again
-        pending = self._pending
-        try:
-            await self._calls.wait_soon(pending, lambda: pending.ready, self._here())
-        except ServeError as error:
-            raise TritonModelException(str(error)) from None
-        found = self._took(self._calls.take(pending))
+            found = self._again()
+        else:
+            await _ready_soon(self._calls, self._pending, self._here())
+            found = self._took(self._calls.take(self._pending))
         if found is None:
             raise StopAsyncIteration
         return found
@@ -153,30 +139,34 @@ def begin(
 
 
 def finish(calls: OutgoingCalls, pending: Pending) -> InferenceResponse:
-    try:
-        response = calls.next(pending)
-    except ServeError as error:
-        raise TritonModelException(str(error)) from None
-    return response_from(response)
+    return response_from(_next(calls, pending))
 
 
 async def begun_soon(calls: OutgoingCalls, pending: Pending, here: Callable[[], bool]) -> Responses:
     """Waits for the first response, as Triton does: a coroutine often iterates with a plain `for`, which would block
     the event loop while it waits."""
     responses = Responses(calls, pending, here)
-    try:
-        await calls.wait_soon(pending, lambda: pending.ready, here())
-    except ServeError as error:
-        raise TritonModelException(str(error)) from None
+    await _ready_soon(calls, pending, here())
     return responses
 
 
 async def finish_soon(calls: OutgoingCalls, pending: Pending, coroutines: bool) -> InferenceResponse:
+    await _ready_soon(calls, pending, coroutines)
+    return response_from(calls.take(pending))
+
+
+def _next(calls: OutgoingCalls, pending: Pending) -> Response | None:
+    try:
+        return calls.next(pending)
+    except ServeError as error:
+        raise TritonModelException(str(error)) from None
+
+
+async def _ready_soon(calls: OutgoingCalls, pending: Pending, coroutines: bool) -> None:
     try:
         await calls.wait_soon(pending, lambda: pending.ready, coroutines)
     except ServeError as error:
         raise TritonModelException(str(error)) from None
-    return response_from(calls.take(pending))
 
 
 def response_from(response: Response | None) -> InferenceResponse:

@@ -6,7 +6,6 @@ read. Only inputs that a program may write to or keep are copied.
 
 from __future__ import annotations
 
-import os
 import warnings
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -15,15 +14,14 @@ import numpy as np
 import torch
 
 from shmserve.dtypes import FROM_CONFIG
-from shmserve.errors import Internal, InvalidRequest, ModelFailed, NotFound, Unsupported
-from shmserve.repo.config.complete import complete_from_model
+from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unsupported
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.device_inputs import DeviceInputs
-from shmserve.workers.backends.model_facts import match, unknown
+from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.pytorch import device
 from shmserve.workers.backends.pytorch.programs import DTYPES, Program, arrange, open_program, picker
-from shmserve.workers.batch.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
+from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of
 
 if TYPE_CHECKING:
@@ -55,11 +53,7 @@ class Torch(StackedBackend):
                 "what shapes it takes; a torch.export package (model.pt2) does"
             )
         inputs, outputs = ([fact for fact in found if fact is not None] for found in facts)
-        return complete_from_model(
-            config,
-            unknown(inputs, model_inputs_of(config), inputs_of(config)),
-            unknown(outputs, model_outputs_of(config), outputs_of(config)),
-        )
+        return completed(config, inputs, outputs)
 
     def load(self, config: ModelConfig) -> None:
         parameters = Parameters(config)
@@ -174,10 +168,7 @@ class Torch(StackedBackend):
 
     def _open(self, config: ModelConfig) -> Program:
         if self._program is None:
-            name = config.default_model_filename or "model.pt"
-            path = self.context.version_folder / name
-            if not path.is_file():
-                raise NotFound(f"version {self.context.version} of model '{config.name}' has no file '{name}'")
+            path = self.context.model_file(config, "model.pt")
             self._device = _device(config, self.context.instance)
             self._set_threads(Parameters(config))
             self._program = open_program(path, self._device)
@@ -193,8 +184,7 @@ class Torch(StackedBackend):
 
     def _set_threads(self, parameters: Parameters) -> None:
         """Called before any computation: the pools cannot be resized afterwards."""
-        threads = self.context.threads or len(os.sched_getaffinity(0))
-        torch.set_num_threads(parameters.whole("INTRA_OP_THREAD_COUNT", 0) or threads)
+        torch.set_num_threads(parameters.whole("INTRA_OP_THREAD_COUNT", 0) or self.context.engine_threads)
         between = parameters.whole("INTER_OP_THREAD_COUNT", 0)
         if between:
             torch.set_num_interop_threads(between)

@@ -16,9 +16,9 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unsupported
-from shmserve.repo.config.complete import complete_from_model
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, address_of
+from shmserve.workers.backends.model_facts import completed
 from shmserve.workers.backends.tensorrt.engine import (
     LoadedEngine,
     check_batch,
@@ -72,8 +72,7 @@ class TensorRT(StackedBackend):
         if config.input and config.output:
             return config
         engine = self._open(config)
-        most = largest_batch(config, engine)
-        return complete_from_model(config, engine.inputs, engine.outputs, default_max_batch=most)
+        return completed(config, engine.inputs, engine.outputs, largest_batch(config, engine))
 
     def load(self, config: ModelConfig) -> None:
         engine = self._open(config)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.errors import InvalidRequest, Unavailable, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.workers.backends import model_facts
+from shmserve.workers.process.device import group_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
@@ -105,7 +105,7 @@ def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, ca
     if context.setting("tensorrt", "version-compatible", "false").lower() in ("true", "1"):
         # Such an engine contains its own runtime, as code that is executed: only for trusted files.
         runtime.engine_host_code_allowed = True
-    path = _file(config, context, capability)
+    path = context.model_file(config, "model.plan", name=config.cc_model_filenames.get(capability))
     with open(path, "rb") as file:
         try:
             data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -120,14 +120,6 @@ def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, ca
             f"{capability}, TensorRT {trt.__version__}), unless it was built to be compatible"
         )
     return LoadedEngine(trt, runtime, engine)
-
-
-def _file(config: ModelConfig, context: Context, capability: str) -> Path:
-    name = config.cc_model_filenames.get(capability) or config.default_model_filename or "model.plan"
-    path = context.version_folder / name
-    if not path.is_file():
-        raise NotFound(f"version {context.version} of model '{config.name}' has no file '{name}'")
-    return path
 
 
 def load_plugins(paths: str) -> None:
@@ -166,16 +158,8 @@ def logger_of(trt: Any, log_message: Callable[[str, str], None]) -> Any:
 
 
 def profiles_of(config: ModelConfig, instance: str) -> tuple[int, ...]:
-    """Returns the profiles of an instance by its name: instances are numbered across all groups of the same name."""
-    name, _, number = instance.rpartition("_")
-    found = [
-        group.profile
-        for group in config.instance_group
-        if group.name == name
-        for _ in range(group.count * (len(group.gpus) if group.kind == "KIND_GPU" else 1))
-    ]
-    place = int(number) if number.isdecimal() else len(found)
-    return _numbers(found[place]) if place < len(found) else (0,)
+    found = group_of(config, instance)
+    return (0,) if found is None else _numbers(found[0].profile)
 
 
 def largest_batch(config: ModelConfig, engine: LoadedEngine) -> int:

@@ -20,10 +20,11 @@ from shmserve.errors import ModelFailed, Unsupported
 from shmserve.protocol.messages import Handle, Row, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
+from shmserve.workers.backends.device_buffers import address_of
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, OnnxGraphs
 from shmserve.workers.backends.onnx.providers import CPU, CUDA
-from shmserve.workers.backends.onnx.run import Binding, OutputTarget, address_of, needs_own_binding
+from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.support.hypothesis_profiles import examples
 from tests.support.workers.batch_parts import Array, Parts
