@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -67,8 +66,6 @@ class PeerLink:
         self._parting: Any = None
         self._size = 0
         """Size of the last packet received."""
-        self._paused_until = 0
-        self._waiting: Any = None
         self._buffer = _shared_buffer
         loop.add_reader(self._fd, self._readable)
 
@@ -124,30 +121,9 @@ class PeerLink:
         """Without its Maps every later handle of the peer would be invalid, so start over with a new link."""
         self.close(LOST)
 
-    def pause(self, until: int) -> None:
-        """Stops reading until that time of the monotonic clock. The peer's socket fills, and then its sends block."""
-        self._paused_until = max(self._paused_until, until)
-        if self._waiting is None and self._sock is not None and self._parting is None:
-            self._loop.remove_reader(self._fd)
-            self._waiting = self._loop.call_later((until - time.monotonic_ns()) / 1e9, self._resume)
-
-    def _resume(self) -> None:
-        left = self._paused_until - time.monotonic_ns()
-        self._waiting = None
-        if left > 0:
-            self._waiting = self._loop.call_later(left / 1e9, self._resume)
-        else:
-            self._listen()
-
-    def _listen(self) -> None:
-        self._loop.add_reader(self._fd, self._readable)
-
     def _stop_reading(self) -> None:
         """Stops reading for good."""
         self._loop.remove_reader(self._fd)
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
 
     def drain(self) -> None:
         """Reads what a closed peer has sent, in one go: event loops stop watching a socket that has an error."""

@@ -468,7 +468,7 @@ class Broker:
 
     def _pause(self, effect: effects.Pause) -> None:
         link = self._links.get(effect.peer)
-        if link is not None:
+        if isinstance(link, ClientLink | ZmqOutbox):
             link.pause(effect.until)
 
     def send_to(self, peer: int, message: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.broker.link import MANY, PeerLink
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, ClientTurns
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, ClientTurns, InputPause
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.errors import Unavailable
 from shmserve.protocol import codec as wire
@@ -43,6 +43,7 @@ class ClientLink(PeerLink):
         self.user = user
         self._turns = turns
         self._backlog = backlog
+        self._pause = InputPause(loop)
         self._behind = False
         """The client does not read its responses: its socket is not read until it has caught up."""
         self._left_over: list[Any] = []
@@ -60,7 +61,7 @@ class ClientLink(PeerLink):
             self._listen()
 
     def _may_read(self) -> bool:
-        return self._sock is not None and self._waiting is None and not self._behind and self._parting is None
+        return self._sock is not None and not self._pause.active and not self._behind and self._parting is None
 
     def _readable(self) -> None:
         if self._take_share():
@@ -115,16 +116,23 @@ class ClientLink(PeerLink):
         except OSError:
             return False
 
+    def pause(self, until: int) -> None:
+        """Stops reading until that time of the monotonic clock. The client's socket fills, and then its sends block."""
+        if self._sock is not None and self._parting is None:
+            self._loop.remove_reader(self._fd)
+            self._pause.extend(until, self._listen)
+
     def _listen(self) -> None:
         if self._behind:
             return
         if self._left_over or self._draining:
             self._wait()
         else:
-            super()._listen()
+            self._loop.add_reader(self._fd, self._readable)
 
     def _stop_reading(self) -> None:
         super()._stop_reading()
+        self._pause.cancel()
         self._left_over = []
         if self._queued:
             self._queued = False

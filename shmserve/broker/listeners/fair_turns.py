@@ -1,14 +1,20 @@
-"""Fair turns between clients: per turn of the broker at most SHARE messages of one client and MESSAGES of all.
+"""When clients' input is read: in fair turns, and not while a client is paused.
+
+Per turn of the broker at most SHARE messages of one client and MESSAGES of all are processed.
 
 A link with more input waits in a queue, and each turn serves that queue first: users round-robin, and the links of a
 user round-robin. So a client's wait depends on how many users have input, and on how many links its own user has, but
 not on how much input they have.
+
+The core pauses clients that cause many errors (the limit client_errors), instead of disconnecting them: they still get
+the error texts that tell them what is wrong. On the lane a paused client's own sends block.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from shmserve.core.fair_queue import FairQueue
 
@@ -79,3 +85,37 @@ class ClientTurns:
         for source, heavy in following.items():
             waiting.add(source.user, source, heavy)
         return bool(waiting)
+
+
+class InputPause:
+    """Whether a client's input is paused."""
+
+    __slots__ = ("_loop", "_timer", "_until", "active")
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._timer: Any = None
+        self._until = 0
+        self.active = False
+
+    def extend(self, until: int, resume: Callable[[], None]) -> None:
+        """Pauses until a time of the monotonic clock, then calls `resume`; the latest time counts."""
+        self._until = max(self._until, until)
+        if not self.active:
+            self.active = True
+            self._arm(resume)
+
+    def cancel(self) -> None:
+        if self.active:
+            self.active = False
+            self._timer.cancel()
+
+    def _arm(self, resume: Callable[[], None]) -> None:
+        self._timer = self._loop.call_later((self._until - time.monotonic_ns()) / 1e9, self._check, resume)
+
+    def _check(self, resume: Callable[[], None]) -> None:
+        if self._until > time.monotonic_ns():  # it was extended
+            self._arm(resume)
+        else:
+            self.active = False
+            resume()

@@ -12,13 +12,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
 from msgspec.structs import replace
 
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns, InputPause
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
@@ -52,10 +53,12 @@ SWEEP_S = 1.0
 about to open a segment that one of the client's requests names."""
 BURST = 64
 BURST_NS = 1_000_000
-"""Number of messages, or time in ns, after which reading stops to let other callbacks run."""
+"""Number of messages, or time in ns, after which reading stops to let other callbacks run. Whose messages they are is
+not known before they are read, so this cannot be part of the fair turns."""
 PENDING_MESSAGES = 250
 PENDING_BYTES = 4 * MESSAGE_BYTES
-"""Limits of queued input from a client that is paused, waiting for its turn, or behind."""
+"""Limits of queued input from a client that is paused, waiting for its turn, or behind. On the lane such input stays in
+the client's socket; here it must be read and kept, so a client that exceeds a limit is disconnected."""
 FREED = 16
 """Messages released per callback, as each may have hundreds of frames."""
 DISCONNECTED = 4096
@@ -65,8 +68,9 @@ DISCONNECTED = 4096
 class ZmqOutbox:
     """One ZeroMQ client. Has those parts of PeerLink's interface that the loop uses."""
 
-    def __init__(self, router: ZmqRouter, identity: bytes, peer: int, user: str) -> None:
-        self.peer = peer
+    def __init__(self, router: ZmqRouter, loop: Any, identity: bytes, user: str) -> None:
+        self.peer = 0
+        """Set as soon as the router has the client's number."""
         self.identity = identity
         self.user = user
         self.outbox: list[Any] = []
@@ -82,11 +86,10 @@ class ZmqOutbox:
         self.watch: int | None = None
         """A pidfd of the client's process, if its Hello gave the pid."""
         self.pid = 0
-        self.paused_until = 0
+        self.paused = InputPause(loop)
         self.pending: deque[list[bytes]] = deque()
         """Messages received while the client is paused, queued or behind."""
         self.pending_bytes = 0
-        self.waiting: Any = None
         self.left_over: list[Any] = []
         """Decoded messages beyond the client's share of a turn."""
         self.queued = False
@@ -110,7 +113,8 @@ class ZmqOutbox:
         self._router.send(self, [codec.encode([message]), *frames])
 
     def pause(self, until: int) -> None:
-        self._router.pause(self, until)
+        """Queues this client's input until the given time. It must still be read, as all clients share one socket."""
+        self.paused.extend(until, partial(self._router.wait_for_turn, self))
 
     def process_input(self) -> None:
         self._router.process_input(self)
@@ -205,10 +209,10 @@ class ZmqRouter:
         if outbox is None:
             if identity in self._disconnected and not self._comes_again(parts):
                 return
-            outbox = self._outboxes[identity] = ZmqOutbox(self, identity, 0, self._user)
+            outbox = self._outboxes[identity] = ZmqOutbox(self, self._loop, identity, self._user)
             outbox.peer = self._opened(outbox)
         outbox.active = True
-        if outbox.waiting is not None or outbox.queued or outbox.behind:
+        if outbox.paused.active or outbox.queued or outbox.behind:
             outbox.pending.append(parts)
             outbox.pending_bytes += sum(map(len, parts))
             if len(outbox.pending) > PENDING_MESSAGES or outbox.pending_bytes > PENDING_BYTES:
@@ -243,12 +247,12 @@ class ZmqRouter:
     def _pass_on(self, outbox: ZmqOutbox, messages: list[Any]) -> None:
         self._turns.charge(len(messages))
         self._deliver(outbox.peer, messages, [])
-        self._wait_for_turn(outbox)
+        self.wait_for_turn(outbox)
 
-    def _wait_for_turn(self, outbox: ZmqOutbox) -> None:
+    def wait_for_turn(self, outbox: ZmqOutbox) -> None:
         """Queues the client for its next turn if it has more input and is neither paused nor behind."""
         known = self._outboxes.get(outbox.identity) is outbox
-        may_read = outbox.waiting is None and not outbox.behind
+        may_read = not (outbox.paused.active or outbox.behind)
         if known and not outbox.queued and may_read and (outbox.left_over or outbox.pending):
             outbox.queued = True
             size = 0 if outbox.left_over else sum(map(len, outbox.pending[0]))
@@ -257,7 +261,7 @@ class ZmqRouter:
     def process_input(self, outbox: ZmqOutbox) -> None:
         """Processes the client's share of the turn."""
         outbox.queued = False
-        if outbox.waiting is not None or outbox.behind:
+        if outbox.paused.active or outbox.behind:
             return
         share = self._turns.share()
         if outbox.left_over:
@@ -267,21 +271,6 @@ class ZmqRouter:
             parts = outbox.pending.popleft()
             outbox.pending_bytes -= sum(map(len, parts))
             self._receive(outbox, parts)
-
-    def pause(self, outbox: ZmqOutbox, until: int) -> None:
-        """Queues this client's input until the given time. It must still be read, as all clients share one socket."""
-        outbox.paused_until = max(outbox.paused_until, until)
-        if outbox.waiting is None and self._outboxes.get(outbox.identity) is outbox:
-            delay = (until - time.monotonic_ns()) / 1e9
-            outbox.waiting = self._loop.call_later(delay, self._resume, outbox)
-
-    def _resume(self, outbox: ZmqOutbox) -> None:
-        outbox.waiting = None
-        left = outbox.paused_until - time.monotonic_ns()
-        if left > 0:
-            outbox.waiting = self._loop.call_later(left / 1e9, self._resume, outbox)
-        else:
-            self._wait_for_turn(outbox)
 
     def _disconnect_flooding(self, outbox: ZmqOutbox) -> None:
         text = (
@@ -393,7 +382,7 @@ class ZmqRouter:
             if outbox.behind and outbox.unsent_bytes <= BEHIND_BYTES // 2:
                 outbox.behind = False
                 self._backlog.changed(outbox.peer, False)
-                self._wait_for_turn(outbox)
+                self.wait_for_turn(outbox)
 
     # ------------------------------------------------------------------------------------ connect and disconnect
 
@@ -431,8 +420,7 @@ class ZmqRouter:
         if outbox.queued:
             outbox.queued = False
             self._turns.leave(outbox)
-        if outbox.waiting is not None:
-            outbox.waiting.cancel()
+        outbox.paused.cancel()
         if outbox.closing:
             self._disconnected[outbox.identity] = None
             if len(self._disconnected) > DISCONNECTED:

@@ -12,6 +12,9 @@ import pytest
 import uvloop
 
 from shmserve.broker.link import PeerLink
+from shmserve.broker.listeners.client_link import ClientLink
+from shmserve.broker.listeners.fair_turns import ClientTurns
+from shmserve.broker.listeners.output_backlog import OutputBacklog
 from shmserve.protocol import codec
 from shmserve.protocol.messages import ClientMessage, Pong
 
@@ -28,7 +31,10 @@ class Ends:
         ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.heard: list[Any] = []
         self.ended: list[str] = []
-        self.link = PeerLink(ours, 1, codec.Codec(ClientMessage), self.hear, self.end, loop)
+        self.link = self.open(ours)
+
+    def open(self, ours: socket.socket) -> PeerLink:
+        return PeerLink(ours, 1, codec.Codec(ClientMessage), self.hear, self.end, self.loop)
 
     def hear(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
         self.heard += messages
@@ -54,14 +60,40 @@ class Ends:
         self.loop.run_until_complete(asyncio.wait_for(turns(), 60))
 
 
+class ClientEnds(Ends):
+    link: ClientLink
+
+    def open(self, ours: socket.socket) -> ClientLink:
+        def due() -> None:
+            self.loop.call_soon(turns.begin)
+
+        turns = ClientTurns(due)
+        backlog = OutputBacklog(1 << 20, lambda peer, behind: None)
+        kind = codec.Codec(ClientMessage)
+        return ClientLink(ours, 1, "uid:1", kind, self.hear, self.end, self.loop, 1 << 20, turns, backlog)
+
+
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    loop = request.param()
+def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
+    made: asyncio.AbstractEventLoop = request.param()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ends(loop: asyncio.AbstractEventLoop) -> Iterator[Ends]:
     made = Ends(loop)
     yield made
     made.link.close("")
     made.theirs.close()
-    loop.close()
+
+
+@pytest.fixture
+def client(loop: asyncio.AbstractEventLoop) -> Iterator[ClientEnds]:
+    made = ClientEnds(loop)
+    yield made
+    made.link.close("")
+    made.theirs.close()
 
 
 @pytest.mark.parametrize("unread", [0, 1, 5])
@@ -92,30 +124,30 @@ def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None
     assert ends.ended == [""]
 
 
-def test_a_pause(ends: Ends) -> None:
+def test_a_pause(client: ClientEnds) -> None:
     """Nothing is heard before its time; the longest counts; and then all is, in order."""
     for number in range(3):
-        ends.theirs.send(codec.encode([Pong(number)]))
-    ends.link.pause(time.monotonic_ns() + 1_000_000)
+        client.theirs.send(codec.encode([Pong(number)]))
+    client.link.pause(time.monotonic_ns() + 1_000_000)
     until = time.monotonic_ns() + 50_000_000
-    ends.link.pause(until)
-    ends.link.pause(until - 40_000_000)
-    ends.until(lambda: ends.heard)
+    client.link.pause(until)
+    client.link.pause(until - 40_000_000)
+    client.until(lambda: client.heard)
     assert time.monotonic_ns() >= until
-    ends.leave()
-    ends.until(lambda: ends.ended)
-    assert ends.heard == [Pong(0), Pong(1), Pong(2), *LAST]
+    client.leave()
+    client.until(lambda: client.ended)
+    assert client.heard == [Pong(0), Pong(1), Pong(2), *LAST]
 
 
-def test_a_pause_ends_with_the_link(ends: Ends) -> None:
-    ends.theirs.send(codec.encode(LAST))
-    ends.link.pause(time.monotonic_ns() + 1_000_000)
-    ends.link.close("enough")
-    behind = ends.loop.create_future()
-    ends.loop.call_later(0.002, behind.set_result, None)
-    ends.loop.run_until_complete(behind)
-    assert ends.ended == ["enough"]
-    assert not ends.heard
+def test_a_pause_ends_with_the_link(client: ClientEnds) -> None:
+    client.theirs.send(codec.encode(LAST))
+    client.link.pause(time.monotonic_ns() + 1_000_000)
+    client.link.close("enough")
+    behind = client.loop.create_future()
+    client.loop.call_later(0.002, behind.set_result, None)
+    client.loop.run_until_complete(behind)
+    assert client.ended == ["enough"]
+    assert not client.heard
 
 
 def test_a_packet_that_waits_for_one_who_ends(ends: Ends) -> None:
