@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.broker.config.flag import ENVIRONMENT, UNITS, Flag
-from shmserve.broker.config.gateway_flags import ENDPOINTS, GATEWAY_FLAGS
 from shmserve.broker.config.triton_flags import TRITON, TRITON_FLAGS, decimal, fraction
 from shmserve.broker.listeners import access
 from shmserve.broker.observability import metric_settings, traces
@@ -21,6 +20,7 @@ from shmserve.broker.observability.logs import FORMATS
 from shmserve.broker.processes.cpus import host_policy
 from shmserve.core import limits
 from shmserve.core.batching.rate_limiter import ANY, SHARED
+from shmserve.gateway_options import OPTIONS, Option
 from shmserve.repo.storage.generation import FILE_BYTES, TOTAL_BYTES
 
 REQUIRED = "required"
@@ -31,13 +31,32 @@ _FALSE = ("false", "0", "no", "off")
 
 
 MODELS, LOADING, INSTANCES, MEMORY = "Models", "Loading", "Instances and cores", "Memory"
-ACCESS, STOPPING, LOGGING, SERVICE = "Access and limits", "Stopping", "Logging", "Service"
+ACCESS, ENDPOINTS, STOPPING = "Access and limits", "Network endpoints", "Stopping"
+LOGGING, SERVICE = "Logging", "Service"
 GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, ENDPOINTS, STOPPING, LOGGING, SERVICE, TRITON)
 
 
 def _old_trace(name: str, setting: str, metavar: str) -> Flag:
     return Flag(f"trace-{name}", "trace", LOGGING, f"use --trace-config {setting}=", [], metavar,
                 repeatable=True, instead="trace-config", setting=setting)  # fmt: skip
+
+
+def _passed_on(option: Option) -> Flag:
+    """The flag for an option of `shmserve gateway`. It has no default, so that only options that were set are passed
+    on. Kinds that `serve` does not parse are passed on as text."""
+    return Flag(
+        option.name,
+        option.kind if option.kind in ("boolean", "whole", "path") else "text",
+        ENDPOINTS,
+        f"{option.help}; may be given several times" if option.repeatable else option.help,
+        [] if option.repeatable else None,
+        "" if option.kind == "boolean" else option.metavar,
+        option.repeatable,
+        shown=option.default_text,
+        triton=option.triton,
+        gateway=option.sets or option.name,
+        compatible=option.compatible,
+    )
 
 
 FLAGS = (
@@ -120,7 +139,13 @@ FLAGS = (
          repeatable=True),
     Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),
-    *GATEWAY_FLAGS,
+    Flag("no-gateway", "boolean", ENDPOINTS, "start no gateway: no HTTP, gRPC or metrics ports; a gateway that is "
+         "started separately can still serve", False),
+    Flag("gateways", "whole", ENDPOINTS, "number of gateway processes that share the ports; the kernel distributes "
+         "connections", 1, "N", least=1),
+    *(_passed_on(option) for option in OPTIONS if option.serve),
+    Flag("gateway-args", "text", ENDPOINTS, "further options of `shmserve gateway`, as one string: "
+         "--gateway-args='--http-idle-timeout 60'", None, "WORDS"),
     Flag("exit-timeout-secs", "seconds", STOPPING, "on shutdown, time for requests in flight; then all processes are "
          "killed", 30.0, "S"),
     Flag("log-verbose", "whole", LOGGING, "1: more detail; 2: also each batch and why it was formed", 0, "N"),
