@@ -82,16 +82,7 @@ class Pages:
 
 def map_shared(fd: int, size: int, writable: bool) -> Pages:
     """Maps the first `size` bytes of `fd`; the descriptor may be closed afterwards. Raises mmap's OSError."""
-    return _map(fd, size, writable, constants.MAP_SHARED)
-
-
-def map_private(size: int) -> Pages:
-    """Maps zeroed memory that no other process can map; forks share it."""
-    return _map(-1, size, True, constants.MAP_SHARED | constants.MAP_ANONYMOUS)
-
-
-def _map(fd: int, size: int, writable: bool, flags: int) -> Pages:
-    address = _mmap(None, size, _READ_WRITE if writable else _READ, flags, fd, 0)
+    address = _mmap(None, size, _READ_WRITE if writable else _READ, constants.MAP_SHARED, fd, 0)
     if address == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")

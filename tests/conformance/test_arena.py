@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm.arena import Arena, Block, Segment
-from shmserve.shm.extents import heap, memfd, posix
+from shmserve.shm.extents import memfd, posix
 from shmserve.shm.extents.base import Extent
 from tests.support.hypothesis_profiles import examples
 from tests.support.leaks import own_names
@@ -24,7 +24,7 @@ from tests.support.leaks import own_names
 MIB = 1 << 20
 U8 = np.dtype("uint8")
 F32 = np.dtype("float32")
-MAKERS: dict[str, Callable[[int], Extent]] = {"heap": heap.create, "memfd": memfd.create, "posix": posix.create}
+MAKERS: dict[str, Callable[[int], Extent]] = {"memfd": memfd.create, "posix": posix.create}
 
 
 @pytest.fixture(params=MAKERS)
@@ -129,7 +129,7 @@ def test_empty_rows_have_distinct_places(sizes: list[int], arena: Arena) -> None
 
 
 def test_a_split_that_fails_changes_nothing() -> None:
-    arena = Arena(1, heap.create, limit_bytes=4096)
+    arena = Arena(1, memfd.create, limit_bytes=4096)
     block = arena.allocate(4096)
     for sizes, error in (([4096, 1], InvalidRequest), ([-1, 5], InvalidRequest), ([], InvalidRequest)):
         with pytest.raises(error):
@@ -155,7 +155,7 @@ def test_the_error_at_the_limit_names_the_numbers_and_the_setting(make: Callable
 
 
 def test_the_last_segment_is_only_as_large_as_the_limit_allows() -> None:
-    arena = Arena(1, heap.create, limit_bytes=MIB + 300_000)
+    arena = Arena(1, memfd.create, limit_bytes=MIB + 300_000)
     arena.allocate(MIB)
     assert arena.allocate(200_000).home.size == 300_000 // 4096 * 4096
     assert arena.committed <= MIB + 300_000
@@ -164,7 +164,7 @@ def test_the_last_segment_is_only_as_large_as_the_limit_allows() -> None:
 
 def test_idle_segments_make_room_if_they_can_be_withdrawn() -> None:
     recorder = Recorder()
-    arena = Arena(2, heap.create, limit_bytes=4 * MIB, announce=recorder.announce, withdraw=recorder.withdraw)
+    arena = Arena(2, memfd.create, limit_bytes=4 * MIB, announce=recorder.announce, withdraw=recorder.withdraw)
     blocks = [arena.allocate(MIB) for _ in range(4)]
     ids = [segment.id for segment in arena.segments]
     for block in blocks:
@@ -276,7 +276,7 @@ def test_arrays_are_found_by_address(arena: Arena) -> None:
 
 def test_renumber_gives_all_segments_new_ids() -> None:
     recorder = Recorder()
-    arena = Arena(3, heap.create, limit_bytes=64 * MIB, announce=recorder.announce)
+    arena = Arena(3, memfd.create, limit_bytes=64 * MIB, announce=recorder.announce)
     first, second = arena.allocate(MIB), arena.allocate(MIB)
     old = [first.segment, second.segment]
     arena.renumber(9)
@@ -311,7 +311,7 @@ def test_a_smaller_segment_is_tried_if_memory_is_short() -> None:
         requested.append(size)
         if size > 8192:
             raise Unavailable(f"cannot reserve {size} bytes")
-        return heap.create(size)
+        return memfd.create(size)
 
     arena = Arena(1, scarce, limit_bytes=64 * MIB)
     assert arena.allocate(5000).home.size == 8192
@@ -337,7 +337,7 @@ def test_the_message_that_announces_a_segment() -> None:
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 5), st.booleans()), max_size=40))
 def test_blocks_never_overlap(steps: list[tuple[int, int, bool]]) -> None:
-    arena = Arena(1, heap.create, limit_bytes=4 * MIB, segment_bytes=MIB)
+    arena = Arena(1, memfd.create, limit_bytes=4 * MIB, segment_bytes=MIB)
     held: list[tuple[Block, int]] = []
     for number, (size, pieces, free_first) in enumerate(steps):
         if free_first and held:

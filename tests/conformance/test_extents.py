@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Internal, InvalidRequest, Unavailable
-from shmserve.shm.extents import heap, memfd, posix
+from shmserve.shm.extents import memfd, posix
 from shmserve.shm.extents.base import Extent, MappedExtent
 from tests.support.leaks import own_names
 
 MAKERS: dict[str, Callable[[int], Extent]] = {
-    "heap": heap.create,
     "memfd": memfd.create,
     "memfd-future-write": lambda size: memfd.create(size, seal_future_write=True),
     "posix": posix.create,

@@ -1,5 +1,4 @@
 """The kinds of memory that processes can share, with the common interface in `base`.
 
-`memfd` is passed by descriptor, `posix` by name, and `cuda` by the name of an export. `heap` is private memory, for
-tests.
+`memfd` is passed by descriptor, `posix` by name, and `cuda` by the name of an export.
 """

@@ -1,7 +1,7 @@
 """The interface and common code of extents: pieces of memory that processes can share. Invariant: an extent never
 moves, grows or shrinks, and closing it never unmaps pages that a view uses.
 
-The kinds are in separate modules: memfd (descriptors), posix (names), cuda (GPU memory), heap (tests).
+The kinds are in separate modules: memfd (descriptors), posix (names), cuda (GPU memory).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def reserve(fd: int, size: int) -> None:
 
 def resize(fd: int, size: int, promised: int = 0) -> None:
     """`promised`: bytes of other extents that are not reserved yet."""
-    check_room(size + promised)
+    _check_room(size + promised)
     try:
         os.ftruncate(fd, size)
     except (OSError, OverflowError) as error:
@@ -143,7 +143,7 @@ def fill(fd: int, begin: int, size: int) -> None:
         raise failed("reserve", size, error, fd) from error
 
 
-def check_room(size: int) -> None:
+def _check_room(size: int) -> None:
     """Raises Unavailable if the machine has less memory. The kernel would not report it: it commits pages of a memfd
     one by one, and then kills processes, possibly others than the one that allocated."""
     room = _available()

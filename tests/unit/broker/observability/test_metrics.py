@@ -28,7 +28,7 @@ from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.stats import latencies
 from shmserve.protocol.messages import Infer, Return, Tensor
 from shmserve.shm.arena import Arena
-from shmserve.shm.extents import heap
+from shmserve.shm.extents import memfd
 from shmserve.system import procfs
 from tests import ROOT
 from tests.support.core.fakes import FakeClient
@@ -72,7 +72,7 @@ class Seen:
 
 
 def metrics(world: World, arena: Arena | None = None, shown: MetricSettings = DEFAULTS) -> Seen:
-    arena = arena or Arena(0, heap.create, limit_bytes=1 << 20)
+    arena = arena or Arena(0, memfd.create, limit_bytes=1 << 20)
     pids = iter([os.getpid()] * 100)
     made = Metrics(world.core.state, arena, 1 << 20, lambda peer: next(pids), lambda: True, shown)
     seen = Seen(made.text())
@@ -253,7 +253,7 @@ def test_summaries_of_the_cache() -> None:
 
 
 def metrics_text(world: World, shown: MetricSettings) -> str:
-    arena = Arena(0, heap.create, limit_bytes=1 << 20)
+    arena = Arena(0, memfd.create, limit_bytes=1 << 20)
     found = Metrics(world.core.state, arena, 1 << 20, lambda peer: os.getpid(), lambda: True, shown).text()
     arena.close()
     return found
@@ -371,7 +371,7 @@ def test_what_clients_hold() -> None:
 
 
 def test_the_arena_of_the_broker() -> None:
-    arena = Arena(0, heap.create, limit_bytes=1 << 20)
+    arena = Arena(0, memfd.create, limit_bytes=1 << 20)
     block = arena.allocate(5000)
     seen = metrics(World(), arena)
     assert 5000 <= seen("shmserve_broker_arena_used_bytes") < 5000 + 64
