@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.protocol.messages import Load, Loaded, LoadFailed
-from shmserve.system.allocator import keep_freed_memory
-from shmserve.system.prctl import NAME, NO_NEW_PRIVS, PDEATHSIG, prctl
+from shmserve.system.process import NAME, NO_NEW_PRIVS, PDEATHSIG, keep_freed_memory, prctl
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.process.log import TRACE_LIMIT, log_message, log_traceback, trace_of

@@ -44,7 +44,7 @@ from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.storage.generation import Generations, Sizes
 from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
-from shmserve.system.allocator import keep_freed_memory
+from shmserve.system.process import keep_freed_memory
 from shmserve.system.service_manager import ServiceManager, of_this_process
 from shmserve.version import version
 

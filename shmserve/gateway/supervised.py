@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 
-from shmserve.system.prctl import PDEATHSIG, prctl
+from shmserve.system.process import PDEATHSIG, prctl
 from shmserve.terminal.errors import Failed
 
 

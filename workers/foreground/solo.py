@@ -31,7 +31,7 @@ from shmserve.repo.gpus import VISIBLE, discover
 from shmserve.repo.rules.fields import surprises, verify
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.system.allocator import keep_freed_memory
+from shmserve.system.process import keep_freed_memory
 from shmserve.terminal import inputs, output
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from shmserve.paths import python
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, received
-from shmserve.system.prctl import CHILD_SUBREAPER, prctl
+from shmserve.system.process import CHILD_SUBREAPER, prctl
 
 ROOM = "-" * 1024
 """A placeholder argument: forked workers overwrite it with their own command line."""

@@ -1,0 +1,30 @@
+"""Settings of the calling process: kernel attributes (prctl), and the C library's allocator."""
+
+from __future__ import annotations
+
+import ctypes
+
+PDEATHSIG, NAME, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 15, 36, 38
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+KEEP_BYTES = 64 << 20
+"""Freed memory to keep at the top of the heap."""
+HEAP_BYTES = 1 << 20
+"""Blocks up to this size are allocated on the heap: five of the largest packets."""
+
+
+def prctl(option: int, value: int | bytes) -> int:
+    """Changes an attribute of the calling process or thread. Returns 0 or the errno."""
+    failed = ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    return ctypes.get_errno() if failed else 0
+
+
+def keep_freed_memory() -> bool:
+    """Makes the allocator keep freed memory. By default it returns memory to the kernel after each packet and faults it
+    in again, many thousand times a second. Only for the server's own processes, never for processes of users.
+
+    False if the C library has no mallopt (musl); then nothing changes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(_MMAP_THRESHOLD, HEAP_BYTES))
