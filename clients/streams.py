@@ -67,7 +67,7 @@ class Stream:
     def __del__(self) -> None:
         flow = self._flow
         if not flow.ended:
-            self._link.session.forget(flow)
+            self._link.session.cancel_later(flow)
 
     def __repr__(self) -> str:
         return f"<shmserve.Stream {'ended' if self._flow.ended else 'open'}>"
@@ -130,7 +130,7 @@ class AsyncStream:
     def __del__(self) -> None:
         flow = self._flow
         if not flow.ended:
-            self._link.session.forget(flow)
+            self._link.session.cancel_later(flow)
 
     def __repr__(self) -> str:
         return f"<shmserve.AsyncStream {'ended' if self._flow.ended else 'open'}>"

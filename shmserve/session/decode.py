@@ -92,7 +92,7 @@ def result_of(
     return result
 
 
-def give_back(reply: Reply | Part, memory: SessionMemory) -> None:
+def return_handles(reply: Reply | Part, memory: SessionMemory) -> None:
     """Return the handles of an answer that is no longer wanted."""
     for tensor in reply.outputs:
         if isinstance(tensor.data, tuple):
@@ -106,7 +106,7 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | 
     data = tensor.data
     if isinstance(data, tuple):
         if place is not None and len(data) == 1 and memory.is_own(data[0]):
-            return _written(tensor, place) if isinstance(place, np.ndarray) else _there(tensor, place)
+            return _written(tensor, place) if isinstance(place, np.ndarray) else _written_on_device(tensor, place)
         found = _view(tensor, memory)
     elif isinstance(data, int):
         if not 0 <= data < len(frames):
@@ -120,8 +120,8 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | 
         return _into_place(tensor, found, place)
     _check_place(tensor, found, place)
     memory.devices.store(place, found)
-    there: Array = place.owner
-    return there
+    array: Array = place.owner
+    return array
 
 
 def _view(tensor: Tensor, memory: SessionMemory) -> Array:
@@ -159,7 +159,7 @@ def _is_other(tensor: Tensor, place: Any) -> bool:
     return tensor.dtype != "BF16" and NUMPY.get(tensor.dtype, place.dtype) != place.dtype
 
 
-def _there(tensor: Tensor, place: DeviceRef) -> Array:
+def _written_on_device(tensor: Tensor, place: DeviceRef) -> Array:
     """As `_written`, for an array on a GPU, which cannot be cut to the output's shape here."""
     if _is_other(tensor, place):
         raise _wrong_place(tensor, place)
@@ -168,8 +168,8 @@ def _there(tensor: Tensor, place: DeviceRef) -> Array:
             f"output '{tensor.name}' has shape {list(tensor.shape)}, but was written to an array of shape "
             f"{list(place.shape)}"
         )
-    there: Array = place.owner
-    return there
+    array: Array = place.owner
+    return array
 
 
 def _into_place(tensor: Tensor, source: Array, place: Array) -> Array:

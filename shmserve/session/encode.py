@@ -69,111 +69,110 @@ class Raw:
             raise InvalidRequest(f"Raw of {dtype} needs elements of {size} bytes, not {self.array.dtype}")
 
 
-class Encoder:
-    """Makes tensors of a caller's arrays. The KeptInputs that `tensors` returns lists what they refer to."""
+def encode_inputs(
+    inputs: Mapping[str, Any], memory: SessionMemory
+) -> tuple[tuple[Tensor, ...], KeptInputs | None, int]:
+    """The tensors, what must be kept for them, and the number of inline bytes."""
+    tensors: list[Tensor] = []
+    kept: KeptInputs | None = None
+    total = 0
+    try:
+        for name, value in inputs.items():
+            if type(value) is _ndarray:
+                dtype = _NAMES.get(value.dtype)
+                if dtype is not None:
+                    size = value.nbytes
+                    if size <= INLINE_BYTES and total + size <= MESSAGE_BYTES and value.ndim <= DIMS:
+                        if len(name) > NAME_LENGTH:
+                            raise _too_long(name)
+                        total += size
+                        tensors.append(Tensor(name, dtype, value.shape, value.tobytes()))
+                        continue
+            if kept is None:
+                kept = KeptInputs()
+            tensor = _tensor(memory, name, value, kept, len(tensors), MESSAGE_BYTES - total)
+            if type(tensor.data) is bytes:
+                total += len(tensor.data)
+            tensors.append(tensor)
+    except BaseException as error:
+        if kept is not None:
+            memory.release_inputs(kept)
+        if isinstance(error, (AttributeError, TypeError)):
+            raise InvalidRequest(f"inputs must be a mapping of names to arrays: {error}") from error
+        raise
+    if len(tensors) > TENSORS:
+        if kept is not None:
+            memory.release_inputs(kept)
+        raise InvalidRequest(f"the request has {len(tensors)} inputs; the limit is {TENSORS}")
+    return tuple(tensors), kept, total
 
-    def __init__(self, memory: SessionMemory) -> None:
-        self._memory = memory
 
-    def tensors(self, inputs: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], KeptInputs | None, int]:
-        """The tensors, what must be kept for them, and the number of inline bytes."""
-        found: list[Tensor] = []
-        kept: KeptInputs | None = None
-        total = 0
-        try:
-            for name, value in inputs.items():
-                if type(value) is _ndarray:
-                    dtype = _NAMES.get(value.dtype)
-                    if dtype is not None:
-                        size = value.nbytes
-                        if size <= INLINE_BYTES and total + size <= MESSAGE_BYTES and value.ndim <= DIMS:
-                            if len(name) > NAME_LENGTH:
-                                raise _too_long(name)
-                            total += size
-                            found.append(Tensor(name, dtype, value.shape, value.tobytes()))
-                            continue
-                if kept is None:
-                    kept = KeptInputs()
-                tensor = self._tensor(name, value, kept, len(found), MESSAGE_BYTES - total)
-                if type(tensor.data) is bytes:
-                    total += len(tensor.data)
-                found.append(tensor)
-        except BaseException as error:
-            if kept is not None:
-                self._memory.release_inputs(kept)
-            if isinstance(error, (AttributeError, TypeError)):
-                raise InvalidRequest(f"inputs must be a mapping of names to arrays: {error}") from error
-            raise
-        if len(found) > TENSORS:
-            if kept is not None:
-                self._memory.release_inputs(kept)
-            raise InvalidRequest(f"the request has {len(found)} inputs; the limit is {TENSORS}")
-        return tuple(found), kept, total
+def _tensor(memory: SessionMemory, name: str, value: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
+    """Any input that is not a small plain array."""
+    if len(name) > NAME_LENGTH:
+        raise _too_long(name)
+    if isinstance(value, Raw):
+        array, dtype = value.array, value.dtype
+    elif type(value) is not _ndarray and (interface := interface_of(value)) is not None:
+        return _on_device(memory, name, value, interface, kept, index, room)
+    else:
+        array, dtype = _as_array(name, value)
+    shape = array.shape
+    if len(shape) > DIMS:
+        raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
+    if dtype == "BYTES":
+        array = np.frombuffer(_encode_strings(name, array), np.uint8)
+    if array.nbytes <= min(INLINE_BYTES, room):
+        return Tensor(name, dtype, shape, array.tobytes())
+    if not memory.shared:
+        return Tensor(name, dtype, shape, kept.add_frame(name, array, memory.frame_bytes))
+    return Tensor(name, dtype, shape, (_handle(memory, array, kept, index),))
 
-    def _tensor(self, name: str, value: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
-        """Any input that is not a small plain array."""
-        if len(name) > NAME_LENGTH:
-            raise _too_long(name)
-        if isinstance(value, Raw):
-            array, dtype = value.array, value.dtype
-        elif type(value) is not _ndarray and (interface := interface_of(value)) is not None:
-            return self._on_device(name, value, interface, kept, index, room)
-        else:
-            array, dtype = _as_array(name, value)
-        shape = array.shape
-        if len(shape) > DIMS:
-            raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
-        if dtype == "BYTES":
-            array = np.frombuffer(_encode_strings(name, array), np.uint8)
-        if array.nbytes <= min(INLINE_BYTES, room):
-            return Tensor(name, dtype, shape, array.tobytes())
-        if not self._memory.shared:
-            return Tensor(name, dtype, shape, kept.add_frame(name, array, self._memory.frame_bytes))
-        return Tensor(name, dtype, shape, (self._handle(array, kept, index),))
 
-    def _on_device(self, name: str, value: Any, interface: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
-        """A large array is placed later, by `staging`, when the whole request is known."""
-        devices = self._memory.devices
-        source = devices.source(name, value, interface)
-        dtype = from_numpy(source.dtype)
-        if source.nbytes <= min(INLINE_BYTES, room):
-            return Tensor(name, dtype, source.shape, devices.fetch(source).tobytes())
+def _on_device(
+    memory: SessionMemory, name: str, value: Any, interface: Any, kept: KeptInputs, index: int, room: int
+) -> Tensor:
+    """A large array is placed later, by `staging`, when the whole request is known."""
+    devices = memory.devices
+    source = devices.source(name, value, interface)
+    dtype = from_numpy(source.dtype)
+    if source.nbytes <= min(INLINE_BYTES, room):
+        return Tensor(name, dtype, source.shape, devices.fetch(source).tobytes())
+    if kept.devices is None:
+        kept.devices = {}
+    kept.devices[index] = source
+    return Tensor(name, dtype, source.shape, ())
+
+
+def _handle(memory: SessionMemory, array: Array, kept: KeptInputs, index: int) -> Handle:
+    """A handle to the array's bytes; they are copied into the arena unless the server can map them already."""
+    if array.flags.c_contiguous:
+        found = memory.locate(array)
+        if found is not None:
+            handle, received = found
+            kept.arrays.append(array)
+            if received:
+                kept.received[index] = array
+            return handle
+    return memory.copy_in(array, kept)
+
+
+def _place(name: str, array: Any, kept: KeptInputs, memory: SessionMemory) -> Handle | None:
+    """Where the output is to be written. None: it is copied to `array` on arrival."""
+    if type(array) is RegionPart:
+        return array.handle
+    if type(array) is not _ndarray and (interface := interface_of(array)) is not None:
+        kept.places[name] = target = memory.devices.source(name, array, interface)
         if kept.devices is None:
             kept.devices = {}
-        kept.devices[index] = source
-        return Tensor(name, dtype, source.shape, ())
-
-    def _handle(self, array: Array, kept: KeptInputs, index: int) -> Handle:
-        """A handle to the array's bytes; they are copied into the arena unless the server can map them already."""
-        memory = self._memory
-        if array.flags.c_contiguous:
-            found = memory.locate(array)
-            if found is not None:
-                handle, received = found
-                kept.arrays.append(array)
-                if received:
-                    kept.received[index] = array
-                return handle
-        return memory.copy_in(array, kept)
-
-    def place(self, name: str, array: Any, kept: KeptInputs) -> Handle | None:
-        """Where the output is to be written. None: it is copied to `array` on arrival."""
-        if type(array) is RegionPart:
-            return array.handle
-        if type(array) is not _ndarray and (interface := interface_of(array)) is not None:
-            kept.places[name] = target = self._memory.devices.source(name, array, interface)
-            if kept.devices is None:
-                kept.devices = {}
-            return self._memory.devices.locate(target)
-        if type(array) is not _ndarray or not array.flags.writeable:
-            raise InvalidRequest(
-                f"the array for output '{name}' must be a writable numpy array, preferably from empty()"
-            )
-        kept.places[name] = array
-        if not self._memory.shared or not array.flags.c_contiguous:
-            return None
-        found = self._memory.locate(array)
-        return found[0] if found is not None and not found[1] else None
+        return memory.devices.locate(target)
+    if type(array) is not _ndarray or not array.flags.writeable:
+        raise InvalidRequest(f"the array for output '{name}' must be a writable numpy array, preferably from empty()")
+    kept.places[name] = array
+    if not memory.shared or not array.flags.c_contiguous:
+        return None
+    found = memory.locate(array)
+    return found[0] if found is not None and not found[1] else None
 
 
 def _as_array(name: str, value: Any) -> tuple[Array, str]:
@@ -268,26 +267,26 @@ def options_of(
         raise InvalidRequest("sequence_start and sequence_end need sequence=, the id of the sequence")
     if priority is not None and not 0 <= priority < 2**64:
         raise InvalidRequest(f"priority={priority} is not a number from 0 to 2^64-1")
-    given = dict(parameters or {})
-    if len(given) > PARAMETERS:
-        raise InvalidRequest(f"the request has {len(given)} parameters; the limit is {PARAMETERS}")
+    wire_parameters = dict(parameters or {})
+    if len(wire_parameters) > PARAMETERS:
+        raise InvalidRequest(f"the request has {len(wire_parameters)} parameters; the limit is {PARAMETERS}")
     queue_timeout_us = 0
-    for name, value in given.items():
+    for name, value in wire_parameters.items():
         check_name("parameter", name)
         if not isinstance(value, (str, int, float, bool)):
             raise InvalidRequest(f"parameter '{name}' must be str, int, float or bool, not {type(value).__name__}")
-    if "timeout" in given:
-        value = given.pop("timeout")
+    if "timeout" in wire_parameters:
+        value = wire_parameters.pop("timeout")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
             raise InvalidRequest(f"parameter 'timeout' must be the queue timeout in microseconds, not {value!r}")
         queue_timeout_us = value
     return Options(
-        request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, given, window,
-        caller if sequence else "",
+        request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, wire_parameters,
+        window, caller if sequence else "",
     )  # fmt: skip
 
 
-def wanted_of(outputs: Any, kept: KeptInputs, encoder: Encoder, placed: bool = True) -> tuple[Wanted, ...]:
+def wanted_of(outputs: Any, kept: KeptInputs, memory: SessionMemory, placed: bool = True) -> tuple[Wanted, ...]:
     """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None (placement is left to the server).
     Arrays are refused unless `placed`.
     """
@@ -301,17 +300,17 @@ def wanted_of(outputs: Any, kept: KeptInputs, encoder: Encoder, placed: bool = T
         ) from None
     if len(names) > TENSORS:
         raise InvalidRequest(f"the request has {len(names)} outputs; the limit is {TENSORS}")
-    found = []
+    wanted = []
     for name in names:
         check_name("output", name)
         how = outputs[name] if isinstance(outputs, Mapping) else None
         if type(how) is TopK:
-            found.append(Wanted(name, None, index(how.k)))
+            wanted.append(Wanted(name, None, index(how.k)))
         elif how is not None and not placed:
             raise InvalidRequest(f"output '{name}' cannot be written to an array: a stream has several responses")
         else:
-            found.append(Wanted(name, encoder.place(name, how, kept) if how is not None else None))
-    return tuple(found)
+            wanted.append(Wanted(name, _place(name, how, kept, memory) if how is not None else None))
+    return tuple(wanted)
 
 
 def check_size(message: Infer) -> None:

@@ -14,7 +14,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_BYTES, PACKET_MESSAGES, Infer, Return, Unmap
 from shmserve.session.memory import SessionMemory
-from shmserve.session.ticket import Ticket
+from shmserve.session.tickets import Tickets
 
 MAPS = 64
 """Most segments announced in one packet: each takes a descriptor, and the kernel passes at most 253."""
@@ -37,7 +37,7 @@ Incoming = tuple[Any, "list[int]", "list[Any]"]
 class SessionOutbox:
     __slots__ = ("_announcements", "_memory", "_tickets", "framed", "messages", "size")
 
-    def __init__(self, memory: SessionMemory, tickets: dict[int, Ticket]) -> None:
+    def __init__(self, memory: SessionMemory, tickets: Tickets) -> None:
         self._announcements = memory.announcements
         self._memory = memory
         self._tickets = tickets
@@ -99,7 +99,7 @@ class SessionOutbox:
         """Send each message in a packet of its own, because frame numbers count from the start of the packet."""
         packets: list[Packet] = []
         for message in self._writable(batch):
-            ticket = self._tickets.get(message.request) if type(message) is Infer else None
+            ticket = self._tickets.pending.get(message.request) if type(message) is Infer else None
             kept = ticket.kept if ticket is not None else None
             packets.append(Packet(codec.encode([message]), (), tuple(kept.frames) if kept is not None else ()))
         return packets
@@ -110,11 +110,10 @@ class SessionOutbox:
             try:
                 codec.encode([message])
             except _UNWRITABLE as error:
-                ticket = self._tickets.pop(getattr(message, "request", 0), None)
+                ticket = self._tickets.pending.get(getattr(message, "request", 0))
                 if ticket is None:
                     raise
-                if ticket.kept is not None:
-                    self._memory.release_inputs(ticket.kept)
+                self._tickets.remove(ticket)
                 ticket.fail(InvalidRequest(f"the request cannot be sent: {error}"))
             else:
                 good.append(message)

@@ -66,15 +66,15 @@ class Queries:
         if ask.request not in self._operations:
             self._outbox.queue(ask)
 
-    def packets(self, end: Callable[[Ticket, ServeError], None]) -> list[Packet]:
-        """The packets of operations that may be sent now. `end` fails an operation whose body cannot be read."""
-        made: list[Packet] = []
+    def packets(self, fail: Callable[[Ticket, ServeError], None]) -> list[Packet]:
+        """The packets of operations that may be sent now. `fail` fails an operation whose body cannot be read."""
+        packets: list[Packet] = []
         while self.to_send and self._unanswered < WINDOWS:
             operation = self.to_send[0]
             try:
                 messages = self._pieces(operation)
             except ServeError as error:
-                end(self._tickets[operation.ask.request], error)
+                fail(self._tickets[operation.ask.request], error)
                 continue
             if operation.complete:
                 self.to_send.popleft()
@@ -82,24 +82,24 @@ class Queries:
                 self._window = WINDOW_BYTES
                 self._unanswered += 1
                 messages.append(Ping(self._unanswered))
-            made.append(Packet(codec.encode(messages)))
-        return made
+            packets.append(Packet(codec.encode(messages)))
+        return packets
 
     def _pieces(self, operation: _Operation) -> list[Any]:
         """The messages of one packet. They count as sent once they are returned."""
-        found: list[Any] = []
+        messages: list[Any] = []
         ask = operation.ask
-        while len(found) < TOGETHER and not operation.complete:
+        while len(messages) < TOGETHER and not operation.complete:
             piece = operation.body.take()
             more = operation.body.left > 0
             self._window -= len(piece)
             if operation.begun:
-                found.append(Ask(ask.request, "", "", 0, piece, more))
+                messages.append(Ask(ask.request, "", "", 0, piece, more))
             else:
-                found.append(Ask(ask.request, ask.what, ask.model, ask.version, piece, more))
+                messages.append(Ask(ask.request, ask.what, ask.model, ask.version, piece, more))
             operation.begun = True
             operation.complete = not more
-        return found
+        return messages
 
     # ------------------------------------------------------------------------------------ receiving
 
@@ -110,7 +110,7 @@ class Queries:
         parts.append(message.body)
         if message.more:
             return 0
-        self.ended(number)
+        self.withdraw(number)
         ticket = self._tickets.pop(number, None)
         if ticket is None:
             return 0
@@ -130,7 +130,7 @@ class Queries:
 
     # ------------------------------------------------------------------------------------ ending
 
-    def ended(self, number: int) -> bool:
+    def withdraw(self, number: int) -> bool:
         """Forget a question. True: it was an operation that is withdrawn before it was sent completely, so no answer
         will come.
         """
@@ -144,7 +144,7 @@ class Queries:
             self._outbox.queue(Cancel(number))
         return True
 
-    def late(self, number: int) -> str:
+    def timeout_text(self, number: int) -> str:
         """Error text for a passed deadline."""
         operation = self._operations.get(number)
         if operation is None:
@@ -159,7 +159,7 @@ class Queries:
         self._window = WINDOW_BYTES
         self._unanswered = 0
 
-    def lost(self, ask: Ask, why: ServeError | None) -> ConnectionLost | None:
+    def lost_error(self, ask: Ask, why: ServeError | None) -> ConnectionLost | None:
         """The error for an operation when the connection ends. None: it is resent over the next one."""
         operation = self._operations.get(ask.request)
         if operation is None or not operation.begun:

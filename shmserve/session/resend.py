@@ -17,7 +17,7 @@ from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Handle, Infer, Tensor
 from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import SessionOutbox
-from shmserve.session.staging import once_more
+from shmserve.session.staging import restage
 from shmserve.session.ticket import KeptInputs, Ticket
 
 LOADED = "loaded"
@@ -47,9 +47,9 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMe
     for number in sorted(tickets):
         ticket = tickets[number]
         if isinstance(ticket.message, Infer):
-            ticket.message = renewed(ticket.message, ticket.kept, numbers, memory)
+            ticket.message = _renewed(ticket.message, ticket.kept, numbers, memory)
             if not memory.announcements.device_memory:
-                once_more(ticket, memory)
+                restage(ticket, memory)
             again.append(number)
     return again
 
@@ -68,7 +68,7 @@ def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOu
     return over
 
 
-def renewed(message: Infer, kept: KeptInputs | None, numbers: dict[int, int], memory: SessionMemory) -> Infer:
+def _renewed(message: Infer, kept: KeptInputs | None, numbers: dict[int, int], memory: SessionMemory) -> Infer:
     """The request with the new ids of the client's own segments."""
     kept = kept or KeptInputs()
     tensors = []

@@ -1,8 +1,8 @@
 """The client half of the protocol, without I/O: no sockets, no clock, no threads.
 
 `infer`, `ask` and `cancel` queue messages; `take` returns the packets to send; `receive` processes an incoming packet
-and settles tickets. Invariant: the owner of the session serialises all calls. The exceptions are `forget` and dropped
-arrays, which the garbage collector may cause in any thread at any time.
+and settles tickets. Invariant: the owner of the session serialises all calls. The exceptions are `cancel_later` and
+dropped arrays, which the garbage collector may cause in any thread at any time.
 
 A request is kept until it is answered, so that it can be resent over a new connection. After it was cancelled or has
 expired, its inputs are kept until the server reports that it no longer reads them.
@@ -48,15 +48,15 @@ from shmserve.protocol.messages import (
     Reclaim,
     Released,
     Reply,
+    Tensor,
     Unmap,
     Welcome,
 )
-from shmserve.session.deadlines import Deadlines
-from shmserve.session.decode import Result, give_back, result_of
+from shmserve.session.decode import Result, result_of, return_handles
 from shmserve.session.encode import (
-    Encoder,
     check_name,
     check_size,
+    encode_inputs,
     options_of,
     timeout_us_of,
     version_of,
@@ -66,9 +66,10 @@ from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import Packet, SessionOutbox
 from shmserve.session.queries import Queries
 from shmserve.session.resend import LOADED, Resume, renew, send_again
-from shmserve.session.staging import once_more, settle
+from shmserve.session.staging import place_device_tensors, restage
 from shmserve.session.streams import StreamTicket
-from shmserve.session.ticket import Abandoned, KeptInputs, Ticket
+from shmserve.session.ticket import KeptInputs, Ticket
+from shmserve.session.tickets import Tickets
 from shmserve.session.uploads import Body
 
 log = logging.getLogger("shmserve")
@@ -80,6 +81,10 @@ GRACE_S = 0.1
 class Session:
     """`memory`: memfd, posix or frames (the `kind` of SessionMemory, which also explains `cold`). `on_full` is called,
     possibly inside the garbage collector, when returns of dropped arrays or cancellations should be sent soon.
+
+    A gateway replaces what converts inputs and outputs: `encode` returns tensors, what must be kept for them and the
+    number of inline bytes; `decode` returns the result of a reply or part. It is told the server's limits, and
+    `explain_lost` may replace the failure of a request whose memory a worker could not open.
     """
 
     def __init__(
@@ -90,33 +95,37 @@ class Session:
         frame_bytes: int = FRAME_BYTES,
         on_full: Callable[[], object] | None = None,
         cold: bool = False,
+        encode: Callable[[Any, SessionMemory], tuple[tuple[Tensor, ...], KeptInputs | None, int]] = encode_inputs,
+        decode: Callable[[Reply | Part, Sequence[Any], Mapping[str, Any], SessionMemory], Any] = result_of,
+        on_limits: Callable[[dict[str, int]], object] | None = None,
+        explain_lost: Callable[[Fail, Ticket, SessionMemory], Fail] | None = None,
     ) -> None:
         self.memory = SessionMemory(memory, memory_bytes, on_full, frame_bytes, cold)
-        self.tickets: dict[int, Ticket] = {}
+        self._tickets = Tickets(self.memory)
+        self.tickets = self._tickets.pending
+        """Number -> unanswered ticket."""
         self.connected = False
         self.server = ""
         self.limits: dict[str, int] = {}
         self.goodbye: ServeError | None = None
         """The error with which the server ended the connection, if it sent one. `receive` raises it once."""
-        self.outbox = SessionOutbox(self.memory, self.tickets)
+        self.outbox = SessionOutbox(self.memory, self._tickets)
         """Queued messages, which `take` packs."""
         self.urgent = False
         """Call `take` soon, even if no user calls anything: for a Pong, for returns after Reclaim, and the like."""
-        self._encoder = Encoder(self.memory)
-        self._tensors = self._encoder.tensors
-        self._result_of = result_of
-        """Converts a reply or part to the caller's result. `receive` handles simple replies without it."""
-        self._decode = codec.Codec(BrokerMessage).decode
+        self._encode = encode
+        self._decode = decode
+        """`receive` handles replies whose outputs are all inline without it."""
+        self._on_limits = on_limits
+        self._explain_lost = explain_lost
+        self._decode_packet = codec.Codec(BrokerMessage).decode
         self._number = 0
-        self._held: dict[int, KeptInputs] = {}
-        """Number of a failed request -> its inputs, which the server still reads (FailHeld to Released)."""
         self._behind: list[int] = []
         """Requests to resend once the new server has loaded its models, and requests of sequences that follow them."""
         self.questions = Queries(self.tickets, self.outbox)
-        self._operations = self.questions.to_send
-        self._nudge = on_full
-        self._deadlines = Deadlines(self.tickets)
-        self.forgotten: deque[Ticket] = deque()
+        self._operations_to_send = self.questions.to_send
+        self._on_full = on_full
+        self._to_cancel: deque[Ticket] = deque()
         """Streams whose caller was dropped; the next `take` cancels them."""
 
     # ------------------------------------------------------------------------------------ questions
@@ -145,7 +154,7 @@ class Session:
         other tickets. `caller` is for clients that serve several users: a sequence belongs to one of them.
         """
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
-        tensors, kept, size = self._tensors(inputs)
+        tensors, kept, size = self._encode(inputs, self.memory)
         self._number = number = self._number + 1
         if (
             outputs is None and version is None and priority is None and sequence is None and parameters is None
@@ -161,9 +170,7 @@ class Session:
                 options = options_of(
                     priority, sequence, sequence_start, sequence_end, parameters, request_id, window, caller
                 )
-                wanted = (
-                    None if outputs is None or kept is None else wanted_of(outputs, kept, self._encoder, not window)
-                )
+                wanted = None if outputs is None or kept is None else wanted_of(outputs, kept, self.memory, not window)
                 message = Infer(number, model, version_of(version), tensors, wanted, 0, options)
                 check_size(message)
             except BaseException:
@@ -174,9 +181,9 @@ class Session:
         if timeout_us:
             message.timeout_us = timeout_us
             ticket.deadline = now + timeout_us * 1e-6 + GRACE_S
-            self._deadlines.add(ticket.deadline, number)
+            self._tickets.add_deadline(ticket.deadline, number)
         if kept is not None and kept.devices is not None:
-            settle(message, kept, self.memory)
+            place_device_tensors(message, kept, self.memory)
         ticket.number = number
         ticket.kept = kept
         ticket.message = message
@@ -202,16 +209,16 @@ class Session:
     ) -> None:
         """Queue a question or an operation; the ticket is settled with the parsed JSON of the answer."""
         check_name("model", model)
-        number_of_version = version_of(version)
+        version_number = version_of(version)
         self._number = number = self._number + 1
-        message = Ask(number, what, model, number_of_version)
+        message = Ask(number, what, model, version_number)
         ticket.number = number
         ticket.kept = None
         ticket.message = message
         ticket.deadline = None
         if timeout is not None:
             ticket.deadline = now + timeout_us_of(timeout) * 1e-6
-            self._deadlines.add(ticket.deadline, number)
+            self._tickets.add_deadline(ticket.deadline, number)
         self.tickets[number] = ticket
         self.questions.put(message, body)
 
@@ -221,13 +228,10 @@ class Session:
             return False
         if isinstance(ticket.message, Infer):
             self.outbox.queue(Cancel(ticket.number))
-        elif self.questions.ended(ticket.number):
-            del self.tickets[ticket.number]
-            ticket.message = None
+        elif self.questions.withdraw(ticket.number):
+            self._tickets.remove(ticket)
             return True
-        self.tickets[ticket.number] = Abandoned(ticket.number, ticket.kept)
-        ticket.message = None
-        ticket.kept = None
+        self._tickets.abandon(ticket)
         return True
 
     def expire(self, ticket: Ticket) -> None:
@@ -237,7 +241,7 @@ class Session:
             what = "respond" if not isinstance(ticket, StreamTicket) else "complete its responses"
             text = f"model '{message.model}' did not {what} within the timeout of {message.timeout_us / 1e6:g} s"
         else:
-            text = self.questions.late(ticket.number)
+            text = self.questions.timeout_text(ticket.number)
         if self.cancel(ticket):
             ticket.fail(DeadlineExceeded(text))
 
@@ -245,26 +249,26 @@ class Session:
 
     def deadline(self) -> float | None:
         """When `tick` is next due."""
-        return self._deadlines.next()
+        return self._tickets.next_deadline()
 
     def tick(self, now: float) -> None:
         """Expire tickets whose deadline has passed."""
-        while (ticket := self._deadlines.due(now)) is not None:
+        while (ticket := self._tickets.due(now)) is not None:
             self.expire(ticket)
 
     # ------------------------------------------------------------------------------------ sending
 
     @property
     def has_returns(self) -> bool:
-        return bool(self.memory.drops or self.forgotten)
+        return bool(self.memory.drops or self._to_cancel)
 
     def take(self) -> list[Packet]:
         """The packets to send now, in order. They include returns of outputs whose arrays were dropped."""
         self.urgent = False
-        while self.forgotten:
-            self.cancel(self.forgotten.popleft())
-        if self._operations:
-            return self.questions.packets(self._end) + self.outbox.take()
+        while self._to_cancel:
+            self.cancel(self._to_cancel.popleft())
+        if self._operations_to_send:
+            return self.questions.packets(self._fail) + self.outbox.take()
         return self.outbox.take()
 
     # ------------------------------------------------------------------------------------ receiving
@@ -274,12 +278,12 @@ class Session:
         settled = 0
         pop = self.tickets.pop
         if descriptors:
-            self.memory.map_all(self._decode, data, descriptors)
-        for message in self._decode(data):
+            self.memory.map_all(self._decode_packet, data, descriptors)
+        for message in self._decode_packet(data):
             if type(message) is Reply:
                 ticket = pop(message.request, None)
                 if ticket is None:
-                    give_back(message, self.memory)
+                    return_handles(message, self.memory)
                     continue
                 settled += 1
                 if ticket.kept is not None:
@@ -304,7 +308,7 @@ class Session:
         kept, ticket.kept = ticket.kept, None
         ticket.message = None
         try:
-            result = self._result_of(reply, frames, kept.places if kept is not None else {}, self.memory)
+            result = self._decode(reply, frames, kept.places if kept is not None else {}, self.memory)
         except ServeError as error:
             ticket.fail(error.with_traceback(None))  # the traceback would keep the ticket and the caller's arrays alive
         else:
@@ -318,25 +322,25 @@ class Session:
     def _on_part(self, part: Part, frames: Sequence[Any]) -> None:
         ticket = self.tickets.get(part.request)
         if part.last and ticket is not None:
-            self._forget(ticket)
+            self._remove(ticket)
         if not isinstance(ticket, StreamTicket):
-            give_back(part, self.memory)
+            return_handles(part, self.memory)
             return
         try:
-            result = self._result_of(part, frames, {}, self.memory) if part.outputs or not part.last else None
+            result = self._decode(part, frames, {}, self.memory) if part.outputs or not part.last else None
         except ServeError as error:
             self.cancel(ticket)
             ticket.fail(error.with_traceback(None))
             return
         ticket.part(result, part.last)
 
-    def forget(self, ticket: StreamTicket) -> None:
+    def cancel_later(self, ticket: StreamTicket) -> None:
         """Cancel a stream whose caller was dropped, with the next `take`. May be called in any thread, inside the
         garbage collector.
         """
-        self.forgotten.append(ticket)
-        if self._nudge is not None:
-            self._nudge()
+        self._to_cancel.append(ticket)
+        if self._on_full is not None:
+            self._on_full()
 
     def next_part(self, ticket: StreamTicket) -> Result:
         """Return the next received part. Requests more parts from the server if half of the window is used."""
@@ -355,29 +359,27 @@ class Session:
         ticket = self.tickets.get(message.request)
         if ticket is None:
             return 0
-        if message.code == HandleLost.code and once_more(ticket, self.memory):
-            self.outbox.queue(ticket.message)
-            self.urgent = True
-            return 0
-        self._forget(ticket)
+        if message.code == HandleLost.code:
+            if restage(ticket, self.memory):
+                self.outbox.queue(ticket.message)
+                self.urgent = True
+                return 0
+            if self._explain_lost is not None:
+                message = self._explain_lost(message, ticket, self.memory)
+        self._remove(ticket)
         ticket.fail(from_wire(message.code, message.text))
         return 1
 
     def _on_fail_held(self, message: FailHeld) -> int:
-        ticket = self.tickets.pop(message.request, None)
+        ticket = self.tickets.get(message.request)
         if ticket is None:
             return 0
-        if ticket.kept is not None:
-            self._held[message.request] = ticket.kept
-            ticket.kept = None
-        ticket.message = None
+        self._tickets.remove_and_hold(ticket)
         ticket.fail(from_wire(message.code, message.text))
         return 1
 
     def _on_released(self, message: Released) -> int:
-        kept = self._held.pop(message.request, None)
-        if kept is not None:
-            self.memory.release_inputs(kept)
+        self._tickets.release(message.request)
         return 0
 
     def _on_reclaim(self, message: Reclaim) -> int:
@@ -413,12 +415,14 @@ class Session:
             raise ProtocolError(f"the server speaks protocol {message.protocol}, this client {PROTOCOL}")
         first, self.server = not self.server, message.server
         self.limits = message.limits
+        if self._on_limits is not None:
+            self._on_limits(message.limits)
         numbers = self.memory.connected(message.owner, message.limits)
         self.connected = True
         self.outbox.clear()
         for ticket in [self.tickets[number] for number in sorted(self.tickets)]:
             if ticket.message is None:
-                self._forget(ticket)  # cancelled, and unknown to the new server
+                self._remove(ticket)  # cancelled, and unknown to the new server
             elif isinstance(ticket.message, Ask):
                 self.questions.put_again(ticket.message)
         self._behind = renew(self.tickets, numbers, self.memory)
@@ -432,7 +436,7 @@ class Session:
         self.urgent = True
         numbers, self._behind = self._behind, []
         for ticket in send_again(numbers, self.tickets, self.outbox):
-            self._forget(ticket)
+            self._remove(ticket)
 
     def _on_goodbye(self, message: Goodbye) -> int:
         if message.code == ConnectionLost.code:  # a different server behind the same ZeroMQ socket
@@ -452,39 +456,33 @@ class Session:
             ticket = self.tickets[number]
             message = ticket.message
             if message is None or isinstance(ticket, Resume):
-                self._forget(ticket)
+                self._remove(ticket)
             elif isinstance(message, Ask):
-                lost = self.questions.lost(message, self.goodbye)
-                if lost is not None:
-                    self._end(ticket, lost)
+                error = self.questions.lost_error(message, self.goodbye)
+                if error is not None:
+                    self._fail(ticket, error)
             elif message.options is not None and message.options.sequence:
                 text = f"the connection ended in the middle of sequence {message.options.sequence}; start it again"
-                self._end(ticket, ConnectionLost(text))
+                self._fail(ticket, ConnectionLost(text))
             elif isinstance(ticket, StreamTicket) and ticket.begun:
-                self._end(ticket, ConnectionLost("the connection ended during the responses; send the request again"))
-        for kept in self._held.values():
-            self.memory.release_inputs(kept)
-        self._held.clear()
+                self._fail(ticket, ConnectionLost("the connection ended during the responses; send the request again"))
+        self._tickets.release_all()
 
     def fail_all(self, error: ServeError) -> int:
         """Fail all tickets, as no answer will come."""
         count = len(self.tickets)
         for ticket in list(self.tickets.values()):
-            self._end(ticket, error)
+            self._fail(ticket, error)
         return count
 
-    def _end(self, ticket: Ticket, error: ServeError) -> None:
-        self._forget(ticket)
+    def _fail(self, ticket: Ticket, error: ServeError) -> None:
+        self._remove(ticket)
         ticket.fail(type(error)(str(error)))  # an exception of its own: raising one adds a traceback to it
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _remove(self, ticket: Ticket) -> None:
         """Remove a ticket, and release its inputs and its operation's body."""
-        self.tickets.pop(ticket.number, None)
-        self.urgent |= self.questions.ended(ticket.number)
-        if ticket.kept is not None:
-            self.memory.release_inputs(ticket.kept)
-            ticket.kept = None
-        ticket.message = None
+        self._tickets.remove(ticket)
+        self.urgent |= self.questions.withdraw(ticket.number)
 
     def bye(self) -> Packet:
         """The last packet of a connection."""
@@ -497,7 +495,7 @@ class Session:
 
 
 _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
-    Fail: lambda session, message: session._on_fail(message),
+    Fail: Session._on_fail,
     FailHeld: Session._on_fail_held,
     Released: Session._on_released,
     Answer: lambda session, message: session.questions.on_answer(message),
@@ -506,9 +504,8 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Reclaim: Session._on_reclaim,
     Ping: Session._on_ping,
     Pong: Session._on_pong,
-    Welcome: lambda session, message: session._on_welcome(message),
+    Welcome: Session._on_welcome,
     Goodbye: Session._on_goodbye,
     codec.Refused: Session._on_refused,
 }
-"""Message type -> handler, which returns the number of settled tickets. Lambdas look the method up when called, so that
-GatewaySession can override it."""
+"""Message type -> handler, which returns the number of settled tickets."""

@@ -19,7 +19,7 @@ from shmserve.session.ticket import KeptInputs, Ticket
 log = logging.getLogger("shmserve")
 
 
-def settle(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
+def place_device_tensors(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
     """Fill in the data of GPU tensors, the last missing part of the request."""
     assert kept.devices is not None
     devices, options = memory.devices, message.options
@@ -58,7 +58,7 @@ def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
             wanted.place = None
 
 
-def once_more(ticket: Ticket, memory: SessionMemory) -> bool:
+def restage(ticket: Ticket, memory: SessionMemory) -> bool:
     """Restage through host memory a request whose GPU memory the worker cannot read. False: it cannot be sent again."""
     message, kept = ticket.message, ticket.kept
     if not isinstance(message, Infer) or kept is None or kept.devices is None:

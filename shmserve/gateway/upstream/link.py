@@ -3,7 +3,6 @@ no string is parsed. Bytes pass unchanged from the network to the model and back
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 
 from shmserve.clients.transport.address import address_of
 from shmserve.clients.transport.event_loop import LoopLink
-from shmserve.errors import HandleLost, Internal, InvalidRequest, Unavailable, Unsupported
+from shmserve.errors import Internal, InvalidRequest, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
-from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor, Welcome
+from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
 from shmserve.session import Session, Ticket
 from shmserve.session.encode import MESSAGE_BYTES
 from shmserve.session.gpu.foreign_memory import ForeignRegion, RegionPart
@@ -31,46 +30,32 @@ Piece = bytes | bytearray | memoryview | Array
 """The bytes of a tensor; an array was allocated by `space`, so the model can read it in place."""
 
 
-class GatewaySession(Session):
-    """Accepts inputs that are encoded already, and returns outputs as their bytes."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._tensors = _as_they_are
-        self._result_of = _held
-        self.on_limits: Callable[[dict[str, int]], None] = lambda limits: None
-
-    def _on_welcome(self, message: Welcome) -> int:
-        self.on_limits(message.limits)
-        return super()._on_welcome(message)
-
-    def _on_fail(self, message: Fail) -> int:
-        if message.code == HandleLost.code:
-            regions = self._regions_of(self.tickets.get(message.request))
-            if any(region.on_gpu for region in regions):
-                text = f"{message.text}; CUDA shared memory works only with models on the same GPU"
-                message = Fail(message.request, Unsupported.code, text)
-            elif regions:
-                for region in regions:
-                    region.lost = True
-                text = (
-                    "the model's worker could not open the shared memory by its key; retry, the gateway now copies it"
-                )
-                message = Fail(message.request, Unavailable.code, text)
-        return super()._on_fail(message)
-
-    def _regions_of(self, ticket: Ticket | None) -> list[ForeignRegion]:
-        """Registered client memory that the request reads or writes."""
-        message = ticket.message if ticket is not None else None
-        if not isinstance(message, Infer):
-            return []
-        handles = [part for tensor in message.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
-        handles += [wanted.place for wanted in message.outputs or () if wanted.place is not None]
-        found = [self.memory.foreign.regions.get(handle.segment) for handle in handles]
-        return [region for region in found if region is not None]
+def _explain_lost(message: Fail, ticket: Ticket, memory: SessionMemory) -> Fail:
+    """The failure of a request whose memory a worker could not open, if it is memory that clients have registered."""
+    regions = _regions_of(ticket, memory)
+    if any(region.on_gpu for region in regions):
+        text = f"{message.text}; CUDA shared memory works only with models on the same GPU"
+        return Fail(message.request, Unsupported.code, text)
+    if not regions:
+        return message
+    for region in regions:
+        region.lost = True
+    text = "the model's worker could not open the shared memory by its key; retry, the gateway now copies it"
+    return Fail(message.request, Unavailable.code, text)
 
 
-def _as_they_are(inputs: Any) -> Any:
+def _regions_of(ticket: Ticket, memory: SessionMemory) -> list[ForeignRegion]:
+    """Registered client memory that the request reads or writes."""
+    message = ticket.message
+    if not isinstance(message, Infer):
+        return []
+    handles = [part for tensor in message.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
+    handles += [wanted.place for wanted in message.outputs or () if wanted.place is not None]
+    regions = [memory.foreign.regions.get(handle.segment) for handle in handles]
+    return [region for region in regions if region is not None]
+
+
+def _as_they_are(inputs: Any, memory: SessionMemory) -> Any:
     """Inputs are the result of `Inputs.made`."""
     return inputs
 
@@ -191,6 +176,7 @@ class GatewayLink(LoopLink):
         return ReadTurns(self.bind())
 
     def make_session(self) -> Session:
-        made = GatewaySession(self.address.memory, memory_bytes=self._memory_bytes, on_full=self._flusher(), cold=True)
-        made.on_limits = self.shares.limits
-        return made
+        return Session(
+            self.address.memory, memory_bytes=self._memory_bytes, on_full=self._flusher(), cold=True,
+            encode=_as_they_are, decode=_held, on_limits=self.shares.limits, explain_lost=_explain_lost,
+        )  # fmt: skip

@@ -216,7 +216,7 @@ def test_deadlines_of_answered_requests_are_dropped() -> None:
     for number in range(10_000):
         session.infer(RecordingTicket(), "m", {}, 100.0, timeout=1000.0)
         feed(session, Reply(number + 1, 1, ()))
-    assert len(session._deadlines) < 200
+    assert len(session._tickets._deadlines) < 200
 
 
 def test_inputs_of_a_cancelled_request_are_kept_until_its_answer() -> None:

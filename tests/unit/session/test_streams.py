@@ -109,7 +109,7 @@ def test_a_dropped_stream_is_cancelled_with_the_next_packet() -> None:
     called: list[int] = []
     session = connect(Session("frames", on_full=lambda: called.append(1)), memory="frames")
     ticket, infer = asked(session, 4)
-    session.forget(ticket)
+    session.cancel_later(ticket)
     assert called == [1]
     assert session.has_returns
     assert sent(session) == [Cancel(infer.request)]

@@ -13,8 +13,8 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, U
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.upstream.link import GatewaySession
 from shmserve.protocol.messages import Reply, Tensor
+from shmserve.session import Session
 from tests.support.gateway.grpc_calls import Case
 from tests.support.gateway.rpc import POOL, message
 from tests.support.hypothesis_profiles import examples
@@ -160,7 +160,7 @@ def test_any_messages_are_answered_or_refused(method: str, service: str, message
 def test_a_large_tensor_is_received_in_shared_memory(method: str, name: str) -> None:
     """The first of two tensors is not copied, at any place in the message; the second is."""
     case = Case(method)
-    case.link.memory = GatewaySession("memfd").memory
+    case.link.memory = Session("memfd").memory
     tensors = [bytes([number]) * 9001 for number in (1, 2)]
     made = message("ModelInferRequest", model_name="m", id="me", raw_input_contents=tensors)
     for number in range(2):
@@ -186,7 +186,7 @@ def test_a_large_tensor_is_received_in_shared_memory(method: str, name: str) -> 
 
 def test_a_message_is_refused_when_shared_memory_is_used_up() -> None:
     case = Case("ModelInfer")
-    case.link.memory = GatewaySession("memfd", memory_bytes=1 << 16).memory
+    case.link.memory = Session("memfd", memory_bytes=1 << 16).memory
     made = message("ModelInferRequest", model_name="m", raw_input_contents=[bytes(1 << 20)])
     made.inputs.add(name="i", datatype="UINT8", shape=[1 << 20])
     data = made.SerializeToString()

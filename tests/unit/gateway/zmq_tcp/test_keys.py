@@ -16,13 +16,13 @@ from shmserve.clients.cli.parser import parser
 from shmserve.clients.transport import keys
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.listeners.listen import is_local
-from shmserve.gateway.upstream.link import GatewaySession
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
 from shmserve.gateway.zmq_tcp.listener import host_of
 from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost
 from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, OPERATIONS
+from shmserve.session import Session
 from shmserve.terminal.errors import Misuse
 from tests.support.gateway.zmq_listener import HELLO
 from tests.support.hypothesis_profiles import examples
@@ -104,7 +104,7 @@ class _NoBroker:
     """A link without a broker: requests stay unanswered."""
 
     def __init__(self) -> None:
-        self.session = GatewaySession("memfd", memory_bytes=1 << 24)
+        self.session = Session("memfd", memory_bytes=1 << 24)
         self.shares = Shares()
 
     def send_soon(self, with_deadline: bool = False) -> None:
