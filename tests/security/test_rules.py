@@ -101,7 +101,7 @@ def private(repository: Path) -> re.Pattern[str]:
 
 
 @pytest.mark.process
-def test_r1_texts_for_callers_name_nothing_internal(server: Launched, repository: Path, tmp_path: Path) -> None:
+def test_r1_error_texts_contain_no_internal_names(server: Launched, repository: Path, tmp_path: Path) -> None:
     """Everything that can be asked wrongly on the wire, and every way in which a model can fail.
 
     Process ids look like any other number, so two servers are compared: what belongs to one of them would differ."""
@@ -154,7 +154,7 @@ def test_r1_the_pattern_sees() -> None:
 
 
 @pytest.mark.process
-def test_r5_nothing_listens_but_two_sockets_in_the_directory(server: Launched) -> None:
+def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None:
     """No port of any kind, and no socket without a name in the file system."""
     owned = set()
     for pid in (server.process.pid, *server.workers()):
@@ -184,7 +184,7 @@ def test_r5_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_r5_what_is_off_until_it_is_configured(tmp_path: Path) -> None:
+def test_r5_features_that_are_off_by_default(tmp_path: Path) -> None:
     identity(tmp_path / "models", "m")
     with (
         Launched(tmp_path / "models", tmp_path / "run") as server,
@@ -239,7 +239,7 @@ def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
     "name",
     ["..", ".", "/", "/etc", "../models/identity", "identity/../identity", "identity/1", "\0", "a\0b", "a/", "~"],
 )
-def test_r9_names_of_models_that_lead_elsewhere(server: Launched, name: str) -> None:
+def test_r9_model_names_cannot_leave_the_repository(server: Launched, name: str) -> None:
     with shmserve.Client(f"unix://{server.lane}") as client:
         for call in (
             partial(client.load, name),
@@ -258,7 +258,7 @@ def test_r9_names_of_models_that_lead_elsewhere(server: Launched, name: str) -> 
 
 
 @given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70), max_size=6), st.sampled_from(sorted(ITEM_BYTES)))
-def test_r7_shapes_near_the_ends_of_numbers(dims: list[int], dtype: str) -> None:
+def test_r7_shapes_at_integer_limits(dims: list[int], dtype: str) -> None:
     """A tensor is taken only if its bytes are the product that Python's unbounded numbers give."""
     specs = TensorSpec("x", dtype, (-1,) * len(dims))
     policy = ModelPolicy("m", 1, 0, (specs,), (TensorSpec("y", "FP32", (-1,)),), BatchPolicy())
@@ -277,7 +277,7 @@ def test_r7_shapes_near_the_ends_of_numbers(dims: list[int], dtype: str) -> None
 
 
 @given(st.sampled_from(EDGES), st.sampled_from(EDGES), st.sampled_from([1, 4096, 2**40, 2**63 - 1]))
-def test_r7_handles_near_the_ends_of_numbers(offset: int, size: int, total: int) -> None:
+def test_r7_handles_at_integer_limits(offset: int, size: int, total: int) -> None:
     ledger, client = Ledger(), ClientState(1, "uid:1", "lane")
     ledger.announce(1, Map(1 << 32, total), "uid:1")
     try:
@@ -289,7 +289,7 @@ def test_r7_handles_near_the_ends_of_numbers(offset: int, size: int, total: int)
 
 
 @given(st.sampled_from(EDGES), st.sampled_from(EDGES))
-def test_r7_numbers_on_the_wire_are_64_bits_and_not_negative(offset: int, size: int) -> None:
+def test_r7_integers_on_the_wire_are_unsigned_64_bit(offset: int, size: int) -> None:
     if not all(-(2**63) <= number < 2**64 for number in (offset, size)):
         return
     (found,) = codec.Codec(messages.ClientMessage).decode(msgpack.packb([[3, [[1, offset, size]]]]))
@@ -303,7 +303,7 @@ def test_r7_numbers_on_the_wire_are_64_bits_and_not_negative(offset: int, size: 
 
 
 @pytest.mark.process
-def test_r10_a_worker_has_nothing_of_the_environment_that_is_not_its(server: Launched) -> None:
+def test_r10_a_worker_gets_only_its_own_environment_variables(server: Launched) -> None:
     (worker,) = server.workers()
     broker = dict(_environment(server.process.pid))
     found = dict(_environment(worker))
@@ -377,7 +377,7 @@ def test_r14_a_pickle_is_just_bytes() -> None:
 # ---------------------------------------------------------------------------------------------- R15, R17, R20
 
 
-def test_r15_no_port_is_open_to_the_network_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_r15_no_port_is_open_to_the_network_by_default(tmp_path: Path) -> None:
     """What gateways are told if nothing is asked for is nothing, and their own word is this machine, and no ZeroMQ."""
     assert settings.gateway_settings(settings.parse(["--model-repository", str(tmp_path)])).words == ()
     parser = argparse.ArgumentParser()
@@ -388,7 +388,7 @@ def test_r15_no_port_is_open_to_the_network_unless_it_is_asked_for(tmp_path: Pat
 
 
 @pytest.mark.process
-def test_r17_an_answer_is_its_own_bytes_to_the_last(server: Launched) -> None:
+def test_r17_a_response_has_exactly_its_own_bytes(server: Launched) -> None:
     """A shorter answer in the place of a longer one: what is given out is exactly as long as what was written."""
     with Lane(server.lane) as lane:
         lane.hello("memfd")
@@ -409,7 +409,7 @@ def test_r17_an_answer_is_its_own_bytes_to_the_last(server: Launched) -> None:
         segment.close()
 
 
-def test_r19_equal_bytes_in_other_shapes_are_run_each() -> None:
+def test_r19_equal_bytes_in_other_shapes_are_not_a_cache_hit() -> None:
     world = World()
     specs = (TensorSpec("x", "FP32", (-1, -1)),), (TensorSpec("y", "FP32", (-1,)),)
     world.deploy(ModelPolicy("m", 1, 0, *specs, None))
@@ -428,7 +428,7 @@ def test_r19_equal_bytes_in_other_shapes_are_run_each() -> None:
 
 
 @pytest.mark.process
-def test_r20_one_that_holds_and_does_nothing_stops_nobody(server: Launched) -> None:
+def test_r20_an_idle_client_with_held_memory_blocks_no_other(server: Launched) -> None:
     """It has answers and does not give them back, has said half of what it wants, and reads nothing."""
     with Lane(server.lane) as idle, Lane(server.lane) as silent, Lane(server.lane) as other:
         idle.hello("memfd")

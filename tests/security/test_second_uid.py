@@ -124,7 +124,7 @@ def test_r15_without_the_group_nobody_comes_in(shared: Launched) -> None:
     assert as_user(ALICE, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
 
 
-def test_r15_the_zeromq_socket_stays_the_owners(shared: Launched) -> None:
+def test_r15_only_the_owner_can_open_the_zeromq_socket(shared: Launched) -> None:
     assert as_user(ALICE, lambda: attempt(lambda: _stream(shared.zmq)), member()) == ["EACCES"]
 
 
@@ -186,7 +186,7 @@ def test_r8_members_infer_and_observe(shared: Launched) -> None:
         assert "needs the role operate, but this connection has infer and observe" in answer
 
 
-def test_r8_a_rule_gives_more(shared: Launched) -> None:
+def test_r8_a_rule_adds_roles(shared: Launched) -> None:
     """Bob may operate too. The group is what lets him in at all."""
 
     def use() -> list[Any]:
@@ -197,7 +197,7 @@ def test_r8_a_rule_gives_more(shared: Launched) -> None:
     assert as_user(BOB, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
 
 
-def test_r5_memory_by_name_is_not_for_members(shared: Launched) -> None:
+def test_r5_group_members_cannot_register_named_memory(shared: Launched) -> None:
     def use() -> list[str]:
         with Lane(shared.lane) as lane:
             lane.hello("memfd")
@@ -232,7 +232,7 @@ class Holder:
             self.fds[message.segment] = descriptors.pop(0)
 
 
-def test_r4_r16_an_answer_can_neither_be_written_nor_cut(shared: Launched) -> None:
+def test_r4_r16_a_response_cannot_be_written_or_truncated(shared: Launched) -> None:
     """By the descriptor that was passed, by opening it again in /proc, or by a hole."""
 
     def use() -> list[str]:
@@ -311,7 +311,7 @@ def test_r4_users_share_no_memory(shared: Launched) -> None:
             os.close(fd)
 
 
-def test_r17_nothing_of_one_user_is_left_for_another(shared: Launched) -> None:
+def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None:
     """Two users take turns at one instance; whoever looks at all of the memory that it was given sees its own only."""
 
     def use(pattern: int) -> list[int]:
@@ -337,7 +337,7 @@ def test_r17_nothing_of_one_user_is_left_for_another(shared: Launched) -> None:
             assert not others & set(seen), seen
 
 
-def test_r4_processes_of_the_server_are_closed(shared: Launched) -> None:
+def test_r4_server_processes_cannot_be_inspected(shared: Launched) -> None:
     """Descriptors and memory of broker and workers cannot be had from /proc, nor can their signals be sent."""
     processes = [shared.process.pid, *shared.workers()]
     opened = {pid: os.listdir(f"/proc/{pid}/fd") for pid in processes}
@@ -361,7 +361,7 @@ def test_r4_processes_of_the_server_are_closed(shared: Launched) -> None:
     assert set(found) <= {"EACCES", "EPERM", "ENOENT"}, found
 
 
-def test_r2_r4_named_segments_are_the_servers_alone(place: Path) -> None:
+def test_r2_r4_only_the_server_can_open_named_segments(place: Path) -> None:
     """Answers for ZeroMQ clients have names, which everybody can list."""
     with Launched(place / "models", place / "named") as server, Zmq(server.zmq) as client:
         client.send(Hello(1, os.getpid(), "raw", "posix"))
@@ -405,7 +405,7 @@ class TritonPythonModel:
 """
 
 
-def test_r25_what_a_model_printed_is_for_operators(place: Path) -> None:
+def test_r25_model_output_is_shown_to_operators_only(place: Path) -> None:
     root = place / "printing"
     model = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}, max_batch=1)
     models.write(root, "prints", model, {"model.py": PRINTS})

@@ -152,7 +152,7 @@ def infer_right(client: Client, name: str, value: float) -> None:
 # ------------------------------------------------------------------------------------------------- clients
 
 
-def test_r13_killed_clients_hold_nothing(server: Server) -> None:
+def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
     roll = random.Random(SEED)
     fill(server)
     lane, zmq = (url.partition("://")[2] for url in (server.url, server.zmq_url))
@@ -289,7 +289,7 @@ def named(pids: list[int]) -> set[str]:
     return {path.name for pid in pids for path in SHM.glob(f"shmserve-{pid}-*")}
 
 
-def test_r13_a_killed_broker_is_swept_up_after_and_nothing_else_is(repository: Path) -> None:
+def test_r13_only_leftovers_of_a_killed_broker_are_removed(repository: Path) -> None:
     """Beside it: another server with named segments of its own, and a name that is not ours."""
     x = np.arange(20_000, dtype=np.float32).reshape(1, -1)
     stranger = SHM / f"stranger-{os.getpid()}"

@@ -204,7 +204,7 @@ def test_a_region_that_workers_cannot_open_is_copied(server: Server, gateway: Ga
         memory.check_output()
 
 
-def test_who_cuts_it_short_loses_his_own_request(server: Server, gateway: Gateway) -> None:
+def test_truncating_a_region_fails_only_the_owners_request(server: Server, gateway: Gateway) -> None:
     with registered(gateway) as memory:
         assert memory.infer("add")[0] == 200
         os.ftruncate(memory.file.fd, 64)

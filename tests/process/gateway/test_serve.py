@@ -220,7 +220,7 @@ def test_servers_of_tests_have_no_doors_unless_they_are_asked_for(repository: Pa
         assert not gateways_of(server.pid)
 
 
-def test_r15_ports_are_the_gateways_and_on_this_machine_alone(repository: Path) -> None:
+def test_r15_only_the_gateway_has_ports_and_only_on_loopback(repository: Path) -> None:
     with Server(repository, "--gateway-args=--http-idle-timeout=5", gateway=True) as server:
         assert set(server.endpoints) == {"http", "grpc", "metrics"}
         assert ask(int(server.endpoints["http"].partition(":")[2]), "/v2/health/ready")[0] == 200

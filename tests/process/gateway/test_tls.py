@@ -244,7 +244,7 @@ def test_headers_go_on_to_the_model(gateway: SecureGateway) -> None:
     assert (status, json.loads(json.loads(answer)["y"])) == (200, told)
 
 
-def test_grpc_asks_at_the_same_table(gateway: SecureGateway) -> None:
+def test_grpc_uses_the_same_table_of_roles(gateway: SecureGateway) -> None:
     user, admin = ({"authorization": f"Bearer {token}"} for token in ("user", "admin"))
     key = {"triton-grpc-protocol-admin-key": "open sesame"}
     config, stats = rpc_message("ModelConfigRequest", name="row"), rpc_message("ModelStatisticsRequest", name="row")

@@ -117,7 +117,7 @@ def test_a_rollback_lasts_until_the_model_changes(rereading: tuple[Server, Path]
     assert "SIGHUP: rereading the repositories" in server.log
 
 
-def test_a_restarted_worker_reads_the_files_that_were_loaded(rereading: tuple[Server, Path]) -> None:
+def test_a_restarted_worker_reads_the_loaded_files(rereading: tuple[Server, Path]) -> None:
     server, root = rereading
     with server.client() as client:
         assert index(client)["restarted/1"]["changed_on_disk"] is False

@@ -154,7 +154,7 @@ STRINGS = {
 
 
 @pytest.mark.parametrize("case", list(STRINGS))
-def test_string_tensors_that_do_not_add_up(link: Link, case: str) -> None:
+def test_string_tensors_with_inconsistent_lengths(link: Link, case: str) -> None:
     """The broker or the worker detects it; the error names the input."""
     count, body = STRINGS[case]
     link.send(Infer(5, "strings", 0, (Tensor("x", "BYTES", (1, count), body),)))
@@ -350,7 +350,7 @@ def test_a_handle_must_be_returned_once_and_whole(lane: Lane, segment: Segment) 
     assert "once, unchanged" in refused(lane, messages.Return((held,)), request=0).text
 
 
-def test_an_unsealed_segment_is_not_taken(lane: Lane) -> None:
+def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
     """One that could be cut short under a worker."""
     made = Segment(lane, SIZE, 1, seals=0)
     try:
@@ -375,7 +375,7 @@ def test_a_map_without_its_descriptor_is_refused(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("what", ["pipe", "file", "directory"])
-def test_descriptors_that_are_no_memory(lane: Lane, tmp_path: Path, what: str) -> None:
+def test_descriptors_that_are_not_memory_are_refused(lane: Lane, tmp_path: Path, what: str) -> None:
     if what == "pipe":
         descriptors = list(os.pipe())
     elif what == "file":
@@ -392,7 +392,7 @@ def test_descriptors_that_are_no_memory(lane: Lane, tmp_path: Path, what: str) -
 
 
 @pytest.mark.parametrize("name", ["", "/", "..", "../x", "/a/b", "n" * 100, "/shmserve-nothing", "\x00"])
-def test_names_of_segments_that_are_none(server: Served, name: str) -> None:
+def test_invalid_segment_names_are_refused(server: Served, name: str) -> None:
     """Only a worker maps a named segment: the request that needs it fails, and the server goes on."""
     with connect(server, "zmq", greet=False) as link:
         link.hello("posix")

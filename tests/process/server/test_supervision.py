@@ -111,7 +111,7 @@ def ask(client: shmserve.Client, name: str, values: list[int]) -> list[float | s
 
 @pytest.mark.parametrize("name", ["frail", "pair"])
 @pytest.mark.parametrize("link", ["lane", "zmq"])
-def test_only_the_culprit_fails(server: Server, name: str, link: str) -> None:
+def test_only_the_crashing_request_fails(server: Server, name: str, link: str) -> None:
     with shmserve.Client(server.url if link == "lane" else server.zmq_url) as client:
         values = [1, 2, 3, 13, 5, 6, 7, 8]
         found = ask(client, name, values)

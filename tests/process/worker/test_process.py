@@ -155,7 +155,7 @@ sys.stdin.read()
 """
 
 
-def test_a_worker_dies_with_whoever_started_it() -> None:
+def test_a_worker_exits_with_its_parent() -> None:
     """Even where its link is still open, and while it runs a batch that does not end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(60)

@@ -58,9 +58,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
 
 
 @pytest.mark.parametrize("name", list(SHARES))
-def test_nothing_but_named_errors_comes_out(
-    name: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]
-) -> None:
+def test_only_documented_errors_are_raised(name: str, running: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
     process, folder = running[name]
     code = process.wait(LIMIT_S)
     told = (folder / "log").read_text(errors="replace").splitlines()

@@ -237,7 +237,7 @@ def allowed(draw: DrawFn, document: Any) -> Request:
     return method.upper(), path, body, headers
 
 
-def test_requests_that_are_right_or_nearly(gateway: Gateway, document: Any) -> None:
+def test_valid_and_slightly_invalid_requests(gateway: Gateway, document: Any) -> None:
     answered: Counter[int] = Counter()
     with contextlib.closing(gateway.connection()) as made:
 

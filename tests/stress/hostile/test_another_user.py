@@ -126,7 +126,7 @@ def test_r3_bytes_that_change_while_they_are_read(server: Server, attacker: Chil
     assert answer["rounds"] > 100, "it changed all the time"
 
 
-def test_r16_what_the_server_reads_cannot_be_cut(server: Server, attacker: Child) -> None:
+def test_r16_memory_that_the_server_reads_cannot_be_truncated(server: Server, attacker: Child) -> None:
     found = attacker.ask(do="cut_inputs")
     # A hole is zeros to who reads it, and no more harm than that.
     assert found["errors"] == {"shrink": errno.EPERM, "grow": errno.EPERM, "hole": 0}
@@ -164,7 +164,7 @@ def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> No
 # ------------------------------------------------------------------------------------------------- limits
 
 
-def test_r20_one_that_holds_and_stops(server: Server, attacker: Child) -> None:
+def test_r20_a_stopped_client_with_held_memory(server: Server, attacker: Child) -> None:
     """Its own limit is what it meets; then it is stopped, with answers held and a socket that nobody reads."""
     held = attacker.ask(do="hold", most=50)
     assert held["held"] <= HELD // (1 << 20) + 1
@@ -192,7 +192,7 @@ def test_r20_a_flood(server: Server, attacker: Child) -> None:
     assert found["UNAVAILABLE: .*client_requests"] > 0
 
 
-def test_r21_questions_at_once(server: Server, attacker: Child) -> None:
+def test_r21_a_flood_of_questions(server: Server, attacker: Child) -> None:
     """Thousands on each connection; half of the connections end without reading an answer."""
     attacker.tell(do="ask_at_once", connections=CONNECTIONS - 1, questions=20_000, what="metadata")
     with server.client() as client:
@@ -212,7 +212,7 @@ def test_r6_connections_that_say_nothing(server: Server, attacker: Child) -> Non
     assert counts[limit] > 0
 
 
-def test_r12_descriptors_where_they_do_not_belong(server: Server, attacker: Child) -> None:
+def test_r12_unexpected_descriptors(server: Server, attacker: Child) -> None:
     before = Picture.of(server.pid)
     for _ in range(3):
         found = attacker.ask(do="misplace")["told"]

@@ -97,7 +97,7 @@ def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]
 
 
 @given(st.integers(0, 300_000), st.lists(st.integers(1, 90_000), max_size=20), st.booleans())
-def test_bytes_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) -> None:
+def test_bytes_may_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) -> None:
     data = bytes(range(256)) * (size // 256 + 1)
     asked: list[int] = []
     warm = bytearray(size)

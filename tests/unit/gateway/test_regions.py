@@ -258,7 +258,7 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
         (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1"),
     ],
 )
-def test_memory_on_a_gpu_that_is_refused(foreign: ForeignMemory, order: DeviceOrder, said: str) -> None:
+def test_invalid_gpu_memory_is_refused(foreign: ForeignMemory, order: DeviceOrder, said: str) -> None:
     regions = Regions(True, lambda: foreign)
     with pytest.raises(InvalidRequest, match=said):
         regions.register("g", order)

@@ -53,7 +53,7 @@ def counts(shares: Shares) -> tuple[int, int]:
     return shares.requests.total.calls, shares.requests.total.input_bytes
 
 
-def test_nine_connections_of_one_address_leave_the_others_room() -> None:
+def test_nine_connections_of_one_address_leave_room_for_others() -> None:
     shares = Shares()
     attackers = [shares.connect("10.0.0.1").payer("") for _ in range(9)]
     taken = [len(fill(attacker, 1000)) for attacker in attackers]

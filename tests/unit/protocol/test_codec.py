@@ -204,7 +204,7 @@ def headers() -> list[bytes]:
 
 
 @pytest.mark.parametrize("union", sorted(UNIONS))
-def test_a_claimed_size_takes_no_memory(union: str) -> None:
+def test_an_announced_size_allocates_nothing(union: str) -> None:
     for packet in headers():
         tracemalloc.start()
         try:
@@ -235,7 +235,7 @@ def test_a_packet_over_the_limit_is_refused_unread(size: int) -> None:
         CODECS["client"].decode(b"\xdd" + b"\xff" * (size - 1))
 
 
-def test_deep_nesting_inside_a_good_packet() -> None:
+def test_deep_nesting_inside_a_valid_packet() -> None:
     """The message that nests is refused with its number; its neighbours are read."""
     deep = b"\x91" * 500 + b"\x01"
     packet = b"\x93" + msgspec.msgpack.encode([4, 1]) + b"\x93\x07\x05" + deep + msgspec.msgpack.encode([8, 9])

@@ -41,7 +41,7 @@ def leftover() -> Iterator[list[Path]]:
         one.unlink(missing_ok=True)
 
 
-def test_names_are_random_and_tell_their_owner() -> None:
+def test_names_are_random_and_contain_the_owner() -> None:
     extents = [posix.create(SIZE) for _ in range(3)]
     names = [extent.name or "" for extent in extents]
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
@@ -203,7 +203,7 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("namespace")
-def test_the_sweep_takes_what_the_dead_left_and_nothing_else(leftover: list[Path]) -> None:
+def test_the_sweep_removes_only_segments_of_dead_processes(leftover: list[Path]) -> None:
     dead = path(python(LEAVE))
     mine = posix.create(SIZE)
     tail = "0" * 32

@@ -170,7 +170,7 @@ def test_a_large_packet_is_delivered_in_shares_and_in_order(worlds: Callable[...
 
 
 @pytest.mark.parametrize("flooders", [1, 40, 300])
-def test_beside_a_flood_a_client_waits_for_a_few_turns(worlds: Callable[..., World], flooders: int) -> None:
+def test_a_flood_delays_other_clients_by_a_few_turns(worlds: Callable[..., World], flooders: int) -> None:
     world = worlds(flooders + 1)
     for peer in range(1, flooders + 1):
         for _ in range(4):
@@ -305,7 +305,7 @@ def test_small_packets_do_not_starve_large_ones(worlds: Callable[..., World]) ->
 # ------------------------------------------------------------------------------------ clients that do not read
 
 
-def test_a_client_that_does_not_read_is_not_heard(worlds: Callable[..., World]) -> None:
+def test_input_of_a_client_that_does_not_read_waits(worlds: Callable[..., World]) -> None:
     world = worlds(2)
     world.answer(1, 2 * BEHIND_BYTES)
     world.answer(2, BEHIND_BYTES // 2)

@@ -171,7 +171,7 @@ def test_an_upload_that_is_given_up(place: Path) -> None:
         *("1/\u202eevil", "1/" + "x" * 256, "1/" + "é" * 128, "x" * 256 + "/x", "/".join("a" * (LEVELS + 1))),
     ],
 )
-def test_names_that_lead_elsewhere(place: Path, name: str) -> None:
+def test_names_outside_the_directory_are_refused(place: Path, name: str) -> None:
     refused(place, body_of([["1/good", 1], [name, 1]], b"ab"), "expected VERSION/NAME below the model's directory")
 
 
@@ -304,7 +304,7 @@ def test_a_directory_that_has_gone(place: Path) -> None:
         unpack(place, body_of([["1/a", 1]], b"x"))
 
 
-def test_a_link_that_lies_in_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_links_are_not_followed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file is to be, whoever may write there has put a link: it is not followed."""
     (place / "model-x" / "m" / "1").mkdir(parents=True)
     (place / "model-x" / "m" / "1" / "a").symlink_to(place.parent / "beside")

@@ -114,7 +114,7 @@ def record(text: str, error: BaseException | None = None) -> logging.LogRecord:
 
 
 @given(st.text())
-def test_a_record_is_one_line_and_nothing_in_it_steers_a_terminal(text: str) -> None:
+def test_a_record_is_one_line_without_control_characters(text: str) -> None:
     line = Formatter("default").format(record(text))
     assert len(line.splitlines()) == 1
     assert line.replace("\t", "").isprintable()

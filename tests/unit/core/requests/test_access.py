@@ -138,7 +138,7 @@ def test_r8_every_question_with_every_set_of_roles(roles: int) -> None:
             assert (Query(CLIENT, Ask(5, what)) in effects) is bool(roles & needed)
 
 
-def test_r8_what_is_not_in_the_table_nobody_may_do() -> None:
+def test_r8_actions_outside_the_table_are_denied() -> None:
     core, _ = serving(ANY)
     for what in ("Load", "load ", "shutdown", "hello", "infer", "more", "register", "\0"):
         effects = core.handle([(CLIENT, Ask(5, what))], 0)

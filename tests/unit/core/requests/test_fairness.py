@@ -132,7 +132,7 @@ def mapped(name: str) -> ModelPolicy:
     )
 
 
-def test_the_rows_of_mapped_steps_are_asked_for_in_small_turns() -> None:
+def test_rows_of_mapped_steps_are_requested_in_small_turns() -> None:
     world = World(checks=False)
     world.deploy(model("m"))
     world.deploy(mapped("e"))

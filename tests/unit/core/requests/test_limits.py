@@ -164,7 +164,7 @@ LARGE = Options(parameters={f"p{n}": "v" * (60 << 10) for n in range(3)})
 
 
 @pytest.mark.parametrize("name", ["model_queue_bytes", "queue_bytes"])
-def test_parameters_that_wait_are_counted(name: str) -> None:
+def test_queued_parameters_are_counted(name: str) -> None:
     """Three of 60 KiB each in a request: 1 MiB has room for five, beside the one that runs."""
     world = Crowded(**{name: 1 << 20})
     greedy, modest = world.connect("greedy"), world.connect("modest")
@@ -276,7 +276,7 @@ def test_segments() -> None:
 # ---------------------------------------------------------------------------------------------- errors
 
 
-def test_requests_that_were_cancelled_are_not_kept_behind_one_that_runs() -> None:
+def test_cancelled_requests_are_freed_while_another_runs() -> None:
     """With preserve_ordering: the first one runs for minutes, and the others are cancelled as soon as they are sent."""
     world = World(checks=False)
     world.deploy(plain(max_batch=1, batching=BatchPolicy(preserve_ordering=True)))

@@ -38,7 +38,7 @@ def turns(core: Core) -> list[list[tuple[int, int]]]:
     return found
 
 
-def test_an_honest_client_waits_for_a_round_and_not_for_the_flood() -> None:
+def test_a_flood_of_questions_delays_other_clients_by_one_round() -> None:
     flooders, each = 40, 1000
     core = serving(flooders + 1)
     flood = [(peer, Ask(n, "metrics")) for peer in range(1, flooders + 1) for n in range(1, each + 1)]
@@ -111,7 +111,7 @@ def test_each_client_has_its_turn() -> None:
     assert found == [[(1, 1), (2, 1), (3, 1), (1, 2)], [(3, 2), (1, 3), (1, 4), (1, 5)], [(1, 6)]]
 
 
-def test_questions_of_a_client_that_has_gone_are_dropped() -> None:
+def test_questions_of_a_disconnected_client_are_dropped() -> None:
     core = serving(2)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
     assert passed(core.handle([(0, events.Closed(1)), (2, Ask(1, "live"))], 0)) == [(2, 1)]

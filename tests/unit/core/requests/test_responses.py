@@ -79,7 +79,7 @@ def test_more_for_a_finished_request_or_one_of_another_client_is_ignored() -> No
     assert not world.core.state.requests
 
 
-def test_streams_that_models_do_not_end_are_limited_by_user() -> None:
+def test_unfinished_streams_are_limited_per_user() -> None:
     """Cancelled, or left by a client that reconnects: the model still has them."""
     world = Streaming(client_requests=8)
     worker = world.streaming

@@ -80,13 +80,13 @@ def test_memory_on_a_gpu_by_what_it_was_exported_as() -> None:
     "name",
     ["cuda:", "cuda:/etc/passwd", ON_GPU[:-1], ON_GPU + "=", "cuda:" + "A" * 88, ON_GPU[:-2] + "-=", ON_GPU + "\n"],
 )
-def test_names_of_nothing_on_a_gpu(name: str) -> None:
+def test_invalid_names_of_gpu_memory_are_refused(name: str) -> None:
     core = Core()
     connect(core, 1, plane="lane")
     assert "does not contain an exported handle" in farewell(announce(core, 1, name))
 
 
-def test_who_may_not_have_a_worker_open_memory_on_a_gpu() -> None:
+def test_roles_that_may_not_register_gpu_memory() -> None:
     """The server's user, root, and whom --access lets operate, over the link that says who they are."""
     core = Core()
     assert connect(core, 1, "uid:1001", "lane", INFER | OBSERVE).limits["device_memory"] == 0

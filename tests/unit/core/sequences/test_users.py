@@ -101,7 +101,7 @@ def test_callers_of_one_client_have_ids_of_their_own() -> None:
     assert alice != bob
 
 
-def test_users_get_places_in_turn() -> None:
+def test_slots_are_assigned_to_users_in_turn() -> None:
     """A user with many abandoned sequences does not delay the first sequences of another."""
     world = World()
     world.deploy(plain("m", 4, None, sequence=SequencePolicy(True, 2, S, 0, 0.0)))

@@ -174,7 +174,7 @@ def steps(work: Work[Any]) -> int:
         return found
 
 
-def test_nesting_costs_no_more_than_its_bytes() -> None:
+def test_the_cost_of_nesting_is_linear_in_its_bytes() -> None:
     """The number of slices is equal, and objects are made only for values, not for brackets."""
     size = MIB
     unit = "[" * 95 + "1" + "]" * 95
@@ -200,7 +200,7 @@ def test_the_depth_of_nesting_is_limited(depth: int) -> None:
                 work(text)
 
 
-def test_what_is_decoded_at_once_is_bounded() -> None:
+def test_a_slice_is_bounded() -> None:
     for text, said in (
         (b'{"inputs":[],"parameters":{%b}}' % b",".join(b'"%x":1' % n for n in range(150_000)), "besides the 'data'"),
         (b'{"inputs":[%b]}' % b",".join([b'{"a":[]}'] * 150_000), "besides the 'data'"),
@@ -256,7 +256,7 @@ def test_long_strings_are_written_in_slices() -> None:
         finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), len(long).to_bytes(4, "little") + long))
 
 
-def test_a_bomb_is_inflated_up_to_the_limit_and_no_further() -> None:
+def test_inflation_stops_at_the_limit() -> None:
     bomb = gzip.compress(bytes(64 * MIB))
     assert len(bomb) < 70_000
     held: list[int] = []
@@ -274,7 +274,7 @@ def test_a_bomb_is_inflated_up_to_the_limit_and_no_further() -> None:
 # ---------------------------------------------------------------------------------------- turns
 
 
-def test_one_slice_of_all_work_runs_in_an_iteration_of_the_loop() -> None:
+def test_one_slice_runs_per_loop_iteration() -> None:
     loop: Any = ManualLoop()
     turns, done = JobTurns(loop), list[str]()
     log: list[str] = []

@@ -53,7 +53,9 @@ GOOD = ["--zmq-server-key", "server.key", "--zmq-keys", "keys"]
         (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.key", "--zmq-keys", "open"], "chmod go-w open"),
     ],
 )
-def test_r15_not_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str) -> None:
+def test_r15_the_endpoint_needs_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     _, public = keys.write_pair(tmp_path, "server", keys.make_pair(), "infer")
     for name, roles in (("keys", "infer"), ("bad", "infer,x"), ("open", "infer")):

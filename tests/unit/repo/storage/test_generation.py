@@ -61,7 +61,7 @@ def links(generation: Generation) -> dict[str, str]:
     }
 
 
-def test_small_files_are_copies_and_large_ones_descriptors(generations: Generations, folder: Path) -> None:
+def test_small_files_are_copied_and_large_ones_linked(generations: Generations, folder: Path) -> None:
     kept = keep(generations, folder)
     for path in ("1/weights", "1/model.py"):
         write(folder / ".new", "newer")
