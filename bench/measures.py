@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.lib import models, processes
 from bench.lib.child import Child, Team
-from bench.lib.clock import in_turn
+from bench.lib.clock import alternate
 from bench.lib.setting import Served, Setting, serving
 from bench.lib.table import Row, micros
 from bench.suites.lengths import lengths
@@ -57,7 +57,7 @@ def throughput(setting: Setting) -> list[Row]:
         load(url=server.zmq, flight=64) as zmq,
         Team([load(url=server.lane, flight=8) for _ in range(8)]) as eight,
     ):
-        bares, lanes, zmqs, eights = in_turn(
+        bares, lanes, zmqs, eights = alternate(
             setting.rounds,
             _rate(bare, setting),
             _rate(lane, setting),
@@ -82,7 +82,7 @@ def cnn(setting: Setting) -> list[Row]:
         Team([_bare_cnn(str(path)) for _ in range(2)]) as bare,
         Child("bench.lib.load:stream", url=server.lane, model="cnn", flight=16, **oracle) as load,
     ):
-        bares, rates = in_turn(setting.rounds, _team_rate(bare, setting), _rate(load, setting))
+        bares, rates = alternate(setting.rounds, _team_rate(bare, setting), _rate(load, setting))
     return [_share("CNN, 600 KB inputs, 2 instances, 16 in flight", rates, bares, 0.95)]
 
 
@@ -112,7 +112,7 @@ def lone(setting: Setting) -> list[Row]:
             ways = [Child(target, size=size, relay=way) for target, way in RELAYS[kind] for size in (60, 1024)]
             with call(url=getattr(server, link)) as caller, Team(ways) as relays:
                 parties = [bare, caller, *relays.children]
-                found = in_turn(setting.rounds, *(_median(party, setting) for party in parties))
+                found = alternate(setting.rounds, *(_median(party, setting) for party in parties))
             alone, whole, *trips = (median(values) for values in found)
             trip = min(trips)
             named = [f"{way} {size} B {micros(t)}" for (way, size), t in zip(_labels(kind), trips, strict=True)]
@@ -137,7 +137,7 @@ def large_input(setting: Setting) -> list[Row]:
         serving(repository) as server,
         Child("bench.lib.load:first", url=server.lane, model="first", sizes=sizes) as load,
     ):
-        times = in_turn(setting.rounds, *(_median(load, setting, size=size) for size in sizes))
+        times = alternate(setting.rounds, *(_median(load, setting, size=size) for size in sizes))
     large, small = (median(values) for values in times)
     beside = f"64 MiB {micros(large)}, 4 KiB {micros(small)}"
     return [Row("first element of 64 MiB, over 4 KiB", large / small, "x", at_most=1.3, beside=beside)]
@@ -152,7 +152,7 @@ def large_identity(setting: Setting) -> list[Row]:
         Child("bench.lib.bare_engine:memcpy", size=16 * MIB) as copy,
         Child("bench.lib.load:whole", url=server.lane, model="identity", size=16 * MIB) as load,
     ):
-        copies, times = in_turn(setting.rounds, _median(copy, setting), _median(load, setting))
+        copies, times = alternate(setting.rounds, _median(copy, setting), _median(load, setting))
     beside = f"request {micros(median(times))}, memcpy {micros(median(copies))}"
     return [
         Row("identity, 16 MiB in and out, over memcpy", median(times) / median(copies), "x", at_most=2.0, beside=beside)
@@ -216,7 +216,7 @@ def startup(setting: Setting) -> list[Row]:
             return perf_counter() - start
 
     script()  # the first run reads the files from disk
-    serves, scripts = (median(values) for values in in_turn(max(3, setting.rounds), serve, script))
+    serves, scripts = (median(values) for values in alternate(max(3, setting.rounds), serve, script))
     beside = f"serve to ready {serves:.2f} s, script {scripts:.2f} s"
     return [Row("serve to ready, beyond the script", serves - scripts, "s", at_most=1.0, beside=beside)]
 
@@ -252,22 +252,27 @@ def hostile(setting: Setting) -> list[Row]:
     """Hostile clients, 200,000 messages or the time of the soak: wrong answers to an honest client beside them, its
     p99.
     """
-    from bench.hostile.latency import run_felt
+    from bench.hostile.latency import run_latency
     from bench.hostile.run import run_hostile
 
     found = run_hostile(setting.repository("hostile"), 200_000, setting.soak_seconds)
-    felt = run_felt(setting)
+    latency = run_latency(setting)
+    first = "".join(latency.hostile.first[:1])
     return [
         Row("hostile client: harm to the honest one", found.harm, "", at_most=0, beside=found.text()),
         Row(
             "p99 beside hostile clients, over burners",
-            felt.hostile.over(felt.burning),
+            latency.hostile.over(latency.burning),
             "x",
             at_most=1.2,
-            beside=felt.text(),
+            beside=latency.text(),
         ),
         Row(
-            "failed beside hostile clients", felt.hostile.failed, "", at_most=0, beside="".join(felt.hostile.first[:1])
+            "failed beside hostile clients",
+            latency.hostile.failed,
+            "",
+            at_most=0,
+            beside=first,
         ),
     ]
 

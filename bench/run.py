@@ -39,7 +39,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def take(names: list[str], setting: Setting) -> list[table.Row]:
     rows: list[table.Row] = []
     for name in names:
-        started, others = perf_counter(), processes.Others()
+        started, others = perf_counter(), processes.OtherLoad()
         print(f"... {name}", end="", flush=True, file=sys.stderr)
         try:
             found = measures.ALL[name](setting)

@@ -20,12 +20,12 @@ from statistics import median
 from time import perf_counter
 
 from bench.endpoints import perf_analyzer
-from bench.endpoints.clients import LONE, MANY, Elsewhere
+from bench.endpoints.clients import LONE, MANY, OtherPythonChild
 from bench.endpoints.perf_analyzer import Ran
 from bench.endpoints.servers import ROW, Serving, ours, repository, triton
 from bench.lib import models, processes, table
 from bench.lib.child import Child
-from bench.lib.clock import in_turn
+from bench.lib.clock import alternate
 from bench.lib.setting import Setting
 from bench.lib.table import Row, micros
 from tests.tritonclient import models as client_models
@@ -91,7 +91,7 @@ WAYS: dict[str, tuple[str, str, list[str]]] = {
 """Modes of perf_analyzer, each run once at shmserve alone: model, protocol, options."""
 
 
-class Doors:
+class EndpointMeasures:
     """The measures and their shared parameters."""
 
     def __init__(self, chosen: argparse.Namespace, work: Path) -> None:
@@ -123,7 +123,7 @@ class Doors:
         return self.only in text
 
     def taken(self, text: str, take: Callable[[], Row]) -> Row:
-        others = processes.Others()
+        others = processes.OtherLoad()
         try:
             row = take()
         except Exception as error:
@@ -163,7 +163,7 @@ class Doors:
             took.setdefault(at.name, []).append(ran)
             return ran.per_s
 
-        mine, theirs = in_turn(self.rounds, lambda: party(server), lambda: party(other))
+        mine, theirs = alternate(self.rounds, lambda: party(server), lambda: party(other))
         beside = "; ".join(_said(name, runs) for name, runs in took.items())
         return Row(point.text, median(mine) / median(theirs), "of Triton", at_least=point.at_least, beside=beside)
 
@@ -174,7 +174,7 @@ class Doors:
         common = {"model": model, "size": SIZES[model], "flight": FLIGHT}
         with (
             Child("bench.endpoints.clients:native", url=server.lane, **common) as mine,
-            Elsewhere(str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc,
+            OtherPythonChild(str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc,
                       **common) as theirs,
         ):  # fmt: skip
             yield self.taken(f"{model}, native", partial(self.many, model, mine, theirs))
@@ -185,7 +185,7 @@ class Doors:
 
     def many(self, model: str, mine: Child, theirs: Child) -> Row:
         parties = [self.asking(mine, "many", "per_s"), *(self.asking(theirs, way, "per_s") for way in MANY)]
-        rate, *others = (median(values) for values in in_turn(self.rounds, *parties))
+        rate, *others = (median(values) for values in alternate(self.rounds, *parties))
         beside = f"{rate:,.0f}/s; " + ", ".join(
             f"{way} {per_s:,.0f}/s" for way, per_s in zip(MANY, others, strict=True)
         )
@@ -194,7 +194,7 @@ class Doors:
 
     def lone(self, model: str, mine: Child, theirs: Child) -> Row:
         parties = [self.asking(mine, "lone", "median_us"), *(self.asking(theirs, way, "median_us") for way in LONE)]
-        took, *others = (median(values) for values in in_turn(self.rounds, *parties))
+        took, *others = (median(values) for values in alternate(self.rounds, *parties))
         beside = f"{micros(took)}; " + ", ".join(f"{way} {micros(us)}" for way, us in zip(LONE, others, strict=True))
         text = f"{model}, native Client, one request"
         return Row(text, took / min(others), "of the time of Triton's best client", at_most=0.4, beside=beside)
@@ -232,7 +232,7 @@ def main(words: list[str]) -> int:
         return 2
     started = perf_counter()
     with tempfile.TemporaryDirectory(prefix="bench-") as work:
-        found = list(Doors(chosen, Path(work)).rows())
+        found = list(EndpointMeasures(chosen, Path(work)).rows())
     print(table.plain(found))
     print(f"{perf_counter() - started:.0f} s", file=sys.stderr)
     if (chosen.triton_python and not chosen.only and not chosen.quick) or chosen.save:

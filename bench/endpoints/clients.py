@@ -17,7 +17,7 @@ from bench.lib.child import Answer, Child, Handler
 from bench.lib.clock import durations, summary
 
 
-class Elsewhere(Child):
+class OtherPythonChild(Child):
     """A child that runs another Python interpreter."""
 
     def __init__(self, python: str, target: str, **setup: Any) -> None:
@@ -46,7 +46,7 @@ def native(url: str, model: str, size: int, flight: int) -> Handler:
     def handle(seconds: float, way: str) -> Answer:
         if way == "many":
             return {"per_s": asyncio.run(many(seconds))}
-        return {**summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=50))}
+        return summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=50))
 
     return handle
 
@@ -107,7 +107,7 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
             if way == "http greenlets":
                 return {"per_s": _by_greenlets(client, model, given, wanted, seconds, flight)}
             ask = lambda: client.infer(model, [given], outputs=[wanted]).as_numpy("y")  # noqa: E731
-            return {**summary(durations(ask, seconds, warm=50))}
+            return summary(durations(ask, seconds, warm=50))
         finally:
             client.close()
 

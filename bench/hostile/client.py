@@ -11,15 +11,14 @@ import os
 import re
 import select
 from collections import Counter
-from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from bench.hostile.packets import Mischief
+from bench.hostile.packets import PacketGenerator
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import Ended, Lane, Link, Segment, Zmq
+from bench.lib.raw_client import ConnectionClosed, Lane, Link, Segment, Zmq
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Fail, FailHeld, Goodbye, Welcome
 
@@ -32,7 +31,7 @@ class Attack:
     def __init__(self, link: str, path: str, seed: int, model: str) -> None:
         self._kind = link
         self._path = path
-        self._mischief = Mischief(seed, model, "x")
+        self._packets = PacketGenerator(seed, model, "x")
         self._link: Link | None = None
         self._segment: Segment | None = None
         self.counts: Counter[str] = Counter()
@@ -46,17 +45,17 @@ class Attack:
         else:
             link = Zmq(self._path)
         self.counts["connections"] += 1
-        if self._mischief.random.random() < 0.9:
+        if self._packets.random.random() < 0.9:
             answer = link.hello("memfd" if self._kind == "lane" else "frames")
             assert isinstance(answer, Welcome), answer
-            self._mischief.owner = link.owner
+            self._packets.owner = link.owner
             if isinstance(link, Lane):
                 self._segment = Segment(link, 4096)
         return link
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         if isinstance(self._link, Zmq):
-            self._link.close(bye=self._mischief.random.random() < 0.5)
+            self._link.close(bye=self._packets.random.random() < 0.5)
         elif self._link is not None:
             self._link.close()
         self._link = None
@@ -66,17 +65,17 @@ class Attack:
 
     def _descriptors(self) -> tuple[int, ...]:
         """Descriptors for the packet: few packets have any, and these are wrong or missing where required."""
-        roll = self._mischief.random.random()
+        roll = self._packets.random.random()
         if roll > 0.05:
             return ()
         if roll < 0.01:
-            return tuple(os.open("/dev/null", os.O_RDWR) for _ in range(self._mischief.random.choice((1, 8, 250))))
+            return tuple(os.open("/dev/null", os.O_RDWR) for _ in range(self._packets.random.choice((1, 8, 250))))
         descriptor = os.memfd_create("unsealed", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, 4096)
         return (descriptor,)
 
     def _send(self, link: Link) -> None:
-        packet = self._mischief.packet()
+        packet = self._packets.packet()
         if isinstance(link, Lane):
             descriptors = self._descriptors()
             try:
@@ -89,12 +88,12 @@ class Attack:
                 for descriptor in descriptors:
                     os.close(descriptor)
         elif isinstance(link, Zmq):
-            frames = [self._mischief.random.randbytes(self._mischief.random.choice((0, 64, 5000)))] * (
-                self._mischief.random.choice((0, 0, 0, 1, 2, 40))
+            frames = [self._packets.random.randbytes(self._packets.random.choice((0, 64, 5000)))] * (
+                self._packets.random.choice((0, 0, 0, 1, 2, 40))
             )
             link.send_bytes(packet, tuple(frames))
 
-    def _look(self, link: Link) -> None:
+    def _check_answers(self, link: Link) -> None:
         for message in link.drain():
             self.counts[type(message).__name__] += 1
             if isinstance(message, (Fail, FailHeld, Goodbye)):
@@ -102,13 +101,7 @@ class Attack:
                 if SECRETS.search(message.text) and len(self.leaks) < 5:
                     self.leaks.append(message.text)
                 if isinstance(message, Goodbye):
-                    raise Ended(message.text)
-
-    def _last_words(self) -> None:
-        """Read what arrived before the connection ended."""
-        if self._link is not None:
-            with suppress(ConnectionError):
-                self._look(self._link)
+                    raise ConnectionClosed(message.text)
 
     def run(self, count: int, seconds: float) -> Answer:
         end = perf_counter() + seconds
@@ -119,13 +112,13 @@ class Attack:
                 for _ in range(TOGETHER):
                     self._send(link)
                     sent += 1
-                self._look(link)
-                if self._mischief.random.random() < 0.01:
-                    self._leave()
-            except (TimeoutError, Ended, ConnectionError, BrokenPipeError):
-                self.counts["cut off"] += 1
-                self._leave()
-        self._leave()
+                self._check_answers(link)
+                if self._packets.random.random() < 0.01:
+                    self._disconnect()
+            except (TimeoutError, ConnectionError):
+                self.counts["disconnected"] += 1
+                self._disconnect()
+        self._disconnect()
         return {"sent": sent, "counts": dict(self.counts), "leaks": self.leaks}
 
 
@@ -158,11 +151,11 @@ def honest(url: str, model: str) -> Handler:
     return handle
 
 
-def settle(link: Link, seconds: float) -> bool:
+def is_alive(link: Link, seconds: float) -> bool:
     """A Ping and its Pong: all earlier messages have then been processed."""
     link.send(messages.Ping(7))
     try:
         link.receive_kind(messages.Pong, seconds=seconds)
-    except (TimeoutError, Ended):
+    except (TimeoutError, ConnectionClosed):
         return False
     return bool(select.select([], [link], [], seconds)[1])

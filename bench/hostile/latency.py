@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from bench.lib import models
-from bench.lib.child import Apart, Child
+from bench.lib.child import Child, SessionChild
 from bench.lib.cpu_courses import Course, beyond, together
 from bench.lib.processes import busy_seconds, descendants
 from bench.lib.setting import Setting, serving
@@ -28,7 +28,7 @@ LEAST_SHARE = 0.01
 
 
 @dataclass
-class Felt:
+class LatencyResult:
     hostile: Party = field(default_factory=Party)
     burning: Party = field(default_factory=Party)
     nothing: Party = field(default_factory=Party)
@@ -37,17 +37,17 @@ class Felt:
     def text(self) -> str:
         parties = (self.hostile, self.burning, self.nothing)
         words = [
-            f"{name} {party.felt()}" for name, party in zip(("hostile", "burners", "nobody"), parties, strict=True)
+            f"{name} {party.latency()}" for name, party in zip(("hostile", "burners", "nobody"), parties, strict=True)
         ]
         busy = [median(party.busy) for party in parties]
         return "; ".join(words) + f"; {busy[0]:.2f}, {busy[1]:.2f} and {busy[2]:.2f} CPU s/s; {self.packets:,} packets"
 
 
-def run_felt(setting: Setting) -> Felt:
-    path, repository = setting.onnx("mlp"), setting.repository("felt")
+def run_latency(setting: Setting) -> LatencyResult:
+    path, repository = setting.onnx("mlp"), setting.repository("latency")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
     models.write(repository, "identity", models.identity(max_batch=8), {})
-    found, seconds = Felt(), setting.seconds * TURN
+    found, seconds = LatencyResult(), setting.seconds * TURN
     with ExitStack() as stack:
         server = stack.enter_context(serving(repository))
         caller = stack.enter_context(
@@ -55,7 +55,7 @@ def run_felt(setting: Setting) -> Felt:
         )
         attacks = [stack.enter_context(_attack(link, str(server.runtime_dir / name))) for link, name in LINKS.items()]
         burners = [stack.enter_context(Child("bench.lib.cpu_courses:burner")) for _ in range(BURNERS)]
-        apart = [stack.enter_context(Apart("bench.lib.cpu_courses:burner")) for _ in range(BURNERS)]
+        apart = [stack.enter_context(SessionChild("bench.lib.cpu_courses:burner")) for _ in range(BURNERS)]
         watcher = stack.enter_context(Child("bench.lib.cpu_courses:watcher"))
         for child in (caller, watcher, *attacks, *burners, *apart):
             child.ready()
@@ -69,15 +69,15 @@ def run_felt(setting: Setting) -> Felt:
             watcher.tell(seconds=seconds, pids=watched)
             for child, order in orders.items():
                 child.tell(seconds=seconds, **order)
-            felt = caller.ask(seconds=seconds)
+            latency = caller.ask(seconds=seconds)
             found.packets += sum(child.answer().get("sent", 0) for child in orders)
             took = perf_counter() - start
             party.busy.append(sum((busy_seconds(pid) - was) / took for pid, was in zip(pids, before, strict=True)))
-            party.p50_us.append(felt["median_us"])
-            party.p99_us.append(felt["p99_us"])
-            party.calls += felt["calls"]
-            party.failed += felt["failed"]
-            party.first += felt["first"]
+            party.p50_us.append(latency["median_us"])
+            party.p99_us.append(latency["p99_us"])
+            party.calls += latency["calls"]
+            party.failed += latency["failed"]
+            party.first += latency["first"]
             courses: dict[str, Course] = watcher.answer()["courses"]
             return courses
 

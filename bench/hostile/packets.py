@@ -19,7 +19,7 @@ ODD_NAMES = ("", "x", "y", "model", "nobody", "n" * 128, "n" * 129, "n" * 300, "
 ODD_TYPES = ("FP32", "INT64", "BYTES", "BOOL", "fp32", "", "FLOAT999", None, 7)
 
 
-class Mischief:
+class PacketGenerator:
     """The generator. `owner` is the owner number from Welcome; `model` and `tensor` name a valid model with an FP32
     input [-1].
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
-from bench.hostile.client import settle
+from bench.hostile.client import is_alive
 from bench.lib import models, processes
 from bench.lib.child import Child, Team
 from bench.lib.raw_client import Lane
@@ -30,7 +30,7 @@ class Hostile:
     counts: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
-    def blame(self, text: str, times: int = 1) -> None:
+    def add_harm(self, text: str, times: int = 1) -> None:
         self.harm += times
         self.examples.append(text)
 
@@ -41,7 +41,7 @@ class Hostile:
 
 
 @dataclass
-class Picture:
+class ServerSnapshot:
     """The server's state according to /proc."""
 
     workers: set[int]
@@ -50,7 +50,7 @@ class Picture:
     resident: int
 
     @classmethod
-    def of(cls, broker: int) -> Picture:
+    def of(cls, broker: int) -> ServerSnapshot:
         return cls(
             set(processes.descendants(broker)),
             Counter(processes.descriptors(broker)),
@@ -58,11 +58,11 @@ class Picture:
             processes.resident_bytes(broker),
         )
 
-    def worse(self, before: Picture) -> list[str]:
+    def leftovers(self, before: ServerSnapshot) -> list[str]:
         """What was not there before."""
         found = []
         if self.workers != before.workers:
-            found.append(f"{len(self.workers ^ before.workers)} worker processes ended or came")
+            found.append(f"{len(self.workers ^ before.workers)} worker processes ended or started")
         if more := self.descriptors - before.descriptors:
             found.append(f"descriptors more than before: {dict(more)}")
         if more_segments := self.segments - before.segments:
@@ -75,7 +75,7 @@ def write_repository(root: Path) -> None:
     models.write(root, "strings", models.identity("STRING", max_batch=8), {})
 
 
-def compare(server: Served, before: Picture, seconds: float = SETTLE) -> tuple[Picture, list[str]]:
+def compare(server: Served, before: ServerSnapshot, seconds: float = SETTLE) -> tuple[ServerSnapshot, list[str]]:
     """Compare until nothing is worse, or until the timeout. Each comparison waits for a round trip through the
     server.
     """
@@ -85,10 +85,10 @@ def compare(server: Served, before: Picture, seconds: float = SETTLE) -> tuple[P
         lane.hello("memfd")
         extra = Counter({"socket": 1})  # the connection of this check
         while True:
-            alive = settle(lane, 5.0)
-            now = Picture.of(broker)
+            alive = is_alive(lane, 5.0)
+            now = ServerSnapshot.of(broker)
             now.descriptors -= extra
-            worse = now.worse(before)
+            worse = now.leftovers(before)
             if not alive:
                 worse.append("the server does not answer")
             if not worse or monotonic() > end:
@@ -104,7 +104,7 @@ def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, 
         paths = {"lane": str(server.runtime_dir / "lane.sock"), "zmq": str(server.runtime_dir / "broker.sock")}
         with Team([Child("bench.hostile.client:honest", url=server.lane, model="identity")]) as honest:
             honest.ask(seconds=0.5)
-            before = Picture.of(broker)
+            before = ServerSnapshot.of(broker)
             attacks = [
                 Child("bench.hostile.client:attack", link=link, path=paths[link], seed=seed, model="identity")
                 for seed, link in enumerate(links)
@@ -123,13 +123,13 @@ def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, 
         found.sent += answer["sent"]
         found.counts.update(answer["counts"])
         for text in answer["leaks"]:
-            found.blame(f"{link}: a text tells too much: {text}")
+            found.add_harm(f"{link}: an error text reveals too much: {text}")
     for text in worse:
-        found.blame(text)
+        found.add_harm(text)
     found.right = beside["right"]
     wrong = beside["wrong"] + after["wrong"]
     if wrong:
-        found.blame(f"honest client: {(beside['examples'] + after['examples'])[0]}", wrong)
+        found.add_harm(f"honest client: {(beside['examples'] + after['examples'])[0]}", wrong)
     if now.resident > before.resident + 256 * MIB:
-        found.blame(f"the broker grew from {before.resident // MIB} to {now.resident // MIB} MiB")
+        found.add_harm(f"the broker grew from {before.resident // MIB} to {now.resident // MIB} MiB")
     return found

@@ -31,7 +31,7 @@ class ChildFailed(RuntimeError):
 
 class Child:
     python = sys.executable
-    apart = False
+    new_session = False
     """Start in a new session, which matters where the kernel's scheduler groups processes by session."""
 
     def __init__(self, target: str, **setup: Any) -> None:
@@ -42,7 +42,7 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            start_new_session=self.apart,
+            start_new_session=self.new_session,
         )
         self.pid = self._process.pid
         processes.seen(self.pid)
@@ -78,7 +78,7 @@ class Child:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def tell_where(self) -> None:
+    def dump_stacks(self) -> None:
         """Make the child dump the stacks of its threads to standard error."""
         os.kill(self.pid, signal.SIGUSR1)
 
@@ -103,8 +103,8 @@ class Child:
         self.close()
 
 
-class Apart(Child):
-    apart = True
+class SessionChild(Child):
+    new_session = True
 
 
 class Team:

@@ -24,7 +24,7 @@ def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[in
     return taken
 
 
-def summary(taken: list[int]) -> dict[str, float]:
+def summary(taken: list[int]) -> dict[str, Any]:
     """Median, 99th percentile, rate and number of the calls of one caller."""
     taken = sorted(taken)
     return {
@@ -35,10 +35,7 @@ def summary(taken: list[int]) -> dict[str, float]:
     }
 
 
-def in_turn(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
+def alternate(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
     """Call the functions alternately (A B A B ...); returns, for each function, its value in each round."""
-    found: list[list[float]] = [[] for _ in parties]
-    for _ in range(rounds):
-        for party, values in zip(parties, found, strict=True):
-            values.append(party())
-    return found
+    values = [[party() for party in parties] for _ in range(rounds)]
+    return [list(column) for column in zip(*values, strict=True)]

@@ -73,7 +73,7 @@ def lone(url: str, model: str, shape: list[int], oracle: str) -> Handler:
     inputs = list(_inputs(shape, 8))
     _checked(client, model, inputs, oracle)
     feed = {"x": inputs[0]}
-    return lambda seconds: {**summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=50))}
+    return lambda seconds: summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=50))
 
 
 def first(url: str, model: str, sizes: list[int]) -> Handler:
@@ -90,7 +90,7 @@ def first(url: str, model: str, sizes: list[int]) -> Handler:
     def handle(seconds: float, size: int) -> Answer:
         feed, expected = feeds[size]
         assert client.infer(model, feed)["y"][0] == expected
-        return {**summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=20))}
+        return summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=20))
 
     return handle
 
@@ -113,7 +113,7 @@ def whole(url: str, model: str, size: int) -> Handler:
         x[-1] += 1
         taken = summary(durations(lambda: client.infer(model, feed, outputs=place), seconds, warm=3))
         assert y[-1] == x[-1]
-        return {**taken}
+        return taken
 
     return handle
 

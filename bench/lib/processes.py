@@ -31,6 +31,14 @@ def private_bytes(pid: int) -> int:
     return total
 
 
+def pss_bytes(pid: int) -> int:
+    """PSS: a page that several processes share is divided among them. 0 for a process without memory."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def descriptors(pid: int) -> list[str]:
     """The kind of each open descriptor: socket, memfd, pipe, ..., sorted, without inode numbers."""
     found = []
@@ -116,7 +124,7 @@ class Living:
         return left
 
 
-class Others:
+class OtherLoad:
     """Cores used by all other processes on the machine during a measurement. Children count when they have ended."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from shmserve.protocol.messages import Handle, Hello, Map, Return, Tensor, Unmap
 ROOM = messages.PACKET_BYTES + 4096
 
 
-class Ended(ConnectionError):
+class ConnectionClosed(ConnectionError):
     """The server closed the connection."""
 
 
@@ -121,9 +121,9 @@ class Lane(Link):
         except BlockingIOError:
             return False
         except ConnectionResetError as error:
-            raise Ended("the connection was reset") from error
+            raise ConnectionClosed("the connection was reset") from error
         if not size:
-            raise Ended("the connection was closed")
+            raise ConnectionClosed("the connection was closed")
         assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC), "a packet was cut"
         descriptors: list[int] = []
         for _, kind, data in ancillary:

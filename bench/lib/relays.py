@@ -92,7 +92,7 @@ def seqpacket(size: int, relay: str) -> Handler:
         client.send(message)
         client.recv_into(room)
 
-    return lambda seconds: {**summary(durations(trip, seconds, warm=50))}
+    return lambda seconds: summary(durations(trip, seconds, warm=50))
 
 
 def _zmq_socket(kind: str, address: str, bind: bool) -> Any:
@@ -148,6 +148,6 @@ def zeromq(size: int, relay: str) -> Handler:
         client.recv()
 
     def handle(seconds: float, _kept: object = place) -> Answer:
-        return {**summary(durations(trip, seconds, warm=50))}
+        return summary(durations(trip, seconds, warm=50))
 
     return handle

@@ -119,24 +119,24 @@ class Asker:
     def talk(self, seconds: float) -> Answer:
         end = perf_counter() + seconds
         while perf_counter() < end:
-            while len(self.out) < FLIGHT and self.may_ask():
+            while len(self.out) < FLIGHT and self.can_ask():
                 self.ask()
-            self.take(self.hear())
+            self.take(self.receive())
         last = perf_counter() + PATIENCE
         while (self.out or self.held) and perf_counter() < last:
             try:
-                self.take(self.hear())
+                self.take(self.receive())
             except TimeoutError:
                 break
         # A duplicate answer would arrive before this one.
         self.link.send(messages.Ping(LAST))
-        while (message := self.hear()) != messages.Pong(LAST):
+        while (message := self.receive()) != messages.Pong(LAST):
             self.take(message)
         if self.held:
             self.fault(f"Released never came for {len(self.held)} requests")
         return self.answer()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return self.link.receive(PATIENCE)
 
     def answer(self) -> Answer:
@@ -149,7 +149,7 @@ class Asker:
             "examples": self.examples,
         }
 
-    def may_ask(self) -> bool:
+    def can_ask(self) -> bool:
         return True
 
 
@@ -165,7 +165,7 @@ class LaneAsker(Asker):
         self._free = list(range(2 * FLIGHT))
         self._used: dict[int, int] = {}
 
-    def may_ask(self) -> bool:
+    def can_ask(self) -> bool:
         return bool(self._free)
 
     def place(self, number: int, content: bytes) -> tuple[Any, tuple[bytes, ...]]:

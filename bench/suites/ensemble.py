@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bench.lib import models
 from bench.lib.child import Answer, Child, Handler
-from bench.lib.clock import durations, in_turn, summary
+from bench.lib.clock import alternate, durations, summary
 from bench.lib.setting import Setting, serving
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def run_ensemble(setting: Setting) -> Found:
         seconds = setting.seconds / 3
         parties = [lambda what=what, size=size: _median(row, seconds, what=what, size=size) for what, size in orders]
         parties += [lambda size=size: _median(readers, seconds, size=size) for size in READ]  # type: ignore[misc]
-        times = [median(values) for values in in_turn(setting.rounds, *parties)]
+        times = [median(values) for values in alternate(setting.rounds, *parties)]
     found: dict[str, dict[int, float]] = {"one": {}, "ensemble": {}, "calls": {}}
     for (what, size), value in zip(orders, times, strict=False):
         found[what][size] = value
@@ -137,7 +137,7 @@ def in_a_row(url: str, sizes: list[int]) -> Handler:
         x[-1] += 1
         taken = summary(durations({"one": one, "ensemble": ensemble, "calls": calls}[what], seconds, warm=3))
         assert np.array_equal(x, y)
-        return {**taken}
+        return taken
 
     return handle
 
@@ -158,6 +158,6 @@ def readers(url: str, sizes: list[int]) -> Handler:
     def handle(seconds: float, size: int) -> Answer:
         feed = feeds[size]
         assert client.infer("readers", feed)["y"][0] == 7
-        return {**summary(durations(lambda: client.infer("readers", feed)["y"], seconds, warm=20))}
+        return summary(durations(lambda: client.infer("readers", feed)["y"], seconds, warm=20))
 
     return handle

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import shmserve
+from bench.lib.processes import pss_bytes
 from shmserve.testing import Server
 
 ROUNDS = 5
@@ -109,19 +110,13 @@ def of(server: Server, client: shmserve.Client, model: str, count: int) -> tuple
     x = np.zeros((1, SIDE), np.float32)
     for future in [client.submit(model, {"x": x}) for _ in range(count * 4)]:
         future.result(60)
-    memory = sum(pss(pid) for pid in children(server.pid))
+    memory = sum(map(pss_bytes, children(server.pid)))
     client.unload(model)
-    return min(times) * 1e3, memory / 1024
+    return min(times) * 1e3, memory / 2**20
 
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def pss(pid: int) -> int:
-    """PSS in KiB."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 if __name__ == "__main__":

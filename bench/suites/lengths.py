@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.lib import models
 from bench.lib.child import Answer, Child, Handler
-from bench.lib.clock import in_turn
+from bench.lib.clock import alternate
 from bench.lib.setting import Setting, serving
 from bench.lib.table import Row
 
@@ -55,8 +55,8 @@ def lengths(setting: Setting) -> list[Row]:
     seconds = max(2.0, setting.seconds)
     with serving(repository) as server, Child("bench.suites.lengths:caller", url=server.lane, path=str(path)) as caller:
         worst = caller.ask(seconds=seconds, model="padding", whole=False, check=True)["worst"]
-        on_cpu = in_turn(setting.rounds, *_parties(caller, seconds, ""))
-        on_gpu = in_turn(setting.rounds, *_parties(caller, seconds, "fixed_"))
+        on_cpu = alternate(setting.rounds, *_parties(caller, seconds, ""))
+        on_gpu = alternate(setting.rounds, *_parties(caller, seconds, "fixed_"))
     return [
         *_rows("on a CPU", on_cpu, None),
         Row("largest difference to the bare engine", worst, "", at_most=NEAR),

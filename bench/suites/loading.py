@@ -174,7 +174,7 @@ class Party:
     failed: int = 0
     first: list[str] = field(default_factory=list)
 
-    def felt(self) -> str:
+    def latency(self) -> str:
         return f"p50 {micros(median(self.p50_us))}, p99 {micros(median(self.p99_us))}"
 
     def over(self, other: Party) -> float:
@@ -202,8 +202,8 @@ class Found:
         return sum(party.failed for party in self.parties())
 
     def compared(self, inside: Party, outside: Party) -> str:
-        felt = f"{inside.felt()}; outside {outside.felt()}; nothing {self.nothing.felt()}"
-        return f"{felt}; in the server {inside.work(self.nothing)}, outside {outside.work(self.nothing)}"
+        latency = f"{inside.latency()}; outside {outside.latency()}; nothing {self.nothing.latency()}"
+        return f"{latency}; in the server {inside.work(self.nothing)}, outside {outside.work(self.nothing)}"
 
     def counted(self) -> str:
         calls = sum(party.calls for party in self.parties())
@@ -238,11 +238,11 @@ def run_loading(setting: Setting) -> Found:
             busy, start = -sum(map(busy_seconds, pids)), perf_counter()
             if beside is not None:
                 beside.tell(seconds=seconds, **order)
-            felt = calls.ask(seconds=seconds)
+            latency = calls.ask(seconds=seconds)
             done = beside.answer() if beside is not None else {"cycles": 0, "per_s": 0.0}
             busy += sum(map(busy_seconds, pids))
             party.busy.append(busy / (perf_counter() - start))
-            _note(party, felt, done)
+            _note(party, latency, done)
 
         for _ in range(setting.rounds):
             turn(found.loads, loads)
@@ -253,11 +253,11 @@ def run_loading(setting: Setting) -> Found:
     return found
 
 
-def _note(party: Party, felt: Answer, done: Answer) -> None:
-    party.p50_us.append(felt["median_us"])
-    party.p99_us.append(felt["p99_us"])
+def _note(party: Party, latency: Answer, done: Answer) -> None:
+    party.p50_us.append(latency["median_us"])
+    party.p99_us.append(latency["p99_us"])
     party.per_s.append(done["per_s"])
-    party.calls += felt["calls"]
+    party.calls += latency["calls"]
     party.cycles += done["cycles"]
-    party.failed += felt["failed"]
-    party.first += felt["first"]
+    party.failed += latency["failed"]
+    party.first += latency["first"]

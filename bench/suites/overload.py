@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.lib import models
 from bench.lib.child import Answer, Child, Handler
-from bench.lib.clock import in_turn
+from bench.lib.clock import alternate
 from bench.lib.setting import Setting, serving
 from bench.lib.table import Row
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
@@ -57,7 +57,7 @@ def overload(setting: Setting) -> list[Row]:
         caller.ask(rate=0.0, seconds=1.0)  # the server learns the duration of a batch
         capacities: list[float] = []
         ways = [(factor, timed) for factor in FACTORS for timed in (True, False)]
-        found = in_turn(setting.rounds, *(partial(_share, caller, capacities, seconds, *way) for way in ways))
+        found = alternate(setting.rounds, *(partial(_share, caller, capacities, seconds, *way) for way in ways))
     shares = dict(zip(ways, found, strict=True))
     return [_row(factor, capacities, shares[factor, True], shares[factor, False], seconds) for factor in FACTORS]
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from bench.lib import models
 from bench.lib.child import Answer, Child, Handler
-from bench.lib.clock import durations, in_turn, summary
+from bench.lib.clock import alternate, durations, summary
 from bench.lib.setting import Setting, serving
 from bench.lib.table import Row, micros
 
@@ -71,7 +71,7 @@ def python(setting: Setting) -> list[Row]:
         parties = [
             lambda what=what: float(child.ask(seconds=setting.seconds / 2, what=what)["median_us"]) for what in WAYS
         ]
-        plain, direct, stacked, caller = (median(values) for values in in_turn(setting.rounds, *parties))
+        plain, direct, stacked, caller = (median(values) for values in alternate(setting.rounds, *parties))
     return [
         Row("python add_sub, 1 MiB, over plain", direct / plain, "x", beside=_beside(direct, plain)),
         Row("python add_sub, stacked, over plain", stacked / plain, "x", beside=_beside(stacked, plain)),
@@ -104,6 +104,6 @@ def asks(url: str) -> Handler:
         assert np.array_equal(found["sum"], a + b)
         assert np.array_equal(found["difference"], a - b)
         del found
-        return {**summary(durations(call, seconds, warm=10))}
+        return summary(durations(call, seconds, warm=10))
 
     return handle

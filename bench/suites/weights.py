@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib import models
-from bench.lib.processes import descendants
+from bench.lib.processes import descendants, pss_bytes
 from bench.lib.setting import serving
 
 WIDTH = 1024
@@ -69,13 +69,6 @@ def _written(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def pss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def measured(repository: Path, source: Path, instances: int, parameters: dict[str, str]) -> int:

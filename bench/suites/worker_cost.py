@@ -31,7 +31,7 @@ BATCHES = 300
 WORKER = 7
 
 
-class Glue:
+class WorkerLink:
     """One worker on one core, and the link to it."""
 
     def __init__(self, config: ModelConfig, folder: Path, cpu: int) -> None:
@@ -140,8 +140,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "1", "model.onnx")
         make_mlp(model)
-        onnx = Glue(mlp_config("onnxruntime"), Path(folder), cpu)
-        identity = Glue(mlp_config("identity", 256), Path(folder), cpu)
+        onnx = WorkerLink(mlp_config("onnxruntime"), Path(folder), cpu)
+        identity = WorkerLink(mlp_config("identity", 256), Path(folder), cpu)
         engines = {batch: bare(model, cpu, batch) for batch in (1, 32)}
         columns = ("bare", "cpu", "gather", "engine", "scatter", "between", "whole", "cpu", "over", "cpu")
         print(f"{'us a batch':24}" + "".join(f"{column:>8}" for column in columns))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import shmserve
 from bench.hostile.client import SECRETS
-from bench.lib.raw_client import Ended, Lane, Segment
+from bench.lib.raw_client import ConnectionClosed, Lane, Segment
 from shmserve.broker.config import settings
 from shmserve.core.ledger import Ledger
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
@@ -451,7 +451,7 @@ def test_half_open_connections_are_ended_by_their_first_wrong_word(server: Launc
     for word in (Ping(1), Ask(1, "live"), messages.Bye(), Map(1 << 32, 4096, "/x")):
         with Lane(server.lane) as lane:
             lane.send(word)
-            with pytest.raises(Ended):  # noqa: PT012
+            with pytest.raises(ConnectionClosed):  # noqa: PT012
                 assert "Hello" in lane.receive_kind(Goodbye).text
                 lane.receive()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

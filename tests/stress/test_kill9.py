@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.hostile.run import Picture, compare
+from bench.hostile.run import ServerSnapshot, compare
 from bench.lib import models, processes
 from bench.lib.child import Child
 from bench.lib.raw_client import Lane, Zmq
@@ -156,7 +156,7 @@ def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
     roll = random.Random(SEED)
     fill(server)
     lane, zmq = (url.partition("://")[2] for url in (server.url, server.zmq_url))
-    before = Picture.of(server.pid)
+    before = ServerSnapshot.of(server.pid)
     with Child("tests.stress.kill9:nest", lane=lane, zmq=zmq) as nest, Client(server.url) as honest:
         alive: list[int] = []
         for number in range(KILLS * 4 // 5):
@@ -232,7 +232,7 @@ def ready_pids(client: Client) -> dict[str, int]:
 def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
     roll = random.Random(SEED)
     fill(server)
-    before = Picture.of(server.pid)
+    before = ServerSnapshot.of(server.pid)
     killed: list[int] = []
     failed: list[str] = []
     held: list[Any] = []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench.lib.processes import resident_bytes
-from bench.lib.raw_client import Ended, Lane, Zmq
+from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from tests.support.launch import Launched, identity
@@ -180,7 +180,7 @@ def test_a_client_whose_outbox_is_full_is_disconnected_and_logged(repository: Pa
     ):
         honest.hello("memfd")
         silent.hello("memfd")
-        with pytest.raises((Ended, OSError)):  # noqa: PT012
+        with pytest.raises((ConnectionClosed, OSError)):  # noqa: PT012
             for _ in range(40_000):
                 silent.send(*[Unmap(1) for _ in range(1000)])  # each causes an error response
         honest.send(infer(1))

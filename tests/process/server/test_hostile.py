@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from bench.hostile.client import SECRETS
-from bench.hostile.run import Picture, compare, run_hostile, write_repository
-from bench.lib.raw_client import Ended, Lane, Link, Segment, Zmq
+from bench.hostile.run import ServerSnapshot, compare, run_hostile, write_repository
+from bench.lib.raw_client import ConnectionClosed, Lane, Link, Segment, Zmq
 from bench.lib.setting import Served, serving
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Hello, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
@@ -232,12 +232,12 @@ def test_a_frame_that_many_tensors_refer_to_is_not_copied_for_each(server: Serve
     """One frame of 1 MiB, named 256 times, must not become 256 MiB in the server."""
     with connect(server, "zmq") as link:
         broker = server.broker_pid()
-        before = Picture.of(broker).resident
+        before = ServerSnapshot.of(broker).resident
         tensors = [[f"x{number}", "FP32", [1, 1 << 18], 0] for number in range(256)]
         for request in range(1, 6):
             link.send_bytes(msgpack.packb([[7, request, "identity", 0, tensors]]), (bytes(1 << 20),))
             assert link.receive_kind(Fail).request == request
-        assert Picture.of(broker).resident - before < 64 << 20
+        assert ServerSnapshot.of(broker).resident - before < 64 << 20
 
 
 @pytest.mark.parametrize("kind", list(LINKS))
@@ -250,7 +250,7 @@ def test_another_protocol_version_is_refused(server: Served, kind: str, protocol
         assert str(protocol) in goodbye.text
         assert str(messages.PROTOCOL) in goodbye.text
         if kind == "lane":
-            with pytest.raises(Ended):
+            with pytest.raises(ConnectionClosed):
                 link.receive()
 
 
@@ -411,7 +411,7 @@ def test_invalid_segment_names_are_refused(server: Served, name: str) -> None:
 
 def test_invalid_messages_leave_nothing_behind(server: Served) -> None:
     """All cases above, three times; compares descriptors and segments before and after."""
-    before = Picture.of(server.broker_pid())
+    before = ServerSnapshot.of(server.broker_pid())
     for kind in LINKS:
         with connect(server, kind) as link:
             for _ in range(3):
@@ -427,7 +427,7 @@ def test_invalid_messages_leave_nothing_behind(server: Served) -> None:
 
 
 def test_many_connections_without_a_hello(server: Served) -> None:
-    before = Picture.of(server.broker_pid())
+    before = ServerSnapshot.of(server.broker_pid())
     silent = [connect(server, "lane", greet=False) for _ in range(100)]
     with connect(server, "lane") as link:
         link.send(Infer(5, "identity", 0, ONE))

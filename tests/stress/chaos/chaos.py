@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from bench.hostile.run import Picture
+from bench.hostile.run import ServerSnapshot
 from bench.lib import models, processes
 from bench.lib.child import Child, ChildFailed
 from bench.soak.run import BATCH, SLOW, batch_of
@@ -307,7 +307,7 @@ class Director:
         left = self._end + PATIENCE - monotonic()
         if not select.select([child.fileno()], [], [], max(1.0, left))[0]:
             self.found.fault(f"{name} did not end within {PATIENCE:g} s of the end; standard error says where it is")
-            child.tell_where()
+            child.dump_stacks()
             return {}
         try:
             return child.answer()
@@ -381,7 +381,7 @@ def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:
     options += ["--http-port", free_port(), *(f"--load-model={name}" for name in MODELS)]
     with Server(root, *options, gateway=True) as server:
         ask_gateway(server)
-        idle = Picture.of(server.pid)
+        idle = ServerSnapshot.of(server.pid)
         director = Director(server, root, seconds, seed)
         found = director.found
         try:
@@ -399,14 +399,14 @@ def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:
     return found
 
 
-def worse(server: Server, before: Picture) -> list[str]:
+def worse(server: Server, before: ServerSnapshot) -> list[str]:
     """What there is more of, when all clients have gone, than before the first one came. Worker processes and their
     memory are others by now."""
     end = monotonic() + PATIENCE
     with server.client() as client:
         while True:
             client.live()  # a round trip: what ended before it has been noticed
-            now = Picture.of(server.pid)
+            now = ServerSnapshot.of(server.pid)
             extra = now.descriptors - before.descriptors - Counter({"socket": 1})
             found = [f"{count} x {kind}" for kind, count in extra.items() if not kind.startswith("/memfd:")]
             if len(now.workers) != len(before.workers):

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import Ended, Lane, Zmq
+from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from bench.soak.clients import Allowed
 from bench.soak.raw_clients import PATIENCE, Asker, LaneAsker, ZmqAsker
 from shmserve.protocol.messages import Goodbye, Ping
@@ -30,14 +30,14 @@ PAUSE_S = 0.05
 class _Lane(LaneAsker):
     def take(self, message: Any) -> None:
         if isinstance(message, Goodbye):
-            raise Ended(message.text)
+            raise ConnectionClosed(message.text)
         super().take(message)
 
 
 class _Zmq(ZmqAsker):
     """A ZeroMQ socket does not tell that the server was another one meanwhile. A question to it does."""
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         for _ in range(int(PATIENCE)):
             try:
                 return self.link.receive(1.0)
@@ -47,7 +47,7 @@ class _Zmq(ZmqAsker):
 
     def take(self, message: Any) -> None:
         if isinstance(message, Goodbye):
-            raise Ended(message.text)
+            raise ConnectionClosed(message.text)
         super().take(message)
 
 
@@ -74,7 +74,7 @@ def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed
                 continue
             try:
                 found = asker.talk(left)
-            except (Ended, BrokenPipeError, ConnectionResetError) as error:
+            except (ConnectionClosed, BrokenPipeError, ConnectionResetError) as error:
                 found = asker.answer()
                 counts["connection lost"] += found["lost"]
                 found["lost"] = 0

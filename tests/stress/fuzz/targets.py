@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from bench.hostile.packets import Mischief
+from bench.hostile.packets import PacketGenerator
 from shmserve.errors import ProtocolError, ServeError
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http import bodies, heads
@@ -117,7 +117,7 @@ TARGETS: dict[str, Target] = {
 
 
 def _packets() -> Iterator[bytes]:
-    mischief = Mischief(1, "m", "x")
+    mischief = PacketGenerator(1, "m", "x")
     for number in range(200):
         packet = mischief.packet()
         if len(packet) < 1000:

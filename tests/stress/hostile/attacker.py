@@ -18,7 +18,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import Ended, Lane, Segment
+from bench.lib.raw_client import ConnectionClosed, Lane, Segment
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     Ask,
@@ -236,7 +236,7 @@ class Attacker:
                 told[f"{message.code}: {message.text}" if isinstance(message, Goodbye) else "Welcome"] += 1
             except TimeoutError:
                 told["nothing"] += 1
-            except Ended:
+            except ConnectionClosed:
                 told["the end"] += 1
         return {"told": dict(told)}
 
@@ -268,7 +268,7 @@ class Attacker:
                     told[
                         f"{message.code}: {message.text}" if isinstance(message, ERRORS) else type(message).__name__
                     ] += 1
-            except (Ended, BrokenPipeError, ConnectionResetError):
+            except (ConnectionClosed, BrokenPipeError, ConnectionResetError):
                 told["the end"] += 1
                 self._lane.close()
                 self._lane = Lane(self._path)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from bench.hostile.client import SECRETS
-from bench.hostile.run import Picture, compare
+from bench.hostile.run import ServerSnapshot, compare
 from bench.lib import models
 from bench.lib.child import Child
 from bench.lib.raw_client import Lane, Segment, Zmq
@@ -77,7 +77,7 @@ def attack(server: Server) -> Child:
 @pytest.fixture
 def attacker(server: Server) -> Iterator[Child]:
     """Its end is part of each test: then nothing of it may be left."""
-    before = Picture.of(server.pid)
+    before = ServerSnapshot.of(server.pid)
     with attack(server) as child:
         child.ready()
         yield child
@@ -213,7 +213,7 @@ def test_r6_connections_that_say_nothing(server: Server, attacker: Child) -> Non
 
 
 def test_r12_unexpected_descriptors(server: Server, attacker: Child) -> None:
-    before = Picture.of(server.pid)
+    before = ServerSnapshot.of(server.pid)
     for _ in range(3):
         found = attacker.ask(do="misplace")["told"]
         only(found, "INVALID_ARG", "PROTOCOL", "Pong", "Reply", "the end", "Fail")
