@@ -1,4 +1,7 @@
-"""The rules of the tree that no linter knows. The rule of the file: it looks at what git would commit, nothing else."""
+"""Rules for the source tree that no linter checks.
+
+Invariant: only files that git would commit are examined.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ MACHINE = re.compile(r"(?<![\w.])/(home|root|work)/")
 
 @cache
 def committed() -> list[Path]:
-    """Files that are tracked, or would be: not ignored."""
+    """Files that are tracked, or untracked and not ignored."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -63,8 +66,8 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield path.relative_to(ROOT).as_posix(), data.decode()
 
 
-def without_words(source: str) -> str:
-    """The code alone: no comments, and strings emptied."""
+def without_strings(source: str) -> str:
+    """The source without comments, and with empty strings."""
     lines: dict[int, list[str]] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -76,8 +79,8 @@ def without_words(source: str) -> str:
 
 
 @cache
-def shape(source: str) -> tuple[bool, list[tuple[str, int, int]]]:
-    """Whether it says what it is, and its functions: name, first line, lines."""
+def outline_of(source: str) -> tuple[bool, list[tuple[str, int, int]]]:
+    """Whether the module has a docstring, and its functions: name, first line, number of lines."""
     tree = ast.parse(source)
     functions = [
         (node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1)
@@ -101,15 +104,15 @@ def test_functions_are_short() -> None:
     long = [
         f"{name}:{line} {function}: {lines} lines"
         for name, text in code()
-        for function, line, lines in shape(text)[1]
+        for function, line, lines in outline_of(text)[1]
         if lines > FUNCTION_LINES
     ]
     assert not long
 
 
-def test_modules_say_what_they_are() -> None:
-    silent = [name for name, text in code() if not shape(text)[0]]
-    assert not silent
+def test_modules_have_docstrings() -> None:
+    missing = [name for name, text in code() if not outline_of(text)[0]]
+    assert not missing
 
 
 @pytest.mark.parametrize("reason", BANNED_CODE)
@@ -119,11 +122,11 @@ def test_banned(reason: str) -> None:
     for name, text in code():
         if not pattern.search(text):
             continue  # not even in its words
-        found += [f"{name}: {line}" for line in without_words(text).split("\n") if pattern.search(line)]
+        found += [f"{name}: {line}" for line in without_strings(text).split("\n") if pattern.search(line)]
     assert not found, reason
 
 
-def test_the_ban_sees() -> None:
+def test_the_patterns_match() -> None:
     """The patterns match what they are meant to match, and strings and comments do not count."""
     seen = {
         "import time\ntime.sleep(1)": True,
@@ -139,7 +142,7 @@ def test_the_ban_sees() -> None:
         "yaml.safe_load(x)": False,
     }
     for source, banned in seen.items():
-        hit = any(re.search(pattern, without_words(source + "\n")) for pattern in BANNED_CODE.values())
+        hit = any(re.search(pattern, without_strings(source + "\n")) for pattern in BANNED_CODE.values())
         assert hit is banned, source
 
 
@@ -204,7 +207,7 @@ def test_the_change_log_has_a_place_for_the_next_change() -> None:
 
 
 def test_hypothesis_tests_keep_the_profile() -> None:
-    """Else `make test` fails by chance."""
+    """Otherwise `make test` could fail by chance."""
     found = []
     for name, text in code():
         if (

@@ -1,5 +1,5 @@
-"""Stand-ins for libraries that need a GPU: put in front of sys.path, they take the place of the real ones.
+"""Fakes of libraries that need a GPU. At the front of sys.path, they replace the real ones.
 
-The rule: names, arguments and the order in which they may be called are those of the real library; what a stand-in
-does with memory is real, so that a result is right only if the calls were.
+Invariant: names, arguments and the permitted order of calls are those of the real library. Memory operations are
+carried out, so a result is correct only if the calls were.
 """

@@ -1,7 +1,7 @@
-"""TensorRT without a device: plans are JSON, tensors are computed by numpy, and wrong calls fail as they do there.
+"""A fake of TensorRT without a device: plans are JSON, numpy computes, and invalid calls fail as in TensorRT.
 
-The rule: nothing is computed before the stream that it was given to is waited for; addresses and shapes count as they
-were when the work was given to the stream.
+Invariant: work is computed only when its stream is synchronized, with the addresses and shapes that applied when it was
+enqueued.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The CUDA runtime without a device: its memory is host memory, its streams are lists of what is to be done.
+"""A fake of the CUDA runtime without a device: device memory is host memory, and a stream is a list of pending work.
 
-The rule: nothing that is asynchronous happens before somebody waits for it. A result that was read too early, or a
-source that was reused too early, is therefore wrong here every time, and not only sometimes.
+Invariant: asynchronous work runs only when something waits for it. So a result that is read too early, or a source that
+is reused too early, is wrong every time instead of sometimes.
 """
 
 from __future__ import annotations
