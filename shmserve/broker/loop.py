@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Set
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,12 @@ from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
 from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.observability import logs
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.logs import log_record
-from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
+from shmserve.broker.observability.metric_settings import MetricSettings
 from shmserve.broker.observability.metrics import Metrics
 from shmserve.broker.observability.model_metrics import ModelCounters
 from shmserve.broker.processes.cgroups import take_over_own_group
-from shmserve.broker.processes.workers import Workers
+from shmserve.broker.processes.workers import Workers, WorkerSettings
 from shmserve.broker.segments import Segments
 from shmserve.core import effects, events
 from shmserve.core.core import Core
@@ -78,29 +77,32 @@ class Broker:
     def __init__(
         self,
         loop: Any,
-        runtime_dir: Path,
         core: Core,
         catalog: Catalog,
         control: Control,
+        *,
+        runtime_dir: Path,
         arena_bytes: int,
         access: AccessRules,
-        prepared: bool = True,
-        log_rate: Rate | None = None,
-        shown: MetricSettings = DEFAULTS,
-        variables: Sequence[str] = (),
+        workers: WorkerSettings,
+        metrics: MetricSettings,
+        mode: str,
+        overrides_dir: Path,
+        override_bytes: int,
+        other_children: Set[int],
     ) -> None:
+        """`mode`, `overrides_dir`, `override_bytes`: of load calls. `other_children`: a live set of pids of children
+        that other code reaps."""
         self.core = core
-        self.drained: Callable[[], None] = lambda: None
-        """Called when the last worker has exited after a drain."""
-        self.operations: ClientOperations
-        """Set before the loop runs."""
+        self.operations = ClientOperations(
+            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, override_bytes
+        )
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
         """Called with the trace of each completed request that was sampled."""
         self.on_turn: Callable[[], None] | None = None
         """Called after each turn until the initial loading has finished."""
         self._loop = loop
         self._catalog = catalog
-        self._control = control
         self._segments = Segments()
         limits = core.state.limits
         self._memory = BrokerMemory(
@@ -108,15 +110,17 @@ class Broker:
         )
         core.copy_with(self._memory, time.monotonic_ns)
         self.read = self._memory.read
-        metrics = Metrics(core.state, self._memory.frames, arena_bytes, self.process_of, control.server_ready, shown)
+        server_metrics = Metrics(
+            core.state, self._memory.frames, arena_bytes, self.process_of, control.server_ready, metrics
+        )
         self._model_counters = ModelCounters(
             lambda name: any(one.model == name for one, _ in core.state.instances.values())
         )
         self._probes = Probes(loop, self.send_to)
-        self._answers = QueryAnswers(control, self._probes, self.send_to, core.roles_of)
-        control.metrics += [metrics.text, self._model_counters.text]
+        self._answers = QueryAnswers(control, self._probes, self.operations, self.send_to, core.roles_of)
+        control.metrics += [server_metrics.text, self._model_counters.text]
         self._workers = Workers(
-            loop, self._deliver, self._worker_exited, log_record, take_over_own_group(), prepared, log_rate, variables
+            loop, self._deliver, self._worker_exited, log_record, workers, take_over_own_group(), other_children
         )
         self._peers = count(1)
         self._links: dict[int, PeerLink | ZmqOutbox] = {}
@@ -168,23 +172,14 @@ class Broker:
             effects.Log: lambda effect: log_record(effect.level, effect.text, effect.fields),
             effects.Traced: lambda effect: self.traced(effect),
             effects.Compose: self._compose,
-            effects.Settled: lambda effect: self.operations.settled(effect),
-            effects.Query: lambda effect: self._answers.query(effect.peer, effect.ask, self.operations),
-            effects.Drained: lambda effect: self.drained(),
+            effects.Settled: self.operations.settled,
+            effects.Query: lambda effect: self._answers.query(effect.peer, effect.ask),
+            effects.Drained: lambda effect: self._loop.stop(),
         }
-
-    def use_gpus(self, uuids: Mapping[int, str], used: Callable[[int], int]) -> None:
-        """Sets the GPUs for workers started from now on. `uuids`: by GPU number. `used(pid)`: GPU memory in bytes."""
-        self._workers.gpus = uuids
-        self._workers.used_on_gpu = used
 
     def processes(self) -> dict[int, str]:
         """Names of workers by pid."""
         return self._workers.names()
-
-    def waited_elsewhere(self, pids: Set[int]) -> None:
-        """`pids`: a live set of children that other code reaps, such as gateways."""
-        self._workers.others = pids
 
     # ------------------------------------------------------------------------------------ listeners
 

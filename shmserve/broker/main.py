@@ -23,7 +23,6 @@ from shmserve.broker.admin.queries import Control
 from shmserve.broker.config import settings as setting
 from shmserve.broker.loop import Broker
 from shmserve.broker.models.catalog import Catalog, Reading
-from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
@@ -35,6 +34,7 @@ from shmserve.broker.processes.cpus import survey
 from shmserve.broker.processes.gateways import Gateways, GatewaySettings
 from shmserve.broker.processes.gpus import GpuMetrics
 from shmserve.broker.processes.stop_deadline import Deadline
+from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
@@ -138,35 +138,7 @@ class ServerProcess:
             gpus=gpus.numbers,
         )
         self._control = self._make_control(settings)
-        self._broker = Broker(
-            loop,
-            settings.runtime_dir,
-            self._core,
-            self._catalog,
-            self._control,
-            settings.broker_arena_bytes,
-            setting.access(settings),
-            settings.prepared_process,
-            setting.log_rate(settings),
-            setting.metrics(settings),
-            settings.model_environment,
-        )
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
-        self._broker.use_gpus(gpus.uuids(), self._gpu_metrics.used_by)
-        self._operations = self._broker.operations = ClientOperations(
-            loop,
-            self._core,
-            self._catalog,
-            self._broker.put,
-            self._broker.send_to,
-            settings.runtime_dir / GENERATIONS,
-            self._mode,
-            settings.override_bytes,
-        )
-        generations.discard = self._operations.discard
-        self._control.process_of = self._broker.process_of
-        self._broker.drained = loop.stop
-        self._progress = LoadProgress(self._core, self._loaded, lambda line: log.info("%s", line))
         self._gateways = Gateways(
             loop,
             _gateway_settings(settings),
@@ -177,7 +149,31 @@ class ServerProcess:
             log_record,
             setting.log_rate(settings),
         )
-        self._broker.waited_elsewhere(self._gateways.pids)
+        self._broker = Broker(
+            loop,
+            self._core,
+            self._catalog,
+            self._control,
+            runtime_dir=settings.runtime_dir,
+            arena_bytes=settings.broker_arena_bytes,
+            access=setting.access(settings),
+            workers=WorkerSettings(
+                settings.prepared_process,
+                setting.log_rate(settings),
+                settings.model_environment,
+                gpus.uuids(),
+                self._gpu_metrics.used_by,
+            ),
+            metrics=setting.metrics(settings),
+            mode=self._mode,
+            overrides_dir=settings.runtime_dir / GENERATIONS,
+            override_bytes=settings.override_bytes,
+            other_children=self._gateways.pids,
+        )
+        self._operations = self._broker.operations
+        generations.discard = self._operations.discard
+        self._control.process_of = self._broker.process_of
+        self._progress = LoadProgress(self._core, self._loaded, lambda line: log.info("%s", line))
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
         self._trace_file = self._add_setting_queries(settings)
         self._waits_for = {"models", "gateways"}

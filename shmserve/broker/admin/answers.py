@@ -21,8 +21,14 @@ class QueryAnswers:
     """`roles_of` returns the roles of a peer, as bits of shmserve.protocol.roles."""
 
     def __init__(
-        self, control: Control, probes: Probes, send: Callable[[int, Any], None], roles_of: Callable[[int], int]
+        self,
+        control: Control,
+        probes: Probes,
+        operations: ClientOperations,
+        send: Callable[[int, Any], None],
+        roles_of: Callable[[int], int],
     ) -> None:
+        self._operations = operations
         self._roles_of = roles_of
         self._control = control
         self._probes = probes
@@ -61,19 +67,19 @@ class QueryAnswers:
                     self._due[peer] = asks  # after the other peers
                 self._answer(peer, ask, shared)
 
-    def query(self, peer: int, ask: Ask | Cancel, operations: ClientOperations) -> None:
+    def query(self, peer: int, ask: Ask | Cancel) -> None:
         if isinstance(ask, Cancel):
-            operations.cancelled(peer, ask.request)
+            self._operations.cancelled(peer, ask.request)
         elif ask.what == "models":
             self._models.setdefault(peer, []).append(ask)
-            operations.refresh_from_disk(self._models_known)
+            self._operations.refresh_from_disk(self._models_known)
         elif ask.what == "loaded" and self._control.is_loading():
             self._awaiting.setdefault(peer, []).append(ask)
         elif ask.what == "ready" and ask.model:
             instances = self._control.serving(ask)
             if not self._probes.probe(instances, lambda ready: self._answer_ready(peer, ask, ready)):
                 self._answer(peer, ask)
-        elif not operations.handle(peer, ask):
+        elif not self._operations.handle(peer, ask):
             self._answer(peer, ask)
 
     def fell_behind(self, peer: int) -> None:

@@ -36,7 +36,7 @@ _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "e
 """Prefix of a worker's log line (see workers.say) -> level in the log. Other lines were printed by the model."""
 REAP_S = 2.0
 """Interval for reaping orphans of processes that models have started."""
-MAKING_S = 2.0
+FORK_S = 2.0
 """How long a worker that is to be killed may be without a process before the zygote is replaced."""
 GRACE_S = 10.0
 """Time for a worker whose link has ended to exit by itself."""
@@ -47,6 +47,19 @@ _NEVER = ("SHMSERVE_", *VARIABLES)
 """Prefixes of variables that workers never get: the server's settings, and the service manager's variables."""
 
 _codec = codec.Codec(WorkerReport)
+
+
+class WorkerSettings(Struct, frozen=True):
+    prepared: bool = False
+    """Fork workers from the zygote."""
+    log_rate: Rate = Rate()
+    """Limit for logging each worker's output."""
+    variables: Sequence[str] = ()
+    """Names or patterns of further environment variables that workers get."""
+    gpus: Mapping[int, str] = {}
+    """GPU number -> UUID. A worker sees only its own GPU."""
+    used_on_gpu: Callable[[int], int] = lambda pid: 0
+    """GPU memory of a process in bytes, 0 if unknown."""
 
 
 class Worker(Struct, eq=False):
@@ -80,33 +93,24 @@ class Workers:
         deliver: Callable[[int, list[Any], list[int]], None],
         exited: Callable[[int, int, str, str, str], None],
         log_record: Callable[[str, str, dict[str, Any]], None],
+        settings: WorkerSettings,
         groups: ControlGroups | None = None,
-        prepared: bool = False,
-        rate: Rate | None = None,
-        variables: Sequence[str] = (),
+        others: Set[int] = frozenset(),
     ) -> None:
-        """`groups`: control groups, so that the kernel enforces memory limits. `prepared`: fork
-        workers from the zygote. `rate`: limit for logging each worker's output. `variables`: names or patterns of
-        further environment variables that workers get."""
-        self._environment = partial(worker_environment, tuple(variables))
+        """`groups`: control groups, so that the kernel enforces memory limits. `others`: a live set of pids of children
+        that are reaped elsewhere, such as gateways."""
+        self._settings = settings
+        self._environment = partial(worker_environment, tuple(settings.variables))
         self._loop = loop
         self._deliver = deliver
         self._exited = exited
         self._log_record = log_record
-        self._rate = rate
         self._workers: dict[int, Worker] = {}
-        self.gpus: Mapping[int, str] = {}
-        """GPU number -> UUID. A worker sees only its own GPU."""
-        self.others: Set[int] = frozenset()
-        """Pids of children that are reaped elsewhere."""
-        self.used_on_gpu: Callable[[int], int] = lambda pid: 0
-        """GPU memory of a process in bytes, 0 if unknown."""
+        self._others = others
         self._memory = MemoryLimits(loop, self.kill, groups=groups)
-        self._gpu_memory = MemoryLimits(
-            loop, self.kill, lambda pid: self.used_on_gpu(pid), what="GPU memory", knobs=GPU_KNOBS
-        )
-        self._prepared = Zygote(loop, self._made, log_record, self._environment) if prepared else None
-        self._reaping = loop.call_later(REAP_S, self._reap) if prepared else None
+        self._gpu_memory = MemoryLimits(loop, self.kill, settings.used_on_gpu, what="GPU memory", knobs=GPU_KNOBS)
+        self._zygote = Zygote(loop, self._forked, log_record, self._environment) if settings.prepared else None
+        self._reaping = loop.call_later(REAP_S, self._reap) if settings.prepared else None
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -116,19 +120,19 @@ class Workers:
 
     def names(self) -> dict[int, str]:
         """Names of running processes by pid."""
-        found = {
+        names = {
             worker.pid: f"{worker.name} of model '{worker.about['model']}'" for worker in list(self._workers.values())
         }
-        if self._prepared is not None:
-            found[self._prepared.pid] = "the process that workers are forked from"
-        return found
+        if self._zygote is not None:
+            names[self._zygote.pid] = "the process that workers are forked from"
+        return names
 
     def spawn(self, effect: Spawn, terms: Terms = NOTHING) -> Worker:
         """Starts a worker; its process may follow later. Raises OSError if it cannot be started."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
-        output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._rate)
+        output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._settings.log_rate)
         group = self._memory.group(peer, terms.memory)
         words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
         link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
@@ -136,7 +140,7 @@ class Workers:
         limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0
         worker = Worker(peer, spec.name, about, link, output, words, limits, ends)
         self._workers[peer] = worker
-        if self._prepared is None or not self._prepared.start(peer, words, *ends):
+        if self._zygote is None or not self._zygote.start(peer, words, *ends):
             try:
                 self._start(worker)
             except OSError:
@@ -147,7 +151,7 @@ class Workers:
 
     def _variables(self, spec: InstanceSpec) -> list[str]:
         """Arguments for environment variables specific to this worker."""
-        uuid = self.gpus.get(spec.device) if spec.kind == "KIND_GPU" else None
+        uuid = self._settings.gpus.get(spec.device) if spec.kind == "KIND_GPU" else None
         return ["--variable", f"{VISIBLE}={uuid}"] if uuid is not None else []
 
     def _start(self, worker: Worker) -> None:
@@ -163,13 +167,13 @@ class Workers:
             env=self._environment(),
             start_new_session=True,  # the broker stops its workers in order; they must not get a terminal's Ctrl-C
         )
-        self._begun(worker, worker.process.pid, os.pidfd_open(worker.process.pid))
+        self._started(worker, worker.process.pid, os.pidfd_open(worker.process.pid))
 
-    def _made(self, peer: int, pid: int, pidfd: int) -> None:
+    def _forked(self, peer: int, pid: int, pidfd: int) -> None:
         """The zygote has forked a worker, or failed to (pid 0): then start a fresh interpreter."""
         worker = self._workers[peer]
         if pid:
-            self._begun(worker, pid, pidfd)
+            self._started(worker, pid, pidfd)
             return
         reason = _reason(0, worker.killed)
         try:
@@ -182,7 +186,7 @@ class Workers:
         self._memory.ended(peer)
         self._exited(peer, 0, reason, "", "")
 
-    def _begun(self, worker: Worker, pid: int, pidfd: int) -> None:
+    def _started(self, worker: Worker, pid: int, pidfd: int) -> None:
         worker.pid, worker.pidfd = pid, pidfd
         self._close_theirs(worker)
         for memory, limit in zip((self._memory, self._gpu_memory), worker.memory, strict=True):
@@ -198,11 +202,11 @@ class Workers:
             if worker.pid:
                 signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
             else:
-                self._loop.call_later(MAKING_S, self._not_made, worker)
+                self._loop.call_later(FORK_S, self._check_forked, worker)
 
-    def _not_made(self, worker: Worker) -> None:
-        if worker.peer in self._workers and not worker.pid and self._prepared is not None:
-            self._prepared.replace("does not respond")
+    def _check_forked(self, worker: Worker) -> None:
+        if worker.peer in self._workers and not worker.pid and self._zygote is not None:
+            self._zygote.replace("does not respond")
 
     def _link_ended(self, peer: int, reason: str) -> None:
         """Usually the process exits too, which gives a better reason. If it does not exit, kill it."""
@@ -239,9 +243,9 @@ class Workers:
         worker.theirs = None
 
     def _reap(self) -> None:
-        assert self._prepared is not None
-        if not self._prepared.busy:
-            reap({self._prepared.pid, *self.others, *(worker.pid for worker in self._workers.values())})
+        assert self._zygote is not None
+        if not self._zygote.busy:
+            reap({self._zygote.pid, *self._others, *(worker.pid for worker in self._workers.values())})
         self._reaping = self._loop.call_later(REAP_S, self._reap)
 
     def close(self) -> None:
@@ -250,8 +254,8 @@ class Workers:
         self._gpu_memory.close()
         if self._reaping is not None:
             self._reaping.cancel()
-        if self._prepared is not None:
-            self._prepared.close()
+        if self._zygote is not None:
+            self._zygote.close()
 
 
 def _code(worker: Worker) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker.processes.workers import Workers
+from shmserve.broker.processes.workers import Workers, WorkerSettings
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 
@@ -54,6 +54,7 @@ def environment_of_worker(spec: InstanceSpec, folder: Path, monkeypatch: pytest.
             lambda *_: None,
             lambda peer, pid, reason, error, detail: ended.set_result(reason),
             lambda _, line, about: lines.append(line),
+            WorkerSettings(),
         )
         workers.spawn(Spawn(1, "m", 1, 0, spec))
         assert await asyncio.wait_for(ended, PATIENCE_S) == "exit code 0", lines
