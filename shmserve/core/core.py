@@ -214,7 +214,7 @@ class Core:
                 self._internal_errors.report(f"timer {kind.name}")
         for version, wake in list(self.state.wakes.items()):
             if wake <= now:
-                self.state.dirty[version] = None
+                self.state.to_dispatch[version] = None
         self._process_work(now)
         return effects
 
@@ -239,15 +239,15 @@ class Core:
     def _process_work_lists(self, now: int) -> None:
         """The second half of a turn: processes the work lists in `State` that its events have filled."""
         state = self.state
-        if state.replaced or state.forced:
-            handover.settle(state, now)
+        if state.replaced_versions or state.replaced_instances or state.forced_unloads:
+            handover.process(state, now)
         self._advance_and_dispatch(now)
         if state.deadlock_possible:
             state.deadlock_possible = False
-            if state.waiting:
+            if state.blocked_instances:
                 self._calls.check_deadlocks(now)
                 self._advance_and_dispatch(now)
-        if state.unloading or state.retiring:
+        if state.unloading_versions or state.retiring_instances:
             deployment.finish_unloads(state)
         if state.readiness_changed:
             readiness.update(state, now)
@@ -261,20 +261,25 @@ class Core:
         of mapped steps beyond `ROWS` are left for the next turn."""
         state = self.state
         rows = ROWS
-        while state.dirty or state.changed_runs or state.answered_calls or (state.mapped.users and rows > 0):
+        while (
+            state.to_dispatch
+            or state.runs_to_advance
+            or state.answered_calls
+            or (state.runs_with_rows.users and rows > 0)
+        ):
             self._calls.resume_answered()
-            while state.changed_runs:
-                run = next(iter(state.changed_runs))
-                del state.changed_runs[run]
+            while state.runs_to_advance:
+                run = next(iter(state.runs_to_advance))
+                del state.runs_to_advance[run]
                 self._ensembles.advance(run, now)
-            if state.mapped.users and rows > 0:
+            if state.runs_with_rows.users and rows > 0:
                 rows -= self._ensembles.ask_rows(rows, now)
-            while state.dirty:
+            while state.to_dispatch:
                 if state.limiter is None:
-                    version, _ = state.dirty.popitem()
+                    version, _ = state.to_dispatch.popitem()
                 else:
-                    version = state.limiter.first(state.dirty)
-                    del state.dirty[version]
+                    version = state.limiter.first(state.to_dispatch)
+                    del state.to_dispatch[version]
                 if version.places is None:
                     dispatch.dispatch(state, version, now)
                 else:

@@ -27,8 +27,8 @@ def check(state: State, questions: Questions) -> None:
         instance = state.instances[peer][1]
         assert caller.number == peer
         assert caller.waits_for == len(held), instance.story()
-        assert (instance in state.waiting) == bool(held), instance.story()
-    assert not state.dirty
+        assert (instance in state.blocked_instances) == bool(held), instance.story()
+    assert not state.to_dispatch
     queued: dict[object, int] = {}
     for number, request in state.requests.items():
         story = request.story()
@@ -71,7 +71,7 @@ def check(state: State, questions: Questions) -> None:
         generations = model.generations()
         assert len(generations) == len(set(generations)), model.name
         for version in generations:
-            assert (version in state.unloading) == (version.state is VersionState.UNLOADING), version.label
+            assert (version in state.unloading_versions) == (version.state is VersionState.UNLOADING), version.label
             assert version.waits == queued.get(version, 0), version.label
             if version.trial is not None:
                 assert version.trial.running is not None, version.label
@@ -94,7 +94,7 @@ def _check_run(state: State, request: Request, story: str) -> None:
     assert run.out or run.mapped or run.waits_for_room, f"nothing is in flight for it: {story}"
     assert not run.results, story
     assert not run.ready or run.over, story
-    assert not run.mapped or run.over or run in state.mapped.members(), story
+    assert not run.mapped or run.over or run in state.runs_with_rows.members(), story
     for number, step in run.out.items():
         assert state.requests[number] is step, story
     for iteration in run.iterations():
@@ -107,7 +107,7 @@ def _check_sequences(state: State) -> None:
         assert sequence.key == key
         assert sequence.broken is None, sequence.story()
         assert sequence in cast(Places, sequence.version.places).all(), sequence.story()
-    for instance, version in state.retiring.items():
+    for instance, version in state.retiring_instances.items():
         assert instance.retiring, instance.story()
         assert instance in version.instances, instance.story()
     versions = [version for model in state.models.values() for version in model.generations()]

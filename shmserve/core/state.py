@@ -1,7 +1,7 @@
 """State shared by the parts of the core: tables of all records, work lists and effects of the current turn, and timers.
 
-Parts of the core do not call upwards. Where one causes work for a part above it, it adds to a work list here (`dirty`,
-`changed_runs`, `replaced` and more), which `Core` processes at the end of the turn.
+Parts of the core do not call upwards. Where one causes work for a part above it, it adds to a work list here
+(`to_dispatch`, `runs_to_advance`, `replaced_versions` and more), which `Core` processes at the end of the turn.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class State:
         self.cache = Cache(limits.cache_bytes, self.ledger)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None
         self.effects: list[Effect] = []
-        self.dirty: dict[Version, None] = {}
+        self.to_dispatch: dict[Version, None] = {}
         """Versions to dispatch after all events of this turn have been processed."""
-        self.changed_runs: dict[Run, None] = {}
+        self.runs_to_advance: dict[Run, None] = {}
         """Ensemble runs to advance: a step's result has arrived, or the run has failed."""
-        self.mapped: FairQueue[Run] = FairQueue()
+        self.runs_with_rows: FairQueue[Run] = FairQueue()
         """Ensemble runs with mapped steps for whose rows requests are still to be created, queued by user. May contain
         runs that have ended meanwhile."""
         self.abandoned: Counter[str] = Counter()
@@ -93,20 +93,21 @@ class State:
         on."""
         self.wakes: dict[Version, int] = {}
         """Version -> when to dispatch it again if no event does before, e.g. at the end of a queue delay."""
-        self.loads: deque[tuple[Version, Instance]] = deque()
+        self.load_queue: deque[tuple[Version, Instance]] = deque()
         """Instances queued to load."""
         self.loading: dict[Instance, None] = {}
         """Instances that are loading and count towards `Limits.loading`."""
-        self.unloading: dict[Version, None] = {}
+        self.unloading_versions: dict[Version, None] = {}
         """Versions that accept no new requests, and are removed when those that they have are answered."""
-        self.replaced: list[tuple[Version, Instance | None, Version | None]] = []
-        """What restarts have replaced: (version, instance, None) for one instance of a version that continues, and
-        (version, None, successor) for a whole version."""
-        self.forced: list[Version] = []
+        self.replaced_versions: list[tuple[Version, Version]] = []
+        """Versions that restarts have replaced, each with its successor."""
+        self.replaced_instances: list[tuple[Version, Instance]] = []
+        """Instances that restarts have replaced, of versions that continue."""
+        self.forced_unloads: list[Version] = []
         """Versions to unload by force at the end of the turn."""
-        self.retiring: dict[Instance, Version] = {}
+        self.retiring_instances: dict[Instance, Version] = {}
         """Instances that their versions no longer need, kept until their sequences have ended."""
-        self.waiting: dict[Instance, None] = {}
+        self.blocked_instances: dict[Instance, None] = {}
         """Instances that block until models that they called have answered."""
         self.answered_calls: list[Request] = []
         """Requests answered in this turn for which an instance has been blocking."""
@@ -212,7 +213,7 @@ class State:
 
     def deadline(self) -> int | None:
         """The earliest time at which `tick` is due."""
-        if self.mapped.users:
+        if self.runs_with_rows.users:
             return self.now
         timers = self._timers
         while timers and not _live(timers[0][3]):

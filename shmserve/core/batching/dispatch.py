@@ -43,7 +43,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
     refuse_stranded(state, version, now)
     queue = version.queue
     version.wake = 0
-    if state.waiting:
+    if state.blocked_instances:
         _call_back(state, version)
     if version.suspects or version.reserved is not None:
         _try_suspect(state, version, now)
@@ -68,7 +68,7 @@ def _dispatch_limited(state: State, version: Version, limiter: Limiter, now: int
         return
     for instance in sorted(version.idle, key=limiter.rank):
         if _start_batch(state, version, instance, now):
-            state.dirty[version] = None
+            state.to_dispatch[version] = None
             return
 
 
@@ -90,7 +90,7 @@ def stopped(state: State, instance: Instance) -> None:
     """The instance runs nothing any more: releases its resources to others."""
     if state.limiter is not None:
         for version in state.limiter.release(instance):
-            state.dirty[version] = None
+            state.to_dispatch[version] = None
 
 
 def empty_queue(state: State, version: Version, text: str, now: int) -> None:
@@ -101,7 +101,7 @@ def empty_queue(state: State, version: Version, text: str, now: int) -> None:
         completion.end_early(state, request, "UNAVAILABLE", text, now)
     if version.places is not None:
         version.places.lose(None, text)
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def _try_suspect(state: State, version: Version, now: int) -> None:
@@ -281,7 +281,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     batch.times = times
     statistics = version.statistics
     before = statistics.success_count
-    traced = state.traces.open
+    traced = state.traces.active
     if traced:
         batch.number = message.batch
     if version.plain and not traced:
@@ -322,7 +322,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         _run_waiting(state, version, instance, message.next, message.through, now)
     elif instance.waiting is None and instance.usable:
         version.idle.append(instance)
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def _recovered(state: State, version: Version, instance: Instance) -> None:
@@ -347,7 +347,7 @@ def _again(state: State, version: Version, batch: Batch, numbers: tuple[int, ...
                 request.sequence.run_again(request)
             else:
                 completion.released(state, request)
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def _run_waiting(state: State, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
@@ -364,7 +364,7 @@ def _run_waiting(state: State, version: Version, instance: Instance, number: int
     batch.move(BatchState.RUNNING)
     if not instance.watched:
         _watch(state, version, instance, now)
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def withdrawn(state: State, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
@@ -382,7 +382,7 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
         recall.take_out(state, version, instance, batch, request)
     if instance.idle and instance.usable and instance not in version.idle:
         version.idle.append(instance)
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:

@@ -45,4 +45,4 @@ def put_back(state: State, version: Version, request: Request) -> None:
             heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival
             completion.answer_in_order(state, version)
     heir.queue.put_back(request)
-    state.dirty[heir] = None
+    state.to_dispatch[heir] = None

@@ -145,10 +145,10 @@ class ModelCalls:
         caller.bytes += inline
         if request.deadline:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
-        if state.traces.open and parent is not None:
-            state.traces.child(request, parent)
+        if state.traces.active and parent is not None:
+            state.traces.sample_child(request, parent)
         if options is not None and TRACE in options.parameters:
-            record = state.traces.begin(request, now)
+            record = state.traces.begin_by_id(request, now)
             if record is not None:
                 state.effects.append(record)
         if message.held:
@@ -233,12 +233,12 @@ class ModelCalls:
         state = self._state
         version, instance = state.instances[caller.number]
         caller.since = state.now
-        state.waiting[instance] = None
+        state.blocked_instances[instance] = None
         version.prefetch = False  # batches sent ahead to it would wait, too
-        state.dirty[version] = None
+        state.to_dispatch[version] = None
         if state.limiter is not None:
             for other in state.limiter.release(instance):
-                state.dirty[other] = None
+                state.to_dispatch[other] = None
 
     def resume_answered(self) -> None:
         """Resumes the instances whose last call has been answered."""
@@ -254,8 +254,8 @@ class ModelCalls:
             return
         state = self._state
         version, instance = state.instances[caller.number]
-        del state.waiting[instance]
-        state.dirty[version] = None
+        del state.blocked_instances[instance]
+        state.to_dispatch[version] = None
         if instance.running is not None:
             instance.running.waited += state.now - caller.since
             if state.limiter is not None:

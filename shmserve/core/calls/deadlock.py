@@ -22,7 +22,7 @@ Stuck = dict[Instance, None]
 
 def closes_cycle(state: State, request: Request) -> str:
     """For a new call that blocks its instance: why it would wait forever, or ""."""
-    version, waiting = request.version, state.waiting
+    version, waiting = request.version, state.blocked_instances
     usual = version.graph is None and version.order is None and version.places is None
     if usual and any(instance.usable and instance not in waiting for instance in version.instances):
         return ""
@@ -44,7 +44,7 @@ def newest_in_cycle(state: State) -> tuple[Request | None, str]:
 
 def _stuck(state: State) -> Stuck:
     """Instances that can never continue. Killed ones are left out, because their calls end with them."""
-    stuck = {i: None for i in state.waiting if i.state is not InstanceState.KILLED}
+    stuck = {i: None for i in state.blocked_instances if i.state is not InstanceState.KILLED}
     found = True
     while found:
         found = False

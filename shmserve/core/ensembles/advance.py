@@ -199,12 +199,12 @@ class Ensembles:
 
     def _queue_rows(self, run: Run) -> None:
         first = run.mapped[0]
-        self._state.mapped.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
+        self._state.runs_with_rows.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
 
     def ask_rows(self, most: int, now: int) -> int:
         """Requests rows of mapped steps, up to `most`, round robin between users and runs. Returns the number of
         requests."""
-        mapped = self._state.mapped
+        mapped = self._state.runs_with_rows
         requested = 0
         while mapped and requested < most:
             run = mapped.pop()
@@ -216,7 +216,7 @@ class Ensembles:
                     self._ask_row(run, run.mapped[0], now)
                 except ServeError as error:
                     self._fail(run, error)
-                    self._state.changed_runs[run] = None
+                    self._state.runs_to_advance[run] = None
             if run.failure is not None or run.over:
                 run.mapped.clear()
             elif run.mapped:
@@ -362,7 +362,7 @@ class Ensembles:
     def _give_up(self, step: Request) -> None:
         if step.state is _QUEUED:
             step.version.drop(step)
-            self._state.dirty[step.version] = None
+            self._state.to_dispatch[step.version] = None
             completion.end(self._state, step)
             if step.version.order is not None:
                 completion.answer_in_order(self._state, step.version)
@@ -373,7 +373,7 @@ class Ensembles:
         elif step.state is _CHAINED:
             inner = self._state.runs[step.number]
             inner.fail("CANCELLED", "its ensemble has failed")
-            self._state.changed_runs[inner] = None
+            self._state.runs_to_advance[inner] = None
 
     def _close_iteration(self, run: Run, iteration: Iteration) -> None:
         for kept in iteration.tensors.values():

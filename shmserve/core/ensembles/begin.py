@@ -33,7 +33,7 @@ def begin(state: State, request: Request) -> None:
     request.move(RequestState.CHAINED)
     state.runs[request.number] = run
     version.users += 1
-    state.changed_runs[run] = None
+    state.runs_to_advance[run] = None
     try:
         _take_members(state, run)
     except ServeError as error:

@@ -94,7 +94,7 @@ class Run(Struct, eq=False):
     """For each level: the open iterations, in order."""
     ready: list[tuple[Iteration, int]] = []
     mapped: deque[MappedStep] = field(default_factory=deque)
-    """If this is not empty and the run has not failed, the run is in State.mapped."""
+    """If this is not empty and the run has not failed, the run is in State.runs_with_rows."""
     out: dict[int, Request] = {}
     spots: dict[int, Spot] = {}
     """Number of a request in `out` -> its purpose."""

@@ -91,8 +91,8 @@ class StepRequests:
             aliases=not (final or step.mapped or member.cached), length=length, labels=labels,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
-        if state.traces.open:
-            state.traces.child(request, parent)
+        if state.traces.active:
+            state.traces.sample_child(request, parent)
         run.spots[number] = spot
         if source:
             run.sources[iteration.level] = request

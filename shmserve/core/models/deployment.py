@@ -86,7 +86,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
         if current is not None:
             _abandon(state, model, current)
         model.versions[number] = version
-    state.loads.extend((version, instance) for instance in version.instances)
+    state.load_queue.extend((version, instance) for instance in version.instances)
 
 
 def _fit(state: State, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
@@ -112,7 +112,7 @@ def _add(state: State, operation: Operation, version: Version, instance: Instanc
         operation.loading[version] = None
     else:
         operation.starting[instance] = version
-    state.loads.append((version, instance))
+    state.load_queue.append((version, instance))
 
 
 def refuse(state: State, peer: int, event: Refuse, now: int) -> None:
@@ -144,7 +144,7 @@ def unload(state: State, peer: int, event: Unload, now: int) -> None:
         retire(state, version)
     model.unloading.append(Unloading(event.operation, model.generations()))
     if event.force:
-        state.forced += model.generations()
+        state.forced_unloads += model.generations()
     state.refresh(model.name)
     look_after(state, model)
 
@@ -196,7 +196,7 @@ def _replace(state: State, model: Model, versions: list[Version], event: Restart
 
 def interrupt(state: State, model: Model) -> None:
     """The server stops: cancels all loading."""
-    state.loads.clear()
+    state.load_queue.clear()
     _overtake(state, model, STOPPING)
     for number in list(model.coming):
         _abandon(state, model, model.coming.pop(number))
@@ -218,8 +218,8 @@ def _overtake(state: State, model: Model, why: str) -> None:
 
 def start_waiting(state: State) -> None:
     """Starts queued instances, as many as the limit of concurrent loads allows."""
-    while state.loads and len(state.loading) < state.limits.loading:
-        version, instance = state.loads.popleft()
+    while state.load_queue and len(state.loading) < state.limits.loading:
+        version, instance = state.load_queue.popleft()
         if instance.state is _I.WAITING:
             spawn(state, version, instance)
             state.loading[instance] = None
@@ -320,13 +320,13 @@ def _commit(state: State, model: Model, operation: Operation) -> None:
         model.versions[number] = version
         _abandon(state, model, old)
         if operation.restart:
-            state.replaced.append((old, None, version))
+            state.replaced_versions.append((old, version))
     model.coming.clear()
     for version, instance in operation.added:
         replaced, instance.replaces = instance.replaces, None
         if replaced is not None:
             stop(state, version, replaced)
-            state.replaced.append((version, replaced, None))
+            state.replaced_instances.append((version, replaced))
     for version, instance in operation.surplus:
         stop(state, version, instance)
     for number in operation.dropped:
@@ -358,7 +358,7 @@ def retire(state: State, version: Version) -> None:
             version.reason = UNLOADED
     if loading or version.state is _V.READY or version.recovering:
         version.move(_V.UNLOADING)
-        state.unloading[version] = None
+        state.unloading_versions[version] = None
         if version.places is not None:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, version)
     if loading:
@@ -376,10 +376,10 @@ def stop(state: State, version: Version, instance: Instance) -> None:
     elif instance.state is _I.READY and _let_finish(state, version, instance):
         pass
     elif instance.state is _I.READY:
-        state.retiring.pop(instance, None)
+        state.retiring_instances.pop(instance, None)
         if version.places is not None and version.places.at(instance):
             version.places.lose(instance, f"instance '{instance.spec.name}' is no longer served")
-            state.dirty[version] = None
+            state.to_dispatch[version] = None
         if instance in version.idle:
             version.idle.remove(instance)
         instance.move(_I.STOPPING)
@@ -405,7 +405,7 @@ def settle_lost(state: State, version: Version) -> bool:
     if version.state is _V.READY and lost and not version.alive:
         version.move(_V.UNAVAILABLE, version.trouble)
         state.refresh(version.model)
-        state.dirty[version] = None
+        state.to_dispatch[version] = None
         return True
     if version.recovering:
         version.reason = version.trouble
@@ -418,7 +418,7 @@ def _let_finish(state: State, version: Version, instance: Instance) -> bool:
     if version.state is not _V.READY or instance.retiring or not version.needs(instance):
         return False
     instance.retiring = True
-    state.retiring[instance] = version
+    state.retiring_instances[instance] = version
     if version.places is not None:
         state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
     else:
@@ -435,16 +435,16 @@ def leave(state: State, subject: Version | Instance | None, now: int) -> None:
         for sequence in [sequence for sequence in state.sequences.values() if sequence.idle]:
             sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: the server is stopping")
             sequence.mark_changed()
-            state.dirty[sequence.version] = None
+            state.to_dispatch[sequence.version] = None
         return
-    version = state.retiring.get(subject) if isinstance(subject, Instance) else subject
+    version = state.retiring_instances.get(subject) if isinstance(subject, Instance) else subject
     if version is None or version.places is None:
         return
     if isinstance(subject, Instance):
         stop(state, version, subject)
     else:
         version.places.lose(None, "its version is no longer served")
-        state.dirty[version] = None
+        state.to_dispatch[version] = None
 
 
 def remove_stopped(state: State, version: Version, instance: Instance) -> None:
@@ -457,15 +457,15 @@ def remove_stopped(state: State, version: Version, instance: Instance) -> None:
 def finish_unloads(state: State) -> None:
     """Stops versions and instances that have finished, and removes those whose processes have ended. Called once
     per turn."""
-    for instance, version in list(state.retiring.items()):
+    for instance, version in list(state.retiring_instances.items()):
         if not version.needs(instance):
             stop(state, version, instance)
-    for version in list(state.unloading):
+    for version in list(state.unloading_versions):
         if version.finished:
             for instance in list(version.instances):
                 stop(state, version, instance)
         if version.gone and version.finished:
-            del state.unloading[version]
+            del state.unloading_versions[version]
             version.move(_V.UNAVAILABLE, UNLOADED)
             model = state.models[version.model]
             if model.versions.get(version.number) is version:

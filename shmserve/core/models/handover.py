@@ -23,17 +23,17 @@ RECALL_NS = 1_000_000_000
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 
-def settle(state: State, now: int) -> None:
+def process(state: State, now: int) -> None:
     """Processes, at the end of a turn, replaced versions and instances, and models unloaded by force."""
-    while state.replaced:
-        version, instance, successor = state.replaced.pop()
-        if instance is not None:
-            instance.retiring = True
-            _limit(state, version, instance, now)
-        elif successor is not None:
-            _replace(state, version, successor, now)
-    while state.forced:
-        _end(state, state.forced.pop(), now)
+    while state.replaced_instances:
+        version, instance = state.replaced_instances.pop()
+        instance.retiring = True
+        _limit(state, version, instance, now)
+    while state.replaced_versions:
+        version, successor = state.replaced_versions.pop()
+        _replace(state, version, successor, now)
+    while state.forced_unloads:
+        _end(state, state.forced_unloads.pop(), now)
 
 
 # ------------------------------------------------------------------------------------ restart
@@ -55,7 +55,7 @@ def _replace(state: State, old: Version, new: Version, now: int) -> None:
             request.version = new
             request.miss = None  # its key contains the generation
         _split_order(state, old, new)
-        state.dirty[new] = None
+        state.to_dispatch[new] = None
     for instance in old.instances:
         if instance.peer:
             _limit(state, old, instance, now)
@@ -87,7 +87,7 @@ def recall_over(state: State, version: Version, instance: Instance, now: int) ->
         if request.state is RequestState.SENT:
             instance.revoked.add(request.number)
             recall.take_out(state, version, instance, batch, request)
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def overdue(state: State, version: Version, instance: Instance, now: int) -> None:
@@ -127,7 +127,7 @@ def _end(state: State, version: Version, now: int) -> None:
     for instance in version.instances:
         if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
             kill(state, version, instance, "its model was unloaded by force")
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def _fail(state: State, request: Request, code: str, text: str, now: int) -> None:

@@ -66,7 +66,7 @@ class Lifecycle:
         if version.recovering and instance.usable:
             version.move(_V.READY)
             self._state.refresh(version.model)
-        self._state.dirty[version] = None
+        self._state.to_dispatch[version] = None
         deployment.load_over(self._state, instance)
         deployment.has_loaded(self._state, version, instance)
 
@@ -125,14 +125,14 @@ class Lifecycle:
         version, instance = found
         instance.peer = 0
         instance.revoked = set()
-        self._state.retiring.pop(instance, None)
+        self._state.retiring_instances.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
         self._questions.gone(event.peer)
         caller, instance.caller = instance.caller, None
         if caller is not None:
             caller.gone = True
-            self._state.waiting.pop(instance, None)
+            self._state.blocked_instances.pop(instance, None)
         self._state.deadlock_possible = True
         self._count_uptime(instance, now)
         explained = self._lose_batches(version, instance, event.reason, now)
@@ -145,7 +145,7 @@ class Lifecycle:
         self._what_now(version, instance, event, explained, now)
         deployment.load_over(self._state, instance)
         deployment.look_after(self._state, self._state.models[version.model])
-        self._state.dirty[version] = None
+        self._state.to_dispatch[version] = None
 
     def _what_now(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
         """Decides after the end of a process whether it was expected, final, or needs a restart. `explained`: the cause

@@ -304,14 +304,14 @@ class Admission:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
         if state.traces.samples:
-            state.traces.sample(request)
+            state.traces.sample_if_due(request)
         if options is not None and TRACE in options.parameters:
-            record = state.traces.begin(request, now)
+            record = state.traces.begin_by_id(request, now)
             if record is not None:
                 state.effects.append(record)
         if version.plain:
             version.queue.add(request)
-            state.dirty[version] = None
+            state.to_dispatch[version] = None
         else:
             enqueue.put(self._state, version, message.version, request, now)
 

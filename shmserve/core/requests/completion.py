@@ -43,7 +43,7 @@ def deliver(state: State, request: Request, message: Reply | Fail) -> None:
         version.statistics.cache_miss(miss.lookup_ns + cache.clock() - began, state.now)
     send(state, request, message)
     if isinstance(message, Reply):
-        _made(state, request, message.outputs)
+        _record_outputs(state, request, message.outputs)
         copied_out(state, request, message.outputs)
     finish(state, request, message.code if isinstance(message, Fail) else "")
 
@@ -53,16 +53,16 @@ def part(
 ) -> None:
     """Sends one of several responses. After the last one, call `finish`."""
     if outputs:
-        _made(state, request, outputs)
+        _record_outputs(state, request, outputs)
     request.parts += 1
     send(state, request, Part(request.client_number, request.version.number, outputs, parameters, last))
     copied_out(state, request, outputs)
 
 
-def _made(state: State, request: Request, outputs: tuple[Tensor, ...]) -> None:
+def _record_outputs(state: State, request: Request, outputs: tuple[Tensor, ...]) -> None:
     """Records a response for traces and first response times."""
-    if state.traces.open:
-        state.traces.made(request, outputs)
+    if state.traces.active:
+        state.traces.record_outputs(request, outputs)
     first = request.version.statistics.first
     if first is not None and not request.parts:
         first.add(state.now - request.arrived)
@@ -88,7 +88,7 @@ def send(state: State, request: Request, message: Reply | Part | Fail | FailHeld
         runs = state.runs
         run = runs[request.step_of]
         run.responded(request, message, runs.get(request.number))
-        state.changed_runs[run] = None
+        state.runs_to_advance[run] = None
     elif not request.client.gone:
         options = request.options
         if isinstance(message, Reply) and request.version.decoupled and options is not None and options.window:
@@ -104,8 +104,8 @@ def tell_failed(state: State, request: Request, code: str, text: str) -> None:
 
 def _trace(state: State, request: Request, code: str) -> None:
     """Ends the trace of a request that is answered now, if there is one."""
-    if state.traces.open:
-        record = state.traces.answered(request, code, state.now)
+    if state.traces.active:
+        record = state.traces.end(request, code, state.now)
         if record is not None:
             state.effects.append(record)
 
@@ -173,7 +173,7 @@ def end(state: State, request: Request) -> None:
         run.ended(request)
         request.client.steps -= 1
         request.client.bytes -= request.inline
-        state.changed_runs[run] = None
+        state.runs_to_advance[run] = None
     elif final is not _LINGERING:  # a lingering request has left already, and its number may be in use again
         leaves(state, request)
     request.move(_ENDED)
@@ -184,9 +184,9 @@ def end(state: State, request: Request) -> None:
             del state.abandoned[request.client.user]
     if request.sequence is not None:
         request.sequence.left(request)
-        state.dirty[request.version] = None
-    if state.traces.open:  # requests that were not answered
-        state.traces.open.pop(request.number, None)
+        state.to_dispatch[request.version] = None
+    if state.traces.active:  # requests that were not answered
+        state.traces.forget(request)
     if final is not _DONE:
         _release_request(state, request)
 
@@ -235,7 +235,7 @@ def fail_early(state: State, request: Request, code: str, text: str, now: int) -
     if request.state is _QUEUED:
         version.drop(request)
         end_early(state, request, code, text, now)
-        state.dirty[version] = None
+        state.to_dispatch[version] = None
         return
     if request.state is _DONE:  # already counted
         send(state, request, Fail(request.client_number, code, text))
@@ -245,7 +245,7 @@ def fail_early(state: State, request: Request, code: str, text: str, now: int) -
     chain = state.runs.get(request.number)
     if chain is not None:
         chain.fail(code, text)
-        state.changed_runs[chain] = None
+        state.runs_to_advance[chain] = None
         return
     version.statistics.failed_as(code, now - request.arrived)
     tell_failed(state, request, code, text)
@@ -269,7 +269,7 @@ def linger(state: State, request: Request) -> None:
         text = f"an earlier request of sequence {request.sequence.id!r} was cancelled, which ended the sequence"
         request.sequence.fail("CANCELLED", text)
         request.sequence.mark_changed()
-        state.dirty[request.version] = None
+        state.to_dispatch[request.version] = None
     if not request.step_of:
         leaves(state, request)
     instance = request.instance

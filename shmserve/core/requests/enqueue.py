@@ -62,14 +62,14 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     version.queue.add(request)
     if 0 < request.queue_expires < request.arrived + SHORTEST_WAIT_NS:
         expire(state, request, now)
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def queue_timeout(state: State, request: Request, now: int) -> None:
     """The queue timer. It has no effect once the request is delayed, or has been sent to a worker."""
     if request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
         expire(state, request, now)
-        state.dirty[request.version] = None
+        state.to_dispatch[request.version] = None
 
 
 def expire(state: State, request: Request, now: int) -> None:

@@ -106,7 +106,7 @@ def more(state: State, request: Request, count: int) -> None:
     run = state.runs.get(request.number)
     if run is not None:
         run.room += count
-        state.changed_runs[run] = None
+        state.runs_to_advance[run] = None
         return
     options, instance = request.options, request.instance
     if not request.version.decoupled or options is None:

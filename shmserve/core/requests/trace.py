@@ -1,7 +1,7 @@
 """Traces of single requests: one log entry for each request that has the parameter `trace_id`, and one `Traced` effect
 for each request that is sampled by the operator's trace settings. A request may have both.
 
-Invariant: while `open` and `samples` are empty, the core calls nothing in this module.
+Invariant: while `active` and `samples` are empty, the core calls nothing in this module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sample(Struct):
         return True
 
 
-class _OpenTrace(Struct):
+class _ActiveTrace(Struct):
     """The trace of an unanswered request. `id`: its `trace_id`, or "". `sample`: None if it is not sampled; the fields
     below are then unused. `model`: the model whose trace settings apply. `number`: the number of this trace. `parent`:
     the number of the trace of the request for which this one was made, or 0."""
@@ -58,60 +58,64 @@ class _OpenTrace(Struct):
 
 class Traces:
     def __init__(self) -> None:
-        self.open: dict[int, _OpenTrace] = {}
+        self.active: dict[int, _ActiveTrace] = {}
         """Request number -> its trace, until the request is answered."""
         self.samples: dict[str, Sample] = {}
         """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
         self._until = 0
         """When the current second of the rate limit ends."""
-        self._left = 0
-        """Traces by `trace_id` that are left in this second; below 0: requests over the limit."""
+        self._count = 0
+        """Requests with a `trace_id` in this second."""
         self._numbers = 0
 
-    def sample(self, request: Request) -> None:
+    def sample_if_due(self, request: Request) -> None:
         """Traces the request if it is due for sampling. Called for each client request while `samples` is not empty."""
-        found = self.samples.get(request.version.model) or self.samples.get("")
-        if found is not None and found.takes():
+        sample = self.samples.get(request.version.model) or self.samples.get("")
+        if sample is not None and sample.takes():
             self._numbers += 1
-            self.open[request.number] = _OpenTrace("", found, request.version.model, self._numbers)
+            self.active[request.number] = _ActiveTrace("", sample, request.version.model, self._numbers)
 
-    def child(self, request: Request, parent: Request) -> None:
+    def sample_child(self, request: Request, parent: Request) -> None:
         """Traces `request`, a step of the ensemble `parent` or a call that a model makes for `parent`, if `parent` is
         sampled. The trace settings of its own model do not matter."""
-        trace = self.open.get(parent.number)
+        trace = self.active.get(parent.number)
         if trace is not None and trace.sample is not None:
             self._numbers += 1
-            self.open[request.number] = _OpenTrace("", trace.sample, trace.model, self._numbers, trace.number)
+            self.active[request.number] = _ActiveTrace("", trace.sample, trace.model, self._numbers, trace.number)
 
-    def begin(self, request: Request, now: int) -> Log | None:
+    def begin_by_id(self, request: Request, now: int) -> Log | None:
         """Traces a request with the parameter `trace_id`. Returns a warning for the first one over the limit."""
         assert request.options is not None
         if now >= self._until:
-            self._until, self._left = now + _SECOND, PER_SECOND
-        self._left -= 1
-        if self._left >= 0:
-            trace = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
-            sampled = self.open.get(request.number)
+            self._until, self._count = now + _SECOND, 0
+        self._count += 1
+        if self._count <= PER_SECOND:
+            trace_id = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
+            sampled = self.active.get(request.number)
             if sampled is not None:
-                sampled.id = trace
+                sampled.id = trace_id
             else:
-                self.open[request.number] = _OpenTrace(trace, None)
-        elif self._left == -1:
+                self.active[request.number] = _ActiveTrace(trace_id, None)
+        elif self._count == PER_SECOND + 1:
             return Log(
                 "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
             )
         return None
 
-    def made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
+    def record_outputs(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
         """Records the outputs of a response, if the sample includes tensors. A client may free the shared memory of
         earlier responses at any time, so only their inline data is kept."""
-        trace = self.open.get(request.number)
+        trace = self.active.get(request.number)
         if trace is not None and trace.sample is not None and trace.sample.tensors:
             trace.outputs = (*_inline(trace.outputs), *outputs)
 
-    def answered(self, request: Request, code: str, now: int) -> Log | Traced | None:
+    def forget(self, request: Request) -> None:
+        """The request ends without an answer."""
+        self.active.pop(request.number, None)
+
+    def end(self, request: Request, code: str, now: int) -> Log | Traced | None:
         """Ends the trace and returns its effect, or None if the request is not traced. `code` "": it succeeded."""
-        trace = self.open.pop(request.number, None)
+        trace = self.active.pop(request.number, None)
         if trace is None:
             return None
         version = request.version
@@ -134,15 +138,15 @@ class Traces:
         if sample is None:
             return log
         times = request.batch.times if request.batch is not None else ()
-        found = Traced(
+        traced = Traced(
             fields, request.arrived, times, now, log if trace.id else None, timestamps=sample.timestamps,
             number=trace.number, parent=trace.parent, model=trace.model,
         )  # fmt: skip
         if sample.tensors:
             # A request whose response waits for earlier ones (preserve_ordering) has already released its inputs.
             inputs = _inline(request.inputs) if request.state is RequestState.DONE else request.inputs
-            found.tensors = inputs, trace.outputs
-        return found
+            traced.tensors = inputs, trace.outputs
+        return traced
 
 
 def _inline(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -156,11 +160,11 @@ def _at_worker(request: Request) -> dict[str, Any]:
     if instance is None or batch is None:
         return {}
     number = batch.number or next(iter(batch.numbers), 0)
-    found: dict[str, Any] = {"instance": instance.spec.name, "batch": number, "batch_rows": batch.rows}
+    fields: dict[str, Any] = {"instance": instance.spec.name, "batch": number, "batch_rows": batch.rows}
     if batch.times:
         taken, ready, computed, placed = batch.times
-        found["queued_us"] = max(0, taken - request.arrived) // 1000
-        found["input_us"] = (ready - taken) // 1000
-        found["infer_us"] = (computed - ready) // 1000
-        found["output_us"] = (placed - computed) // 1000
-    return found
+        fields["queued_us"] = max(0, taken - request.arrived) // 1000
+        fields["input_us"] = (ready - taken) // 1000
+        fields["infer_us"] = (computed - ready) // 1000
+        fields["output_us"] = (placed - computed) // 1000
+    return fields

@@ -131,7 +131,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     sequence.places.waiting(request)
     sequence.over = options.sequence_end
     sequence.active = now
-    state.dirty[version] = None
+    state.to_dispatch[version] = None
 
 
 def _with_id(state: State, version: Version, request: Request) -> Options:
@@ -151,7 +151,7 @@ def _leave_behind(state: State, sequence: Sequence) -> None:
     sequence.cut = not sequence.over
     sequence.over = True
     sequence.mark_changed()
-    state.dirty[sequence.version] = None
+    state.to_dispatch[sequence.version] = None
 
 
 def _forget(state: State, sequence: Sequence) -> None:
@@ -285,7 +285,7 @@ def backlog_timeout(state: State, sequence: Sequence, now: int) -> None:
     if sequence.state is _S.WAITING:
         sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
         sequence.mark_changed()
-        state.dirty[sequence.version] = None
+        state.to_dispatch[sequence.version] = None
 
 
 def idle(state: State, sequence: Sequence, now: int) -> None:
@@ -300,7 +300,7 @@ def idle(state: State, sequence: Sequence, now: int) -> None:
         idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
         sequence.fail(InvalidRequest.code, f"the last one ended because it had no request for {idle}")
         sequence.mark_changed()
-        state.dirty[sequence.version] = None
+        state.to_dispatch[sequence.version] = None
         return
     state.set_timer(until, Timer.IDLE, sequence)
 

@@ -273,7 +273,7 @@ class EverythingMachine(OperatedMachine):
                 for instance in version.instances:
                     assert not instance.streams, instance.story()
         assert not state.cache.bytes
-        assert not state.retiring
+        assert not state.retiring_instances
         if state.limiter is not None:
             assert not state.limiter._running
             assert not any(state.limiter._used.values())

@@ -186,7 +186,7 @@ class CallingMachine(EverythingMachine):
             assert not caller.open, f"never answered: {caller.open} of {worker.name}"
             assert not caller.held_inputs, f"never released: {caller.held_inputs} of {worker.name}"
             self._give_back(worker)
-        assert not self.world.core.state.waiting
+        assert not self.world.core.state.blocked_instances
         super().teardown()
 
 

@@ -96,9 +96,9 @@ class OperatedMachine(CoreMachine):
         self.finish_everything()
         state = self.world.core.state
         assert set(self.world.settled) == set(range(1, self.operations + 1)), "an operation that is never over"
-        assert not state.loads
+        assert not state.load_queue
         assert not state.loading
-        assert not state.unloading
+        assert not state.unloading_versions
         for model in state.models.values():
             assert model.operation is None
             assert not model.coming

@@ -365,7 +365,7 @@ class Story:
         state = self.world.core.state
         assert not state.requests
         assert not state.ledger.holds
-        assert not state.traces.open
+        assert not state.traces.active
         assert all(not client.open and not client.held_inputs for client in self.clients)
         for worker in self.world.workers.values():
             assert not worker.out, f"never went back to {worker.name}: {worker.out}"

@@ -179,7 +179,7 @@ def test_rows_that_nobody_waits_for_any_more_are_not_asked_for(how: str) -> None
         if worker.running is not None:
             worker.finish(world.now, MS)
     world.settle()
-    assert not world.core.state.mapped
+    assert not world.core.state.runs_with_rows
     assert not world.core.state.requests
     world.core.check()
 

@@ -63,7 +63,7 @@ def test_a_traced_request_of_a_batch() -> None:
     (log,) = (log for log in world.logs if log.fields and "trace_id" in log.fields)
     assert log.level == "info"
     assert log.text.startswith("trace why: OK, model m, version 1, ")
-    assert not world.core.state.traces.open
+    assert not world.core.state.traces.active
 
 
 def test_a_request_that_expires_in_the_queue_and_one_whose_client_disconnects() -> None:
@@ -77,19 +77,19 @@ def test_a_request_that_expires_in_the_queue_and_one_whose_client_disconnects() 
     (found,) = world.traced()  # nobody was left to be answered with the other one
     assert (found["trace_id"], found["code"]) == ("7", "DEADLINE_EXCEEDED")
     world.finish()
-    assert not world.core.state.traces.open
+    assert not world.core.state.traces.active
 
 
 def test_traces_per_second_and_the_length_of_ids_are_limited() -> None:
     world = Logged()
     many = range(1, PER_SECOND + 11)
     world.turn([infer(world.client, number, trace_id="x" * 1000) for number in many])
-    assert len(world.core.state.traces.open) == PER_SECOND
-    assert {len(trace.id) for trace in world.core.state.traces.open.values()} == {ID_LENGTH}
+    assert len(world.core.state.traces.active) == PER_SECOND
+    assert {len(trace.id) for trace in world.core.state.traces.active.values()} == {ID_LENGTH}
     assert [log.level for log in world.logs if "are not traced" in log.text] == ["warning"]
     world.now += 1000 * MS
     world.turn([infer(world.client, 1000, trace_id="next")])
-    assert len(world.core.state.traces.open) == PER_SECOND + 1
+    assert len(world.core.state.traces.active) == PER_SECOND + 1
 
 
 def test_a_sample_traces_each_third_request_until_its_count_is_used_up() -> None:
@@ -108,7 +108,7 @@ def test_a_sample_traces_each_third_request_until_its_count_is_used_up() -> None
     assert (computed - ready, first.fields["trace_id"], first.fields["code"]) == (MS, "", "OK")
     assert samples[""].left == 0
     assert not world.traced()
-    assert not world.core.state.traces.open
+    assert not world.core.state.traces.active
 
 
 def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
@@ -116,7 +116,7 @@ def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     samples = world.core.state.traces.samples
     samples["other"] = Sample(1)
     world.turn([infer(world.client, 1)])
-    assert not world.core.state.traces.open
+    assert not world.core.state.traces.active
     samples["m"] = Sample(1)
     world.turn([infer(world.client, 2, timeout_us=1000, trace_id="why")])
     world.advance(world.now + 2 * MS)
@@ -128,7 +128,7 @@ def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     samples.clear()
     world.worker("m_0").finish(world.now)
     world.turn([infer(world.client, 3)])
-    assert not world.core.state.traces.open
+    assert not world.core.state.traces.active
     world.finish()
 
 
@@ -151,6 +151,6 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     traced = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.samples]
     assert traced == [(4, 3, "n", "f"), (3, 2, "m", "f"), (2, 1, "e", "f"), (1, 0, "f", "f")]
     assert all(len(sample.times) == (4 if sample.number > 2 else 0) for sample in world.samples)
-    assert not world.core.state.traces.open
+    assert not world.core.state.traces.active
     world.turn([infer(world.client, 3, model="f")])
-    assert not world.core.state.traces.open, "the count is used up"
+    assert not world.core.state.traces.active, "the count is used up"

@@ -319,7 +319,7 @@ class SequenceMachine(WorldMachine):
     @invariant()
     def who_leaves_takes_no_more(self) -> None:
         if hasattr(self, "world"):
-            for instance, version in self.world.core.state.retiring.items():
+            for instance, version in self.world.core.state.retiring_instances.items():
                 assert version.places is not None
                 now = set(version.places.at(instance))
                 assert now <= self.parting.setdefault(instance, now), "it has taken another one"
