@@ -23,7 +23,7 @@ from shmserve.protocol.messages import (
     Return,
     Work,
 )
-from shmserve.sim.plan import SimModel, answers_many
+from shmserve.sim.plan import SimModel, may_stream
 from shmserve.sim.tensors import MANY, SimInputs
 from shmserve.sim.world import World
 
@@ -34,7 +34,7 @@ _ENOUGH = 1 << 20
 """Response window for decoupled models, large enough never to matter."""
 
 
-class Calling:
+class SimCalls:
     """`models`: the models that it calls, one after the other."""
 
     def __init__(self, world: World, peer: int, models: list[SimModel], draws: Random) -> None:
@@ -58,12 +58,12 @@ class Calling:
         """Starts the calls for these requests. `done` is called after the last response."""
         self._works, self._done, self._step = works, done, 0
         self.failed.clear()
-        self._ask()
+        self._make_calls()
 
-    def _ask(self) -> None:
+    def _make_calls(self) -> None:
         model, inputs = self._models[self._step], self._inputs[self._step]
         policy = model.policy
-        window = _ENOUGH if answers_many(model, self._world.plan.models) else 0
+        window = _ENOUGH if may_stream(model, self._world.plan.models) else 0
         for work in self._works:
             if work.request in self.failed:
                 continue
@@ -71,24 +71,26 @@ class Calling:
             tensors = inputs.make(1, self._segment, self._draws)
             if not self._announced and any(isinstance(tensor.data, tuple) for tensor in tensors):
                 self._announced = True
-                self._world.say(self._peer, Map(self._segment, MANY, None, "internal"))
+                self._world.send_from_worker(self._peer, Map(self._segment, MANY, None, "internal"))
             options = Options(window=window) if window else None
             if policy.sequence is not None:
                 options = Options(window=window, sequence=(self._peer << 32) + number)
                 options.sequence_start = options.sequence_end = True
             self._open[number] = work.request
-            self._world.say(self._peer, Call(number, work.request, policy.name, 0, tensors, None, 0, options))
+            self._world.send_from_worker(
+                self._peer, Call(number, work.request, policy.name, 0, tensors, None, 0, options)
+            )
         if not self._open:
             self._done()
 
-    def hear(self, message: Any) -> None:
+    def receive(self, message: Any) -> None:
         kind = type(message)
         if kind is Released:
             return
         if kind is Reply or kind is Part:
             handles = [part for tensor in message.outputs if isinstance(tensor.data, tuple) for part in tensor.data]
             if handles:
-                self._world.say(self._peer, Return(tuple(handles)))
+                self._world.send_from_worker(self._peer, Return(tuple(handles)))
             if kind is Part and not message.last:
                 return
         request = self._open.pop(message.request)
@@ -98,6 +100,6 @@ class Calling:
             return
         self._step += 1
         if self._step < len(self._models):
-            self._ask()
+            self._make_calls()
         else:
             self._done()

@@ -37,7 +37,7 @@ from shmserve.protocol.messages import (
 from shmserve.protocol.roles import EVERYTHING
 from shmserve.sim.faults import POISON
 from shmserve.sim.load import Arrival, Closed, Load
-from shmserve.sim.plan import SimModel, answers_many
+from shmserve.sim.plan import SimModel, may_stream
 from shmserve.sim.results import ModelResult
 from shmserve.sim.tensors import MANY, SimInputs
 from shmserve.sim.world import World
@@ -45,7 +45,7 @@ from shmserve.sim.world import World
 AUDIENCE = "uid:1000"
 
 
-class Chain(Struct):
+class SimSequence(Struct):
     """A sequence: its id, and the number of requests that are still to be sent."""
 
     number: int
@@ -58,7 +58,7 @@ class SimRequest(Struct):
     source: LoadSource
     sent: int
     until: int
-    chain: Chain | None = None
+    sequence: SimSequence | None = None
     poison: bool = False
 
 
@@ -99,7 +99,7 @@ class SimClient:
         self._next += 1
         return self._next
 
-    def hear(self, message: Any, at: int) -> None:
+    def receive(self, message: Any, at: int) -> None:
         """Processes a message from the broker that arrives at time `at`."""
         kind = type(message)
         if kind is Reply:
@@ -118,8 +118,8 @@ class SimClient:
 
     def _failed(self, message: Fail, at: int) -> None:
         assert message.request, f"a simulated client has made a mistake: {message.text}"
-        asked = self.open.get(message.request)
-        if asked is not None and message.code == "MODEL_FAILED" and asked.poison:
+        request = self.open.get(message.request)
+        if request is not None and message.code == "MODEL_FAILED" and request.poison:
             self._answered(message.request, (), at, "POISONED")
         else:
             self._answered(message.request, (), at, message.code)
@@ -127,29 +127,29 @@ class SimClient:
             self._world.note(message.text)
 
     def _answered(self, number: int, outputs: tuple[Tensor, ...], at: int, code: str) -> None:
-        asked = self.open.pop(number, None)
-        if asked is None:
+        request = self.open.pop(number, None)
+        if request is None:
             raise AssertionError(f"client {self.peer} has got an answer to {number}: never asked, or answered before")
         self._add_to_digest(self.peer, number, at, code)
         for tensor in outputs:
             if type(tensor.data) is tuple:
                 self._keep(tensor.data, at)
-        asked.source.answered(asked, at, code)
+        request.source.answered(request, at, code)
 
     def _part(self, part: Part, at: int) -> None:
-        asked = self.open.get(part.request)
-        if asked is None:
+        request = self.open.get(part.request)
+        if request is None:
             raise AssertionError(
                 f"client {self.peer} has got a part of {part.request}: never asked, or answered before"
             )
-        asked.source.result.parts += bool(part.outputs)
+        request.source.result.parts += bool(part.outputs)
         if part.last:
             self._answered(part.request, part.outputs, at, "")
             return
         for tensor in part.outputs:
             if type(tensor.data) is tuple:
                 self._keep(tensor.data, at)
-        self._world.send(at, self.peer, More(part.request, 1))
+        self._world.send_from_client(at, self.peer, More(part.request, 1))
 
     def _keep(self, handles: tuple[Handle, ...], at: int) -> None:
         """Holds outputs in shared memory other than the client's own for its hold time, then returns them."""
@@ -161,11 +161,11 @@ class SimClient:
     def _give_back(self, handles: tuple[Handle, ...]) -> None:
         if not self.dead:
             self.holds -= len(handles)
-            self._world.send(self._world.now, self.peer, Return(handles))
+            self._world.send_from_client(self._world.now, self.peer, Return(handles))
 
     def cancel(self, number: int) -> None:
         if not self.dead and number in self.open:
-            self._world.send(self._world.now, self.peer, Cancel(number))
+            self._world.send_from_client(self._world.now, self.peer, Cancel(number))
 
 
 class LoadSource:
@@ -194,15 +194,15 @@ class LoadSource:
         self._batches = model.policy.max_batch > 0
         self._sequences = model.policy.sequence is not None
         self._options = Options(priority=load.priority) if load.priority else None
-        self._window = load.window if answers_many(model, world.plan.models) else 0
-        self._special = bool(self._sequences or self._window or world.fate.of_requests)
+        self._window = load.window if may_stream(model, world.plan.models) else 0
+        self._special = bool(self._sequences or self._window or world.faults.of_requests)
         self._way_ns = 0 if self._special else world.plan.link_ns
         """Link delay to add to the time of an arrival. If nothing depends on the time of sending, requests are
         scheduled for the time when they reach the broker, which saves an event; else this is 0."""
         self._closed = isinstance(load.arrivals, Closed)
         self._timeout_us = load.timeout_ns // 1000
-        self._chains = 0
-        self._first_chain = (number + 1) << 32
+        self._sequence_count = 0
+        self._first_sequence = (number + 1) << 32
         self._turn = 0
         self.clients: list[SimClient] = []
 
@@ -236,7 +236,7 @@ class LoadSource:
         world = self.world
         sent = world.now - self._way_ns
         if world.may_send(sent):
-            world.arrive(self._ask(rows, None, False, sent))
+            world.arrive(self._new_request(rows, None, False, sent))
             self._next_arrival()
 
     def _call(self, rows: int) -> bool:
@@ -244,46 +244,46 @@ class LoadSource:
         now = self.world.now
         if not self.world.may_send(now):
             return False
-        chain = None
+        sequence = None
         if self._sequences:
-            self._chains += 1
+            self._sequence_count += 1
             low, high = self.load.sequence
             length = self._draws.randint(max(low, 1), max(high, low, 1))
-            chain = Chain(self._first_chain + self._chains, length)
-        self.world.send(now, *self._ask(rows, chain, chain is not None, now))
+            sequence = SimSequence(self._first_sequence + self._sequence_count, length)
+        self.world.send_from_client(now, *self._new_request(rows, sequence, sequence is not None, now))
         return True
 
-    def _ask(self, rows: int, chain: Chain | None, first: bool, now: int) -> tuple[int, Infer]:
+    def _new_request(self, rows: int, sequence: SimSequence | None, first: bool, now: int) -> tuple[int, Infer]:
         world, load = self.world, self.load
         if not rows:
             low, high = load.rows
             rows = low if low == high else self._draws.randint(low, high)
         self._turn += 1
         clients = self.clients
-        client = clients[self._turn % len(clients)] if chain is None else clients[chain.number % len(clients)]
+        client = clients[self._turn % len(clients)] if sequence is None else clients[sequence.number % len(clients)]
         number = client.next_number()
-        asked = SimRequest(self, now, now + load.timeout_ns if load.timeout_ns else 0, chain)
+        request = SimRequest(self, now, now + load.timeout_ns if load.timeout_ns else 0, sequence)
         options = self._options
         if self._special:
-            options = self._rarely(client, number, asked, first)
-        client.open[number] = asked
+            options = self._special_options(client, number, request, first)
+        client.open[number] = request
         self.result.sent += 1
-        world.owed += 1
+        world.unanswered += 1
         low, high = load.lengths
         length = low if low == high else self._draws.randint(low, high)
         inputs = self._inputs.make(rows if self._batches else 0, client.segment, self._draws, length)
         return client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options)
 
-    def _rarely(self, client: SimClient, number: int, asked: SimRequest, first: bool) -> Options:
+    def _special_options(self, client: SimClient, number: int, request: SimRequest, first: bool) -> Options:
         """The options of requests with sequences, windows or faults."""
         options = Options(priority=self.load.priority, window=self._window)
-        if asked.chain is not None:
-            asked.chain.left -= 1
-            options.sequence = asked.chain.number
-            options.sequence_start, options.sequence_end = first, not asked.chain.left
-        if self.world.fate.of_requests:
-            asked.poison, cancel = self.world.fate.request()
-            if asked.poison:
+        if request.sequence is not None:
+            request.sequence.left -= 1
+            options.sequence = request.sequence.number
+            options.sequence_start, options.sequence_end = first, not request.sequence.left
+        if self.world.faults.of_requests:
+            request.poison, cancel = self.world.faults.request()
+            if request.poison:
                 options.parameters = {POISON: True}
             if cancel:
                 self.world.at(self.world.now + self.world.plan.faults.cancel_ns, client.cancel, number)
@@ -291,46 +291,46 @@ class LoadSource:
 
     # ------------------------------------------------------------------------------------ responses
 
-    def answered(self, asked: SimRequest, at: int, code: str) -> None:
+    def answered(self, request: SimRequest, at: int, code: str) -> None:
         result, world = self.result, self.world
-        world.owed -= 1
+        world.unanswered -= 1
         world.last_answer = at
-        if asked.until and at - asked.until > result.overdue_ns:
-            result.overdue_ns = at - asked.until
+        if request.until and at - request.until > result.overdue_ns:
+            result.overdue_ns = at - request.until
         if code:
             result.failed[code] = result.failed.get(code, 0) + 1
         else:
             result.answered += 1
-            result.latency.add(at - asked.sent)
-            if not asked.until or at <= asked.until:
+            result.latency.add(at - request.sent)
+            if not request.until or at <= request.until:
                 result.in_time += 1
                 result.good += at <= world.ends
-        if self._closed or asked.chain is not None:
-            self._go_on(asked, at, not code)
+        if self._closed or request.sequence is not None:
+            self._send_next(request, at, not code)
 
-    def _go_on(self, asked: SimRequest, at: int, well: bool) -> None:
+    def _send_next(self, request: SimRequest, at: int, well: bool) -> None:
         """Continues the sequence, or sends the closed-loop caller's next request."""
-        chain = asked.chain
-        if chain is not None and chain.left and well:
-            self.world.owed += 1
-            self.world.at(at + self.load.gap_ns, self._continue, chain)
+        sequence = request.sequence
+        if sequence is not None and sequence.left and well:
+            self.world.unanswered += 1
+            self.world.at(at + self.load.gap_ns, self._continue, sequence)
         elif isinstance(self.load.arrivals, Closed):
             self.world.at(at + self.load.arrivals.think_ns, self._call, 0)
 
-    def _continue(self, chain: Chain) -> None:
-        self.world.owed -= 1
-        if chain.left:
+    def _continue(self, sequence: SimSequence) -> None:
+        self.world.unanswered -= 1
+        if sequence.left:
             now = self.world.now
-            self.world.send(now, *self._ask(0, chain, False, now))
+            self.world.send_from_client(now, *self._new_request(0, sequence, False, now))
 
     def replace(self, dead: SimClient) -> None:
         """Replaces a dead client. Its sequences end."""
         at = self.clients.index(dead)
         self.clients[at] = self._connect(self)
         self.result.abandoned += len(dead.open)
-        self.world.owed -= len(dead.open)
-        for asked in dead.open.values():
-            if asked.chain is not None:
-                asked.chain.left = 0
-            self._go_on(asked, self.world.now, False)
+        self.world.unanswered -= len(dead.open)
+        for request in dead.open.values():
+            if request.sequence is not None:
+                request.sequence.left = 0
+            self._send_next(request, self.world.now, False)
         dead.open.clear()

@@ -41,7 +41,7 @@ class Faults(Struct, frozen=True):
     cancel_ns: int = 1_000_000
 
 
-class Fate:
+class FaultDraws:
     """Draws the faults of a plan for each batch, request, process and client."""
 
     def __init__(self, faults: Faults, seed: int) -> None:

@@ -18,20 +18,20 @@ MS = 1_000_000
 class SimModel(Struct, frozen=True):
     """A served model. An ensemble (`policy.steps`) has no instances, and the models of its steps are also in the plan.
 
-    `service` and `load` are the distributions of execution and loading times. `free`: the range from which -1 dims of
-    outputs are drawn, e.g. the number of crops over which a step is mapped. `answers`: the range of the number of
-    responses per request of a decoupled model. `runs`: how often an iterative model runs each request.
+    `service` and `load` are the distributions of execution and loading times. `free_dims`: the range from which -1 dims
+    of outputs are drawn, e.g. the number of crops over which a step is mapped. `responses`: the range of the number of
+    responses per request of a decoupled model. `iterations`: how often an iterative model runs each request.
     """
 
     policy: ModelPolicy
     instances: tuple[InstanceSpec, ...] = ()
     service: Service = Constant(MS)
     load: Service = Constant(0)
-    free: tuple[int, int] = (1, 1)
+    free_dims: tuple[int, int] = (1, 1)
     true_share: float = 0.5
     """Probability that an output of a single BOOL is true."""
-    answers: tuple[int, int] = (1, 1)
-    runs: int = 1
+    responses: tuple[int, int] = (1, 1)
+    iterations: int = 1
     calls: tuple[str, ...] = ()
     """Models that it calls for each request, one after the other, before it computes. The calls block its instance."""
 
@@ -70,7 +70,7 @@ def simple_model(
     return SimModel(policy, specs, service or Constant(MS), load or Constant(0))
 
 
-def answers_many(model: SimModel, models: Sequence[SimModel]) -> bool:
+def may_stream(model: SimModel, models: Sequence[SimModel]) -> bool:
     """Whether a request may get several responses: the model is decoupled, or an ensemble with such a step."""
     names = {step.model for step in model.policy.steps or ()}
-    return model.policy.decoupled or any(answers_many(other, models) for other in models if other.policy.name in names)
+    return model.policy.decoupled or any(may_stream(other, models) for other in models if other.policy.name in names)

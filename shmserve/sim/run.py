@@ -60,13 +60,13 @@ class Simulation:
     # ------------------------------------------------------------------------------------ turns of the broker
 
     def _turn(self, inbox: list[tuple[int, Any]]) -> None:
-        self._carry_out(self.core.handle(inbox, self._world.now))
+        self._execute_effects(self.core.handle(inbox, self._world.now))
 
     def _tick(self, due: int) -> None:
         if due == self._armed:
             self._armed = 0
             self._world.take_empty_turn()
-            self._carry_out(self.core.tick(self._world.now))
+            self._execute_effects(self.core.tick(self._world.now))
 
     def _arm(self) -> None:
         due = self.core.deadline()
@@ -77,7 +77,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------ effects
 
-    def _carry_out(self, effects: list[Any]) -> None:
+    def _execute_effects(self, effects: list[Any]) -> None:
         """Executes effects at the end of the turn. All messages for one worker travel in one packet."""
         self._turns += 1
         world = self._world
@@ -91,17 +91,17 @@ class Simulation:
                 if peer < WORKERS_FROM:
                     client = clients.get(peer)
                     if client is not None:
-                        client.hear(effect.message, there)
+                        client.receive(effect.message, there)
                 elif peer in packets:
                     packets[peer].append(effect.message)
                 else:
                     packets[peer] = [effect.message]
             else:
-                self._rare(effect, there)
+                self._execute_rare(effect, there)
         for peer, packet in packets.items():
             worker = self._workers.get(peer)
             if worker is not None:
-                world.at(there, worker.take, packet)
+                world.at(there, worker.receive, packet)
         every = self._plan.check_every
         if every and self._turns % every == 0:
             self.core.check()
@@ -110,7 +110,7 @@ class Simulation:
         self._last_turn = now
         assert self._spins < SPINS, f"time stands still at {now}: turn follows turn"
 
-    def _rare(self, effect: Any, there: int) -> None:
+    def _execute_rare(self, effect: Any, there: int) -> None:
         if isinstance(effect, Spawn):
             self._spawn(effect, there)
         elif isinstance(effect, Kill):
@@ -138,7 +138,7 @@ class Simulation:
         draws = self._draws.setdefault(name, Random(name))
         worker = SimWorker(world, effect.peer, model, draws, self._results[effect.model], self._end_worker)
         self._workers[effect.peer] = worker
-        late, dies = world.fate.worker()
+        late, dies = world.faults.worker()
         loaded = there + late + model.load.ns(1, draws)
         world.at(loaded, self._loaded, worker)
         if dies:
@@ -146,7 +146,7 @@ class Simulation:
 
     def _loaded(self, worker: SimWorker) -> None:
         if not worker.dead:
-            self._world.say(worker.peer, events.Compiled(worker.model.policy))
+            self._world.send_from_worker(worker.peer, events.Compiled(worker.model.policy))
 
     def _dies(self, worker: SimWorker) -> None:
         if not worker.dead:
@@ -176,7 +176,7 @@ class Simulation:
     def _connect(self, source: LoadSource) -> SimClient:
         world = self._world
         self._last_client += 1
-        hold, dies = world.fate.client()
+        hold, dies = world.faults.client()
         client = self._clients[self._last_client] = SimClient(world, self._last_client, source, hold)
         if dies:
             world.at(world.now + dies, self._client_dies, client)
@@ -236,8 +236,8 @@ class Simulation:
         for source in self._make_sources():
             source.begin()
         world.run_load()
-        world.run_until(lambda: not world.owed, world.now + patience)
-        if world.owed:
+        world.run_until(lambda: not world.unanswered, world.now + patience)
+        if world.unanswered:
             return
         world.run_until(self._at_rest, world.now + patience)
         self._stop(patience)
@@ -283,7 +283,14 @@ class Simulation:
             result.seconds = seconds
             result.elapsed_s = max(elapsed, seconds)
         return Result(
-            self._results, seconds, self._turns, world.owed, world.digest.text(), world.log, cache.hits, cache.misses
+            self._results,
+            seconds,
+            self._turns,
+            world.unanswered,
+            world.digest.text(),
+            world.log,
+            cache.hits,
+            cache.misses,
         )
 
 
@@ -294,5 +301,5 @@ def _check_calls(models: tuple[SimModel, ...]) -> None:
         lacking = [called for called in model.calls if called not in known]
         if lacking:
             raise InvalidRequest(f"model '{name}' calls '{lacking[0]}', which the plan does not have")
-        if model.calls and (model.policy.steps is not None or model.policy.decoupled or model.runs > 1):
+        if model.calls and (model.policy.steps is not None or model.policy.decoupled or model.iterations > 1):
             raise InvalidRequest(f"model '{name}' cannot call others here: it does not answer once, by itself")

@@ -85,15 +85,14 @@ def length_of(policy: ModelPolicy, work: Work) -> int:
 class SimOutputs:
     """Outputs of one worker process, placed in arenas of its own, one for each audience."""
 
-    def __init__(self, policy: ModelPolicy, first_segment: int, free: tuple[int, int], true_share: float) -> None:
+    def __init__(self, policy: ModelPolicy, first_segment: int, free_dims: tuple[int, int], true_share: float) -> None:
         self._policy = policy
         self._specs = {spec.name: spec for spec in policy.outputs}
         self._first = first_segment
-        self._free = free
+        self._free_dims = free_dims
         self._true_share = true_share
-        self._drawn = free[0] != free[1]
+        self._drawn = free_dims[0] != free_dims[1]
         self._known: dict[int, tuple[Tensor, ...]] = {}
-        self._small: dict[int, bool] = {}
         self._offset = 0
         self.arenas: dict[str, int] = {}
         self.new: list[tuple[int, str]] = []
@@ -116,8 +115,8 @@ class SimOutputs:
         return tensors
 
     def _tensor(self, spec: TensorSpec, work: Work, random: Random) -> Tensor:
-        free = random.randint(*self._free) if self._drawn else self._free[0]
-        dims = tuple(dim if dim >= 0 else free for dim in spec.dims)
+        free_dim = random.randint(*self._free_dims) if self._drawn else self._free_dims[0]
+        dims = tuple(dim if dim >= 0 else free_dim for dim in spec.dims)
         shape = (max(work.rows, 1), *dims) if self._policy.max_batch else dims
         size = size_of(spec.dtype, shape)
         if size == 1 and spec.dtype == "BOOL":  # perhaps a condition: those are always inside the message

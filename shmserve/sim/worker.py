@@ -33,8 +33,8 @@ from shmserve.protocol.messages import (
     Withdrawn,
     Work,
 )
-from shmserve.sim.calling import ANSWERS, Calling
-from shmserve.sim.faults import POISON, Fate
+from shmserve.sim.calling import ANSWERS, SimCalls
+from shmserve.sim.faults import POISON, FaultDraws
 from shmserve.sim.plan import SimModel
 from shmserve.sim.results import ModelResult
 from shmserve.sim.service import PerElement
@@ -69,7 +69,7 @@ class SimWorker:
         "_calling",
         "_draws",
         "_end",
-        "_fate",
+        "_faults",
         "_last",
         "_outputs",
         "_places",
@@ -98,18 +98,18 @@ class SimWorker:
         self._world = world
         self._end = end
         self._draws = draws
-        self._fate: Fate = world.fate
+        self._faults: FaultDraws = world.faults
         self._result = result
         self._waiting: list[SimBatch] = []
         self._last = 0
-        self._outputs = SimOutputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free, model.true_share)
+        self._outputs = SimOutputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free_dims, model.true_share)
         self._streams: dict[int, SimStream] = {}
         self._runs: dict[int, int] = {}
         self._places: dict[int | str, tuple[int, int]] = {}
         """Sequence -> its slot and its newest request."""
         called = [next(m for m in world.plan.models if m.policy.name == name) for name in model.calls]
-        self._calling = Calling(world, peer, called, draws) if called else None
-        self._several = model.policy.decoupled or model.runs > 1
+        self._calling = SimCalls(world, peer, called, draws) if called else None
+        self._several = model.policy.decoupled or model.iterations > 1
         self._stopping = False
         self.peer = peer
         self.model = model
@@ -118,7 +118,7 @@ class SimWorker:
 
     # ------------------------------------------------------------------------------------ messages
 
-    def take(self, messages: list[Any]) -> None:
+    def receive(self, messages: list[Any]) -> None:
         """Processes a packet from the broker."""
         if self.dead:
             return
@@ -136,20 +136,20 @@ class SimWorker:
             elif kind is Stop:
                 self._stopping = True
             elif kind is Ping:
-                self._say(Pong(message.number))
+                self._send(Pong(message.number))
             elif self._calling is not None and kind in ANSWERS:
-                self._calling.hear(message)
+                self._calling.receive(message)
             else:
                 assert kind in (Map, Unmap, EndSequences, Load), message
         if self.running is None:
-            batch = self._take_up()
+            batch = self._start_next()
             if batch is not None and batch.open:
-                self._say(Started(batch.number, batch.through))
+                self._send(Started(batch.number, batch.through))
             if self._stopping and batch is None:
                 self._end(self, "exit code 0")
 
-    def _say(self, message: Any) -> None:
-        self._world.say(self.peer, message)
+    def _send(self, message: Any) -> None:
+        self._world.send_from_worker(self.peer, message)
 
     def _execute(self, order: Execute) -> None:
         assert order.batch > self._last, "the numbers of batches rise"
@@ -171,7 +171,7 @@ class SimWorker:
             if gone:
                 found += gone
                 batch.works = [work for work in batch.works if work.request not in gone]
-        self._say(Withdrawn(tuple(found)))
+        self._send(Withdrawn(tuple(found)))
         for number in order.requests:
             stream = self._streams.get(number)
             if stream is not None:  # the request was cancelled
@@ -184,7 +184,7 @@ class SimWorker:
 
     # ------------------------------------------------------------------------------------ execution
 
-    def _take_up(self) -> SimBatch | None:
+    def _start_next(self) -> SimBatch | None:
         """Starts the next batch, if there is one."""
         for position, batch in enumerate(self._waiting):
             if batch.works:
@@ -208,15 +208,15 @@ class SimWorker:
         if model.policy.decoupled:
             for work in works:
                 window = work.options.window if work.options is not None else 0
-                self._streams[work.request] = SimStream(work, self._draws.randint(*model.answers), window)
+                self._streams[work.request] = SimStream(work, self._draws.randint(*model.responses), window)
         time = model.service.ns(rows, self._draws, self._length(works, rows))
-        if self._fate.of_requests:
+        if self._faults.of_requests:
             for work in works:
                 if work.options is not None and POISON in work.options.parameters:
                     world.at(world.now + time // 2, self._crash, batch)
                     return
-        if self._fate.of_batches:
-            what, where = self._fate.batch()
+        if self._faults.of_batches:
+            what, where = self._faults.batch()
             if what:
                 if what == "crash":
                     world.at(world.now + round(time * where), self._crash, batch)
@@ -255,7 +255,7 @@ class SimWorker:
                 assert not options.sequence_start or work.request == place[1], f"{options} has begun already"
             self._places[options.sequence] = work.slot, work.request
             here.add(options.sequence)
-            self._world.lives_at(options.sequence, self.peer)
+            self._world.check_home(options.sequence, self.peer)
         assert len(here) == len(works), "two requests of one sequence in one batch"
         slots = {work.slot for work in works}
         assert slots == {-1} or len(slots) == len(works), "two sequences in one slot"
@@ -276,7 +276,7 @@ class SimWorker:
         if self._several:
             works, again = self._finish_several(batch)
         rows = tuple([Row(work.request, make(work, draws)) for work in works])
-        if self._fate.of_answers:
+        if self._faults.of_answers:
             rows = tuple([self._perhaps_failed(row) for row in rows])
         if self._calling is not None:
             failed = self._calling.failed
@@ -285,15 +285,15 @@ class SimWorker:
             self._announce()
         done = Done(batch.number, rows, (batch.began, batch.began, now, now), again=again)
         self.running = None
-        following = self._take_up()
+        following = self._start_next()
         if following is not None:
             done.next, done.through = following.number, following.through
-        self._say(done)
+        self._send(done)
         if following is None and self._stopping:
             self._end(self, "exit code 0")
 
     def _perhaps_failed(self, row: Row) -> Row:
-        if any(isinstance(tensor.data, tuple) for tensor in row.outputs) or not self._fate.answer_fails():
+        if any(isinstance(tensor.data, tuple) for tensor in row.outputs) or not self._faults.answer_fails():
             return row
         return Row(row.request, (), Failure("MODEL_FAILED", "the model has failed, as it was told to"))
 
@@ -306,7 +306,7 @@ class SimWorker:
 
     def _announce(self) -> None:
         for segment, audience in self._outputs.new:
-            self._say(Map(segment, MANY, None, audience))
+            self._send(Map(segment, MANY, None, audience))
         self._outputs.new.clear()
 
     # ------------------------------------------------------------------------------------ several responses or runs
@@ -320,7 +320,7 @@ class SimWorker:
         over, again = [], []
         for work in batch.works:
             runs = self._runs.pop(work.request, 0) + 1
-            if runs < self.model.runs:
+            if runs < self.model.iterations:
                 self._runs[work.request] = runs
                 again.append(work.request)
             else:
@@ -350,4 +350,4 @@ class SimWorker:
     def _part(self, row: Row) -> None:
         if self._outputs.new:
             self._announce()
-        self._say(Streamed((row,)))
+        self._send(Streamed((row,)))

@@ -1,4 +1,4 @@
-"""The world of a simulation: the clock, the links to the broker, and counters of requests sent and owed.
+"""The world of a simulation: the clock, the links to the broker, and counters of requests sent and unanswered.
 
 Clients and workers act only through the World. `run.Simulation` drives it and runs the broker's turns. Invariant:
 events of the same time are processed in the order in which they were scheduled, the broker's turn after all others.
@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.sim.faults import Fate
+from shmserve.sim.faults import FaultDraws
 from shmserve.sim.plan import Plan
 from shmserve.sim.results import SECOND, Digest
 
@@ -26,7 +26,7 @@ class World:
 
     def __init__(self, plan: Plan, turn: Callable[[list[tuple[int, Any]]], object]) -> None:
         self.plan = plan
-        self.fate = Fate(plan.faults, plan.seed)
+        self.faults = FaultDraws(plan.faults, plan.seed)
         self.digest = Digest()
         self.log: list[str] = []
         self.now = START
@@ -34,7 +34,7 @@ class World:
         self._number = 0
         # The broker
         self._turn = turn
-        self._take_up: Callable[[Any], object] = self._take_turn
+        self._take_up: Callable[[Any], object] = self._run_turn
         self._inbox: list[tuple[int, Any]] = []
         self._due = False
         """A turn is scheduled for the messages in the inbox."""
@@ -51,7 +51,7 @@ class World:
         self._exhausted = False
         self.sources = 0
         """Sources with requests left to send."""
-        self.owed = 0
+        self.unanswered = 0
         """Unanswered requests, and the next request of each sequence between two of them."""
         self.last_answer = START
         self._homes: dict[int | str, int] = {}
@@ -86,12 +86,12 @@ class World:
 
     # ------------------------------------------------------------------------------------ to the broker
 
-    def send(self, at: int, peer: int, message: Any) -> None:
+    def send_from_client(self, at: int, peer: int, message: Any) -> None:
         """Sends a message from a client."""
         self._number += 1
         heapq.heappush(self._heap, (at + self.plan.link_ns, self._number, self.arrive, (peer, message)))
 
-    def say(self, peer: int, message: Any) -> None:
+    def send_from_worker(self, peer: int, message: Any) -> None:
         """Sends a message from a worker, now."""
         self._number += 1
         heapq.heappush(self._heap, (self.now + self.plan.link_ns, self._number, self.arrive, (peer, message)))
@@ -104,7 +104,7 @@ class World:
             self._number += 1  # everything else that arrives at this time is part of the turn
             heapq.heappush(self._heap, (now if now > free else free, FOREVER + self._number, self._take_up, None))
 
-    def _take_turn(self, _: None) -> None:
+    def _run_turn(self, _: None) -> None:
         self._due = False
         inbox, self._inbox = self._inbox, []
         self.free = self.now + self.plan.turn_ns + self.plan.message_ns * len(inbox)
@@ -142,7 +142,7 @@ class World:
         if len(self.log) < KEPT_LOG:
             self.log.append(f"{(self.now - self.began) / SECOND:.6f} {text}")
 
-    def lives_at(self, sequence: int | str, peer: int) -> None:
+    def check_home(self, sequence: int | str, peer: int) -> None:
         """Asserts that each sequence stays at one worker; no two sequences share an id."""
         home = self._homes.setdefault(sequence, peer)
         assert home == peer, f"sequence {sequence} moved from worker {home} to {peer}"

@@ -66,7 +66,7 @@ def pipeline(cached: bool = False) -> tuple[SimModel, ...]:
     both = policy("both", 0, None, (tensor("in"),), (tensor("out", (-1, 4)),), steps=steps, cached=cached)
     cutter = served(cut)
     return (
-        SimModel(cutter.policy, cutter.instances, Constant(MS), free=(0, 5), true_share=0.8),
+        SimModel(cutter.policy, cutter.instances, Constant(MS), free_dims=(0, 5), true_share=0.8),
         served(find, 2),
         SimModel(both),
     )
@@ -171,7 +171,7 @@ def some_models(draw: Random) -> tuple[SimModel, ...]:
     }[kind]
     made = served(known, draw.randint(1, 3), some_service(draw))
     runs = draw.randint(1, 4) if kind == "iterative" else 1
-    return (SimModel(known, made.instances, made.service, Constant(5 * MS), answers=(0, 9), runs=runs),)
+    return (SimModel(known, made.instances, made.service, Constant(5 * MS), responses=(0, 9), iterations=runs),)
 
 
 def calling(draw: Random) -> tuple[SimModel, ...]:

@@ -295,14 +295,14 @@ def test_sequences_are_sent_one_by_one_from_start_to_end() -> None:
 
 def test_a_decoupled_model_answers_as_often_as_it_likes() -> None:
     known = policy("m", 4, decoupled=True)
-    model = replace(served(known), answers=(7, 7))
+    model = replace(served(known), responses=(7, 7))
     result = simulate(Plan((model,), (Load("m", Poisson(100), window=2),), requests=50, check_every=1))
     accounted(result)
     assert result.models["m"].parts == 350
 
 
 def test_an_ensemble_with_a_decoupled_step_answers_as_often() -> None:
-    many = replace(served(policy("many", 4, decoupled=True)), answers=(0, 9))
+    many = replace(served(policy("many", 4, decoupled=True)), responses=(0, 9))
     steps = StepPolicy("many", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("next", 0, (("x", "t"),), (("y", "y"),))
     models = many, served(policy("next", 4), 2), SimModel(policy("both", 4, steps=steps))
     result = simulate(Plan(models, (Load("both", Poisson(50), window=2),), requests=100, check_every=1))
