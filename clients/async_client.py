@@ -18,7 +18,7 @@ from shmserve.clients.client import Outputs, default_name
 from shmserve.clients.streams import AsyncFlow, AsyncStream
 from shmserve.clients.transport.address import address_of
 from shmserve.clients.transport.event_loop import LoopLink, monotonic
-from shmserve.clients.waiting import POLL_S, not_ready, pause_after, will_not_be
+from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, Ticket, inline_result
@@ -112,8 +112,8 @@ class AsyncClient:
             model, inputs, outputs=outputs, version=version, timeout=timeout, priority=priority, sequence=sequence,
             sequence_start=sequence_start, sequence_end=sequence_end, parameters=parameters, request_id=request_id,
         )  # fmt: skip
-        found: Result = await future
-        return found
+        result: Result = await future
+        return result
 
     def submit(
         self,
@@ -241,33 +241,25 @@ class AsyncClient:
         """Wait until the server, or this model, can take requests. Raises DeadlineExceeded after `timeout` seconds, or
         Unavailable as soon as loading has failed and waiting cannot help.
         """
-        end = None if timeout is None else monotonic() + timeout
-        last: ServeError | None = None
-        pause = POLL_S
+        wait = ReadyWait(self.url, model, timeout)
         while True:
-            left = None if end is None else max(0.001, end - monotonic())
             try:
-                answer = await self._ask("ready", model or "", None, left)
+                answer = await self._ask("ready", model or "", None, wait.time_left())
                 if answer["ready"]:
                     return
-                settled = answer.get("settled", False)
-                last = None
+                wait.not_yet(answer)
             except ServeError as error:
-                last = pause_after(error, model, last)
-                settled = False
-            if settled:
-                raise will_not_be(self.url, model, await self._index())
-            if end is not None and monotonic() + pause >= end:
-                raise not_ready(self.url, model, timeout or 0.0, last, await self._index())
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, 10 * POLL_S)
+                wait.failed(error)
+            if wait.is_over():
+                raise wait.error(await self._index())
+            await asyncio.sleep(wait.next_pause())
 
     async def _index(self) -> list[dict[str, Any]]:
         try:
-            found: list[dict[str, Any]] = await self._ask("models", timeout=1.0)
+            answer: list[dict[str, Any]] = await self._ask("models", timeout=1.0)
         except ServeError:
             return []
-        return found
+        return answer
 
     async def models(self) -> list[dict[str, Any]]:
         """Every version of every model: name, version, state, reason, default, loading_seconds, reloading,
@@ -275,35 +267,35 @@ class AsyncClient:
 
         A model that was never loaded has the version "" and the state "".
         """
-        found: list[dict[str, Any]] = await self._ask("models")
-        return found
+        answer: list[dict[str, Any]] = await self._ask("models")
+        return answer
 
     async def metadata(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
         """Inputs and outputs of a model; without a model, the server's name, version and extensions."""
-        found: dict[str, Any] = await self._ask("metadata", model or "", version)
-        return found
+        answer: dict[str, Any] = await self._ask("metadata", model or "", version)
+        return answer
 
     async def config(self, model: str, version: int | str | None = None) -> dict[str, Any]:
         """The model's configuration, completed by the server."""
-        found: dict[str, Any] = await self._ask("config", model, version)
-        return found
+        answer: dict[str, Any] = await self._ask("config", model, version)
+        return answer
 
     async def origins(self, model: str, version: int | str | None = None) -> dict[str, Any]:
         """The configuration ("config"), the source of each value ("origins": path -> file, override, model or default),
         and both as config.pbtxt with comments ("text").
         """
-        found: dict[str, Any] = await self._ask("origins", model, version)
-        return found
+        answer: dict[str, Any] = await self._ask("origins", model, version)
+        return answer
 
     async def statistics(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
         """Counts and times of one model or of all, in Triton's format: {"model_stats": [...]}."""
-        found: dict[str, Any] = await self._ask("statistics", model or "", version)
-        return found
+        answer: dict[str, Any] = await self._ask("statistics", model or "", version)
+        return answer
 
     async def metrics(self) -> str:
         """All metrics of the server, in the Prometheus text format."""
-        found: str = await self._ask("metrics")
-        return found
+        answer: str = await self._ask("metrics")
+        return answer
 
     # ------------------------------------------------------------------------------------ operations
 
@@ -323,8 +315,8 @@ class AsyncClient:
         served before the last load, in every control mode. Without `timeout` there is no time limit.
         """
         operation, body = loading(config, files, previous)
-        found: dict[str, Any] = await self._operate(operation, model, None, timeout, body)
-        return found
+        answer: dict[str, Any] = await self._operate(operation, model, None, timeout, body)
+        return answer
 
     async def unload(
         self,
@@ -343,8 +335,8 @@ class AsyncClient:
         """
         body = of_unload(unload_dependents, wait, force, timeout)
         longer = None if timeout is None else timeout + ANSWER_S
-        found: dict[str, Any] = await self._operate("unload", model, None, longer, body)
-        return found
+        answer: dict[str, Any] = await self._operate("unload", model, None, longer, body)
+        return answer
 
     async def restart(
         self,
@@ -356,8 +348,8 @@ class AsyncClient:
     ) -> dict[str, Any]:
         """Replace the processes of a model, or of one version or instance of it; returns when the new ones serve."""
         body = of_json({"instance": instance or ""})
-        found: dict[str, Any] = await self._operate("restart", model, version, timeout, body)
-        return found
+        answer: dict[str, Any] = await self._operate("restart", model, version, timeout, body)
+        return answer
 
     # ------------------------------------------------------------------------------------ closing
 

@@ -15,7 +15,7 @@ from shmserve.clients.streams import Flow, Stream
 from shmserve.clients.transport.address import address_of
 from shmserve.clients.transport.shared_reader import SharedLink
 from shmserve.clients.transport.threaded import monotonic
-from shmserve.clients.waiting import POLL_S, not_ready, pause_after, will_not_be
+from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
 from shmserve.session.encode import TopK
@@ -97,8 +97,8 @@ class Client:
                 sequence, sequence_start, sequence_end, parameters, request_id,
             )  # fmt: skip
             link.send_now(future)
-        found: Result = future.result()
-        return found
+        result: Result = future.result()
+        return result
 
     def submit(
         self,
@@ -253,34 +253,26 @@ class Client:
 
         Also waits for a server that is not running yet, and for a model that it does not have yet.
         """
-        end = None if timeout is None else monotonic() + timeout
-        last: ServeError | None = None
-        pause = POLL_S
+        wait = ReadyWait(self.url, model, timeout)
         while True:
-            left = None if end is None else max(0.001, end - monotonic())
             try:
-                answer = self._ask("ready", model or "", None, left)
+                answer = self._ask("ready", model or "", None, wait.time_left())
                 if answer["ready"]:
                     return
-                settled = answer.get("settled", False)
-                last = None
+                wait.not_yet(answer)
             except ServeError as error:
-                last = pause_after(error, model, last)
-                settled = False
-            if settled:
-                raise will_not_be(self.url, model, self._index())
-            if end is not None and monotonic() + pause >= end:
-                raise not_ready(self.url, model, timeout or 0.0, last, self._index())
-            self._link.pause(pause)
-            pause = min(pause * 1.5, 10 * POLL_S)
+                wait.failed(error)
+            if wait.is_over():
+                raise wait.error(self._index())
+            self._link.pause(wait.next_pause())
 
     def _index(self) -> list[dict[str, Any]]:
         """The models' states for an error text; empty if the server does not answer."""
         try:
-            found: list[dict[str, Any]] = self._ask("models", timeout=1.0)
+            answer: list[dict[str, Any]] = self._ask("models", timeout=1.0)
         except ServeError:
             return []
-        return found
+        return answer
 
     def models(self) -> list[dict[str, Any]]:
         """Every version of every model: name, version, state, reason, default, loading_seconds, reloading,
@@ -288,35 +280,35 @@ class Client:
 
         A model that was never loaded has the version "" and the state "".
         """
-        found: list[dict[str, Any]] = self._ask("models")
-        return found
+        answer: list[dict[str, Any]] = self._ask("models")
+        return answer
 
     def metadata(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
         """Inputs and outputs of a model; without a model, the server's name, version and extensions."""
-        found: dict[str, Any] = self._ask("metadata", model or "", version)
-        return found
+        answer: dict[str, Any] = self._ask("metadata", model or "", version)
+        return answer
 
     def config(self, model: str, version: int | str | None = None) -> dict[str, Any]:
         """The model's configuration, completed by the server."""
-        found: dict[str, Any] = self._ask("config", model, version)
-        return found
+        answer: dict[str, Any] = self._ask("config", model, version)
+        return answer
 
     def origins(self, model: str, version: int | str | None = None) -> dict[str, Any]:
         """The configuration ("config"), the source of each value ("origins": path -> file, override, model or default),
         and both as config.pbtxt with comments ("text").
         """
-        found: dict[str, Any] = self._ask("origins", model, version)
-        return found
+        answer: dict[str, Any] = self._ask("origins", model, version)
+        return answer
 
     def statistics(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
         """Counts and times of one model or of all, in Triton's format: {"model_stats": [...]}."""
-        found: dict[str, Any] = self._ask("statistics", model or "", version)
-        return found
+        answer: dict[str, Any] = self._ask("statistics", model or "", version)
+        return answer
 
     def metrics(self) -> str:
         """All metrics of the server, in the Prometheus text format."""
-        found: str = self._ask("metrics")
-        return found
+        answer: str = self._ask("metrics")
+        return answer
 
     # ------------------------------------------------------------------------------------ operations
 
@@ -336,8 +328,8 @@ class Client:
         served before the last load, in every control mode. Without `timeout` there is no time limit.
         """
         operation, body = loading(config, files, previous)
-        found: dict[str, Any] = self._operate(operation, model, None, timeout, body)
-        return found
+        answer: dict[str, Any] = self._operate(operation, model, None, timeout, body)
+        return answer
 
     def unload(
         self,
@@ -356,8 +348,8 @@ class Client:
         """
         body = of_unload(unload_dependents, wait, force, timeout)
         longer = None if timeout is None else timeout + ANSWER_S
-        found: dict[str, Any] = self._operate("unload", model, None, longer, body)
-        return found
+        answer: dict[str, Any] = self._operate("unload", model, None, longer, body)
+        return answer
 
     def restart(
         self,
@@ -369,8 +361,8 @@ class Client:
     ) -> dict[str, Any]:
         """Replace the processes of a model, or of one version or instance of it; returns when the new ones serve."""
         body = of_json({"instance": instance or ""})
-        found: dict[str, Any] = self._operate("restart", model, version, timeout, body)
-        return found
+        answer: dict[str, Any] = self._operate("restart", model, version, timeout, body)
+        return answer
 
     # ------------------------------------------------------------------------------------ closing
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from shmserve.errors import ConnectionLost, DeadlineExceeded, NotFound, ServeError, Unavailable
@@ -11,34 +13,58 @@ POLL_S = 0.05
 """Initial polling interval; grows by half each time, up to ten times this."""
 
 
-def pause_after(error: ServeError, model: str | None, last: ServeError | None) -> ServeError:
-    """The error to report if this was the last attempt; raises it if waiting cannot help. An attempt that merely ran
-    out of time does not replace the previous error.
-    """
-    if isinstance(error, DeadlineExceeded):
-        return last or error
-    if isinstance(error, (ConnectionLost, Unavailable)) or (model and isinstance(error, NotFound)):
-        return error
-    raise error
+class ReadyWait:
+    """The state of one `wait_ready`. A client asks repeatedly, reports each answer or error, and pauses in between."""
 
+    def __init__(self, url: str, model: str | None, timeout: float | None) -> None:
+        self._url = url
+        self._model = model
+        self._timeout = timeout
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._pause = POLL_S
+        self._last: ServeError | None = None
+        self._loading_ended = False
 
-def not_ready(
-    url: str, model: str | None, timeout: float, last: ServeError | None, index: list[dict[str, Any]]
-) -> DeadlineExceeded:
-    """The error for an expired wait, with the reasons."""
-    what = f"model '{model}'" if model else "the server"
-    if last is not None and not isinstance(last, DeadlineExceeded):
-        return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s: {last}")
-    reasons = why_not_ready(model, index)
-    details = f": {'; '.join(reasons)}" if reasons else ""
-    return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s{details}")
+    def time_left(self) -> float | None:
+        """Timeout for the next query."""
+        return None if self._timeout is None else max(0.001, self._end - time.monotonic())
 
+    def not_yet(self, answer: Mapping[str, Any]) -> None:
+        self._loading_ended = answer.get("settled", False)
+        self._last = None
 
-def will_not_be(url: str, model: str | None, index: list[dict[str, Any]]) -> Unavailable:
-    """The error if waiting cannot help: nothing is being loaded, and a model has failed."""
-    what = f"model '{model}'" if model else "the server"
-    reasons = "; ".join(why_not_ready(model, index)) or "no model could be loaded"
-    return Unavailable(f"{what} at {url} is not ready, and nothing is being loaded: {reasons}")
+    def failed(self, error: ServeError) -> None:
+        """Raises the error if waiting cannot help. A query that merely ran out of time does not replace the previous
+        error.
+        """
+        self._loading_ended = False
+        if isinstance(error, DeadlineExceeded):
+            self._last = self._last or error
+        elif isinstance(error, (ConnectionLost, Unavailable)) or (self._model and isinstance(error, NotFound)):
+            self._last = error
+        else:
+            raise error
+
+    def is_over(self) -> bool:
+        """Whether there is no time for another query, or nothing is being loaded any more."""
+        return self._loading_ended or time.monotonic() + self._pause >= self._end
+
+    def next_pause(self) -> float:
+        pause = self._pause
+        self._pause = min(pause * 1.5, 10 * POLL_S)
+        return pause
+
+    def error(self, index: list[dict[str, Any]]) -> ServeError:
+        """The error when the wait is over, with the reasons from the states of the models."""
+        what = f"model '{self._model}' at {self._url}" if self._model else f"the server at {self._url}"
+        reasons = "; ".join(why_not_ready(self._model, index))
+        if self._loading_ended:
+            return Unavailable(
+                f"{what} is not ready, and nothing is being loaded: {reasons or 'no model could be loaded'}"
+            )
+        if self._last is not None and not isinstance(self._last, DeadlineExceeded):
+            reasons = str(self._last)
+        return DeadlineExceeded(f"{what} is not ready after {self._timeout:g} s{f': {reasons}' if reasons else ''}")
 
 
 def failed_changes(model: str | None, index: list[dict[str, Any]]) -> list[str]:
