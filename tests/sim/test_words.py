@@ -19,9 +19,10 @@ from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, S
 from shmserve.sim.command import main, parser
 from shmserve.sim.service import PerElement, mean_ns, parse, read_table
 from tests import ROOT
+from tests.support import pages
 from tests.support.hypothesis_profiles import examples
 
-PAGE = (ROOT / "docs" / "simulator.md").read_text()
+PAGE = pages.page("simulator")
 MS = 1_000_000
 
 
@@ -200,7 +201,7 @@ def test_words_that_are_wrong_are_refused(words: str, capsys: pytest.CaptureFixt
 
 
 def commands() -> list[list[str]]:
-    text = "\n".join(re.findall(r"^```sh\n(.*?)^```$", PAGE + "\n", re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    text = "\n".join(pages.blocks(PAGE, "sh")).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in text.splitlines()]
     return [words[3:] for words in lines if words[:3] == ["python", "-m", "shmserve.sim"]]
 
@@ -214,7 +215,7 @@ def test_commands_of_the_page_do_what_they_say(
 
 
 def test_the_python_of_the_page_runs() -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (block,) = pages.blocks(PAGE, "python")
     ran = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, check=True)
     assert re.search(r"\d", ran.stdout)
 

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pty
-import re
 import select
 import shlex
 import signal
@@ -25,14 +24,13 @@ from shmserve.clients.cli import main
 from shmserve.clients.cli.commands import check
 from shmserve.repo import samples
 from tests import ROOT
+from tests.support import pages
 from tests.support.launch import identity
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
 END_S = 60
-BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCK.findall((ROOT / "docs" / "check.md").read_text()) for line in block.splitlines()]
 
 PYTHON = """backend: "python"
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ]
@@ -290,7 +288,7 @@ def test_a_server_that_does_not_start(tmp_path: Path, temporary: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the page
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", pages.commands("check"))
 def test_commands_of_the_page(command: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the samples where the page has them. They are right, so each command ends well."""
     samples.build(tmp_path / "build" / "samples", lambda text: None)
@@ -301,13 +299,11 @@ def test_commands_of_the_page(command: str, tmp_path: Path, temporary: Path, mon
 
 
 def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "check.md").read_text()
-    config = re.search(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    said = re.search(r"^```\n(digits .*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert config
-    assert said
-    write_model(tmp_path / "models", "digits", config[1])
+    text = pages.page("check")
+    config = pages.blocks(text, "text")[0]
+    shown = next(block for block in pages.blocks(text, "") if block.startswith("digits "))
+    write_model(tmp_path / "models", "digits", config)
     monkeypatch.chdir(tmp_path)
-    assert run("models", code=1)[0] == said[1]
+    assert run("models", code=1)[0] == shown
     assert check.LOG_LINES == 20
     assert "the last 20 lines" in text

@@ -26,13 +26,13 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG, to_numpy
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
+from tests.support import pages
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
 END_S = 60
-BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCK.findall((ROOT / "docs" / "cli.md").read_text()) for line in block.splitlines()]
+COMMANDS = pages.commands("cli")
 
 EVERY = "".join(
     f'{kind} [ {{ name: "{letter}_{name}" data_type: {TO_CONFIG[name]} dims: [ 2 ] }} ]\n'
@@ -122,13 +122,6 @@ def test_ready(server: Server) -> None:
     assert run(server, "ready", "mlp", "--wait", "10") == "model 'mlp' is ready\n"
     said = run(server, "ready", "nobody", code=1)
     assert "Request for unknown model: 'nobody' is not found; `shmserve models` lists the models" in said
-
-
-def test_config(server: Server) -> None:
-    assert "max_batch_size: 32  # file" in run(server, "config", "mlp")
-    found = run_json(server, "config", "mlp")
-    assert found["max_batch_size"] == 32
-    assert found["input"][0]["dims"] == [64]
 
 
 def test_version_of_both(server: Server) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -123,16 +121,6 @@ def test_failures(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert main.main(["infer", "mlp", "--random"]) == 0, "the old one still serves"
 
 
-def test_a_server_whose_models_are_fixed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Server(repository) as fixed:
-        where = ["--runtime-dir", str(fixed.runtime_dir)]
-        for what in ("load", "unload"):
-            assert main.main([what, "mlp", *where]) == 1
-            assert "explicit model load / unload is not allowed if polling is enabled" in capsys.readouterr().err
-        assert main.main(["restart", "mlp", *where]) == 0
-        capsys.readouterr()
-
-
 @pytest.mark.parametrize(("face", "link"), [("sync", "url"), ("sync", "zmq_url"), ("uvloop", "url")])
 def test_a_model_that_is_sent(face: str, link: str, server: Server, repository: Path) -> None:
     """Megabytes of it, and its answers are those of the file."""
@@ -155,51 +143,3 @@ def test_a_model_that_is_sent(face: str, link: str, server: Server, repository: 
         client.unload("sent")
         with pytest.raises(shmserve.ServeError):
             client.infer("sent", {"x": X})
-
-
-def test_a_file_that_lies_elsewhere_is_refused(server: Server) -> None:
-    with server.client() as client:
-        for name in ("../evil", "1/../../evil", "/etc/evil", "model.onnx"):
-            with pytest.raises(shmserve.InvalidRequest, match="1/model"):
-                client.load("sent", config={"backend": "identity"}, files={name: b"x"})
-
-
-def test_requests_go_on_while_the_model_is_restarted_and_changed(server: Server) -> None:
-    """From another client, on every link, and none is lost."""
-    ended = threading.Event()
-    counts: dict[str, int] = {}
-    failures: list[BaseException] = []
-
-    def ask(url: str) -> None:
-        with shmserve.Client(url) as client:
-            expected = client.infer("mlp", {"x": X})["y"].copy()
-            counts[url] = 0
-            while not ended.is_set():
-                try:
-                    np.testing.assert_allclose(client.infer("mlp", {"x": X})["y"], expected, rtol=1e-4)
-                except BaseException as error:
-                    failures.append(error)
-                    return
-                counts[url] += 1
-
-    with server.client() as client:
-        client.load("mlp")
-        threads = [threading.Thread(target=ask, args=[url]) for url in (server.url, server.zmq_url)]
-        for thread in threads:
-            thread.start()
-        config: dict[str, Any] = client.config("mlp")
-        try:
-            for turn in range(3):
-                client.restart("mlp")
-                client.load("mlp", config=config | {"max_batch_size": 40 + turn})
-            client.load("mlp")
-        finally:
-            ended.set()
-            for thread in threads:
-                thread.join()
-        assert failures == []
-        assert min(counts.values()) > 0
-        assert client.config("mlp")["max_batch_size"] == 42, "a load without a configuration keeps the last one"
-        client.unload("mlp")
-        client.load("mlp")
-        assert client.config("mlp")["max_batch_size"] == 32

@@ -20,15 +20,11 @@ from shmserve.clients.cli.parser import parser
 from shmserve.repo import samples
 from shmserve.workers.foreground import solo
 from shmserve.workers.foreground.solo_order import RunOrder
-from tests import ROOT
+from tests.support import pages
 from tests.support.model_files import write_model
 from tests.support.workers.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process
-
-BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGE = ROOT / "docs" / "run.md"
-COMMANDS = [line for block in BLOCK.findall(PAGE.read_text()) for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +278,7 @@ def with_samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", pages.commands("run"))
 def test_commands_of_the_page(line: str, with_samples: Path) -> None:
     before, _, words = line.rpartition("| ")
     document = (with_samples / "request.json").read_text() if before == "cat request.json " else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,21 +17,21 @@ from shmserve.repo.backends import DIRECTORY, backend_directory_problem, install
 from shmserve.repo.config.complete import can_complete
 from shmserve.workers.backends import Context, StackedBackend, registry
 from shmserve.workers.backends.registry import backend_in, from_directory
-from tests import ROOT
+from tests.support import pages
 from tests.support.launch import Launched
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 
-PAGE = ROOT / "docs" / "backends.md"
+PAGE = pages.page("backends")
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 
 
-def blocks(begin: str) -> str:
-    (found,) = re.findall(rf"^```\w*\n({begin}.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return str(found)
+def block(begin: str) -> str:
+    (found,) = [text for text in pages.blocks(PAGE) if text.startswith(begin)]
+    return found
 
 
 def backend_of_the_page(folder: Path) -> Path:
-    text = blocks("# backends/linear/backend.py")
+    text = block("# backends/linear/backend.py")
     assert len(text.splitlines()) <= 40
     (folder / "linear").mkdir(parents=True)
     (folder / "linear" / "backend.py").write_text(text)
@@ -41,7 +40,7 @@ def backend_of_the_page(folder: Path) -> Path:
 
 def model_of_the_page(root: Path, weights: np.ndarray[tuple[int, int], np.dtype[np.float32]] = WEIGHTS) -> Path:
     (root / "lin" / "1").mkdir(parents=True)
-    (root / "lin" / "config.pbtxt").write_text(blocks('backend: "linear"'))
+    (root / "lin" / "config.pbtxt").write_text(block('backend: "linear"'))
     np.save(root / "lin" / "1" / "weights.npy", weights)
     return root
 
@@ -189,6 +188,4 @@ def test_who_can_say_what_the_configuration_leaves_out(backend: str, file: str, 
 
 
 def test_the_reason_on_the_page() -> None:
-    assert "backend 'pytorch' needs a package that is not installed (No module named 'torch'): pip install" in (
-        PAGE.read_text()
-    )
+    assert "backend 'pytorch' needs a package that is not installed (No module named 'torch'): pip install" in PAGE

@@ -15,9 +15,9 @@ import pytest
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
+from tests.support import pages
 
-FENCE = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGE = (ROOT / "docs" / "examples.md").read_text()
+PAGE = pages.page("examples")
 MADE = ROOT / ".venv" / ".samples"
 NEWER = [ROOT / name for name in ("setup.cfg", "pyproject.toml")]
 IS_MADE = MADE.exists() and all(MADE.stat().st_mtime >= path.stat().st_mtime for path in NEWER)
@@ -25,12 +25,8 @@ MODELS = {name for names in samples.SETS.values() for name in names}
 pytestmark = pytest.mark.process
 
 
-def blocks(language: str) -> list[str]:
-    return [match[2] for match in FENCE.finditer(PAGE) if match[1] == language]
-
-
 def commands() -> list[list[str]]:
-    found = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
+    found = [shlex.split(line, comments=True) for line in pages.commands("examples")]
     return [words[1:] for words in found if words[0] == "shmserve" and words[1] != "serve"]
 
 
@@ -59,22 +55,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(place: Path) -> Iterator[Server]:
-    with Server(
-        place / "build" / "all",
-    ) as running:
+    with Server(place / "build" / "all") as running:
         yield running
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands(server: Server, place: Path, words: list[str]) -> None:
-    said = run(
-        sys.executable,
-        "-m",
-        "shmserve.clients.cli.main",
-        *words,
-        cwd=place,
-        SHMSERVE_RUNTIME_DIR=str(server.runtime_dir),
-    )
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
+    said = run(*command, cwd=place, SHMSERVE_RUNTIME_DIR=str(server.runtime_dir))
     if words[:2] == ["infer", "sentiment"]:
         assert re.search("positive.*negative", said)
     if words[0] == "check":
@@ -82,11 +70,9 @@ def test_commands(server: Server, place: Path, words: list[str]) -> None:
 
 
 def test_programs(server: Server) -> None:
-    programs = blocks("python")
+    programs = pages.blocks(PAGE, "python")
     assert len(programs) == 3
-    words, lines, chances = (
-        run(sys.executable, "-c", program, SHMSERVE_RUNTIME_DIR=str(server.runtime_dir)) for program in programs
-    )
+    words, lines, chances = (pages.run_program(server, program) for program in programs)
     shown = re.search(r"# (.*)", programs[0])
     assert shown
     for part in shown[1].split("..."):

@@ -1,48 +1,25 @@
-"""The page on sequences: its model is made, checked and served, and its program says what the page says."""
+"""The page on sequences: its model passes the check and is served, and its program prints what the page shows."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from shmserve.clients.cli import main
 from shmserve.testing import Server
-from tests import ROOT
+from tests.support import pages
 
-PAGE = (ROOT / "docs" / "sequences.md").read_text()
-FILE = re.compile(r"^`(models/[^`]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGE = pages.page("sequences")
 pytestmark = pytest.mark.process
 
 
-def run(folder: Path, *words: str, **environment: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
-def test_the_page(tmp_path: Path) -> None:
-    files = dict(FILE.findall(PAGE))
-    assert list(files) == ["models/mean/config.pbtxt", "models/mean/1/model.py"]
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    commands = [line for kind, text in FENCE.findall(PAGE) if kind == "sh" for line in text.splitlines()]
-    assert commands == ["shmserve check models", "shmserve serve --model-repository models"]
-    assert "1 ok" in run(tmp_path, "-m", "shmserve.clients.cli.main", "check", "models")
-    (program,) = [text for kind, text in FENCE.findall(PAGE) if kind == "python" and "shmserve.Client" in text]
-    (expected,) = [text for kind, text in FENCE.findall(PAGE) if kind == "text"]
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pages.write_files(PAGE, tmp_path) == ["models/mean/config.pbtxt", "models/mean/1/model.py"]
+    assert pages.commands("sequences") == ["shmserve check models", "shmserve serve --model-repository models"]
+    assert main.main(["check", str(tmp_path / "models")]) == 0
+    assert "1 ok" in capsys.readouterr().out
+    (program,) = [block for block in pages.blocks(PAGE, "python") if "shmserve.Client" in block]
+    (expected,) = pages.blocks(PAGE, "text")
     with Server(tmp_path / "models", "--exit-on-error", "true") as server:
-        assert run(tmp_path, "-c", program, SHMSERVE_RUNTIME_DIR=str(server.runtime_dir)) == expected
+        assert pages.run_program(server, program) == expected

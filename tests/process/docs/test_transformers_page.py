@@ -14,10 +14,8 @@ import pytest
 
 from shmserve import Client
 from shmserve.testing import Server
-from tests import ROOT
+from tests.support import pages
 
-PAGE = (ROOT / "docs" / "transformers.md").read_text()
-FILE = re.compile(r"^`([\w./]+\.(?:py|pbtxt))`[^\n]*(?:\n[^\n`]+)*\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEAR = 1e-5
 pytestmark = pytest.mark.process
 
@@ -28,12 +26,8 @@ ort = pytest.importorskip("onnxruntime")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("page")
-    files = dict(FILE.findall(PAGE))
-    assert len(files) == 7, sorted(files)
-    for name, text in files.items():
-        path = place / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    files = pages.write_files(pages.page("transformers"), place)
+    assert len(files) == 7, files
     (place / "texts/texts/1").mkdir()
     subprocess.run([sys.executable, "make_encoder.py"], cwd=place, check=True)
     return place

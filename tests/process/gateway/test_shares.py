@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,18 @@ import pytest
 
 from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
+from tests.support.gateway.http2_frames import (
+    DATA,
+    END,
+    END_HEADERS,
+    HEAD,
+    HELLO,
+    PING,
+    WINDOW,
+    frame,
+    message,
+    number,
+)
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.running_gateway import Gateway, model, wait_in_flight
 
@@ -23,8 +34,6 @@ pytestmark = pytest.mark.process
 
 SEQUENCE = "sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } }\n"
 CONNECTIONS, CALLS = 9, 1000
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS, PING, WINDOW = 0, 1, 4, 6, 8
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +47,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
 def request(name: str) -> Any:
     array = np.ones((1, 4), np.float32)
     return infer_request(name, {"i_FP32": ("FP32", array, array.tobytes())})
@@ -53,12 +58,11 @@ def attack(port: int) -> socket.socket:
     head = [(":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer"),
             (":authority", "here"), ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
     body = request("slow").SerializeToString()
-    data = struct.pack(">BI", 0, len(body)) + body
     encoder = hpack.Encoder()
-    parts = [PREFACE, frame(SETTINGS, 0, 0), frame(WINDOW, 0, 0, struct.pack(">I", 1 << 30))]
-    for number in range(1, 2 * CALLS, 2):
+    parts = [HELLO, frame(WINDOW, 0, 0, number(1 << 30))]
+    for stream in range(1, 2 * CALLS, 2):
         block = encoder.encode(head, huffman=False)
-        parts += [frame(HEADERS, 4, number, block), frame(DATA, 1, number, data)]
+        parts += [frame(HEAD, END_HEADERS, stream, block), frame(DATA, END, stream, message(body))]
     made.sendall(b"".join([*parts, frame(PING, 0, 0, b"allofit.")]))
     seen = b""
     while frame(PING, 1, 0, b"allofit.") not in seen:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +12,12 @@ import pytest
 import shmserve
 from shmserve import TopK
 from shmserve.testing import Server
-from tests import ROOT
+from tests.support import pages
 from tests.support.client_faces import FACES
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
-PAGE = ROOT / "docs" / "models.md"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WAYS = ["sync lane", "sync ipc", "sync frames", "asyncio lane"]
 IDENTITY = """
 name: "{name}" backend: "identity" max_batch_size: {batch}
@@ -45,8 +40,7 @@ ensemble_scheduling { step {
 
 def section(title: str) -> list[str]:
     """The code of a section of the page."""
-    text = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    return [match[2] for match in FENCE.finditer(text)]
+    return pages.blocks(pages.page("models").partition(f"\n## {title}\n")[2].partition("\n## ")[0])
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +120,9 @@ def test_strings_have_no_classes(server: Server) -> None:
 def test_the_page(server: Server) -> None:
     """What the comment in the example says is what is printed."""
     program = section("Labels and classes")[2]
-    environment = os.environ | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    (said,) = re.findall(r"# (\[\[.*\]\])", program)
-    first, *others = ran.stdout.splitlines()
-    assert first == said
+    (expected,) = re.findall(r"# (\[\[.*\]\])", program)
+    first, *others = pages.run_program(server, program).splitlines()
+    assert first == expected
     assert others == ["dog 0.610296 1", "rabbit 0.224515 3"]
     assert "warm-up sample 'full batch' of model 'pets' took " in server.log
     assert "2 run(s) of 8 request(s)" in server.log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 import shmserve
 from shmserve.shm import views
-from tests import ROOT
+from tests.support import pages
 from tests.support.launch import Launched
 from tests.support.model_files import parameters, write_model
 from tests.support.workers.python_models import (
@@ -40,7 +39,6 @@ input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
 {more}
 """
-PAGE = ROOT / "docs" / "python.md"
 ON_THE_PAGE = """
 backend: "python" max_batch_size: {batch}
 input [ {{ name: "{given}" data_type: {dtype} dims: [ -1 ] }} ]
@@ -57,7 +55,7 @@ def add(repository: Path, name: str, source: str, more: str = "") -> None:
 
 def on_the_page(repository: Path) -> None:
     """Writes the models of the page, and the one that they call."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = pages.blocks(pages.page("python"), "python")
     for name, sign, batch, given, dtype, made, made_dtype, more in (
         ("centred", "x.mean", 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", IS_STACKED),
         ("asks", 'model_name="scale"', 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", ""),

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +18,7 @@ import shmserve
 from shmserve import TopK
 from shmserve.clients.cli import main
 from shmserve.testing import Server
-from tests import ROOT
-from tests.support import living
+from tests.support import living, pages
 from tests.support.client_faces import connect
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.launch import workers_of
@@ -31,9 +28,7 @@ from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
 
-PAGE = (ROOT / "docs" / "ensembles.md").read_text()
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILES = re.compile(r"^`(models/[^`]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGE = pages.page("ensembles")
 
 SIGN = python_model(
     """
@@ -435,10 +430,7 @@ def test_check_reports_wrong_parameters_of_steps(
 
 def write_page(root: Path, old: str = "", new: str = "") -> Path:
     """Writes the repository that the page shows."""
-    for name, text in FILES.findall(PAGE):
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.replace(old, new) if old else text)
+    pages.write_files(PAGE.replace(old, new) if old else PAGE, root)
     (root / "models" / "page" / "1").mkdir()
     return root / "models"
 
@@ -448,14 +440,11 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     models = write_page(tmp_path)
     assert len(list(models.iterdir())) == 3
     assert main.main(["check", str(models)]) == 0
-    (program,) = [match[2] for match in FENCE.finditer(PAGE) if 'client.infer("page",' in match[2]]
+    (program,) = [block for block in pages.blocks(PAGE) if 'client.infer("page",' in block]
     with Server(models, "--exit-on-error", "true") as server:
-        environment = os.environ | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
-        ran = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-        )
+        printed = pages.run_program(server, program)
     (expected,) = re.findall(r"# (\[\[.*\])", program)
-    assert ran.stdout.strip() == expected
+    assert printed.strip() == expected
 
 
 def test_the_errors_of_the_page(
@@ -464,5 +453,5 @@ def test_the_errors_of_the_page(
     write_page(tmp_path, '"SQUARE" value', '"SQUARES" value')
     monkeypatch.chdir(tmp_path)
     assert main.main(["check", "models"]) == 1
-    shown = next(match[2] for match in FENCE.finditer(PAGE) if match[2].startswith("page  2 errors"))
+    shown = next(block for block in pages.blocks(PAGE) if block.startswith("page  2 errors"))
     assert shown in capsys.readouterr().out

@@ -140,15 +140,6 @@ def test_a_second_server_in_the_same_directory_is_refused(running: Launched, rep
         assert is_live(lane)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--model-repository", "/nowhere/at/all"], ["--no-such-flag"]])
-def test_wrong_arguments_exit_with_code_2(arguments: list[str]) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "shmserve.broker.main", *arguments], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 2
-    assert "usage" in run.stderr
-
-
 def test_workers_end_with_a_killed_broker_and_the_next_one_starts(repository: Path, tmp_path: Path) -> None:
     first = Launched(repository, tmp_path / "run")
     assert first.workers()

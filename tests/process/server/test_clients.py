@@ -13,29 +13,17 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
+from shmserve.dtypes import ITEM_BYTES
 from shmserve.shm import views
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
 from tests.support.client_faces import FACES, connect
-from tests.support.model_files import parameters, write_model
+from tests.support.gateway.running_gateway import model
+from tests.support.model_files import parameters
 
 pytestmark = pytest.mark.process
 
-CONFIG = """
-name: "{name}" backend: "identity" max_batch_size: {batch}
-{tensors}
-{more}
-"""
 WAYS = ["sync lane", "sync ipc", "sync frames", "asyncio lane", "uvloop ipc"]
-
-
-def model(repository: Path, name: str, dtypes: list[str], dims: str, batch: int, more: str = "") -> None:
-    tensors = ""
-    for dtype in dtypes:
-        for kind, letter in (("input", "i"), ("output", "o")):
-            tensors += f'{kind} [ {{ name: "{letter}_{dtype}" data_type: {TO_CONFIG[dtype]} dims: {dims} }} ]\n'
-    write_model(repository, name, CONFIG.format(name=name, batch=batch, tensors=tensors, more=more))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grp
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +22,9 @@ from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import Limits
 from shmserve.protocol.roles import INFER, OBSERVE
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
-from tests import ROOT
+from tests.support import pages
 
-PAGE = ROOT / "docs" / "settings.md"
+PAGE = pages.page("settings")
 CORE = min(os.sched_getaffinity(0))
 GROUP = grp.getgrgid(os.getegid())
 BOTH = [flag for flag in FLAGS if not flag.private and not flag.instead and flag.name != "config"]
@@ -233,6 +232,10 @@ def test_wrong_use(arguments: list[str], text: str, base: list[str], capsys: pyt
     assert message.count("\n") == 3, "what is wrong, once"
 
 
+def test_a_repository_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model-repository" in refused([], capsys)
+
+
 def test_all_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(
         tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nrepoagent-directory = 1\nhints = true\nconfig = "x"\n'
@@ -369,13 +372,12 @@ def test_limits(base: list[str]) -> None:
 
 
 def test_the_page_has_the_flags() -> None:
-    page = PAGE.read_text()
     for flag in FLAGS:
-        assert (f"`--{flag.name}" in page) is not flag.private
+        assert (f"`--{flag.name}" in PAGE) is not flag.private
 
 
 def test_the_file_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = pages.blocks(PAGE, "toml")
     for name in ("models", "more-models"):
         (tmp_path / name).mkdir()
     file = written(tmp_path / "shmserve.toml", block)
