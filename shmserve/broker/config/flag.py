@@ -58,7 +58,7 @@ class Flag(Struct, frozen=True):
             return self.shown
         if isinstance(self.default, bool):
             return str(self.default).lower()
-        if self.kind == "bytes":
+        if self.kind == "bytes" and self.default:
             unit = next(unit for unit in ("GiB", "MiB", "KiB", "") if not self.default % UNITS[unit.upper()])
             return f"{self.default // UNITS[unit.upper()]} {unit}".rstrip()
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)

@@ -375,7 +375,7 @@ def lets_in_whom_it_should(machine: Machine) -> None:
 def can_be_watched(machine: Machine) -> None:
     """By the commands of the page."""
     page = (ROOT / "docs" / "operations.md").read_text()
-    block = page.partition("\n## Watch\n")[2].partition("```sh\n")[2].partition("```")[0]
+    block = page.partition("\n## Monitor\n")[2].partition("```sh\n")[2].partition("```")[0]
     said = {line: machine.run(*line.split()) for line in block.splitlines()}
     assert "Active: active (running)" in said["systemctl status shmserve"]
     assert any("bad" in text and "max_batch_sise" in text for text in said.values())
