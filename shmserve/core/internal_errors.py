@@ -39,7 +39,7 @@ class InternalErrors:
             if known is not None:
                 kill(self._state, *known, f"{SIGN} in its {what}")
         else:
-            self._admission.part_with(
+            self._admission.disconnect(
                 peer, Internal(f"{SIGN} ended this connection; reconnect, and see the server's log")
             )
 

@@ -23,9 +23,9 @@ from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.trace import Traces
-from shmserve.core.states import RequestState, SequenceState, VersionState
+from shmserve.core.states import RequestState, SequenceState
 from shmserve.core.stats.latencies import FirstResponses
-from shmserve.errors import NotFound, Unavailable
+from shmserve.errors import NotFound
 
 WORKERS_FROM = 1 << 30
 """Peer numbers: 0 is the broker itself; below this number are clients, numbered by the shell; from it on are workers,
@@ -143,7 +143,8 @@ class State:
 
     def request_of(self, client: ClientState, number: int) -> Request | None:
         """The request in flight with this client-side number."""
-        return self.requests.get(client.requests.get(number, 0))
+        own = client.requests.get(number)
+        return None if own is None else self.requests.get(own)
 
     def send(self, peer: int, message: object) -> None:
         self.effects.append(Send(peer, message))
@@ -169,22 +170,7 @@ class State:
         model = self.models.get(name)
         if model is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if not number:
-            broken = [version for version in model.versions.values() if version.reason]
-            why = broken[0].reason if broken else model.reason
-            loading = any(version.state is VersionState.LOADING for version in model.versions.values())
-            back = any(version.returns for version in model.versions.values())
-            note = "; it is loading" if loading else f": {why}" if why else ""
-            raise (Unavailable if loading or back else NotFound)(
-                f"Request for unknown model: '{name}' has no available versions{note}"
-            )
-        version = model.versions.get(number)
-        if version is None:
-            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
-        if version.state is not VersionState.READY:
-            why = f": {version.reason}" if version.reason else f", it is {version.state.value}"
-            raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state{why}")
-        return version
+        return model.version(number) if number else model.default_version()
 
     def adopt(self, version: Version, policy: ModelPolicy) -> None:
         """Applies the policy of a version that has loaded."""

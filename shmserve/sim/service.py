@@ -88,27 +88,6 @@ def _drawn(times: tuple[int, ...], share: float) -> int:
     return times[int(share * len(times))]
 
 
-def mean_ns(service: Service, rows: int) -> float:
-    """The mean duration of a batch with this many rows."""
-    if isinstance(service, Lognormal):
-        return service.median_ns * math.exp(service.sigma**2 / 2) + service.row_ns * rows
-    if isinstance(service, Table):
-        draws = 1000
-        return sum(service.ns(rows, _Even(index / draws)) for index in range(draws)) / draws
-    return service.ns(rows, Random(0))
-
-
-class _Even(Random):
-    """Always returns the same number, to step through a table."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__(0)
-        self._share = share
-
-    def random(self) -> float:
-        return self._share
-
-
 # ------------------------------------------------------------------------------------ parsing
 
 

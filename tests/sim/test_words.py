@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest
 from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, Service, Table, read_recording
 from shmserve.sim.command import main, parser
-from shmserve.sim.service import PerElement, mean_ns, parse, read_table
+from shmserve.sim.service import PerElement, parse, read_table
 from tests import ROOT
 from tests.support import pages
 from tests.support.hypothesis_profiles import examples
@@ -60,7 +61,6 @@ def test_a_table_lies_between_what_was_measured(tmp_path: Path) -> None:
     assert {table.ns(8, draw) for _ in range(50)} == {8 * MS, 10 * MS}
     assert all(2 * MS < table.ns(4, draw) < 10 * MS for _ in range(50))
     assert table.ns(16, Random(0)) in (16 * MS, 20 * MS)
-    assert mean_ns(table, 8) == pytest.approx(9 * MS)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"0": 1}', '{"1": []}', '{"1": -1}', '{"a": 1}', '{"1": "x"}'])
@@ -73,9 +73,15 @@ def test_tables_that_are_none(tmp_path: Path, text: str) -> None:
 
 def test_means_are_those_of_what_is_drawn() -> None:
     draw = Random(1)
-    for service in (Constant(MS), Affine(MS, MS), Lognormal(3 * MS, 0.6, 1000)):
-        drawn = sum(service.ns(4, draw) for _ in range(20_000)) / 20_000
-        assert mean_ns(service, 4) == pytest.approx(drawn, rel=0.02)
+    table = Table(((8, (8 * MS, 10 * MS)),))
+    for service, rows, mean in (
+        (Constant(MS), 4, MS),
+        (Affine(MS, MS), 4, 5 * MS),
+        (Lognormal(3 * MS, 0.6, 1000), 4, 3 * MS * math.exp(0.6**2 / 2) + 4000),
+        (table, 8, 9 * MS),
+    ):
+        drawn = sum(service.ns(rows, draw) for _ in range(20_000)) / 20_000
+        assert drawn == pytest.approx(mean, rel=0.02)
 
 
 @settings(max_examples=examples(20))

@@ -355,7 +355,7 @@ class Ensembles:
         if not run.out:
             completion.deliver(self._state, request, Fail(request.client_number, code, text))
             return
-        completion.tell_failed(self._state, request, code, text)
+        completion.send_failure(self._state, request, code, text)
         request.move(_LINGERING)
         completion.leaves(self._state, request)
 

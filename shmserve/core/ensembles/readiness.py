@@ -24,7 +24,7 @@ def update(state: State, now: int) -> None:
         state.readiness_changed = False
         for version in list(state.ensembles):
             if version in state.ensembles:
-                _look_at(state, version, now)
+                _evaluate(state, version, now)
 
 
 def composed(state: State, peer: int, event: Composed, now: int) -> None:
@@ -33,29 +33,29 @@ def composed(state: State, peer: int, event: Composed, now: int) -> None:
         if version.source == event.source and version.compose_number == event.number:
             if event.problem:
                 members = version.members
-                _lost(state, version, event.problem, now)
+                _set_unavailable(state, version, event.problem, now)
                 version.members = members  # do not ask again
             else:
-                _found(state, version, now)
+                _set_ready(state, version, now)
 
 
-def _look_at(state: State, version: Version, now: int) -> None:
+def _evaluate(state: State, version: Version, now: int) -> None:
     assert version.graph is not None
-    found = []
+    ready: list[Version] = []
     for step in version.graph.steps:
         member, why, recovers = _member(state, step.model, step.version)
         if member is None:
             cycle = _cycle(state, version)
             if cycle:
-                _lost(state, version, f"ensemble '{version.model}' depends on itself: {cycle}", now)
+                _set_unavailable(state, version, f"ensemble '{version.model}' depends on itself: {cycle}", now)
             elif why:
                 text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
-                _lost(state, version, f"{text}{why}", now, recovers)
+                _set_unavailable(state, version, f"{text}{why}", now, recovers)
             elif version.state is not _V.LOADING:
-                _lost(state, version, f"model '{step.model}' of a step is being loaded", now, True)
+                _set_unavailable(state, version, f"model '{step.model}' of a step is being loaded", now, True)
             return
-        found.append(member)
-    members = tuple(found)
+        ready.append(member)
+    members = tuple(ready)
     _set_decoupled(state, version, members)
     if members != version.members:
         version.members = members
@@ -114,7 +114,7 @@ def _cycle(state: State, version: Version) -> str:
     return ""
 
 
-def _found(state: State, version: Version, now: int) -> None:
+def _set_ready(state: State, version: Version, now: int) -> None:
     if version.state is _V.READY:
         return
     loading = version.state is _V.LOADING
@@ -131,7 +131,7 @@ def _found(state: State, version: Version, now: int) -> None:
     deployment.is_ready(state, version)
 
 
-def _lost(state: State, version: Version, reason: str, now: int, recovers: bool = False) -> None:
+def _set_unavailable(state: State, version: Version, reason: str, now: int, recovers: bool = False) -> None:
     version.members, version.compose_number = (), 0
     if recovers != version.member_recovering:
         version.member_recovering = recovers

@@ -146,7 +146,7 @@ def unload(state: State, peer: int, event: Unload, now: int) -> None:
     if event.force:
         state.forced_unloads += model.generations()
     state.refresh(model.name)
-    look_after(state, model)
+    complete_departures(state, model)
 
 
 def restart(state: State, peer: int, event: Restart, now: int) -> None:
@@ -470,10 +470,10 @@ def finish_unloads(state: State) -> None:
             model = state.models[version.model]
             if model.versions.get(version.number) is version:
                 state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)
-            look_after(state, model)
+            complete_departures(state, model)
 
 
-def look_after(state: State, model: Model) -> None:
+def complete_departures(state: State, model: Model) -> None:
     """Completes unloads and departures. Called when a process of the model has ended or an unload has started."""
     model.leaving = [version for version in model.leaving if not version.gone or version.state is _V.UNLOADING]
     for unloading in list(model.unloading):

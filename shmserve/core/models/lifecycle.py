@@ -142,12 +142,12 @@ class Lifecycle:
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
             self._lose_tensors(lost, instance, now)
-        self._what_now(version, instance, event, explained, now)
+        self._handle_exit(version, instance, event, explained, now)
         deployment.load_over(self._state, instance)
-        deployment.look_after(self._state, self._state.models[version.model])
+        deployment.complete_departures(self._state, self._state.models[version.model])
         self._state.to_dispatch[version] = None
 
-    def _what_now(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
+    def _handle_exit(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
         """Decides after the end of a process whether it was expected, final, or needs a restart. `explained`: the cause
         is a request that has killed another worker before."""
         load_error = instance.load_error or event.loading_error
@@ -266,9 +266,9 @@ class Lifecycle:
             instance.quarantined = True
             ready, wanted = version.counts
             again += f"; it is quarantined (READY {ready}/{wanted}), as other instances complete batches"
-            self._tell_restart(version, instance, "critical", text + again)
+            self._log_restart(version, instance, "critical", text + again)
         else:
-            self._tell_restart(version, instance, "error", text + again)
+            self._log_restart(version, instance, "error", text + again)
 
     def _not_restarted(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         """An instance that was READY before could not load again."""
@@ -277,7 +277,7 @@ class Lifecycle:
         instance.lost = True
         self._await_restart(instance, reason, now)
         text = f"instance '{instance.spec.name}' of {version.label} could not be restarted: {reason}"
-        self._tell_restart(version, instance, "error", text)
+        self._log_restart(version, instance, "error", text)
 
     def _count_uptime(self, instance: Instance, now: int) -> None:
         """Resets the crash counters if the instance had been up long enough before the batch during which it ended."""
@@ -295,7 +295,7 @@ class Lifecycle:
         instance.reason = reason
         self._back_off(instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now)
 
-    def _tell_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
+    def _log_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
         """Writes the log entry about this death and its effect on the version."""
         if deployment.settle_lost(self._state, version):
             text += f"; {version.label} is UNAVAILABLE"

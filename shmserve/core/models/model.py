@@ -8,6 +8,7 @@ from shmserve.core.events import Target
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import VersionState
 from shmserve.core.stats.statistics import Loads
+from shmserve.errors import NotFound, Unavailable
 
 
 class Operation(Struct, eq=False):
@@ -77,6 +78,30 @@ class Model(Struct, eq=False):
         """The highest version that is READY."""
         ready = [version for version in self.versions.values() if version.state is VersionState.READY]
         return max(ready, key=lambda version: version.number, default=None)
+
+    def default_version(self) -> Version:
+        """The version that serves requests for no particular one. Raises if there is none."""
+        default = self.default()
+        if default is not None:
+            return default
+        broken = [version for version in self.versions.values() if version.reason]
+        why = broken[0].reason if broken else self.reason
+        loading = any(version.state is VersionState.LOADING for version in self.versions.values())
+        back = any(version.returns for version in self.versions.values())
+        note = "; it is loading" if loading else f": {why}" if why else ""
+        raise (Unavailable if loading or back else NotFound)(
+            f"Request for unknown model: '{self.name}' has no available versions{note}"
+        )
+
+    def version(self, number: int) -> Version:
+        """The version with this number. Raises if it does not serve requests."""
+        version = self.versions.get(number)
+        if version is None:
+            raise NotFound(f"Request for unknown model: '{self.name}' version {number} is not found")
+        if version.state is not VersionState.READY:
+            why = f": {version.reason}" if version.reason else f", it is {version.state.value}"
+            raise Unavailable(f"Request for unknown model: '{self.name}' version {number} is not at ready state{why}")
+        return version
 
     @property
     def is_served_meanwhile(self) -> bool:

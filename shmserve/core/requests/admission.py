@@ -164,11 +164,11 @@ class Admission:
         client.disconnecting = True
         self.questions.gone(client.number)
         client.roles = roles.NOBODY
-        self._tell_operator("info", client, f"disconnected: {error.message}")
+        self._log_client("info", client, f"disconnected: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))
 
-    def part_with(self, peer: int, error: ServeError) -> None:
+    def disconnect(self, peer: int, error: ServeError) -> None:
         """Disconnects the client because of an error that is not its own."""
         client = self._state.clients.get(peer)
         if client is not None and not client.disconnecting:
@@ -213,10 +213,10 @@ class Admission:
         error = roles.refusal(action, client.roles)
         if not client.denied:
             client.denied = True
-            self._tell_operator("warning", client, f"was denied: {error.message}")
+            self._log_client("warning", client, f"was denied: {error.message}")
         raise error
 
-    def _tell_operator(self, level: str, client: ClientState, text: str) -> None:
+    def _log_client(self, level: str, client: ClientState, text: str) -> None:
         """Logs at most one entry per second and user, so that clients that reconnect all the time cannot fill the
         log."""
         now, user = self._state.now, client.user

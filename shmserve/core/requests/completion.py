@@ -96,7 +96,7 @@ def send(state: State, request: Request, message: Reply | Part | Fail | FailHeld
         state.send(request.client.number, message)
 
 
-def tell_failed(state: State, request: Request, code: str, text: str) -> None:
+def send_failure(state: State, request: Request, code: str, text: str) -> None:
     """Sends the error now, although a worker may still read the inputs."""
     held = request.on_loan and not request.step_of
     send(state, request, (FailHeld if held else Fail)(request.client_number, code, text))
@@ -248,7 +248,7 @@ def fail_early(state: State, request: Request, code: str, text: str, now: int) -
         state.runs_to_advance[chain] = None
         return
     version.statistics.failed_as(code, now - request.arrived)
-    tell_failed(state, request, code, text)
+    send_failure(state, request, code, text)
     _trace(state, request, code)
     linger(state, request)
 

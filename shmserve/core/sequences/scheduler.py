@@ -107,9 +107,9 @@ def _refuse(state: State, key: Key, sequence: Sequence | None) -> None:
 
 def put(state: State, version: Version, number: int, request: Request, now: int) -> None:
     """Appends a validated request that is already in the tables."""
-    given = request.options
-    own = given is None or not given.sequence
-    options = _with_id(state, version, request) if given is None or own else given
+    sent = request.options
+    own = sent is None or not sent.sequence
+    options = _with_id(state, version, request) if sent is None or own else sent
     user = _owner(request.client, options)
     sequence = _find(state, version.model, number, options.sequence, user)
     while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
@@ -169,7 +169,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
     while places.changed:
         changed, places.changed = places.changed, {}
         for sequence in changed:
-            _look_at(state, places, sequence, now)
+            _process_change(state, places, sequence, now)
     if places.backlog and version.state is not VersionState.UNAVAILABLE:
         places.bind_waiting(version.instances)
     for instance in list(version.idle):
@@ -181,7 +181,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
         state.wakes.pop(version, None)
 
 
-def _look_at(state: State, places: Places, sequence: Sequence, now: int) -> None:
+def _process_change(state: State, places: Places, sequence: Sequence, now: int) -> None:
     """Processes a change of the sequence."""
     if sequence.state is _S.ENDED:
         return
@@ -190,7 +190,7 @@ def _look_at(state: State, places: Places, sequence: Sequence, now: int) -> None
         _end_broken(state, places, sequence, *sequence.broken, now)
     elif sequence.over and sequence.idle:
         if sequence.cut:
-            _tell_worker(state, sequence)
+            _notify_worker(state, sequence)
         _end(state, places, sequence)
 
 
@@ -203,7 +203,7 @@ def _end_broken(state: State, places: Places, sequence: Sequence, code: str, tex
         places.gone(request)
         completion.end_early(state, request, code, text, now)
     if sequence.running is None:  # else when its worker is done with that request
-        _tell_worker(state, sequence)
+        _notify_worker(state, sequence)
         _end(state, places, sequence)
 
 
@@ -213,7 +213,7 @@ def _remember(state: State, sequence: Sequence, code: str, text: str) -> None:
         del state.lost_sequences[next(iter(state.lost_sequences))]
 
 
-def _tell_worker(state: State, sequence: Sequence) -> None:
+def _notify_worker(state: State, sequence: Sequence) -> None:
     """Notifies the worker of a sequence that ends without END."""
     instance = sequence.instance
     if instance is not None and instance.peer and instance.usable:
