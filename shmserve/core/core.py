@@ -21,7 +21,6 @@ from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Effect
 from shmserve.core.ensembles import readiness
 from shmserve.core.ensembles.advance import Ensembles
-from shmserve.core.ensembles.steps import StepRequests
 from shmserve.core.events import Event
 from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
@@ -81,7 +80,7 @@ class Core:
         state = self.state
         quotas = Quotas(state)
         questions = self._questions = Questions(state)
-        self._ensembles = Ensembles(state, StepRequests(state, quotas))
+        self._ensembles = Ensembles(state, quotas)
         self._admission = Admission(state, quotas, questions, server)
         self._calls = ModelCalls(state, questions, quotas)
         self._lifecycle = Lifecycle(state, questions)

@@ -5,18 +5,18 @@ models, except that their results go to the run. Invariant: a result is only rec
 `advance` processes it after all events of the turn, never while a batch is being processed.
 
 A tensor made by a step is kept until the last step that reads it has left its worker, or until the caller's response. A
-step with many responses may only be a limited number ahead of the caller (`StepRequests`), which gives backpressure.
+step with many responses may only be a limited number ahead of the caller (`steps`), which gives backpressure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.core.ensembles import graph
+from shmserve.core.ensembles import graph, steps
 from shmserve.core.ensembles.run import Iteration, KeptTensor, MappedStep, Run, Spot
-from shmserve.core.ensembles.steps import StepRequests
 from shmserve.core.records import Request
 from shmserve.core.requests import completion, responses
+from shmserve.core.requests.quotas import Quotas
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.stats.statistics import FailureKind
@@ -34,9 +34,9 @@ _DEADLOCK = "unexpected deadlock, at least one output is not set while no more e
 
 
 class Ensembles:
-    def __init__(self, state: State, steps: StepRequests) -> None:
+    def __init__(self, state: State, quotas: Quotas) -> None:
         self._state = state
-        self._steps = steps
+        self._quotas = quotas
 
     # ------------------------------------------------------------------------------------ results
 
@@ -160,7 +160,7 @@ class Ensembles:
         if run.is_source(iteration, index) and run.open[iteration.level][0] is not iteration:
             iteration.held_back = True
             return
-        self._steps.follow(run, index)
+        steps.follow(self._state, run, index)
         step, member = run.graph.steps[index], run.members[index]
         policy = member.policy
         assert policy is not None
@@ -181,7 +181,15 @@ class Ensembles:
                     return
         if not step.mapped:
             iteration.due[index] = 1
-            self._steps.submit(run, Spot(index, 0, iteration), [(own, tensor) for own, _, tensor in inputs], False, now)
+            steps.submit(
+                self._state,
+                self._quotas,
+                run,
+                Spot(index, 0, iteration),
+                [(own, tensor) for own, _, tensor in inputs],
+                False,
+                now,
+            )
             return
         over = run.find(iteration, step.mapped)
         if over is None:
@@ -232,7 +240,9 @@ class Ensembles:
         row, over = next(mapped.rows), run.graph.steps[index].mapped
         mine = [(own, row if name == over else tensor) for own, name, tensor in mapped.inputs]
         try:
-            self._steps.submit(run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now)
+            steps.submit(
+                self._state, self._quotas, run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now
+            )
         except ServeError as error:
             raise type(error)(f"row {number} of step {index}: {error.message}") from error
 
