@@ -5,4 +5,9 @@ and `calls`. The handlers change `state.State` and its `records`. A request is v
 into a batch and sent to a worker (`batching`), and completed when the worker's result arrives (`requests.completion`);
 sequences and ensembles have schedulers of their own on top of this. Whatever must happen outside is appended to the
 effects of the turn, which the broker executes.
+
+The packages are divided by subject and refer to each other: a record contains its queue, and the end of a batch
+completes requests. The modules have an order nevertheless, the contract `core-layers` of setup.cfg: records at the
+bottom, then `state`, then the parts that act on it. These are functions over `State`, or objects where a part has
+tables of its own.
 """

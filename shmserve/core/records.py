@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from shmserve.core.batching.form import Reason, Shape
+from shmserve.core.batching.form import BatchRules, Reason
 from shmserve.core.batching.padding import rounded
 from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.ensembles.graph import EnsembleGraph
@@ -516,6 +516,7 @@ class Version:
     """
 
     __slots__ = (
+        "batch_rules",
         "began",
         "cached",
         "checker",
@@ -543,7 +544,6 @@ class Version:
         "reserved",
         "retries",
         "service_ns",
-        "shape",
         "source",
         "spread_ns",
         "state",
@@ -597,7 +597,7 @@ class Version:
         """Number of the pending Compose."""
         self.users = 0
         """Ensemble runs that may still send requests to it."""
-        self.shape: Shape | None = None
+        self.batch_rules: BatchRules | None = None
         self.padding: PaddingPolicy | None = None
         self.prefetch = True
         self.plain = True
@@ -636,14 +636,14 @@ class Version:
             self.places = Places(policy.sequence)
             self.plain = self.prefetch = False
             if policy.max_batch > 0:
-                self.shape = Shape.of(policy.max_batch, policy.sequence.batching, self.checker.varies)
+                self.batch_rules = BatchRules.of(policy.max_batch, policy.sequence.batching, self.checker.varies)
         if policy.steps is not None:
             self.graph = EnsembleGraph(policy)
             self.plain = False
         batching = policy.batching
         if batching is not None:
             if policy.max_batch > 0:
-                self.shape = Shape.of(policy.max_batch, batching, self.checker.varies)
+                self.batch_rules = BatchRules.of(policy.max_batch, batching, self.checker.varies)
                 self.padding = policy.padding
             self.prefetch = _sends_ahead(batching)
             self.plain = self.prefetch and not batching.preserve_ordering

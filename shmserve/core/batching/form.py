@@ -53,49 +53,52 @@ class BatchPlan(Struct, gc=False):
     chosen: list[int] | None = None
 
 
-class Shape(Struct, frozen=True):
+class BatchRules(Struct, frozen=True):
     """The batch rules of a model, precomputed.
 
-    `max_batch`: limit of rows. `preferred`: preferred sizes, only `max_batch` if none are configured. `largest`: the
-    largest of them. `varies`: requests may differ in shapes or optional inputs, and then cannot share a batch.
-    `simple`: no delay, no variation, and no preferred size but `max_batch`: a batch is whatever fits. `prefers`:
-    sizes other than `max_batch` are preferred. `passes`: a request may overtake earlier ones to reduce padding.
+    `max_batch`: limit of rows. `preferred`: preferred sizes, only `max_batch` if none are configured.
+    `largest_preferred`: the largest of them. `varies`: requests may differ in shapes or optional inputs, and then
+    cannot share a batch. `simple`: no delay, no variation, and no preferred size but `max_batch`: a batch is whatever
+    fits. `prefers`: sizes other than `max_batch` are preferred. `may_overtake`: a request may overtake earlier ones to
+    reduce padding.
     """
 
     max_batch: int
-    largest: int
+    largest_preferred: int
     preferred: frozenset[int]
     delay_ns: int
     varies: bool
     simple: bool
     prefers: bool = True
-    passes: bool = True
-    enough: int = 0
+    may_overtake: bool = True
+    lookahead: int = 0
     """How many waiting requests callers should pass to `form`: one more than can fit into a batch."""
 
     @classmethod
-    def of(cls, max_batch: int, policy: BatchPolicy, varies: bool) -> Shape:
+    def of(cls, max_batch: int, policy: BatchPolicy, varies: bool) -> BatchRules:
         preferred = tuple(size for size in policy.preferred if size > 0) or (max_batch,)
         simple = policy.delay_ns == 0 and preferred == (max_batch,) and not varies
         prefers = preferred != (max_batch,)
-        passes = not policy.preserve_ordering
-        enough = max(max_batch, *preferred) + 1
+        may_overtake = not policy.preserve_ordering
+        lookahead = max(max_batch, *preferred) + 1
         sizes = max_batch, max(preferred), frozenset(preferred)
-        return cls(*sizes, policy.delay_ns, varies, simple, prefers, passes, enough)
+        return cls(*sizes, policy.delay_ns, varies, simple, prefers, may_overtake, lookahead)
 
     def reason(self, rows: int) -> Reason:
         """The reason for a batch of a preferred size: FULL, or PREFERRED if it is a configured size below the limit."""
         return Reason.PREFERRED if self.prefers and rows < self.max_batch else Reason.FULL
 
 
-def form(waiting: Sequence[BatchItem], shape: Shape, now: int, base: int = 0, signature: object = None) -> BatchPlan:
+def form(
+    waiting: Sequence[BatchItem], rules: BatchRules, now: int, base: int = 0, signature: object = None
+) -> BatchPlan:
     """Plans which of `waiting` (in order, not empty) run now.
 
     With `base` > 0, plans instead which of them to add to a batch of `base` rows with this `signature` that already
     waits at a worker. It cannot start before the worker is free, so a delay would gain nothing and is ignored.
     """
-    if shape.simple:
-        return _fill(waiting, shape.max_batch, base)
+    if rules.simple:
+        return _fill(waiting, rules.max_batch, base)
     count = rows = best_count = best_rows = 0
     saturated = stopped = False
     reason = Reason.FULL
@@ -103,34 +106,34 @@ def form(waiting: Sequence[BatchItem], shape: Shape, now: int, base: int = 0, si
     for request in waiting:
         if base + rows:
             total = base + rows + request.cost
-            if total > shape.largest and best_count == 0 and not saturated:
+            if total > rules.largest_preferred and best_count == 0 and not saturated:
                 best_count, best_rows, saturated = count, rows, True
-            if total > shape.max_batch:
+            if total > rules.max_batch:
                 stopped = True
                 break
-            if shape.varies and request.signature != (signature if base else waiting[0].signature):
+            if rules.varies and request.signature != (signature if base else waiting[0].signature):
                 stopped, reason = True, Reason.SHAPE
                 break
         count += 1
         rows += request.cost
         oldest = min(oldest, request.arrived)
-        if base + rows in shape.preferred:
+        if base + rows in rules.preferred:
             best_count, best_rows = count, rows
     if base:
-        return _extension(count, rows, best_count, best_rows, saturated, shape.reason(base + best_rows))
-    pending, best = BatchPlan(count, rows, reason), BatchPlan(best_count, best_rows, shape.reason(best_rows))
-    return _decide(shape, now - oldest, now, pending, best, stopped)
+        return _extension(count, rows, best_count, best_rows, saturated, rules.reason(base + best_rows))
+    pending, best = BatchPlan(count, rows, reason), BatchPlan(best_count, best_rows, rules.reason(best_rows))
+    return _decide(rules, now - oldest, now, pending, best, stopped)
 
 
-def _decide(shape: Shape, age: int, now: int, pending: BatchPlan, best: BatchPlan, stopped: bool) -> BatchPlan:
+def _decide(rules: BatchRules, age: int, now: int, pending: BatchPlan, best: BatchPlan, stopped: bool) -> BatchPlan:
     """Chooses between a preferred size (`best`), all requests that fit (`pending`), and waiting for more.
 
     `age`: time for which the oldest request has waited. `stopped`: the next request cannot be added.
     """
-    delay = shape.delay_ns
+    delay = rules.delay_ns
     if best.count and not (delay and age >= delay):
         return best
-    if stopped or pending.rows >= shape.largest:
+    if stopped or pending.rows >= rules.largest_preferred:
         return pending
     if age >= delay:
         pending.reason = Reason.DELAY if delay else Reason.IDLE
@@ -146,7 +149,7 @@ def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated
 
 
 def _fill(waiting: Sequence[BatchItem], max_batch: int, base: int) -> BatchPlan:
-    """Takes as many requests as fit: the fast path for `Shape.simple`."""
+    """Takes as many requests as fit: the fast path for `BatchRules.simple`."""
     rows = base
     count = 0
     for request in waiting:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shmserve.core.batching.form import BatchItem, BatchPlan, Reason, Shape, form
+from shmserve.core.batching.form import BatchItem, BatchPlan, BatchRules, Reason, form
 from shmserve.core.policy import PaddingPolicy
 
 _WASTE = 4
@@ -42,7 +42,7 @@ def rounded(length: int, policy: PaddingPolicy) -> int:
 
 def form_padded(
     waiting: Sequence[WaitingPadded],
-    shape: Shape,
+    rules: BatchRules,
     policy: PaddingPolicy,
     now: int,
     urgent: int = 0,
@@ -58,31 +58,31 @@ def form_padded(
     """
     window = waiting[: policy.lookahead]
     if base:
-        places = _joining(window, shape, policy, base, signature, length, useful)
+        places = _joining(window, rules, policy, base, signature, length, useful)
     else:
         signature = waiting[0].signature
-        places = _group(window, shape, policy)
-    places = _in_turn(window, places, shape, urgent)
+        places = _group(window, rules, policy)
+    places = _in_turn(window, places, rules, urgent)
     if not places:
         return BatchPlan(0, 0, Reason.SHAPE)
     members = [window[place] for place in places]
-    plan = form(members, shape, now, base, signature)
+    plan = form(members, rules, now, base, signature)
     if len(places) < len(window):
         if plan.reason is Reason.IDLE:
             plan.reason = Reason.SHAPE
-        elif not plan.count and not base and _enough(window, shape, policy):
+        elif not plan.count and not base and _enough(window, rules, policy):
             plan = BatchPlan(len(members), sum([request.cost for request in members]), Reason.SHAPE)
     if plan.count and places[plan.count - 1] >= plan.count:
         plan.chosen = places[: plan.count]
     return plan
 
 
-def _enough(window: Sequence[WaitingPadded], shape: Shape, policy: PaddingPolicy) -> bool:
+def _enough(window: Sequence[WaitingPadded], rules: BatchRules, policy: PaddingPolicy) -> bool:
     """Waiting gains nothing: the window is full, or its requests would fill a batch if their lengths were equal."""
-    return len(window) == policy.lookahead or sum([request.cost for request in window]) >= shape.largest
+    return len(window) == policy.lookahead or sum([request.cost for request in window]) >= rules.largest_preferred
 
 
-def _group(window: Sequence[WaitingPadded], shape: Shape, policy: PaddingPolicy) -> list[int]:
+def _group(window: Sequence[WaitingPadded], rules: BatchRules, policy: PaddingPolicy) -> list[int]:
     """The places of the head's group, in queue order, including the first request that no longer fits, which `form`
     needs to see."""
     multiple, signature = policy.multiple, window[0].signature
@@ -90,20 +90,20 @@ def _group(window: Sequence[WaitingPadded], shape: Shape, policy: PaddingPolicy)
     alike = [place for place, request in enumerate(window) if request.signature == signature]
     items = sorted([(sizes[place], window[place].cost) for place in alike])
     head = items.index((sizes[0], window[0].cost))
-    low, high = group_of(items, head, shape.max_batch, policy.batch_cost)
+    low, high = group_of(items, head, rules.max_batch, policy.batch_cost)
     found, rows = [], 0
     for place in alike:
         if low <= sizes[place] <= high:
             found.append(place)
             rows += window[place].cost
-            if rows > shape.max_batch:
+            if rows > rules.max_batch:
                 break
     return found
 
 
 def _joining(
     window: Sequence[WaitingPadded],
-    shape: Shape,
+    rules: BatchRules,
     policy: PaddingPolicy,
     rows: int,
     signature: object,
@@ -124,7 +124,7 @@ def _joining(
             continue
         found.append(place)
         rows += request.cost
-        if rows > shape.max_batch:
+        if rows > rules.max_batch:
             break
         longest, padding = size, then
         useful += request.cost * request.length
@@ -157,13 +157,13 @@ def group_of(items: Sequence[tuple[int, int]], anchor: int, most: int, batch_cos
     return items[cuts[end]][0], items[end - 1][0]
 
 
-def _in_turn(window: Sequence[WaitingPadded], places: list[int], shape: Shape, urgent: int) -> list[int]:
+def _in_turn(window: Sequence[WaitingPadded], places: list[int], rules: BatchRules, urgent: int) -> list[int]:
     """The leading part of `places` that may run before the requests left out."""
     if not places or places[-1] < len(places):
         return places
     chosen = set(places)
     kept: list[int] = []
-    slack = shape.max_batch
+    slack = rules.max_batch
     waits = False
     previous = window[0]
     for place, request in enumerate(window[: places[-1] + 1]):
@@ -172,7 +172,7 @@ def _in_turn(window: Sequence[WaitingPadded], places: list[int], shape: Shape, u
         previous = request
         if place not in chosen:
             waits = True
-            slack = min(slack, _may_be_passed(request, shape, urgent))
+            slack = min(slack, _may_be_passed(request, rules, urgent))
         elif waits and request.cost > slack:
             break
         else:
@@ -181,8 +181,8 @@ def _in_turn(window: Sequence[WaitingPadded], places: list[int], shape: Shape, u
     return kept
 
 
-def _may_be_passed(request: WaitingPadded, shape: Shape, urgent: int) -> int:
+def _may_be_passed(request: WaitingPadded, rules: BatchRules, urgent: int) -> int:
     """The number of rows that may overtake the request."""
-    if not shape.passes or 0 < request.deadline < urgent or 0 < request.queue_expires < urgent:
+    if not rules.may_overtake or 0 < request.deadline < urgent or 0 < request.queue_expires < urgent:
         return 0
-    return max(0, shape.max_batch - request.passed)
+    return max(0, rules.max_batch - request.passed)

@@ -9,23 +9,24 @@ from shmserve.core.records import Batch, Instance, Request, Version
 
 def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
     """The next batch; `alone`: of a single request."""
-    if alone or version.shape is None:
+    rules = version.batch_rules
+    if alone or rules is None:
         return BatchPlan(1, version.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
     if version.padding is not None:
         waiting = version.queue.first(version.padding.lookahead)
-        return form_padded(waiting, version.shape, version.padding, now, _urgent(version, now))
-    return form(version.queue.first(version.shape.enough), version.shape, now)
+        return form_padded(waiting, rules, version.padding, now, _urgent(version, now))
+    return form(version.queue.first(rules.lookahead), rules, now)
 
 
 def plan_extension(version: Version, batch: Batch, now: int) -> BatchPlan:
-    shape = version.shape
-    if shape is None or batch.rows in shape.preferred or batch.rows >= shape.max_batch:
+    rules = version.batch_rules
+    if rules is None or batch.rows in rules.preferred or batch.rows >= rules.max_batch:
         return BatchPlan(0, 0, batch.reason)
     if version.padding is not None:
         waiting = version.queue.first(version.padding.lookahead)
         base = batch.rows, batch.signature, *batch.lengths()
-        return form_padded(waiting, shape, version.padding, now, _urgent(version, now), *base)
-    return form(version.queue.first(shape.enough), shape, now, batch.rows, batch.signature)
+        return form_padded(waiting, rules, version.padding, now, _urgent(version, now), *base)
+    return form(version.queue.first(rules.lookahead), rules, now, batch.rows, batch.signature)
 
 
 def _urgent(version: Version, now: int) -> int:

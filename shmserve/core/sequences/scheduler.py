@@ -269,9 +269,9 @@ def _plan_direct(state: State, version: Version, policy: SequencePolicy, heads: 
 
 
 def _plan_oldest(state: State, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
-    if version.shape is None:
+    if version.batch_rules is None:
         return BatchPlan(1, 1, Reason.SINGLE)
-    plan = form([sequence.requests[0] for sequence in heads], version.shape, now)
+    plan = form([sequence.requests[0] for sequence in heads], version.batch_rules, now)
     if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot meanwhile
         return BatchPlan(len(heads), len(heads), Reason.FULL)
     return plan

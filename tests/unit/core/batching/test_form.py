@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batching.form import BatchPlan, Reason, Shape, form
+from shmserve.core.batching.form import BatchPlan, BatchRules, Reason, form
 from shmserve.core.policy import BatchPolicy
 
 
@@ -34,12 +34,12 @@ POLICIES = st.builds(
 )
 
 
-def shape_of(policy: BatchPolicy, varies: bool) -> Shape:
-    return Shape.of(MAX, policy, varies)
+def rules_of(policy: BatchPolicy, varies: bool) -> BatchRules:
+    return BatchRules.of(MAX, policy, varies)
 
 
-def run(waiting: list[Any], shape: Shape, *base: Any) -> BatchPlan:
-    return form(waiting, shape, NOW, *base)
+def run(waiting: list[Any], rules: BatchRules, *base: Any) -> BatchPlan:
+    return form(waiting, rules, NOW, *base)
 
 
 def rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> tuple[int, int]:
@@ -75,13 +75,13 @@ def rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> tuple[in
 
 @given(QUEUES, POLICIES, st.booleans())
 def test_it_does_what_the_rules_say(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
-    plan = run(waiting, shape_of(policy, varies))
+    plan = run(waiting, rules_of(policy, varies))
     assert (plan.count, plan.wake if not plan.count else 0) == rules(waiting, policy, varies)
 
 
 @given(QUEUES, POLICIES, st.booleans())
 def test_what_holds_of_every_plan(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
-    plan = run(waiting, shape_of(policy, varies))
+    plan = run(waiting, rules_of(policy, varies))
     taken = waiting[: plan.count]
     assert plan.rows == sum(request.cost for request in taken) <= MAX
     assert not varies or len({request.signature for request in taken}) <= 1
@@ -92,7 +92,7 @@ def test_what_holds_of_every_plan(waiting: list[Waiting], policy: BatchPolicy, v
 
 @given(QUEUES, POLICIES, st.booleans())
 def test_the_reason_is_true(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
-    plan = run(waiting, shape_of(policy, varies))
+    plan = run(waiting, rules_of(policy, varies))
     if not plan.count:
         return
     following = waiting[plan.count] if plan.count < len(waiting) else None
@@ -119,19 +119,19 @@ def test_the_reason_is_true(waiting: list[Waiting], policy: BatchPolicy, varies:
 def test_an_extension_fits(
     waiting: list[Waiting], policy: BatchPolicy, varies: bool, base: int, signature: str
 ) -> None:
-    shape = shape_of(policy, varies)
-    plan = run(waiting, shape, base, signature if varies else None)
+    rules = rules_of(policy, varies)
+    plan = run(waiting, rules, base, signature if varies else None)
     taken = waiting[: plan.count]
     assert plan.rows == sum(request.cost for request in taken)
     assert base + plan.rows <= MAX
     assert not varies or all(request.signature == signature for request in taken)
-    if plan.count and base + plan.rows > shape.largest:
-        assert base > shape.largest, "it grows over the largest preferred size only if it was over it already"
+    if plan.count and base + plan.rows > rules.largest_preferred:
+        assert base > rules.largest_preferred, "it grows over the largest preferred size only if it was over it already"
     if plan.count < len(waiting):
         stopper = waiting[plan.count]
         total = base + plan.rows + stopper.cost
         other = varies and stopper.signature != signature
-        assert total > min(MAX, shape.largest) or other or base + plan.rows in shape.preferred
+        assert total > min(MAX, rules.largest_preferred) or other or base + plan.rows in rules.preferred
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_an_extension_fits(
     ],
 )
 def test_reasons(preferred: tuple[int, ...], sizes: list[int], count: int, reason: Reason) -> None:
-    plan = run([Waiting(size, "s", 90) for size in sizes], shape_of(BatchPolicy(preferred), True))
+    plan = run([Waiting(size, "s", 90) for size in sizes], rules_of(BatchPolicy(preferred), True))
     assert (plan.count, plan.reason) == (count, reason)
 
 
 def test_sizes_that_mean_nothing_are_no_preferred_sizes() -> None:
-    assert Shape.of(8, BatchPolicy(preferred=(0,)), False) == Shape.of(8, BatchPolicy(), False)
+    assert BatchRules.of(8, BatchPolicy(preferred=(0,)), False) == BatchRules.of(8, BatchPolicy(), False)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batching.form import BatchPlan, Reason, Shape
+from shmserve.core.batching.form import BatchPlan, BatchRules, Reason
 from shmserve.core.batching.padding import form_padded, group_of
 from shmserve.core.policy import BatchPolicy, PaddingPolicy
 
@@ -89,8 +89,8 @@ def may_be_passed(request: Waiting, policy: BatchPolicy, urgent: int) -> int:
 
 @given(QUEUES, POLICIES, PADDINGS, st.sampled_from([0, 150]))
 def test_what_holds_of_every_plan(waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, urgent: int) -> None:
-    shape = Shape.of(MAX, policy, True)
-    plan = form_padded(waiting, shape, padding, NOW, urgent)
+    rules = BatchRules.of(MAX, policy, True)
+    plan = form_padded(waiting, rules, padding, NOW, urgent)
     if not plan.count:
         assert policy.delay_ns
         assert plan.wake > NOW
@@ -116,7 +116,7 @@ def test_an_extension_fits(
     waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, base: int, length: int
 ) -> None:
     useful = base * length
-    plan = form_padded(waiting, Shape.of(MAX, policy, True), padding, NOW, 0, base, "s", length, useful)
+    plan = form_padded(waiting, BatchRules.of(MAX, policy, True), padding, NOW, 0, base, "s", length, useful)
     places = chosen(plan)
     taken = [waiting[place] for place in places]
     rows = base + sum(request.cost for request in taken)
@@ -133,7 +133,7 @@ def test_an_extension_fits(
 
 
 def test_what_costs_more_to_pad_than_a_batch_costs_runs_by_itself() -> None:
-    shape, waiting = Shape.of(MAX, BatchPolicy(), True), [Waiting(4), Waiting(60), Waiting(5)]
+    rules, waiting = BatchRules.of(MAX, BatchPolicy(), True), [Waiting(4), Waiting(60), Waiting(5)]
     for batch_cost, places, reason in ((111, [0, 1, 2], Reason.IDLE), (109, [0, 2], Reason.SHAPE)):
-        plan = form_padded(waiting, shape, PaddingPolicy((), batch_cost=batch_cost), NOW)
+        plan = form_padded(waiting, rules, PaddingPolicy((), batch_cost=batch_cost), NOW)
         assert (chosen(plan), plan.reason) == (places, reason), f"to pad costs 110 more, another batch {batch_cost}"
