@@ -1,9 +1,10 @@
-"""Warm-up and labels in a real worker: what runs before a model is ready, what stays of it, what makes loads fail."""
+"""Warm-up and labels: samples that run before a model is ready, and what makes a load fail."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Options, Tensor, Wanted
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup, ModelWarmup, ModelWarmupInput
+from shmserve.repo.config.schema import ModelConfig, ModelWarmup, ModelWarmupInput
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.batch.specs import inputs_of
 from shmserve.workers.loading import THREADS, _threads
-from shmserve.workers.process.device import device_of
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.warmup import requests_of, title
+from tests.support.workers.in_process import load_failure
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 from tests.support.workers.worker_models import KINDS, Graph, Kind, config_name, python_model
 
@@ -41,11 +42,10 @@ class TritonPythonModel:
 
     def initialize(self, args):
         self.calls = []
-        self.args = args
 
     def execute(self, requests):
         if json.loads(requests[0].parameters()).get("tell"):
-            return [pb_utils.InferenceResponse([], None, {"calls": json.dumps(self.calls), **self.args})]
+            return [pb_utils.InferenceResponse([], None, {"calls": json.dumps(self.calls)})]
         self.calls.append([self.described(request) for request in requests])
         y = pb_utils.Tensor("y", np.zeros((1, 5000), np.float32))
         return [pb_utils.InferenceResponse([y]) for _ in requests]
@@ -83,13 +83,13 @@ def file(folder: Path, name: str, content: bytes) -> None:
     (folder / "warmup" / name).write_bytes(content)
 
 
-def calls(worker: WorkerProcess) -> tuple[Any, dict[str, Any]]:
-    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
-    asked = work(1, tensor, options=Options(parameters={"tell": True}), outputs=[])
-    (row,) = worker.run(asked)
+def calls(worker: WorkerProcess, dtype: str = "FP32") -> Any:
+    """What the recorder was called with."""
+    request = work(1, Tensor("x", dtype, (1, 1), bytes(4)), options=Options(parameters={"tell": True}), outputs=[])
+    (row,) = worker.run(request)
     assert row.error is None, row.error
     assert row.parameters is not None
-    return json.loads(str(row.parameters["calls"])), row.parameters
+    return json.loads(str(row.parameters["calls"]))
 
 
 def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
     with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
         assert not worker.maps  # nothing was announced, so nothing can stay
-        found, _ = calls(worker)
+        found = calls(worker)
         shapes = [[request["x"][0] for request in call] for call in found]
         assert shapes == [[[1, 3]], [[1, 2000]] * 4, [[1, 2000]] * 4, [[1, 3000]] * 2]
         assert not found[0][0]["x"][3]
@@ -173,10 +173,7 @@ def test_strings(tmp_path: Path) -> None:
     )
     with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
-        text = Tensor("x", "BYTES", (1, 1), bytes(4))
-        (row,) = worker.run(work(1, text, options=Options(parameters={"tell": True}), outputs=[]))
-        assert row.parameters is not None
-        found = json.loads(str(row.parameters["calls"]))
+        found = calls(worker, "BYTES")
         expected = [[b""] * 2, [b""] * 2, words.tolist()]
         assert [call[0]["x"][2] for call in found] == [list(map(repr, some)) for some in expected]
 
@@ -215,32 +212,21 @@ def test_onnx_is_warm_and_right(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ what fails
 
 
-def fails(given: ModelConfig, folder: Path, code: str, *texts: str) -> str:
-    with WorkerProcess(given, folder) as worker:
-        failed = worker.failed()
-        assert worker.ended() == Exit.LOAD_FAILED
-        assert failed.code == code, failed.text
-        for text in texts:
-            assert text in failed.text
-        assert str(folder) not in failed.text
-        assert not worker.maps
-        return worker.said()
-
-
 def test_a_model_that_fails_its_sample(tmp_path: Path) -> None:
     source = RECORDER.replace("self.calls.append(", "assert len(self.calls) < 2, 'tired'\n        self.calls.append(")
     given = recorder(tmp_path, sample("s", 1, 3, x=data("FP32", 3, zero_data=True)))
     python_model(tmp_path, source)
-    said = fails(
-        given,
-        tmp_path,
-        "MODEL_FAILED",
-        "warm-up sample 's' of model 'm' failed in run 3 of 3",
-        "model instance 'm_0_0'",
-        "AssertionError: tired",
-    )
-    assert "Traceback" in said
-    assert "finalized" in said
+    with WorkerProcess(given, tmp_path) as worker:
+        failed = worker.failed()
+        assert worker.ended() == Exit.LOAD_FAILED
+        assert not worker.maps
+        log = worker.said()
+    assert failed.code == "MODEL_FAILED"
+    for text in ("warm-up sample 's' of model 'm' failed in run 3 of 3", "'m_0_0'", "AssertionError: tired"):
+        assert text in failed.text
+    assert str(tmp_path) not in failed.text
+    assert "Traceback" in log
+    assert "finalized" in log
 
 
 BAD: dict[str, tuple[ModelWarmup, str]] = {
@@ -294,38 +280,31 @@ def test_bad_samples(tmp_path: Path, case: str) -> None:
     assert str(tmp_path) not in str(found.value)
 
 
-def test_a_batch_for_a_model_without_batches(tmp_path: Path) -> None:
-    given = recorder(tmp_path, sample("s", 2, x=data("FP32", 3, zero_data=True)), max_batch=0)
-    fails(given, tmp_path, "INVALID_ARG", "warm-up sample 's'", "batch_size 2; max_batch_size is 0, so it can be 1")
-
-
 @pytest.mark.parametrize("content", [b"\1\0\0\0a", b"\1\0\0\0a\2\0\0\0b", b"\1\0\0\0a\1\0\0\0b\1\0\0\0c"])
 def test_files_that_are_not_the_strings(tmp_path: Path, content: bytes) -> None:
     file(tmp_path, "words", content)
     given = recorder(tmp_path, sample("s", 1, x=data("BYTES", 2, input_data_file="words")), dtype="BYTES")
-    fails(given, tmp_path, "INVALID_ARG", "warm-up sample 's' of model 'm': input 'x': file 'words'")
+    found = load_failure(given, tmp_path)
+    assert found.code == "INVALID_ARG"
+    assert "warm-up sample 's' of model 'm': input 'x': file 'words'" in found.text
+
+
+def test_a_batch_for_a_model_without_batches(tmp_path: Path) -> None:
+    given = recorder(tmp_path, sample("s", 2, x=data("FP32", 3, zero_data=True)), max_batch=0)
+    found = load_failure(given, tmp_path)
+    assert found.code == "INVALID_ARG"
+    assert "warm-up sample 's' of model 'm' has batch_size 2; max_batch_size is 0, so it can be 1" in found.text
 
 
 def test_labels_that_cannot_be_read(tmp_path: Path) -> None:
     given = recorder(tmp_path)
     given = replace(given, output=(replace(given.output[0], label_filename="labels.txt"),))
-    fails(given, tmp_path, "INVALID_ARG", "label file 'labels.txt'", "no such file")
+    found = load_failure(given, tmp_path)
+    assert found.code == "INVALID_ARG"
+    assert re.search("label file 'labels.txt'.*no such file", found.text)
 
 
 # ------------------------------------------------------------------------------------------ what models are told
-
-
-@pytest.mark.parametrize(
-    ("instance", "kind", "device"),
-    [("a_0", "CPU", "0"), ("a_1", "GPU", "2"), ("a_3", "GPU", "5"), ("b_0", "MODEL", "0"), ("a_9", "CPU", "0")],
-)
-def test_kind_and_device(instance: str, kind: str, device: str) -> None:
-    groups = (
-        ModelInstanceGroup(name="a", kind="KIND_CPU", count=1),
-        ModelInstanceGroup(name="b", kind="KIND_MODEL", count=1),
-        ModelInstanceGroup(name="a", kind="KIND_GPU", gpus=(2, 5), count=2),
-    )
-    assert device_of(ModelConfig(instance_group=groups), instance) == (kind, int(device))
 
 
 def test_classes_of_a_python_model(tmp_path: Path) -> None:

@@ -398,11 +398,12 @@ def test_the_place_of_an_instance() -> None:
     groups = (
         ModelInstanceGroup(name="a", kind="KIND_GPU", gpus=(2, 5), count=2),
         ModelInstanceGroup(name="b", kind="KIND_CPU", count=1),
+        ModelInstanceGroup(name="c", kind="KIND_MODEL", count=1),
     )
     grouped = ModelConfig(name="m", instance_group=groups)
-    found = [device_of(grouped, name) for name in ("a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "x", "a_?")]
+    found = [device_of(grouped, name) for name in ("a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "x", "a_?", "c_0")]
     places = [(f"KIND_{kind}", number) for kind, number in found]
-    assert places == [("KIND_GPU", n) for n in (2, 2, 5, 5)] + [("KIND_CPU", 0)] * 4
+    assert places == [("KIND_GPU", n) for n in (2, 2, 5, 5)] + [("KIND_CPU", 0)] * 4 + [("KIND_MODEL", 0)]
 
 
 @pytest.mark.parametrize(("variable", "number"), [("", 3), ("0,1,2,3", 3), ("GPU-5f2c", 0), ("7", 0), ("7, ", 0)])
