@@ -146,17 +146,6 @@ def test_several_repositories(mixed: Path, tmp_path: Path) -> None:
     assert f"  more/good: {both} models\n" in out
 
 
-def test_json(mixed: Path) -> None:
-    found = json.loads(run("models", "--json", code=1)[0])
-    assert (found["errors"], found["warnings"]) == (3, 2)
-    assert [(model["name"], model["ok"], len(model["problems"])) for model in found["models"]] == [
-        ("good", True, 0),
-        ("lost", False, 3),
-        ("typo", False, 1),
-    ]
-    assert found["models"][2]["problems"][0]["line"] == 1
-
-
 # ------------------------------------------------------------------------------------------ with loading
 
 

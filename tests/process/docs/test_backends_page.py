@@ -167,9 +167,12 @@ def test_a_class_of_another_module_is_not_taken() -> None:
         backend_in(module, "mine")
 
 
-@pytest.mark.parametrize(("name", "library", "extra"), [("pytorch", "torch", "torch"), ("openvino",) * 3])
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [("onnxruntime", "onnxruntime", "cpu"), ("pytorch", "torch", "torch"), ("openvino",) * 3],
+)
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pytorch.backend", "pytorch.programs", "pytorch.device", "openvino"):
+    for module in ("onnx.backend", "pytorch.backend", "pytorch.programs", "pytorch.device", "openvino"):
         monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*pip install 'shmserve\[{extra}\]'"):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,33 +142,6 @@ def test_questions_about_the_server_and_its_models(client: Any, server: Server) 
     assert client.statistics("batched")["model_stats"][0]["name"] == "batched"
     with pytest.raises(shmserve.NotFound):
         client.metadata("nope")
-
-
-def test_threads_share_a_client(server: Server) -> None:
-    with server.client() as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
-
-        def work(thread: int) -> int:
-            right = 0
-            for number in range(100):
-                x = np.full((1, 5 if thread % 2 else 3000), thread * 1000 + number, np.float32)
-                right += bool((client.infer("batched", {"i_FP32": x})["o_FP32"] == x).all())
-            return right
-
-        assert list(pool.map(work, range(8))) == [100] * 8
-
-
-def test_callbacks_and_as_completed(server: Server) -> None:
-    with server.client() as client:
-        x = np.zeros((1, 8), np.float32)
-        called = threading.Semaphore(0)
-        futures = [client.submit("batched", {"i_FP32": x + number}) for number in range(50)]
-        for future in futures:
-            future.add_done_callback(lambda _: called.release())
-        completed: Callable[..., Iterator[Any]] = concurrent.futures.as_completed
-        seen = sorted(float(future.result()["o_FP32"][0, 0]) for future in completed(futures, timeout=30))
-        assert seen == [float(number) for number in range(50)]
-        for _ in futures:
-            assert called.acquire(timeout=30)
 
 
 @pytest.mark.parametrize("face", ["sync", "asyncio"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -142,13 +141,6 @@ def test_wrong_identity_models(tmp_path: Path, outputs: Tensors, parameters: dic
 
 
 # ---------------------------------------------------------------------------------------------- backends
-
-
-def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "shmserve.workers.backends.onnx.backend", raising=False)
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(Unsupported, match=r"pip install 'shmserve\[cpu\]'"):
-        registry.find("onnxruntime")
 
 
 class Point:

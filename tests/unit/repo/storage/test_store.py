@@ -102,13 +102,6 @@ def test_a_broken_model_does_not_affect_others(tmp_path: Path) -> None:
     assert len(found["empty"].problem_texts) == 2
 
 
-def test_several_repositories(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    put(one / "a")
-    put(two / "b")
-    assert list(scanned(one, two)) == ["a", "b"]
-
-
 def test_the_same_repository_twice_is_one(tmp_path: Path) -> None:
     put(tmp_path / "one" / "a")
     (tmp_path / "link").symlink_to(tmp_path / "one")
@@ -447,6 +440,7 @@ INVALID_NAME = "failed to poll from model repository: a model cannot have this n
         ("__pycache__", NotFound, "failed to load '__pycache__', " + INVALID_NAME),
         ("a\0", NotFound, "failed to load 'a\\x00', " + INVALID_NAME),
         ("file", NotFound, "failed to load 'file', failed to poll from model repository: no model repository has it"),
+        ("a..b", NotFound, "failed to load 'a..b', failed to poll from model repository: no model repository has it"),
         ("resnt", NotFound, "failed to poll from model repository: no model repository has it; did you mean 'resnet'?"),
         (
             "both",
