@@ -35,7 +35,7 @@ from shmserve.system.process import keep_freed_memory
 from shmserve.terminal import inputs, output
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
-from shmserve.workers.foreground.solo_order import Chosen, Errand, RunFailed, RunOrder
+from shmserve.workers.foreground.order import Chosen, RunFailed, RunOrder, find
 from shmserve.workers.foreground.terminal import Terminal
 from shmserve.workers.loading import LoadedModel, load
 from shmserve.workers.outbox import NullOutbox
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def resume(arguments: list[str]) -> NoReturn:
-    """Continues in the model's interpreter; the argument is the descriptor of the errand."""
+    """Continues in the model's interpreter; the argument is the descriptor of the order and the model."""
     with open(int(arguments[0]), "rb") as file:
-        errand = msgspec.msgpack.decode(file.read(), type=Errand)
-    _leave(run(errand.order, errand.chosen))
+        order, chosen = msgspec.msgpack.decode(file.read(), type=tuple[RunOrder, Chosen])
+    _leave(run(order, chosen))
 
 
 def _leave(code: int) -> NoReturn:
@@ -117,23 +117,19 @@ def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
 
 def _choose(order: RunOrder, terminal: Terminal) -> Chosen:
     """Returns the model if it runs in this interpreter. Otherwise replaces this process by the model's interpreter."""
-    from shmserve.workers.foreground.solo_find import (
-        find,  # the model's interpreter may lack the packages that it needs
-    )
-
     chosen = find(order)
     if not chosen.environment:
         return chosen
     from shmserve.workers.process.environment import enter
 
-    errand = os.memfd_create("shmserve-run", 0)
+    descriptor = os.memfd_create("shmserve-run", 0)
     try:
-        os.pwrite(errand, msgspec.msgpack.encode(Errand(order, chosen)), 0)
+        os.pwrite(descriptor, msgspec.msgpack.encode((order, chosen)), 0)
         cache = environments_dir(server_runtime_dir())
         terminal.leave()
-        enter(chosen.environment, str(cache), "shmserve.workers.foreground.solo:resume", [str(errand)])
+        enter(chosen.environment, str(cache), "shmserve.workers.foreground.solo:resume", [str(descriptor)])
     finally:
-        os.close(errand)
+        os.close(descriptor)
 
 
 def _show(

@@ -19,7 +19,7 @@ from shmserve.clients.cli.commands.base import order_of
 from shmserve.clients.cli.parser import parser
 from shmserve.repo import samples
 from shmserve.workers.foreground import solo
-from shmserve.workers.foreground.solo_order import RunOrder
+from shmserve.workers.foreground.order import RunOrder
 from tests.support import pages
 from tests.support.model_files import write_model
 from tests.support.workers.run_models import END_S, build, command, environment

@@ -1,30 +1,72 @@
-"""Finds the model for `shmserve run` and reads its configuration as a server would.
+"""The order for a foreground run: its arguments, and the model that they name, found and read as a server would.
 
-Invariant: no code of the model is run.
+Invariants: no code of the model is run here. Both can be serialised, because the model may run in another interpreter.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.backends import backend_directory_problem, installed
-from shmserve.repo.compile import environment
 from shmserve.repo.config.schema import encode_config
 from shmserve.repo.gpus import discover
-from shmserve.repo.storage.store import ScannedModel, scan_model
 from shmserve.terminal.inputs import BadInput
-from shmserve.workers.foreground.solo_order import Chosen, RunFailed, RunOrder
 from shmserve.workers.process.log import log_message
+
+if TYPE_CHECKING:
+    from shmserve.repo.storage.store import ScannedModel
+
+
+class RunOrder(Struct, forbid_unknown_fields=True):
+    """The arguments of `shmserve run`, by name."""
+
+    model_dir: str
+    file: str | None = None
+    input: list[str] = []
+    random: bool = False
+    batch: int | None = None
+    shape: list[str] = []
+    seed: int | None = None
+    outputs: str | None = None
+    out: str | None = None
+    repeat: int = 1
+    version: int | None = None
+    json: bool = False
+    pdb: bool = False
+    backend_config: list[str] = []
+    model_config_name: str = ""
+    backend_directory: str = ""
+
+
+class RunFailed(Exception):
+    """The model cannot be loaded or has failed; the text is for the user, and a traceback was already printed."""
+
+
+class Chosen(Struct):
+    """A model and the version to run. `config`: the complete configuration, as in Load; `given`: the content of its
+    file alone. `environment`: the model's own interpreter; "": this one. `backends`: the available ones."""
+
+    path: str
+    version: int
+    config: bytes
+    given: bytes | None
+    warnings: tuple[str, ...]
+    backends: tuple[str, ...]
+    environment: str
 
 
 def find(order: RunOrder) -> Chosen:
+    from shmserve.repo.compile import environment  # the model's interpreter may lack the packages that it needs
+
     found, version = _find(order)
     config = found.config
     assert config is not None
     return Chosen(
-        found.name,
         str(found.path),
         version,
         encode_config(config),
@@ -37,6 +79,8 @@ def find(order: RunOrder) -> Chosen:
 
 def _find(order: RunOrder) -> tuple[ScannedModel, int]:
     """Returns the model in the directory and the version to run: the requested one, or the highest one served."""
+    from shmserve.repo.storage.store import scan_model  # the same
+
     # Not resolved: the model's name is the name of the link.
     path = Path(os.path.abspath(order.model_dir))
     if not path.is_dir():
