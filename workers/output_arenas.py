@@ -16,6 +16,7 @@ from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import Handle, Map, Unmap
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
+from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ INTERNAL = "internal"
 """The audience of memory that only workers read."""
 LIMIT_BYTES = 4 * 1024 * 1024 * 1024
 KNOB = "worker-output-bytes"
-NEAR = "@gpu"
-"""The suffix of the audience in the key of an arena on the GPU."""
 NEAR_BYTES = 1024 * 1024 * 1024
 NEAR_KNOB = "cuda-memory-pool-byte-size"
 
@@ -53,17 +52,19 @@ class _AudienceArena(Arena):
         make: Callable[[int], Extent],
         arenas: Arenas,
         audience: str,
-        near: str = "",
+        on_gpu: bool = False,
     ) -> None:
-        """`near`: in GPU memory, which must not be freed while other processes have it open, so it is kept
+        """`on_gpu`: in GPU memory, which must not be freed while other processes have it open, so it is kept
         until close."""
+        self.audience = audience
+        self.on_gpu = on_gpu
         super().__init__(
             owner,
             make,
-            limit_bytes=arenas.near_limit if near else arenas.limit,
-            announce=lambda segment: arenas.announce(segment, audience, near),
-            withdraw=None if near else arenas.withdraw,
-            knob=NEAR_KNOB if near else KNOB,
+            limit_bytes=arenas.near_limit if on_gpu else arenas.limit,
+            announce=lambda segment: arenas.announce(segment, self),
+            withdraw=None if on_gpu else arenas.withdraw,
+            knob=NEAR_KNOB if on_gpu else KNOB,
             numbers=arenas.numbers,
         )
 
@@ -88,6 +89,8 @@ class Arenas:
         self._outbox = outbox
         self._mapped = mapped
         self._arenas: dict[str, _AudienceArena] = {}
+        self._near: dict[str, _AudienceArena] = {}
+        """The arenas on this process's GPU."""
         self._by_segment: dict[int, _AudienceArena] = {}
         self.audiences: dict[int, str] = {}
         """The audience of each known segment: this worker's and those mapped from other processes."""
@@ -99,7 +102,7 @@ class Arenas:
     def allocate_near(self, audience: str, size: int) -> Block:
         """Allocates on this process's GPU, for readers that can map its memory. The block's address is a device
         address."""
-        arena = self._arenas.get(audience + NEAR) or self._new_near(audience)
+        arena = self._near.get(audience) or self._new_near(audience)
         return arena.allocate(size)
 
     def split(self, block: Block, sizes: Sequence[int]) -> list[Block]:
@@ -121,7 +124,7 @@ class Arenas:
 
     def close(self, bequeath: bool = False) -> None:
         """`bequeath`: POSIX segments in use keep their names, which the broker removes when they are no longer used."""
-        for arena in self._arenas.values():
+        for arena in (*self._arenas.values(), *self._near.values()):
             for segment in arena.segments if bequeath else ():
                 if isinstance(segment.extent, posix.PosixExtent) and segment.blocks.used:
                     segment.extent.bequeath()
@@ -130,7 +133,7 @@ class Arenas:
     @property
     def used(self) -> int:
         """Bytes of outputs that are still held."""
-        return sum(arena.used for arena in self._arenas.values())
+        return sum(arena.used for arena in (*self._arenas.values(), *self._near.values()))
 
     # ------------------------------------------------------------------------------------ segments
 
@@ -140,16 +143,12 @@ class Arenas:
             # The user's own server may open it; any other user only reads it, through the service's group.
             uid = audience.rpartition(":")[2]
             make = self._posix_private if uid in ("", str(os.geteuid())) else self._posix_group
-        arena = _AudienceArena(self._owner, make, self, audience)
-        self._arenas[audience] = arena
+        arena = self._arenas[audience] = _AudienceArena(self._owner, make, self, audience)
         return arena
 
     def _new_near(self, audience: str) -> _AudienceArena:
-        from shmserve.workers.gpu.shared import memory_of  # few models need it
-
-        made = memory_of(self._mapped).make
-        arena = _AudienceArena(self._owner, made, self, audience, NEAR)
-        self._arenas[audience + NEAR] = arena
+        make = memory_of(self._mapped).make
+        arena = self._near[audience] = _AudienceArena(self._owner, make, self, audience, on_gpu=True)
         return arena
 
     def _memfd(self, size: int) -> Extent:
@@ -166,7 +165,7 @@ class Arenas:
 
     def _make_room(self, size: int) -> None:
         """Enforces the limit across arenas: frees idle segments of all of them before a request fails."""
-        arenas = [arena for audience, arena in self._arenas.items() if not audience.endswith(NEAR)]
+        arenas = self._arenas.values()
         committed = sum(arena.committed for arena in arenas)
         if committed + size <= self.limit:
             return
@@ -180,20 +179,18 @@ class Arenas:
                 f"committed and {size} more are needed; raise {KNOB}, or drop results that are no longer needed"
             )
 
-    def announce(self, segment: Segment, audience: str, near: str = "") -> None:
-        message: Map = segment.map(audience)
+    def announce(self, segment: Segment, arena: _AudienceArena) -> None:
+        message: Map = segment.map(arena.audience)
         if message.name is None:
             self._mapped.add(segment.id, segment.size, fd=os.dup(segment.fd))
             self._outbox.add(message, segment.fd)
         else:
             self._mapped.add(segment.id, segment.size, name=message.name)
             self._outbox.add(message)
-        if near:
-            from shmserve.workers.gpu.shared import memory_of
-
+        if arena.on_gpu:
             memory_of(self._mapped).own(segment.id, segment.address)
-        self._by_segment[segment.id] = self._arenas[audience + near]
-        self.audiences[segment.id] = audience
+        self._by_segment[segment.id] = arena
+        self.audiences[segment.id] = arena.audience
 
     def withdraw(self, segment: int) -> None:
         del self._by_segment[segment]

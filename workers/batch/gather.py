@@ -19,6 +19,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.shm.mapped import OnDevice
 from shmserve.shm.strings import decode_bytes
+from shmserve.workers.gpu.shared import memory_of
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Handle, Tensor, Work
@@ -95,14 +96,14 @@ class GatherGroup:
             return only.reshape(shape) if spec.reshaped else only
         if padded and not spec.item:
             texts: Array = np.empty(shape, object)
-            self._pad(spec, pieces, texts)
+            self._gather.pad(spec, pieces, texts)
             return texts
         if not spec.item:
             strings: Array = np.concatenate(pieces)
             return strings.reshape(shape)
         gathered: Array = self._gather.buffer(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape)
         if padded:
-            self._pad(spec, pieces, gathered)
+            self._gather.pad(spec, pieces, gathered)
         else:
             _copy(pieces, gathered)
         return gathered
@@ -110,17 +111,6 @@ class GatherGroup:
     def _is_padded(self, spec: Spec) -> bool:
         """Whether some request needs padding in this input."""
         return spec.pad is not None and any(length != self.length for length in self.lengths)
-
-    def _pad(self, spec: Spec, pieces: list[Array], target: Array) -> None:
-        assert spec.pad is not None
-        value = spec.pad.value
-        if not spec.item and self._gather.text:
-            value = value.decode()
-        start = 0
-        for piece in pieces:
-            end = start + piece.shape[0]
-            _pad_to(target[start:end], piece, value)
-            start = end
 
     def pieces(self, index: int) -> list[Array] | None:
         """Returns the contiguous parts of an input in order, without copying them. None if they are inline in messages,
@@ -137,7 +127,7 @@ class GatherGroup:
         assert self._pieces is not None
         pieces = _on_host(self._pieces[index]) if self._gather.on_device else self._pieces[index]
         if self._is_padded(self._gather.specs[index]):
-            self._pad(self._gather.specs[index], pieces, target)
+            self._gather.pad(self._gather.specs[index], pieces, target)
         else:
             _copy(pieces, target)
 
@@ -173,18 +163,18 @@ class Gather:
         if uniform is not None:
             return [uniform], []
         failures: list[tuple[int, ServeError]] = []
-        found: dict[Any, list[tuple[int, list[list[Array]]]]] = {}
-        for place, work in enumerate(works):
+        stacks: dict[Any, list[tuple[int, list[list[Array]]]]] = {}
+        for position, work in enumerate(works):
             try:
                 pieces = self._pieces(work)
                 self._length(pieces)
             except ServeError as error:
-                failures.append((place, error))
+                failures.append((position, error))
                 continue
             # Requests without a batch dimension do not stack: each is a group.
-            key = self._key(pieces) if work.rows else place
-            found.setdefault(key, []).append((place, pieces))
-        return [self._group(works, members) for members in found.values()], failures
+            key = self._key(pieces) if work.rows else position
+            stacks.setdefault(key, []).append((position, pieces))
+        return [self._group(works, members) for members in stacks.values()], failures
 
     @property
     def pads(self) -> bool:
@@ -207,9 +197,9 @@ class Gather:
     def read(self, work: Work, length: int = 0) -> list[Array | None]:
         """Returns the inputs of a request as one array each, None for an absent one. `length`: the length to pad to."""
         arrays: list[Array | None] = []
-        found = self._pieces(work)
-        own = self._length(found)
-        for pieces, spec in zip(found, self.specs, strict=True):
+        inputs = self._pieces(work)
+        own = self._length(inputs)
+        for pieces, spec in zip(inputs, self.specs, strict=True):
             if not pieces:
                 arrays.append(None)
                 continue
@@ -225,26 +215,37 @@ class Gather:
     def _padded(self, spec: Spec, pad: Pad, pieces: list[Array], length: int) -> Array:
         rows = sum([piece.shape[0] for piece in pieces])
         array: Array = np.empty(pad.to(length, (rows, *pieces[0].shape[1:])), spec.numpy if spec.item else object)
-        group = GatherGroup(self, (), rows, [], None, None)
-        group._pad(spec, pieces, array)
+        self.pad(spec, pieces, array)
         return array
+
+    def pad(self, spec: Spec, pieces: list[Array], target: Array) -> None:
+        """Copies the pieces of an input, each padded, into an array for all requests."""
+        assert spec.pad is not None
+        value = spec.pad.value
+        if not spec.item and self.text:
+            value = value.decode()
+        start = 0
+        for piece in pieces:
+            end = start + piece.shape[0]
+            _pad_to(target[start:end], piece, value)
+            start = end
 
     def _length(self, pieces: list[list[Array]]) -> int:
         """Returns the common length of all padded inputs of a request."""
-        length = -1
+        length: int | None = None
         for index, pad in self._pads:
             if not pieces[index]:
                 continue
             for axis in pad.axes:
-                found = pieces[index][0].shape[axis]
-                if length not in (-1, found):
+                own = pieces[index][0].shape[axis]
+                if length not in (None, own):
                     raise InvalidRequest(
-                        f"input '{self.specs[index].name}' has length {found} on padded axis {axis}, but another "
+                        f"input '{self.specs[index].name}' has length {own} on padded axis {axis}, but another "
                         f"input has {length}; the padded inputs of a request to model '{self._model}' must have one "
                         f"length"
                     )
-                length = found
-        return max(length, 0)
+                length = own
+        return length or 0
 
     # ---------------------------------------------------------------------------------- all inline, all alike
 
@@ -303,7 +304,7 @@ class Gather:
         )
 
     def _group(self, works: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> GatherGroup:
-        chosen = [works[place] for place, _ in members]
+        chosen = [works[position] for position, _ in members]
         rows = sum(work.rows for work in chosen)
         pieces: list[list[Array]] = []
         shapes: list[tuple[int, ...] | None] = []
@@ -329,7 +330,7 @@ class Gather:
 
     def _pieces(self, work: Work) -> list[list[Array]]:
         """Returns the parts of each input of a request, in the order of the configuration, in the caller's shape."""
-        found: list[list[Array]] = [[] for _ in self.specs]
+        inputs: list[list[Array]] = [[] for _ in self.specs]
         for tensor in work.inputs:
             index = self._index.get(tensor.name)
             if index is None:
@@ -338,21 +339,21 @@ class Gather:
                     f"unexpected inference input '{tensor.name}', allowed inputs are: {allowed} "
                     f"for model '{self._model}'"
                 )
-            if found[index]:
+            if inputs[index]:
                 raise InvalidRequest(f"input '{tensor.name}' is given twice for model '{self._model}'")
             if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):
                 raise InvalidRequest(
                     f"input '{tensor.name}' batch size does not match other inputs for '{self._model}': "
                     f"shape {list(tensor.shape)}, {work.rows} rows"
                 )
-            found[index] = self._parts(self.specs[index], tensor)
-        missing = [spec.name for spec, parts in zip(self.specs, found, strict=True) if not parts and not spec.optional]
+            inputs[index] = self._parts(self.specs[index], tensor)
+        missing = [spec.name for spec, parts in zip(self.specs, inputs, strict=True) if not parts and not spec.optional]
         if missing:
             raise InvalidRequest(
                 f"expected {sum(not spec.optional for spec in self.specs)} inputs but got {len(work.inputs)} inputs "
                 f"for model '{self._model}'. Missing required input(s) {missing}"
             )
-        return found
+        return inputs
 
     def _parts(self, spec: Spec, tensor: Tensor) -> list[Array]:
         shape, data = tensor.shape, tensor.data
@@ -419,8 +420,6 @@ class Gather:
         return view if view.flags.aligned else view.copy()
 
     def _from_device(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
-        from shmserve.workers.gpu.shared import memory_of  # few models need it
-
         piece = memory_of(self._mapped).piece(part, dtype, shape)
         # A backend with `on_device` checks the type of each piece; all others get arrays.
         return piece if self.on_device else piece.host()  # type: ignore[return-value]

@@ -13,6 +13,7 @@ import numpy as np
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle
+from shmserve.workers.gpu.shared import memory_of
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
@@ -35,8 +36,6 @@ class Placing:
 
     def address(self, place: Handle) -> int:
         """Returns the address of a region on this process's GPU. Raises HandleLost if it is not there."""
-        from shmserve.workers.gpu.shared import memory_of  # few models need it
-
         return memory_of(self._mapped).address(place)
 
     def writable(self, spec: Spec, place: Handle, shape: tuple[int, ...], size: int) -> Array:
@@ -52,21 +51,15 @@ class Placing:
         if not self.is_on_device(place):
             np.copyto(self.writable(spec, place, shape, source.nbytes), source)
             return
-        from shmserve.workers.gpu.shared import memory_of
-
         self._check(spec, place, source.nbytes)
         memory_of(self._mapped).store(place, source)
 
     def move(self, target: int, piece: DevicePiece) -> None:
         """Copies a piece to another address on this process's GPU."""
-        from shmserve.workers.gpu.shared import memory_of
-
         memory_of(self._mapped).move(target, piece)
 
     def spread(self, source: int, places: Sequence[Handle], sizes: Sequence[int]) -> None:
         """Copies consecutive parts at an address on this process's GPU to regions there."""
-        from shmserve.workers.gpu.shared import memory_of
-
         memory_of(self._mapped).spread(source, places, sizes)
 
     def _check(self, spec: Spec, place: Handle, size: int) -> None:
