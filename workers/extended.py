@@ -60,7 +60,7 @@ class Extension:
         self.declared = len(config.output)
         self.state_names = {spec.name: index for index, spec in enumerate(self.states.outputs)}
         self.state_at = {outputs.index(name): index for name, index in self.state_names.items()}
-        self.found: list[Array | None] = []
+        self.new_states: list[Array | None] = []
         """The new states of the running group."""
         self._output_names = frozenset(outputs[: self.declared])
         self._sequence_options = BatchSequences(config)
@@ -69,7 +69,7 @@ class Extension:
         self._members: dict[int, SequenceRequest] = {}  # by request, of the running batch
         self._turns: list[list[Work]] = []
         self._running = False
-        self._over: list[Key] = []
+        self._ended: list[Key] = []
 
     # ------------------------------------------------------------------------------------ around a batch
 
@@ -113,9 +113,9 @@ class Extension:
         """Called after a batch has run."""
         self._running = False
         self._turns = []
-        if self._over:
-            over, self._over = self._over, []
-            self.forget(over)
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self.forget(ended)
 
     def forget(self, sequences: Sequence[Key]) -> None:
         """May be called while a batch runs: a model that waits for the reader of its responses processes orders
@@ -123,7 +123,7 @@ class Extension:
         self.states.forget(sequences)
         self._sequence_options.forget(sequences)
         if self._running:
-            self._over += sequences
+            self._ended += sequences
 
     # ------------------------------------------------------------------------------------ around a group
 
@@ -141,16 +141,16 @@ class Extension:
 
     def before(self, group: GatherGroup) -> None:
         """Adds the inputs that do not come from callers."""
-        self.found = [None] * len(self.states.specs)
+        self.new_states = [None] * len(self.states.specs)
         group.extras = [*self._of_sequences(self._members_of(group.works)), *self._batch_inputs.arrays(group.works)]
 
     def after(self, group: GatherGroup, rows: Sequence[Row], ran: bool) -> None:
         """Keeps the new states. `ran` false: the group failed, and its sequences lose their states."""
-        found, self.found = self.found, []
+        new_states, self.new_states = self.new_states, []
         if not ran:
             self.states.forget([member.key for member in self._members_of(group.works) if not member.null])
             return
-        states = [state for state in found if state is not None]
+        states = [state for state in new_states if state is not None]
         if states:
             self.states.keep(self._members_of(group.works), states, [row.error is None for row in rows])
 
@@ -185,7 +185,7 @@ class Extension:
         if not names or answer.error is not None or names.keys().isdisjoint([name for name, _ in answer.outputs]):
             return {}, answer
         states = {
-            names[name]: self.states.taken(
+            names[name]: self.states.checked(
                 names[name], array if isinstance(array, np.ndarray) else array.host(), work.rows, False
             )
             for name, array in answer.outputs
@@ -255,7 +255,9 @@ class ExtendedResults(Results):
     def rows(self, parameters: Any = None) -> list[Row]:
         for index, array in self._late.items():
             self._put(index, array, True)
-        lost = [name for name, index in self._extension.state_names.items() if self._extension.found[index] is None]
+        lost = [
+            name for name, index in self._extension.state_names.items() if self._extension.new_states[index] is None
+        ]
         if lost:
             raise ModelFailed(f"the model did not produce state output(s) {', '.join(lost)}")
         return super().rows(parameters)
@@ -267,7 +269,7 @@ class ExtendedResults(Results):
         extension = self._extension
         state = extension.state_at.get(index)
         if state is not None:
-            extension.found[state] = extension.states.taken(state, array, self._rows, fresh)
+            extension.new_states[state] = extension.states.checked(state, array, self._rows, fresh)
             if index >= extension.declared:
                 return
         source = extension.cuts.get(index)

@@ -22,10 +22,11 @@ from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of
 from shmserve.workers.inbox import Inbox
+from shmserve.workers.model_calls.answer import Trace
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback, public
-from shmserve.workers.runner import Runner, Trace, runner_of
+from shmserve.workers.runner import Runner, runner_of
 
 PINS = "pins"
 """The setting in Load that names the file with the size, mtime and inode of files that were not copied."""

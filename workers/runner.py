@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure, Row, Work
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.padding import PaddedResults
-from shmserve.workers.model_calls.answer import Answer, Request
+from shmserve.workers.model_calls.answer import Answer, Request, Trace, failure_of
 from shmserve.workers.process.log import log_traceback, public
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ Times = tuple[int, int, int, int]
 """When the batch was taken, inputs were ready, outputs were computed, and outputs were placed (ns)."""
 Ran = tuple[list[Row], Times, tuple[int, ...]]
 """The results of the answered requests, the times, and the ids of the requests to run again."""
-Trace = Callable[[str, BaseException], None]
-"""Reports the traceback of a failed model, with a description. In the server it is written to the log."""
 clock = time.monotonic_ns
 B = TypeVar("B", StackedBackend, SeparateBackend)
 
@@ -110,16 +108,8 @@ class Runner(ABC, Generic[B]):
         """Frees the outputs of a row that will not be sent."""
         self._scatter.release(row.outputs)
 
-    # ------------------------------------------------------------------------------------ failures
-
     def _failure(self, error: Exception) -> Failure:
-        """Returns the error for clients. Reports the traceback too, unless the request itself is the cause."""
-        if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
-            return Failure(error.code, public(str(error), self._model_dir))
-        self._trace(f"model instance '{self._instance}' failed", error)
-        what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
-        text = f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
-        return Failure(ModelFailed.code, public(text, self._model_dir))
+        return failure_of(error, self._instance, self._model_dir, self._trace)
 
 
 class StackedRunner(Runner[StackedBackend]):

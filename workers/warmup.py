@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelWarmup, ModelWarmupInput
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.batch.specs import Spec
-    from shmserve.workers.runner import Runner, Trace
+    from shmserve.workers.model_calls.answer import Trace
+    from shmserve.workers.runner import Runner
 
 FOLDER = "warmup"
 """Directory of the data files, below the model's directory."""

@@ -86,8 +86,8 @@ class OpenVino(StackedBackend):
         match(config.name, "output", self._outputs, _facts(model.outputs), batch=self._batch)
         device = _device(config, self.context.instance, parameters, self._core.available_devices)
         compiled = self._core.compile_model(model, device, self._options(parameters))
-        self._given = _places(self._inputs, model.inputs)
-        self._made = _places(self._outputs, model.outputs)
+        self._input_ports = _places(self._inputs, model.inputs)
+        self._output_ports = _places(self._outputs, model.outputs)
         self._request = compiled.create_infer_request()
         self._model = None
 
@@ -100,7 +100,7 @@ class OpenVino(StackedBackend):
         request = self._request
         rows = self._rows(inputs.rows)
         kept: list[Any] = []  # the engine gets addresses: keep the arrays until the run is over
-        for index, (place, element) in enumerate(self._given):
+        for index, (place, element) in enumerate(self._input_ports):
             array = inputs.array(index)
             assert array is not None
             if rows != inputs.rows:
@@ -118,7 +118,7 @@ class OpenVino(StackedBackend):
             else:
                 target = np.empty(shape, spec.numpy)
             placed[index] = target
-            place, element = self._made[index]
+            place, element = self._output_ports[index]
             request.set_output_tensor(place, ov.Tensor(_raw(target), shape, element))
         inputs.computing()
         request.infer()
@@ -126,7 +126,7 @@ class OpenVino(StackedBackend):
             self._take(index, spec, placed.get(index), inputs.rows, rows, outputs)
 
     def _take(self, index: int, spec: Spec, placed: Array | None, rows: int, ran: int, outputs: Results) -> None:
-        tensor = self._request.get_output_tensor(self._made[index][0])
+        tensor = self._request.get_output_tensor(self._output_ports[index][0])
         if not outputs.needed(index):
             return
         if placed is None:

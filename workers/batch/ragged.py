@@ -42,7 +42,7 @@ class BatchInputs:
     def __init__(self, config: ModelConfig) -> None:
         self.specs = batch_inputs_of(config)
         sources = {spec.name: spec for spec in inputs_of(config)}
-        self._made: list[tuple[str, Spec, Spec]] = []
+        self._inputs: list[tuple[str, Spec, Spec]] = []
         specs = iter(self.specs)
         for index, entry in enumerate(config.batch_input):
             source = sources.get(entry.source_input[0]) if len(entry.source_input) == 1 else None
@@ -51,12 +51,12 @@ class BatchInputs:
                     f"batch_input[{index}] of model '{config.name}' needs one source_input that is an input of the "
                     f"model, found {list(entry.source_input)}"
                 )
-            self._made += [(entry.kind, source, next(specs)) for _ in entry.target_name]
+            self._inputs += [(entry.kind, source, next(specs)) for _ in entry.target_name]
 
     def arrays(self, works: Sequence[Work]) -> list[Array]:
         shapes: dict[str, Shapes] = {}
         found = []
-        for kind, source, spec in self._made:
+        for kind, source, spec in self._inputs:
             given = shapes.get(source.name)
             if given is None:
                 given = shapes[source.name] = shapes_in(works, source)

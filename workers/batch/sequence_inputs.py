@@ -107,13 +107,13 @@ class Controls:
     def __init__(self, config: ModelConfig, text: bool) -> None:
         """`text`: strings are str instead of bytes."""
         self._text = text
-        self._made: list[tuple[Spec, str, tuple[Any, ...]]] = []
+        self._controls: list[tuple[Spec, str, tuple[Any, ...]]] = []
         entries = config.sequence_batching.control_input if config.sequence_batching is not None else ()
         for entry, spec in zip(entries, controls_of(config), strict=True):
             control = control_of(entry)
             pair = control.int32_false_true or control.fp32_false_true or control.bool_false_true
-            self._made.append((spec, control.kind, tuple(pair)))
-        self._id = next((spec for spec, kind, _ in self._made if kind == "CONTROL_SEQUENCE_CORRID"), None)
+            self._controls.append((spec, control.kind, tuple(pair)))
+        self._id = next((spec for spec, kind, _ in self._controls if kind == "CONTROL_SEQUENCE_CORRID"), None)
         self._kind = int if self._id is None or self._id.item else str
         self._most = int(np.iinfo(self._id.numpy).max) if self._id is not None and self._id.item else 0
 
@@ -132,7 +132,7 @@ class Controls:
 
     def arrays(self, members: Sequence[SequenceRequest]) -> list[Array]:
         found: list[Array] = []
-        for spec, kind, pair in self._made:
+        for spec, kind, pair in self._controls:
             if kind == "CONTROL_SEQUENCE_START":
                 values: list[Any] = [pair[member.start] for member in members]
             elif kind == "CONTROL_SEQUENCE_END":
@@ -194,7 +194,7 @@ class States:
             return list(some.arrays)
         return [self._gathered(index, kept, some) for index in range(len(self.specs))]
 
-    def taken(self, index: int, array: Any, rows: int, fresh: bool) -> Array:
+    def checked(self, index: int, array: Any, rows: int, fresh: bool) -> Array:
         """Checks and returns a state from the model. `fresh`: the array is not shared and need not be copied."""
         spec = self.outputs[index]
         what = f"state output '{spec.name}' of model '{self._model}'"

@@ -134,7 +134,7 @@ def controls_of(config: ModelConfig) -> tuple[Spec, ...]:
     if config.sequence_batching is None:
         return ()
     return tuple(
-        _made(entry.name, _control_type(control_of(entry)), (1,), config.max_batch_size > 0)
+        _plain_spec(entry.name, _control_type(control_of(entry)), (1,), config.max_batch_size > 0)
         for entry in config.sequence_batching.control_input
     )
 
@@ -142,20 +142,20 @@ def controls_of(config: ModelConfig) -> tuple[Spec, ...]:
 def states_of(config: ModelConfig) -> tuple[Spec, ...]:
     """The states of sequences, as inputs."""
     states = config.sequence_batching.state if config.sequence_batching is not None else ()
-    return tuple(_made(s.input_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
+    return tuple(_plain_spec(s.input_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
 
 
 def new_states_of(config: ModelConfig) -> tuple[Spec, ...]:
     """The states of sequences, as outputs."""
     states = config.sequence_batching.state if config.sequence_batching is not None else ()
-    return tuple(_made(s.output_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
+    return tuple(_plain_spec(s.output_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
 
 
 def batch_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
     """The inputs computed from the shapes in a batch. Their first dim counts requests or items; it is never batched."""
     ranks = {entry.name: len(entry.dims if entry.reshape is None else entry.reshape.shape) for entry in config.input}
     return tuple(
-        _made(name, entry.data_type, _batch_input_dims(entry, ranks), False)
+        _plain_spec(name, entry.data_type, _batch_input_dims(entry, ranks), False)
         for entry in config.batch_input
         for name in entry.target_name
     )
@@ -209,12 +209,12 @@ def _spec(entry: ModelInput | ModelOutput, batched: bool, optional: bool, flat: 
             f"tensor '{entry.name}' cannot be reshaped from {list(dims)} to {list(shape)}: "
             "both need the same number of variable dims"
         )
-    found = _made(entry.name, entry.data_type, dims, batched)
+    found = _plain_spec(entry.name, entry.data_type, dims, batched)
     fixed = -1 not in shape and not flat
     return structs.replace(found, shape=shape, optional=optional, reshaped=dims != shape, fixed=fixed, flat=flat)
 
 
-def _made(name: str, data_type: str, dims: tuple[int, ...], batched: bool) -> Spec:
+def _plain_spec(name: str, data_type: str, dims: tuple[int, ...], batched: bool) -> Spec:
     dtype = dtypes.FROM_CONFIG.get(data_type)
     if dtype is None:
         raise InvalidRequest(f"tensor '{name}' has data type {data_type}, which is none")

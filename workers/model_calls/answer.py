@@ -1,17 +1,25 @@
-"""The arguments and results of a backend that runs requests one by one."""
+"""The arguments and results of a backend that runs requests one by one, and the errors of failed models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from shmserve.errors import ModelFailed, ServeError
+from shmserve.protocol.messages import Failure
+from shmserve.workers.process.log import public
+
 if TYPE_CHECKING:
     import numpy as np
 
-    from shmserve.protocol.messages import Failure, Value, Work
+    from shmserve.protocol.messages import Value, Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
+
+Trace = Callable[[str, BaseException], None]
+"""Reports the traceback of a failed model, with a description. In the server it is written to the log."""
 
 
 class Request(Struct, gc=False):
@@ -29,3 +37,16 @@ class Answer(Struct, gc=False):
     error: Failure | None = None
     parameters: dict[str, Value] | None = None
     again: bool = False
+
+
+def failure_of(error: Exception, instance: str, model_dir: str, trace: Trace) -> Failure:
+    """Converts an error to that for clients. Reports the traceback too, unless the request itself is the cause."""
+    if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
+        return Failure(error.code, public(str(error), model_dir))
+    trace(f"model instance '{instance}' failed", error)
+    what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
+    return Failure(ModelFailed.code, public(failure_text(instance, what), model_dir))
+
+
+def failure_text(instance: str, what: str) -> str:
+    return f"Failed to process the request(s) for model instance '{instance}', message: {what}"

@@ -97,7 +97,7 @@ class OpenResponses:
         if self._forgotten:
             self._end_forgotten()
         if self._reading:
-            self._ring()
+            self._wake_reader()
         self._condition.notify_all()
 
     def widen_window(self, request: int, count: int) -> bool:
@@ -106,7 +106,7 @@ class OpenResponses:
         if stream is None:
             return False
         stream.room += count
-        self._pour(stream)
+        self._send_kept(stream)
         return True
 
     def cancel(self, requests: Iterable[int]) -> None:
@@ -136,7 +136,7 @@ class OpenResponses:
         self.connected = self.listening = False
         self.ended()
         self._condition.notify_all()
-        self._ring()
+        self._wake_reader()
         self.turn.release()
 
     def forked(self) -> None:
@@ -238,7 +238,7 @@ class OpenResponses:
     def nudge(self) -> None:
         """Wakes the reading thread to send `later`. In any thread, also from finalizers."""
         if self._reading:
-            self._ring()
+            self._wake_reader()
 
     def send(self, stream: ResponseSender, answer: Answer | None, final: bool) -> Awaitable[None]:
         """Sends a response, or the end of the responses. Waits until the caller's window has room."""
@@ -274,7 +274,7 @@ class OpenResponses:
                 advice = "; the model should await what send() returns" if loop is not None else ""
                 self.fail(stream, Failure(Unavailable.code, text + advice))
                 return SENT
-            row = self._made(stream, answer, final, sent_at)
+            row = self._row_of(stream, answer, final, sent_at)
             stream.final = stream.final or final
             if loop is None:
                 stream.kept.append((row, None))
@@ -288,7 +288,7 @@ class OpenResponses:
         if self.connected and self.turn.acquire(blocking=False):
             try:
                 if not self._reading:
-                    self._look()
+                    self._read_link()
             finally:
                 self.turn.release()
         return stream.cancelled if stream is not None else request in self.withdrawn
@@ -296,7 +296,7 @@ class OpenResponses:
     def forget(self, stream: ResponseSender) -> None:
         """Called by finalizers, in any thread, if the model dropped a stream without a last response."""
         self._forgotten.append(stream)
-        self._ring()
+        self._wake_reader()
 
     def fail_all(self, streams: Iterable[ResponseSender], failure: Failure) -> None:
         """Fails streams because the code that would have answered them failed. In any thread."""
@@ -345,9 +345,9 @@ class OpenResponses:
             elif final:
                 self._end(stream, None)
             return
-        self._out(stream, self._made(stream, answer, final, sent_at))
+        self._report(stream, self._row_of(stream, answer, final, sent_at))
 
-    def _made(self, stream: ResponseSender, answer: Answer | None, final: bool, sent_at: int) -> Row:
+    def _row_of(self, stream: ResponseSender, answer: Answer | None, final: bool, sent_at: int) -> Row:
         """`sent_at`: when the model called send. Waiting for room after that does not count as compute time."""
         computed_ns = max(0, sent_at - stream.since)
         if answer is None:
@@ -359,7 +359,7 @@ class OpenResponses:
         row.times = (computed_ns, stream.since - began)
         return row
 
-    def _out(self, stream: ResponseSender, row: Row) -> None:
+    def _report(self, stream: ResponseSender, row: Row) -> None:
         if row.more:
             stream.since = monotonic_ns()
         if _takes_room(row):
@@ -378,7 +378,7 @@ class OpenResponses:
         try:
             self._send_response(row)
         except ConnectionLost as error:
-            self._lose(error)
+            self._link_lost(error)
 
     def _end(self, stream: ResponseSender, failure: Failure | None) -> None:
         """Sends the last response, with the error Cancelled for a cancelled stream."""
@@ -395,12 +395,12 @@ class OpenResponses:
             self._send_row(Row(stream.work.request, (), failure, times=times))
         self._changed()
 
-    def _pour(self, stream: ResponseSender) -> None:
+    def _send_kept(self, stream: ResponseSender) -> None:
         """Sends kept responses as far as there is room."""
         kept = stream.kept
         while kept and not stream.over and (stream.room or not _takes_room(kept[0][0])):
             row, sent = kept.popleft()
-            self._out(stream, row)
+            self._report(stream, row)
             settle_soon(sent)
         if stream.over:
             self._drop_kept(stream)
@@ -437,7 +437,7 @@ class OpenResponses:
         self._reading = True
         if self.later and self.listening and self.lost is None:  # after this check, `nudge` wakes this thread
             self._reading = False
-            self._look()
+            self._read_link()
             return
         self.turn.release()
         try:
@@ -448,22 +448,22 @@ class OpenResponses:
         if self._bell >= 0:
             with suppress(BlockingIOError):  # woken by the link, not by the bell
                 os.eventfd_read(self._bell)
-        self._look()
+        self._read_link()
 
-    def _look(self) -> None:
+    def _read_link(self) -> None:
         """Reads the link. An error ends all streams, and the main thread raises it."""
         try:
             if self.listening and self.lost is None:
                 self._read()
         except Exception as error:
-            self._lose(error)
+            self._link_lost(error)
             for stream in list(self.open.values()):
                 stream.cancelled = stream.over = True
             self.open.clear()
         self._end_forgotten()
         self._condition.notify_all()
 
-    def _lose(self, error: Exception) -> None:
+    def _link_lost(self, error: Exception) -> None:
         self.lost = error
         self.ended()
         self._changed()
@@ -472,14 +472,14 @@ class OpenResponses:
         """Wakes all waiters."""
         self._condition.notify_all()
         if self._reading:
-            self._ring()
+            self._wake_reader()
 
     def _make_bell(self) -> None:
         if self._bell < 0:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._poll.register(self._bell, select.POLLIN)
 
-    def _ring(self) -> None:
+    def _wake_reader(self) -> None:
         """Wakes the thread that reads the link. In any thread."""
         if self._bell >= 0:
             os.eventfd_write(self._bell, 1)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
+from shmserve.errors import Cancelled, InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.schema import takes_device_inputs
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend
@@ -23,7 +23,7 @@ from shmserve.workers.backends.python.model_file import flag, has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.answer import Answer, Request
+from shmserve.workers.model_calls.answer import Answer, Request, failure_of, failure_text
 from shmserve.workers.model_calls.stream import NONE, ONE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_message, log_traceback, public
@@ -72,7 +72,7 @@ class Python(PythonModel, SeparateBackend):
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
         self._send_waits = flag(config, SEND_WAITS, True)
-        self._generator = has_generator(kind, config.name, self._streams.decoupled)
+        self._generator = has_generator(kind, config.name, self.streams.decoupled)
         if not self._generator and not callable(getattr(kind, "execute", None)):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
         self._inputs = [spec.name for spec in request_inputs_of(config)]
@@ -86,11 +86,11 @@ class Python(PythonModel, SeparateBackend):
     # ------------------------------------------------------------------------------------ batches
 
     def execute(self, requests: list[Request]) -> list[Answer | None]:
-        streams = self._streams
+        streams = self.streams
         self._running = requests
         try:
             if streams.decoupled:
-                return self._begun(requests, *self._begin(self._given(requests)))
+                return self._decoupled_answers(requests, *self._begin_decoupled(self._given(requests)))
             given = self._given(requests)
             responses = self._execute(given)
             if responses is None:  # all responses were sent, or will be
@@ -127,7 +127,7 @@ class Python(PythonModel, SeparateBackend):
         return made
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
-        streams = self._streams
+        streams = self.streams
         if streams.decoupled:
             return [answer if streams.take_over(request.work.request) else None for request in requests]
         return [streams.withdraw_sent(request.work.request) or answer for request in requests]
@@ -145,25 +145,25 @@ class Python(PythonModel, SeparateBackend):
             stream: ResponseSender = sender._stream
             del request, sender  # if these were the last references, no response can be sent
             if response is not None:
-                sent = self._streams.withdraw_sent(stream.work.request)
+                sent = self.streams.withdraw_sent(stream.work.request)
                 if sent is not None:
                     log_message(
                         f"model instance '{self._instance}' returned a response that it had sent before: {ONE}", "error"
                     )
                 found.append(sent or self._answer(response))
             elif again and not stream.final:
-                self._streams.take_over(stream.work.request)
+                self.streams.take_over(stream.work.request)
                 found.append(self._again)
             else:
-                answer = self._streams.collect(stream)
+                answer = self.streams.collect(stream)
                 found.append(answer or self._failure(NONE))
         return found
 
     # ------------------------------------------------------------------------------------ decoupled
 
-    def _begin(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[ResponseSender], list[bool]]:
+    def _begin_decoupled(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[ResponseSender], list[bool]]:
         """Starts a batch of a decoupled model; returns which requests are to run again."""
-        host = self._streams
+        host = self.streams
         streams = [host.begin(request._work) for request in given]
         for request, stream in zip(given, streams, strict=True):
             request._sender = pb_utils.InferenceResponseSender(self, stream)
@@ -179,11 +179,13 @@ class Python(PythonModel, SeparateBackend):
         if inspect.iscoroutine(result):
             self._start(self._follow(result, streams), streams)
             return streams, []
-        self._check_nothing(result)
+        self._check_none(result)
         return streams, [getattr(request, "_again", False) for request in given]
 
-    def _begun(self, requests: list[Request], streams: list[ResponseSender], again: list[bool]) -> list[Answer | None]:
-        host = self._streams
+    def _decoupled_answers(
+        self, requests: list[Request], streams: list[ResponseSender], again: list[bool]
+    ) -> list[Answer | None]:
+        host = self.streams
         if not host.connected:  # a warm-up sample: only its failure matters
             answers = [host.collect(stream) for stream in streams]
             return [answer if answer is not None and answer.error is not None else None for answer in answers]
@@ -225,18 +227,18 @@ class Python(PythonModel, SeparateBackend):
             if not stream.final:
                 self.send(stream, None, _FINAL)
         except asyncio.CancelledError:
-            self._streams.fail_all([stream], _CANCELLED)
+            self.streams.fail_all([stream], _CANCELLED)
         except Exception as error:
-            self._streams.fail_all([stream], self._why(error))
+            self.streams.fail_all([stream], self._failure_of(error))
 
     async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[ResponseSender]) -> None:
         """Runs a batch of a model whose execute is a coroutine."""
         try:
-            self._check_nothing(await coroutine)
+            self._check_none(await coroutine)
         except asyncio.CancelledError:
-            self._streams.fail_all(streams, _CANCELLED)
+            self.streams.fail_all(streams, _CANCELLED)
         except Exception as error:
-            self._streams.fail_all(streams, self._why(error))
+            self.streams.fail_all(streams, self._failure_of(error))
 
     # ------------------------------------------------------------------------------------ requests and senders
 
@@ -245,38 +247,38 @@ class Python(PythonModel, SeparateBackend):
         work = request._work
         if not any(running.work is work for running in self._running):
             raise pb_utils.TritonModelException("the request was answered, its response sender is of no use")
-        request._sender = found = pb_utils.InferenceResponseSender(self, self._streams.begin_late(work))
+        request._sender = found = pb_utils.InferenceResponseSender(self, self.streams.begin_late(work))
         return found
 
     def send(self, stream: ResponseSender, response: Any, flags: int) -> Awaitable[None]:
-        answer = None if response is None or _is_mere_end(response, flags) else self._answer(response)
+        answer = None if response is None or _is_end_only(response, flags) else self._answer(response)
         coroutines = self._coroutines
         try:
             if coroutines is not None and coroutines.here:
-                return self._streams.send_soon(stream, answer, flags == _FINAL, coroutines.loop)
+                return self.streams.send_soon(stream, answer, flags == _FINAL, coroutines.loop)
             if not self._send_waits:
-                return self._streams.send_soon(stream, answer, flags == _FINAL, None)
-            return self._streams.send(stream, answer, flags == _FINAL)
+                return self.streams.send_soon(stream, answer, flags == _FINAL, None)
+            return self.streams.send(stream, answer, flags == _FINAL)
         except StreamClosed as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
-        return self._streams.is_cancelled(request, stream)
+        return self.streams.is_cancelled(request, stream)
 
     def forget(self, stream: ResponseSender) -> None:
-        self._streams.forget(stream)
+        self.streams.forget(stream)
 
     # ------------------------------------------------------------------------------------ running requests
 
     def _works(self) -> Sequence[Work]:
-        streams = self._streams
+        streams = self.streams
         if not streams.connected:
             return ()  # the server does not know the requests of warm-up samples
         works = [running.work for running in self._running]
         return works + [stream.work for stream in list(streams.open.values())] if streams.decoupled else works
 
     def _is_held(self) -> bool:
-        if self._streams.decoupled and threading.current_thread() is not threading.main_thread():
+        if self.streams.decoupled and threading.current_thread() is not threading.main_thread():
             return False
         return bool(self._running)
 
@@ -294,9 +296,9 @@ class Python(PythonModel, SeparateBackend):
             text = public(error._message, str(self.context.folder))
             return Answer(error=Failure(code, text))
         wanted: dict[str, Value] | None = response._parameters or None
-        return Answer([(tensor._name, self._given_back(tensor)) for tensor in response._tensors], None, wanted)
+        return Answer([(tensor._name, self._output_of(tensor)) for tensor in response._tensors], None, wanted)
 
-    def _given_back(self, tensor: pb_utils.Tensor) -> Any:
+    def _output_of(self, tensor: pb_utils.Tensor) -> Any:
         """Returns the value of an output: the device piece if it is on a GPU and of the right type. No conversion
         happens there."""
         name = tensor._name
@@ -304,7 +306,7 @@ class Python(PythonModel, SeparateBackend):
             return tensor.piece
         return self._as_declared(name, tensor._array)
 
-    def _check_nothing(self, result: Any) -> None:
+    def _check_none(self, result: Any) -> None:
         if result is not None:
             raise ModelFailed(
                 f"Python model '{self._instance}' is using the decoupled mode and the execute function must return "
@@ -312,22 +314,14 @@ class Python(PythonModel, SeparateBackend):
             )
 
     def _failure(self, what: str) -> Answer:
-        return Answer(error=Failure(ModelFailed.code, self._text(what)))
+        return Answer(error=Failure(ModelFailed.code, failure_text(self._instance, what)))
 
-    def _text(self, what: str) -> str:
-        return f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
-
-    def _why(self, error: Exception) -> Failure:
+    def _failure_of(self, error: Exception) -> Failure:
         """Returns the error for callers when a coroutine failed; the log gets the traceback."""
-        folder = str(self.context.folder)
-        if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
-            return Failure(error.code, public(str(error), folder))
-        log_traceback(f"model instance '{self._instance}' failed", error)
-        what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
-        return Failure(ModelFailed.code, public(self._text(what), folder))
+        return failure_of(error, self._instance, str(self.context.folder), log_traceback)
 
 
-def _is_mere_end(response: Any, flags: int) -> bool:
+def _is_end_only(response: Any, flags: int) -> bool:
     """Whether the response has the final flag and no content."""
     if not flags or not isinstance(response, pb_utils.InferenceResponse):
         return False

@@ -64,6 +64,8 @@ class _Probes:
 
 class PythonModel(Backend, ABC):
     asks = True
+    streams: OpenResponses
+    """Set by `load`, and kept after `close` for threads of the model that outlive it."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -71,6 +73,7 @@ class PythonModel(Backend, ABC):
         self._model: Any = None
         self._coroutines: Coroutines | None = None
         self._probes = _Probes(self._is_ready)
+        self._closed = False
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         pb_requests.bind(self)
@@ -89,8 +92,7 @@ class PythonModel(Backend, ABC):
         pb_requests.bind(self)
         kind = self._file.kind(config)
         policy = config.model_transaction_policy
-        self.streams = self._streams = OpenResponses(policy is not None and policy.decoupled)
-        # `close` clears `streams`; threads of the model that outlive it still use `_streams`.
+        self.streams = OpenResponses(policy is not None and policy.decoupled)
         self.strict = flag(config, STRICT, False)
         self._integers = {
             spec.name: spec.numpy
@@ -101,14 +103,14 @@ class PythonModel(Backend, ABC):
         self.probes = callable(getattr(kind, "is_ready", None))
         self._prepare(config, kind)
         if self.calls is not None:
-            self.calls.connect(self._streams)
+            self.calls.connect(self.streams)
         model = kind()
         if callable(getattr(model, "initialize", None)):
-            self._streams.turn.release()
+            self.streams.turn.release()
             try:
                 model.initialize(self._file.arguments(config))
             finally:
-                self._streams.turn.acquire()
+                self.streams.turn.acquire()
         self._model = model
 
     @abstractmethod
@@ -118,7 +120,8 @@ class PythonModel(Backend, ABC):
     def close(self) -> None:
         pb_metrics.keep()
         model, self._model = self._model, None
-        streams, self.streams = self.streams, None
+        self._closed = True
+        streams: OpenResponses | None = self.streams  # None: the model was not loaded
         if streams is not None:
             streams.stop(False)
         try:
@@ -151,20 +154,20 @@ class PythonModel(Backend, ABC):
 
     def _execute(self, given: Any) -> Any:
         """Returns the result of the model's `execute`, which may be a coroutine."""
-        self._streams.turn.release()
+        self.streams.turn.release()
         try:
             result = self._model.execute(given)
             if type(result) is not list and inspect.iscoroutine(result):
                 return self._run(result)
             return result
         finally:
-            self._streams.turn.acquire()
+            self.streams.turn.acquire()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a coroutine of the model and returns its result. If other models can be called, this thread reads their
         replies meanwhile."""
         future = self._loop().submit(coroutine)
-        streams = self._streams
+        streams = self.streams
         if streams.listening:
             future.add_done_callback(lambda _: streams.wake())
             streams.wait_for(future.done, whatever=True)
@@ -197,7 +200,7 @@ class PythonModel(Backend, ABC):
     def server(self) -> OutgoingCalls:
         """Returns the interface for calls. Raises TritonModelException without a server, before `load` or after
         `close`."""
-        if self.calls is None or self.streams is None:
+        if self.calls is None or self.streams is None or self._closed:
             raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
         return self.calls
 

@@ -187,18 +187,18 @@ class DeviceTensor(Tensor):
 class OwnPiece(DevicePiece):
     """Device memory that the model allocated. It is complete, and this object keeps it alive."""
 
-    __slots__ = ("_made",)
+    __slots__ = ("_array",)
 
-    def __init__(self, made: Any) -> None:
-        """`made`: a cupy array over the memory."""
-        self._made = made
-        self.address = made.__cuda_array_interface__["data"][0]
-        self.dtype = made.dtype
-        self.shape = made.shape
-        self.nbytes = made.nbytes
+    def __init__(self, array: Any) -> None:
+        """`array`: a cupy array over the memory."""
+        self._array = array
+        self.address = array.__cuda_array_interface__["data"][0]
+        self.dtype = array.dtype
+        self.shape = array.shape
+        self.nbytes = array.nbytes
 
     def host(self) -> Array:
-        found: Array = self._made.get()
+        found: Array = self._array.get()
         return found
 
 

@@ -27,7 +27,7 @@ class StackedPython(PythonModel, StackedBackend):
     _running: Sequence[Work] = ()
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        if self._streams.decoupled:
+        if self.streams.decoupled:
             raise InvalidRequest(
                 f"model '{config.name}' is decoupled and has the parameter 'stacked': a batch as one array can be "
                 "answered once only"
@@ -57,7 +57,7 @@ class StackedPython(PythonModel, StackedBackend):
             outputs.put(index, self._as_declared(name, given) if hasattr(given, "dtype") else given)
 
     def _works(self) -> Sequence[Work]:
-        return self._running if self._streams.connected else ()
+        return self._running if self.streams.connected else ()
 
     def _is_held(self) -> bool:
         return bool(self._running)

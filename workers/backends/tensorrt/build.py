@@ -93,7 +93,7 @@ def _build(order: BuildOptions) -> None:
     started = time.perf_counter()
     with interrupts() as interrupted:
         progress = Progress(trt, interrupted, quiet=order.json)
-        plan, words = _made(order, trt, logger, source, config, progress.monitor, cuda.capability)
+        plan, words = _built(order, trt, logger, source, config, progress.monitor, cuda.capability)
         progress.end()
         if plan is None:
             if interrupted():
@@ -124,7 +124,7 @@ def _source(order: BuildOptions) -> tuple[Path, ModelConfig | None]:
     raise BadShapes(f"there is no file '{ONNX}' in {which} of model '{found.name}'")
 
 
-def _made(
+def _built(
     order: BuildOptions, trt: Any, logger: Any, source: Path, config: ModelConfig | None, monitor: Any, capability: str
 ) -> tuple[Any, list[str]]:
     """Returns the plan, None if the build failed, and the lines to print about the timing cache."""

@@ -67,9 +67,9 @@ class LoadedEngine:
         """Tensors whose values determine shapes: the library reads them from host memory."""
         self.profiles: int = engine.num_optimization_profiles
         for index in range(engine.num_io_tensors):
-            self._look(engine.get_tensor_name(index))
+            self._add_tensor(engine.get_tensor_name(index))
 
-    def _look(self, name: str) -> None:
+    def _add_tensor(self, name: str) -> None:
         trt, engine = self.trt, self.it
         kind = engine.get_tensor_dtype(name).name
         dtype = DTYPES.get(kind)

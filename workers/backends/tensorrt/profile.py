@@ -49,7 +49,7 @@ class Profile:
         self.ranges = {index: engine.range_of(inputs[index].name, number) for index in self._on_device}
         self._addresses: dict[str, int] = {}
         self._shapes: tuple[Shape, ...] | None = None
-        self._made: list[Shape] = []
+        self._output_shapes: list[Shape] = []
 
     def holds(self, shapes: Sequence[Shape]) -> bool:
         return all(self.ranges[index].holds(shapes[index]) for index in self._on_device)
@@ -88,7 +88,7 @@ class Profile:
         """Sets the input shapes. Returns the output shapes, with -1 for dims that are known only after the run."""
         context = self.context
         if shapes == self._shapes and not self._engine.on_host:
-            return self._made
+            return self._output_shapes
         self._shapes = None
         for spec, shape in zip(self._inputs, shapes, strict=True):
             if not context.set_input_shape(spec.name, shape):
@@ -96,9 +96,9 @@ class Profile:
         missing = context.infer_shapes()
         if missing:
             raise ModelFailed(f"the engine cannot tell its shapes: it lacks those of {', '.join(missing)}")
-        self._made = [tuple(context.get_tensor_shape(spec.name)) for spec in self._outputs]
+        self._output_shapes = [tuple(context.get_tensor_shape(spec.name)) for spec in self._outputs]
         self._shapes = shapes
-        return self._made
+        return self._output_shapes
 
     def run(self, stream: int) -> bool:
         """Enqueues a run in the stream. False: the engine refused; its logger has the reason."""
