@@ -71,7 +71,7 @@ def load(
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     backend = find(config.backend, order.settings.get(DIRECTORY, "")).chosen(config)(context)
     pins = _pins(order)
-    _still_the_same(folder, pins)
+    _check_unchanged(folder, pins)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
     inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None else None
@@ -94,7 +94,7 @@ def load(
             from shmserve.workers.warmup import warm_up  # few models need it
 
             warm_up(config, order.instance, folder, backend, gather, limit, trace)
-        _still_the_same(folder, pins)
+        _check_unchanged(folder, pins)
     except BaseException:
         backend.close()
         arenas.close()
@@ -112,10 +112,10 @@ def _pins(order: Load) -> dict[str, Look]:
     return json.loads(Path(path).read_bytes()) if path else {}
 
 
-def _still_the_same(folder: Path, pins: dict[str, Look]) -> None:
-    why = changed(folder, pins)
-    if why:
-        raise Unavailable(f"{why}; load the model again to serve what is there now")
+def _check_unchanged(folder: Path, pins: dict[str, Look]) -> None:
+    change = changed(folder, pins)
+    if change:
+        raise Unavailable(f"{change}; load the model again to serve what is there now")
 
 
 def _threads() -> int:
@@ -124,7 +124,7 @@ def _threads() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def why(error: Exception, model_dir: str) -> Failure:
+def load_error(error: Exception, model_dir: str) -> Failure:
     """Converts an error to the reason, for callers, why the model is not served."""
     if isinstance(error, ServeError):
         return Failure(error.code, public(str(error), model_dir))

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
         return Exit.LINK_LOST  # the broker died before PDEATHSIG was set
     try:
         if arguments.group:
-            _join(arguments.group)
+            _join_control_group(arguments.group)
         if arguments.variable:
             name, _, value = arguments.variable.partition("=")
             os.environ[name] = value
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
     link = BrokerLink(sock)
     try:
         if arguments.environment:
-            return _enter(link, arguments, words)
+            return _replace_interpreter(link, arguments, words)
         return _serve(link)
     except ConnectionLost as error:
         log_message(str(error))
@@ -98,7 +98,7 @@ def run(argv: list[str] | None = None, threads: Callable[[], object] | None = No
     os._exit(code)
 
 
-def _join(processes: str) -> None:
+def _join_control_group(processes: str) -> None:
     descriptor = os.open(processes, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, b"0")
@@ -106,20 +106,22 @@ def _join(processes: str) -> None:
         os.close(descriptor)
 
 
-def _enter(link: BrokerLink, arguments: argparse.Namespace, words: list[str]) -> Exit:
+def _replace_interpreter(link: BrokerLink, arguments: argparse.Namespace, words: list[str]) -> Exit:
     """Replaces the interpreter of this process. Returns only if that fails."""
-    from shmserve.workers.process.environment import enter
+    from shmserve.workers.process.environment import replace_interpreter
 
     at = words.index("--environment")
     try:
-        enter(arguments.environment, arguments.unpacked, "shmserve.workers.main:run", words[:at] + words[at + 2 :])
+        replace_interpreter(
+            arguments.environment, arguments.unpacked, "shmserve.workers.main:run", words[:at] + words[at + 2 :]
+        )
     except Exception as error:
         from shmserve.workers.outbox import Outbox
 
         orders, descriptors = _first_order(link)
         for descriptor in descriptors:
             os.close(descriptor)
-        return _failed(orders[0], error, Outbox(link))
+        return _report_load_failure(orders[0], error, Outbox(link))
 
 
 def prepare(name: str) -> None:
@@ -130,8 +132,8 @@ def prepare(name: str) -> None:
     if name:
         prctl(NAME, name.encode()[:15])
     # Empty handlers, not SIG_IGN, which processes started by a model would inherit.
-    signal.signal(signal.SIGINT, _leave_it_to_the_broker)
-    signal.signal(signal.SIGTERM, _leave_it_to_the_broker)
+    signal.signal(signal.SIGINT, _ignore_signal)
+    signal.signal(signal.SIGTERM, _ignore_signal)
     os.dup2(2, 1)
 
 
@@ -146,7 +148,7 @@ def _limit_threads(threads: int) -> None:
             os.environ[name] = str(threads)
 
 
-def _leave_it_to_the_broker(number: int, frame: Any) -> None:
+def _ignore_signal(number: int, frame: Any) -> None:
     """Ctrl-C in a terminal and a service manager's stop signal the whole group; the broker stops its
     workers in order."""
 
@@ -162,10 +164,10 @@ def _first_order(link: BrokerLink) -> tuple[list[Any], list[int]]:
     return orders, descriptors
 
 
-def _failed(order: Load, error: Exception, outbox: Outbox) -> Exit:
-    from shmserve.workers.loading import why
+def _report_load_failure(order: Load, error: Exception, outbox: Outbox) -> Exit:
+    from shmserve.workers.loading import load_error
 
-    failure = why(error, order.model_dir)
+    failure = load_error(error, order.model_dir)
     lines = trace_of(error)
     # The directory is a snapshot that the server keeps: show the path in the repository instead.
     trace = "\n".join(lines).replace(order.model_dir, order.model)[-TRACE_LIMIT:] if len(lines) > 1 else ""
@@ -188,10 +190,10 @@ def _serve(link: BrokerLink) -> Exit:
     try:
         model = load(order, config, outbox, mapped, link=link)
     except Exception as error:
-        return _failed(order, error, outbox)
+        return _report_load_failure(order, error, outbox)
     stopped = False
     try:
-        _report(model, outbox)
+        _report_loaded(model, outbox)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -203,7 +205,7 @@ def _serve(link: BrokerLink) -> Exit:
     return Exit.STOPPED if finalized else Exit.FINALIZE_FAILED
 
 
-def _report(model: LoadedModel, outbox: Outbox) -> None:
+def _report_loaded(model: LoadedModel, outbox: Outbox) -> None:
     from shmserve.repo.config.schema import encode_config
 
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)

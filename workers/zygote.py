@@ -57,7 +57,7 @@ def main() -> NoReturn:
     worker.prepare(NAME)
     if os.getppid() != broker:
         os._exit(Exit.LINK_LOST)
-    _show([sys.executable, "-m", "shmserve.workers.zygote"])
+    _set_command_line([sys.executable, "-m", "shmserve.workers.zygote"])
     try:
         set_threads = _import()
     except CannotFork as reason:
@@ -75,7 +75,7 @@ def main() -> NoReturn:
             break
         for descriptor in descriptors:
             os.close(descriptor)
-    words = _become(request.decode().split("\0"), *descriptors)
+    words = _become_worker(request.decode().split("\0"), *descriptors)
     # Call from here, not deeper: only the last lines of a worker's traceback are kept, so each frame counts.
     worker.run(words, lambda: set_threads(_threads()))
 
@@ -123,7 +123,7 @@ def _fork(control: socket.socket, broker: int) -> bool:
         return False
     done = False
     try:
-        _between(control, broker)
+        _run_intermediate(control, broker)
         done = True
     finally:
         if not done:
@@ -131,7 +131,7 @@ def _fork(control: socket.socket, broker: int) -> bool:
     return True
 
 
-def _between(control: socket.socket, broker: int) -> None:
+def _run_intermediate(control: socket.socket, broker: int) -> None:
     """Runs in the intermediate process, which exits, and then in the worker, where it returns."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     between = os.pidfd_open(os.getpid())
@@ -155,7 +155,7 @@ def _between(control: socket.socket, broker: int) -> None:
         os._exit(Exit.LINK_LOST)
 
 
-def _become(words: list[str], link: int, output: int) -> list[str]:
+def _become_worker(words: list[str], link: int, output: int) -> list[str]:
     """Sets the process up as if it had been started with these arguments, link and output. Returns its command line."""
     os.setsid()
     os.dup2(output, 1)
@@ -164,7 +164,7 @@ def _become(words: list[str], link: int, output: int) -> list[str]:
     os.set_inheritable(link, True)
     words = ["--link", str(link), *words]
     sys.argv = ["shmserve.workers.main", *words]
-    _show([sys.executable, "-m", *sys.argv])
+    _set_command_line([sys.executable, "-m", *sys.argv])
     random = sys.modules.get("numpy.random")
     if random is not None:  # older versions seed their global state at import, so all workers would share it
         random.seed()
@@ -180,7 +180,7 @@ def _threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _show(command: list[str]) -> None:
+def _set_command_line(command: list[str]) -> None:
     """Overwrites the command line in the process table.
 
     Without this, `ps -f` and `systemctl status` would show the same command for the zygote and all workers. PR_SET_NAME

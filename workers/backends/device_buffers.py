@@ -135,7 +135,7 @@ class Feed:
         self.direct = 0
         """Bytes that were copied without a host copy first."""
 
-    def already_there(self, group: GatherGroup, index: int) -> int:
+    def address_on_device(self, group: GatherGroup, index: int) -> int:
         """Returns the address of an input that is one aligned piece on the device; else 0."""
         pieces: Any = group.pieces(index)
         if pieces is None or len(pieces) != 1 or not isinstance(pieces[0], DevicePiece):

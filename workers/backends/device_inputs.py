@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shmserve.workers.gpu.api import Cuda
 
 
-class There(NamedTuple):
+class GpuTensor(NamedTuple):
     """A tensor on the GPU."""
 
     address: int
@@ -35,7 +35,7 @@ class DeviceInputs:
         self._stream = 0
         self._buffers: dict[int, tuple[int, int]] = {}
 
-    def find(self, group: GatherGroup, index: int, spec: Spec) -> There | None:
+    def locate(self, group: GatherGroup, index: int, spec: Spec) -> GpuTensor | None:
         """Returns an input of all requests, complete; None if no part of it is on the GPU."""
         pieces: Any = group.pieces(index)
         piece = next((piece for piece in pieces or () if isinstance(piece, DevicePiece)), None)
@@ -43,9 +43,9 @@ class DeviceInputs:
         if piece is None or shape is None:
             return None
         feed = self._feed or self._set_up(piece.cuda)
-        address = feed.already_there(group, index)
+        address = feed.address_on_device(group, index)
         if address:
-            return There(address, shape)
+            return GpuTensor(address, shape)
         size = sum(piece.nbytes for piece in pieces)
         target = self._buffer(index, size)
         cuda = piece.cuda
@@ -54,7 +54,7 @@ class DeviceInputs:
             cuda.synchronize_stream(self._stream)
         except cuda.errors as error:
             raise cuda.failure(error) from error
-        return There(target, shape)
+        return GpuTensor(target, shape)
 
     def _set_up(self, cuda: Cuda) -> Feed:
         self._cuda, self._stream = cuda, cuda.stream()

@@ -6,19 +6,17 @@ not written at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle
-from shmserve.workers.gpu.shared import memory_of
+from shmserve.workers.gpu.shared import DeviceMemory, memory_of
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.batch.specs import Spec
-    from shmserve.workers.gpu.shared import DevicePiece
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
@@ -34,9 +32,10 @@ class Placing:
     def is_on_device(self, place: Handle) -> bool:
         return place.segment in self._mapped.on_device
 
-    def address(self, place: Handle) -> int:
-        """Returns the address of a region on this process's GPU. Raises HandleLost if it is not there."""
-        return memory_of(self._mapped).address(place)
+    @property
+    def gpu(self) -> DeviceMemory:
+        """The memory of this process's GPU. Raises HandleLost if the model is not on one."""
+        return memory_of(self._mapped)
 
     def writable(self, spec: Spec, place: Handle, shape: tuple[int, ...], size: int) -> Array:
         """Returns a region on the host as an array for an output of this shape and `size` bytes."""
@@ -52,15 +51,7 @@ class Placing:
             np.copyto(self.writable(spec, place, shape, source.nbytes), source)
             return
         self._check(spec, place, source.nbytes)
-        memory_of(self._mapped).store(place, source)
-
-    def move(self, target: int, piece: DevicePiece) -> None:
-        """Copies a piece to another address on this process's GPU."""
-        memory_of(self._mapped).move(target, piece)
-
-    def spread(self, source: int, places: Sequence[Handle], sizes: Sequence[int]) -> None:
-        """Copies consecutive parts at an address on this process's GPU to regions there."""
-        memory_of(self._mapped).spread(source, places, sizes)
+        self.gpu.store(place, source)
 
     def _check(self, spec: Spec, place: Handle, size: int) -> None:
         if place.size < size:

@@ -150,7 +150,7 @@ class Results:
     def _reach(self, position: int, place: Handle) -> None:
         """Fails the request if its place on a GPU cannot be written from here, whatever the model produces."""
         try:
-            self._scatter.placing.address(place)
+            self._scatter.placing.gpu.address(place)
         except ServeError as error:
             self.fail(position, error)
 
@@ -222,7 +222,7 @@ class Results:
         if len(handles) < len(works) or any(map(lt, [place.size for place in handles], sizes)):
             return None
         if len(works) == 1:
-            address = placing.address(handles[0])
+            address = placing.gpu.address(handles[0])
         else:
             try:
                 block = self._scatter.arenas.allocate_near(INTERNAL, sum(sizes))
@@ -270,7 +270,7 @@ class Results:
         address = self.near(index, piece.shape)
         if address is None:
             return False
-        self._scatter.placing.move(address, piece)
+        self._scatter.placing.gpu.move(address, piece)
         return True
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
@@ -444,7 +444,7 @@ class Results:
         if len(works) == 1:
             return [Tensor(spec.name, spec.dtype, shape, (places[0],))]
         row_bytes = array.nbytes // self._rows
-        self._scatter.placing.spread(self._blocks[index].address, places, [work.rows * row_bytes for work in works])
+        self._scatter.placing.gpu.spread(self._blocks[index].address, places, [work.rows * row_bytes for work in works])
         block = self._blocks.pop(index)
         self._scatter.arenas.free([Handle(block.segment, block.offset, block.size)])
         return [

@@ -67,11 +67,11 @@ class Spec(Struct, frozen=True):
 
     def inner(self, outer: tuple[int, ...]) -> tuple[int, ...]:
         """Converts the caller's shape to the backend's."""
-        return _between(outer, self.dims, self.shape, self.batched) if self.reshaped else outer
+        return _reshaped(outer, self.dims, self.shape, self.batched) if self.reshaped else outer
 
     def outer(self, inner: tuple[int, ...]) -> tuple[int, ...]:
         """Converts the backend's shape to the caller's."""
-        return _between(inner, self.shape, self.dims, self.batched) if self.reshaped else inner
+        return _reshaped(inner, self.shape, self.dims, self.batched) if self.reshaped else inner
 
     def fits(self, inner: Sequence[int]) -> bool:
         """Whether a shape from the backend matches the configuration, at any batch size."""
@@ -232,7 +232,7 @@ def _plain_spec(name: str, data_type: str, dims: tuple[int, ...], batched: bool)
     )
 
 
-def _between(given: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+def _reshaped(given: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], batched: bool) -> tuple[int, ...]:
     """Applies the batch dimension and, in order, the variable dims of `given` to the pattern `new`."""
     rest = given[1:] if batched else given
     if len(rest) != len(old):

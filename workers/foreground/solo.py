@@ -59,10 +59,10 @@ def resume(arguments: list[str]) -> NoReturn:
     """Continues in the model's interpreter; the argument is the descriptor of the order and the model."""
     with open(int(arguments[0]), "rb") as file:
         order, chosen = msgspec.msgpack.decode(file.read(), type=tuple[RunOrder, Chosen])
-    _leave(run(order, chosen))
+    _exit(run(order, chosen))
 
 
-def _leave(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     # Skip interpreter shutdown: threads that a model left running must not keep the process alive.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -78,16 +78,16 @@ def run(order: RunOrder, chosen: Chosen | None = None) -> int:
     try:
         return _run(order, chosen, terminal)
     except inputs.BadInput as error:
-        return terminal.end(str(error), 2)
+        return terminal.print_failure(str(error), 2)
     except (RunFailed, ServeError, output.NotWritten) as error:
-        return terminal.end(str(error), 1)
+        return terminal.print_failure(str(error), 1)
     except SystemExit as error:
-        return terminal.end(f"the model called sys.exit({error.code!r}); in a server that ends its worker", 1)
+        return terminal.print_failure(f"the model called sys.exit({error.code!r}); in a server that ends its worker", 1)
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except KeyboardInterrupt:
-        return terminal.end("interrupted", 130)
+        return terminal.print_failure("interrupted", 130)
 
 
 def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
@@ -108,7 +108,7 @@ def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
         terminal.print(_heading(config, chosen.version, loading))
         work = _work(order, source, config)
         if order.file == "-":
-            terminal.read_again()
+            terminal.reopen_stdin()
         answers, seconds = _repeat(order.repeat, work, model, mapped, terminal)
     more = {"load_seconds": round(loading, 6), "warnings": [*chosen.warnings, *surprising]}
     _show(order, config, chosen.version, answers, seconds, more, terminal)
@@ -120,14 +120,16 @@ def _choose(order: RunOrder, terminal: Terminal) -> Chosen:
     chosen = find(order)
     if not chosen.environment:
         return chosen
-    from shmserve.workers.process.environment import enter
+    from shmserve.workers.process.environment import replace_interpreter
 
     descriptor = os.memfd_create("shmserve-run", 0)
     try:
         os.pwrite(descriptor, msgspec.msgpack.encode((order, chosen)), 0)
         cache = environments_dir(server_runtime_dir())
-        terminal.leave()
-        enter(chosen.environment, str(cache), "shmserve.workers.foreground.solo:resume", [str(descriptor)])
+        terminal.restore_stdout()
+        replace_interpreter(
+            chosen.environment, str(cache), "shmserve.workers.foreground.solo:resume", [str(descriptor)]
+        )
     finally:
         os.close(descriptor)
 
@@ -325,4 +327,4 @@ def _array(tensor: Tensor, mapped: Mapped) -> Array:
 
 
 if __name__ == "__main__":
-    _leave(main())
+    _exit(main())

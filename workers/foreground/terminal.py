@@ -45,16 +45,16 @@ class Terminal:
         with open(self._out, "w", closefd=False) as file:
             print(text, file=file)
 
-    def leave(self) -> None:
+    def restore_stdout(self) -> None:
         """Restores standard output for the program that replaces this one."""
         os.dup2(self._out, 1)
 
-    def end(self, text: str, code: int) -> int:
-        """Prints the last line of a failed run."""
+    def print_failure(self, text: str, code: int) -> int:
+        """Prints the last line of a failed run, and returns its exit code."""
         print(f"shmserve run: {text}", file=sys.stderr)
         return code
 
-    def read_again(self) -> None:
+    def reopen_stdin(self) -> None:
         """Reopens standard input on the terminal, if there is one, for the debugger: it was read as a document."""
         try:
             terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)

@@ -22,7 +22,7 @@ NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "posix_ipc": "1.1"}
 """Packages that a worker requires, with their minimum versions."""
 
 
-def enter(place: str, cache: str, target: str, arguments: list[str]) -> NoReturn:
+def replace_interpreter(place: str, cache: str, target: str, arguments: list[str]) -> NoReturn:
     """Replaces this process by the model's interpreter, which calls `target` ("module:function") with the arguments.
     Raises if it is not an interpreter."""
     path = Path(place)

@@ -14,7 +14,7 @@ from pathlib import Path
 from shmserve.protocol.messages import Failure, Load
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.loading import THREADS, LoadedModel, load, why
+from shmserve.workers.loading import THREADS, LoadedModel, load, load_error
 from shmserve.workers.outbox import NullOutbox
 from tests.support.workers.worker_harness import WORKER
 
@@ -56,7 +56,7 @@ def load_failure(given: ModelConfig, folder: Path) -> Failure:
         with loaded(given, folder):
             pass
     except Exception as error:
-        failure = why(error, str(folder))
+        failure = load_error(error, str(folder))
         assert str(folder) not in failure.text
         return failure
     raise AssertionError("the model was loaded")

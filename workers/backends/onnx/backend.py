@@ -17,7 +17,7 @@ import onnxruntime as ort
 from shmserve.errors import ModelFailed, NotFound, ServeError
 from shmserve.repo.config.complete import with_scalars
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.device_inputs import DeviceInputs, There
+from shmserve.workers.backends.device_inputs import DeviceInputs, GpuTensor
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
 from shmserve.workers.backends.onnx.graphs import OnnxGraphs
@@ -107,7 +107,7 @@ class Onnx(StackedBackend):
 
     def _given(self, near: DeviceInputs, inputs: GatherGroup, index: int) -> Any:
         """Returns an input as an array, or as a device address if it is on the GPU."""
-        return near.find(inputs, index, self._inputs[index]) or inputs.array(index)
+        return near.locate(inputs, index, self._inputs[index]) or inputs.array(index)
 
     def _compute(self, arrays: list[Any], rows: int, wanted: list[int], outputs: Results) -> None:
         if self._graphs is not None and (recorded := self._graphs.of(arrays, rows)) is not None:
@@ -118,7 +118,7 @@ class Onnx(StackedBackend):
         if self._can_bind:
             shapes = [self._known_shape(index, rows) for index in wanted]
             places = [self._place(outputs, index, shape) for index, shape in zip(wanted, shapes, strict=True)]
-            near = self._near is not None and any(isinstance(array, There) for array in arrays)
+            near = self._near is not None and any(isinstance(array, GpuTensor) for array in arrays)
             if self._must_bind or near or any(place is not None for place in places):
                 self._run_bound(arrays, outputs, wanted, places)
                 return
@@ -140,7 +140,7 @@ class Onnx(StackedBackend):
         arrays: list[Any],
         outputs: Results,
         wanted: list[int],
-        places: list[Array | There | None],
+        places: list[Array | GpuTensor | None],
     ) -> None:
         assert self._binding is not None
         given = [(spec, array) for spec, array in zip(self._inputs, arrays, strict=True) if array is not None]
@@ -153,13 +153,13 @@ class Onnx(StackedBackend):
             if target.array is None:
                 outputs.put(index, next(made))
 
-    def _place(self, outputs: Results, index: int, shape: tuple[int, ...] | None) -> Array | There | None:
+    def _place(self, outputs: Results, index: int, shape: tuple[int, ...] | None) -> Array | GpuTensor | None:
         """Returns the memory where readers read an output, on the host or on the GPU, if the engine can write there."""
         if shape is None:
             return None
         address = outputs.near(index, shape) if self._near is not None else None
         if address is not None:
-            return There(address, shape)
+            return GpuTensor(address, shape)
         return outputs.place(index, shape) if outputs.direct(index, shape) else None
 
     # ------------------------------------------------------------------------------------ the session

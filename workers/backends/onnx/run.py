@@ -17,7 +17,7 @@ import onnxruntime as ort
 from shmserve.dtypes import elements
 from shmserve.repo.onnx.protobuf import strings
 from shmserve.workers.backends.device_buffers import address_of
-from shmserve.workers.backends.device_inputs import There
+from shmserve.workers.backends.device_inputs import GpuTensor
 from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -57,7 +57,7 @@ class OutputTarget(NamedTuple):
     """An output of a bound run. `array` None: its shape is unknown, or it cannot be written to where it is read."""
 
     spec: Spec
-    array: Array | There | None
+    array: Array | GpuTensor | None
 
 
 class Binding:
@@ -74,7 +74,7 @@ class Binding:
         self._outputs: dict[str, tuple[int, tuple[int, ...]] | None] = {}
 
     def run(
-        self, inputs: Sequence[tuple[Spec, Array | There]], targets: Sequence[OutputTarget], options: Any
+        self, inputs: Sequence[tuple[Spec, Array | GpuTensor]], targets: Sequence[OutputTarget], options: Any
     ) -> list[Array]:
         """Returns the outputs of the targets without an array, in order."""
         try:
@@ -95,14 +95,14 @@ class Binding:
         del held  # memory bound by address must stay valid until the run is over
         return made
 
-    def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array | There]]) -> list[Any]:
+    def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array | GpuTensor]]) -> list[Any]:
         known = self._inputs
         if len(inputs) != len(known) or any(spec.name not in known for spec, _ in inputs):
             self._bound.clear_binding_inputs()
             known.clear()
         held: list[Any] = []
         for spec, given in inputs:
-            if isinstance(given, There):
+            if isinstance(given, GpuTensor):
                 self._bound.bind_input(spec.name, GPU, 0, element_of(spec), given.shape, given.address)
                 known[spec.name] = NOWHERE
                 continue
@@ -125,7 +125,7 @@ class Binding:
             self._bound.clear_binding_outputs()
             known.clear()
         for spec, array in targets:
-            if isinstance(array, There):
+            if isinstance(array, GpuTensor):
                 self._bound.bind_output(spec.name, GPU, 0, element_of(spec), array.shape, array.address)
                 known[spec.name] = NOWHERE
                 continue

@@ -107,7 +107,7 @@ class Torch(StackedBackend):
 
     def _given(self, index: int, spec: Spec, inputs: GatherGroup) -> Any:
         """Returns an input as a tensor over its memory, on the host or the GPU."""
-        there = self._near.find(inputs, index, spec) if self._near is not None else None
+        there = self._near.locate(inputs, index, spec) if self._near is not None else None
         if there is None:
             return self._tensor(index, spec, inputs.array(index))
         tensor = device.over(there.address, there.shape, spec, self._device)

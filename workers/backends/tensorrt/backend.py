@@ -253,10 +253,10 @@ class TensorRT(StackedBackend):
         try:
             self._run(inputs, outputs, shapes, wanted)
         except cuda.errors as error:
-            self._settle(error)
+            self._wait_after_failure(error)
             raise cuda.failure(error) from error
         except ServeError as error:
-            self._settle(error)
+            self._wait_after_failure(error)
             raise
 
     def _shapes(self, inputs: GatherGroup) -> tuple[Shape, ...]:
@@ -293,7 +293,7 @@ class TensorRT(StackedBackend):
         for index, spec in enumerate(self._inputs):
             if index in self._host:
                 continue
-            there = feed.already_there(inputs, index) if graph is None else 0
+            there = feed.address_on_device(inputs, index) if graph is None else 0
             if graph is None:
                 profile.address(spec.name, there or self._input_at[index])
             if not there:
@@ -361,7 +361,7 @@ class TensorRT(StackedBackend):
             if not placed:
                 outputs.put(index, array)
 
-    def _settle(self, error: Exception) -> None:
+    def _wait_after_failure(self, error: Exception) -> None:
         """Waits for the streams of a failed batch, so that its memory can be reused. Exits if the device is lost."""
         cuda = self._cuda
         lost = cuda.lost(error)
