@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 """`wbits` with which zlib accepts both formats, and detects which one it is."""
@@ -24,7 +24,7 @@ class Incomplete(Exception):
     """The input is not one complete stream."""
 
 
-def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[bytearray]:
+def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -> SlicedWork[bytearray]:
     """`hold` is called with the number of bytes produced. Raises zlib.error, Overflow, Incomplete, and what `hold`
     raises."""
     machine = zlib.decompressobj(wbits)
@@ -47,7 +47,7 @@ def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -
     return found
 
 
-def deflate(encoding: str, level: int, parts: Sequence[Buffer], most: int) -> Work[bytes]:
+def deflate(encoding: str, level: int, parts: Sequence[Buffer], most: int) -> SlicedWork[bytes]:
     """`most`: bytes of input in one slice."""
     machine = zlib.compressobj(level, zlib.DEFLATED, WBITS[encoding])
     pieces = []

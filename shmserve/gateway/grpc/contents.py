@@ -15,7 +15,7 @@ from shmserve.gateway.grpc.messages import unreadable
 from shmserve.gateway.grpc.wire import LENGTH_DELIMITED, field_at, number_at, varint
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_tensors import contents_field, wrong_contents
-from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 AROUND_BYTES = 1 << 20
 """Bytes of a request without its tensors."""
@@ -87,7 +87,7 @@ def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, i
 # ---------------------------------------------------------------------------------------- elements
 
 
-def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> Work[bytearray]:
+def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> SlicedWork[bytearray]:
     """The elements as the bytes of the tensor: up to `most` bytes of numbers; strings take at most twice as much as in
     the message."""
     field = contents_field(name, dtype)
@@ -122,7 +122,7 @@ def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> Work[byt
     return found
 
 
-def _packed(name: str, dtype: str, field: str, data: memoryview, found: bytearray) -> Work[None]:
+def _packed(name: str, dtype: str, field: str, data: memoryview, found: bytearray) -> SlicedWork[None]:
     kind = to_numpy(dtype)
     if field in ("fp32_contents", "fp64_contents"):
         if len(data) % kind.itemsize:

@@ -24,7 +24,7 @@ from shmserve.gateway.kserve.plans import (
     place_of,
 )
 from shmserve.gateway.limits.bounded_cache import BoundedCache
-from shmserve.gateway.limits.turns import Work
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.protocol.messages import DIMS, PARAMETERS, TENSORS
 
 _CACHED_PLANS = 1024
@@ -62,7 +62,7 @@ class RpcPlans:
                 self._cache.put(head, plan)
         return plan
 
-    def in_slices(self, head: bytes) -> Work[RpcPlan]:
+    def in_slices(self, head: bytes) -> SlicedWork[RpcPlan]:
         """The plan of a large request."""
         return (yield from plan_in_slices(head, self._most_bytes))
 
@@ -72,7 +72,7 @@ def plan_of(head: bytes) -> RpcPlan:
     return _plan(request, [_spec(one) for one in request.inputs])
 
 
-def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> Work[RpcPlan]:
+def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> SlicedWork[RpcPlan]:
     """The same, in slices; protobuf does not decode the contents. `most`: bytes of a numeric tensor, which may take
     eight times its size in the message."""
     found = contents.cut(head)

@@ -12,7 +12,7 @@ from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import CHUNKS, HEAD_BYTES, HttpLimits
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_tensors import json_size_text
-from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 _LINE = 1024
 """Maximum length of an incomplete line: a chunk header or a trailer."""
@@ -123,7 +123,9 @@ def _body_size_error(size: int, limit: int) -> InvalidRequest:
     )
 
 
-def inflate_body(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable[[int], None]) -> Work[bytearray]:
+def inflate_body(
+    encoding: str, body: Buffer, limit: int, flag: str, hold: Callable[[int], None]
+) -> SlicedWork[bytearray]:
     """Decompresses a body to at most `limit` bytes, which the option `flag` sets. `hold` is called with the size of
     each piece before the piece is added, and may raise to abort."""
     if encoding not in ("gzip", "deflate"):
@@ -139,5 +141,5 @@ def inflate_body(encoding: str, body: Buffer, limit: int, flag: str, hold: Calla
         raise InvalidRequest(f"the body is not one complete {encoding} stream") from None
 
 
-def deflate_body(encoding: str, parts: Sequence[Buffer]) -> Work[bytes]:
+def deflate_body(encoding: str, parts: Sequence[Buffer]) -> SlicedWork[bytes]:
     return gzip_stream.deflate(encoding, _LEVEL, parts, gzip_stream.FAST * SLICE_BYTES)

@@ -24,7 +24,7 @@ from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
-from shmserve.gateway.limits.turns import FairReader, Job, Work
+from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.receive import ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
@@ -303,7 +303,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         )
 
     def work(
-        self, work: Work[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None
+        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None
     ) -> None:
         """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result. Its
         exceptions are answered, by `failed` if given."""

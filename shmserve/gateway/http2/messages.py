@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from shmserve.gateway import gzip_stream
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 COMPRESSED_BYTES = 1024
 """Messages below this size are not compressed."""
@@ -21,7 +21,7 @@ def message_size_error(size: int, limit: int) -> RpcError:
     )
 
 
-def inflate_message(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[Buffer]:
+def inflate_message(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> SlicedWork[Buffer]:
     """Inflates a message. `hold` is called with the number of bytes produced."""
     try:
         found = yield from gzip_stream.inflate(gzip_stream.WBITS[encoding], data, limit, hold)
@@ -34,5 +34,5 @@ def inflate_message(encoding: str, data: Buffer, limit: int, hold: Callable[[int
     return bytes(found) if len(found) < SLICE_BYTES else memoryview(found)
 
 
-def deflate_message(encoding: str, level: int, parts: Sequence[Buffer]) -> Work[bytes]:
+def deflate_message(encoding: str, level: int, parts: Sequence[Buffer]) -> SlicedWork[bytes]:
     return gzip_stream.deflate(encoding, level, parts, SLICE_BYTES)

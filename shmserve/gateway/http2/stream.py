@@ -20,7 +20,7 @@ from shmserve.gateway.http2.messages import inflate_message, message_size_error
 from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, tell
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
-from shmserve.gateway.limits.turns import Job, Work
+from shmserve.gateway.limits.turns import Job, SlicedWork
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 
 log = logging.getLogger("shmserve.gateway")
@@ -232,7 +232,7 @@ class Http2Stream(Sending):
             self._held += size
             core.work -= size // most.INFLATED_BYTES
 
-        def work() -> Work[Buffer]:
+        def work() -> SlicedWork[Buffer]:
             if core.work < 0:
                 yield from self._next_turn()
             return (yield from inflate_message(self.head.encoding, data, core.limits.message_bytes, hold))
@@ -243,12 +243,12 @@ class Http2Stream(Sending):
 
         self._run(work(), then)
 
-    def _next_turn(self) -> Work[None]:
+    def _next_turn(self) -> SlicedWork[None]:
         """Waits for the next iteration of the loop, with new work for this connection."""
         yield
         self._core.work = most.WORK
 
-    def _run(self, work: Work[T], then: Callable[[T], None]) -> None:
+    def _run(self, work: SlicedWork[T], then: Callable[[T], None]) -> None:
         """Runs `work`; the stream is paused until it is done."""
 
         def done(found: T) -> None:

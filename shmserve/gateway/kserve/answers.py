@@ -12,7 +12,7 @@ from msgspec import Struct
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.kserve.json_tensors import to_json, to_json_in_slices
 from shmserve.gateway.kserve.plans import RequestPlan
-from shmserve.gateway.limits.turns import Work
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.protocol.messages import Part, Reply, Tensor
 
 Buffer = bytes | bytearray | memoryview
@@ -97,7 +97,7 @@ def as_json(plan: RequestPlan, answer: Reply | Held) -> list[tuple[Tensor, list[
     return [pair for pair, yes in zip(zip(reply.outputs, buffers, strict=True), wanted, strict=True) if yes]
 
 
-def texts_in_slices(outputs: list[tuple[Tensor, list[Buffer]]]) -> Work[dict[str, msgspec.Raw]]:
+def texts_in_slices(outputs: list[tuple[Tensor, list[Buffer]]]) -> SlicedWork[dict[str, msgspec.Raw]]:
     found = {}
     for tensor, parts in outputs:
         found[tensor.name] = yield from to_json_in_slices(tensor.name, tensor.dtype, tensor.shape, joined(parts))

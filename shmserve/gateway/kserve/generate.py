@@ -15,10 +15,10 @@ import msgspec
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held, joined
-from shmserve.gateway.kserve.json_slices import check_depth, commas_of, unreadable
+from shmserve.gateway.kserve.json_scan import check_depth, commas_of, unreadable
 from shmserve.gateway.kserve.json_tensors import to_bytes, to_json
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
-from shmserve.gateway.limits.turns import Work
+from shmserve.gateway.limits.turns import SlicedWork
 
 ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
@@ -30,7 +30,7 @@ _OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
 
 
-def check_in_slices(text: bytes) -> Work[None]:
+def check_in_slices(text: bytes) -> SlicedWork[None]:
     """Refuses a large text with too many values; one with a few long strings can be decoded at once."""
     commas = yield from commas_of(text)
     if commas >= VALUES:

@@ -15,9 +15,10 @@ import numpy as np
 
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.kserve import json_slices
-from shmserve.gateway.kserve.json_slices import JSON_DEPTH, CutList, Text
-from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+from shmserve.gateway.kserve import json_values
+from shmserve.gateway.kserve.json_outline import CutList
+from shmserve.gateway.kserve.json_scan import JSON_DEPTH, Text
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.shm import strings
 
 _BINARY_ONLY = ("FP16", "BF16")
@@ -34,7 +35,9 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
     return _converted(name, dtype, values)
 
 
-def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: CutList, most: int) -> Work[bytearray]:
+def cut_to_bytes(
+    name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: CutList, most: int
+) -> SlicedWork[bytearray]:
     """The same for a list that was cut out of `text`; refused above `most` bytes."""
     _check_dtype(name, dtype)
     count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
@@ -44,8 +47,8 @@ def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut:
     found, data = 0, bytearray()
     begin = -1
     """Offset in `data` of a string that arrives in parts."""
-    for values in json_slices.flat(name, text, cut):
-        if values and type(values[0]) is json_slices.StringPart:
+    for values in json_values.flat(name, text, cut):
+        if values and type(values[0]) is json_values.StringPart:
             part = values[0]
             if dtype != "BYTES":
                 raise _other_kind(name, dtype, {str})
@@ -198,7 +201,7 @@ def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgsp
     return msgspec.Raw(_encode(values))
 
 
-def to_json_in_slices(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Work[msgspec.Raw]:
+def to_json_in_slices(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> SlicedWork[msgspec.Raw]:
     """The same, in slices."""
     pieces: list[bytes] = []
     if dtype == "BYTES":

@@ -16,10 +16,11 @@ from msgspec import UNSET, Struct
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.dtypes import elements as elements_of
 from shmserve.errors import Internal, InvalidRequest
-from shmserve.gateway.kserve import json_slices, json_tensors
-from shmserve.gateway.kserve.json_slices import CutList, Text
+from shmserve.gateway.kserve import json_outline, json_tensors
+from shmserve.gateway.kserve.json_outline import CutList
+from shmserve.gateway.kserve.json_scan import Text, check_depth, unreadable
 from shmserve.gateway.limits.bounded_cache import BoundedCache
-from shmserve.gateway.limits.turns import Work
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
 from shmserve.session.encode import TopK
 
@@ -146,19 +147,19 @@ class RequestPlans:
 
 
 def plan_of(text: bytes) -> RequestPlan:
-    json_slices.check_depth(text)
+    check_depth(text)
     request = _request_of(text)
     return _plan(request, [_spec(given) for given in request.inputs])
 
 
-def plan_in_slices(text: Text, most: int) -> Work[RequestPlan]:
+def plan_in_slices(text: Text, most: int) -> SlicedWork[RequestPlan]:
     """Like `plan_of`, but parses a large text in slices. `most`: maximum size of an input in bytes."""
-    outline = yield from json_slices.outline(text)
+    outline = yield from json_outline.outline(text)
     request = _request_of(outline.around)
     yield
     specs = []
     for given in request.inputs:
-        cut = json_slices.cut_of(given.data, outline)
+        cut = json_outline.cut_of(given.data, outline)
         specs.append(_spec(given) if cut is None else (yield from _cut_spec(given, text, cut, most)))
     return _plan(request, specs)
 
@@ -176,7 +177,7 @@ def _request_of(text: bytes) -> _JsonRequest:
         found = _decode(text)
     except _UNREADABLE as error:
         if b"NaN" not in text and b"Infinity" not in text:
-            raise json_slices.unreadable(error) from None
+            raise unreadable(error) from None
         found = _decode_non_finite(text)
     if len(found.inputs) > TENSORS:
         raise InvalidRequest(f"the request has {len(found.inputs)} inputs; the limit is {TENSORS}")
@@ -188,7 +189,7 @@ def _decode_non_finite(text: bytes) -> _JsonRequest:
     try:
         return msgspec.convert(json.loads(text), _JsonRequest)
     except _UNREADABLE as error:
-        raise json_slices.unreadable(error) from None
+        raise unreadable(error) from None
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -242,7 +243,7 @@ def _spec(given: _Input) -> InputPlan:
     return InputPlan(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
-def _cut_spec(given: _Input, text: Text, cut: CutList, most: int) -> Work[InputPlan]:
+def _cut_spec(given: _Input, text: Text, cut: CutList, most: int) -> SlicedWork[InputPlan]:
     if "binary_data_size" in given.parameters or "shared_memory_region" in given.parameters:
         return _spec(given)  # raises
     shape = _shape_of(given)

@@ -1,7 +1,7 @@
 """Runs long work on the event loop in slices: one slice of one job per iteration of the loop, so that other clients
 wait for one slice and not for all of the work. Reading large bodies is bounded per iteration, too.
 
-Work is a generator that yields between slices. A thread would not help: the long operations hold the GIL.
+A thread would not help: the long operations hold the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 SLICE_BYTES = 64 * 1024
 """Approximate bytes of input or output per slice: a few milliseconds of work."""
-Work = Generator[None, None, T]
+SlicedWork = Generator[None, None, T]
+"""Work that yields between its slices."""
 
 
 class Job:
@@ -22,8 +23,8 @@ class Job:
 
     __slots__ = ("_failed", "_then", "_work")
 
-    def __init__(self, work: Work[Any], then: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
-        self._work: Work[Any] | None = work
+    def __init__(self, work: SlicedWork[Any], then: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
+        self._work: SlicedWork[Any] | None = work
         self._then = then
         self._failed = failed
 
@@ -62,7 +63,7 @@ class JobTurns:
         self._jobs: deque[Job] = deque()
         self._scheduled = False
 
-    def run(self, work: Work[T], then: Callable[[T], None], failed: Callable[[Exception], None]) -> Job:
+    def run(self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None]) -> Job:
         """Runs the first slice at once, so work of one slice costs no iteration."""
         job = Job(work, then, failed)
         if job.step():
@@ -158,13 +159,3 @@ class ReadTurns:
         if paused:
             self._scheduled = True
             self._loop.call_soon(self._next)
-
-
-def finished(work: Work[T]) -> T:
-    """Runs work to its end, for work that is known to be small."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            found: T = end.value
-            return found

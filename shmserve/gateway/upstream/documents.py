@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.gateway.kserve.json_slices import check_depth, unreadable
+from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
 from shmserve.gateway.upstream.regions import Regions, Registration
 from shmserve.session.uploads import Body, loading, of_json, of_unload

@@ -20,7 +20,6 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http import bodies, heads
 from shmserve.gateway.kserve import generate
 from shmserve.gateway.kserve import plans as kserve
-from shmserve.gateway.limits.turns import finished
 from shmserve.gateway.upstream import documents
 from shmserve.protocol import codec as wire
 from shmserve.protocol import messages
@@ -29,6 +28,7 @@ from shmserve.repo import load, samples
 from shmserve.repo.config import override
 from shmserve.repo.config.problems import ConfigError
 from tests.stress.fuzz import lane
+from tests.support.gateway.sliced_work import finished
 
 Target = Callable[[bytes], None]
 

@@ -12,7 +12,8 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.grpc import contents
 from shmserve.gateway.grpc.messages import message_class
 from shmserve.gateway.grpc.plans import RpcPlan, plan_in_slices, plan_of
-from shmserve.gateway.limits.turns import SLICE_BYTES, finished
+from shmserve.gateway.limits.turns import SLICE_BYTES
+from tests.support.gateway.sliced_work import finished
 from tests.support.hypothesis_profiles import examples
 from tests.unit.gateway.kserve.test_json_slices import steps
 

@@ -27,7 +27,6 @@ from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, 
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
 from shmserve.gateway.kserve.plans import InputPlan, Place, RequestOptions, RequestPlan
-from shmserve.gateway.limits.turns import finished
 from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, question_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.messages import TENSORS, Tensor
@@ -36,6 +35,7 @@ from shmserve.session.encode import TopK
 from shmserve.shm import strings
 from tests.support.gateway.grpc_calls import Stream
 from tests.support.gateway.rpc import message, parameter
+from tests.support.gateway.sliced_work import finished
 from tests.support.hypothesis_profiles import examples
 
 NAMES = st.text("abcXYZ_é", max_size=200)

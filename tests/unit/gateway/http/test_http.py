@@ -20,12 +20,12 @@ from shmserve.gateway.auth.access import NEEDS, OPERATE, EndpointAccess
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import BadHead, HttpHeads, parse
 from shmserve.gateway.http.routes import resolve
-from shmserve.gateway.limits.turns import finished
 from shmserve.gateway.upstream import documents
 from shmserve.gateway.upstream.documents import Route
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
 from tests.support.gateway.http_connection import chunked, lines
+from tests.support.gateway.sliced_work import finished
 
 # ---------------------------------------------------------------------------------------- heads
 

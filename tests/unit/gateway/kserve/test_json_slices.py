@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.http import bodies
-from shmserve.gateway.kserve import json_slices, json_tensors
+from shmserve.gateway.kserve import json_outline, json_scan, json_tensors, json_values
 from shmserve.gateway.kserve.generate import VALUES, check_in_slices
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
-from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, Work, finished
+from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, SlicedWork
 from tests.support.gateway.http_connection import answered, connected, post, receive
 from tests.support.gateway.manual_loop import ManualLoop
+from tests.support.gateway.sliced_work import finished
 from tests.support.hypothesis_profiles import examples
 
 MIB = 1 << 20
@@ -30,8 +31,9 @@ MOST = 64 * MIB
 @pytest.fixture(params=[3, 16, 4096])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The size of slices, so small that they end at any place of a body."""
-    monkeypatch.setattr(json_slices, "SLICE_BYTES", request.param)
-    monkeypatch.setattr(json_slices, "_CUT_BYTES", 8)
+    monkeypatch.setattr(json_scan, "SLICE_BYTES", request.param)
+    monkeypatch.setattr(json_values, "SLICE_BYTES", request.param)
+    monkeypatch.setattr(json_outline, "_CUT_BYTES", 8)
     size: int = request.param
     return size
 
@@ -83,13 +85,13 @@ def test_a_plan_in_slices_is_the_plan_of_the_whole(
 @pytest.mark.parametrize("letter", ["a", "é", "\\n", "\\u00e9", "\\ud83d\\ude00", "\U0001f600"])
 def test_a_long_string_is_decoded_in_slices(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    decoded = json_slices._string
+    decoded = json_values._string
 
     def string(data: bytes) -> str:
         sizes.append(len(data))
         return decoded(data)
 
-    monkeypatch.setattr(json_slices, "_string", string)
+    monkeypatch.setattr(json_values, "_string", string)
     written = letter * (MIB // len(letter.encode()))
     found = finished(plan_in_slices(body(f'["b", "{written}" , "c"]', 3, "BYTES"), MOST)).inputs[0].data
     value = json.loads(f'"{written}"').encode()
@@ -164,7 +166,7 @@ def test_clients_cannot_write_the_placeholder_of_a_list(small: int) -> None:
 # ---------------------------------------------------------------------------------------- cost
 
 
-def steps(work: Work[Any]) -> int:
+def steps(work: SlicedWork[Any]) -> int:
     found = 0
     try:
         while True:
@@ -182,8 +184,8 @@ def test_the_cost_of_nesting_is_linear_in_its_bytes() -> None:
     deep = body("[" + ",".join([unit] * deep_count) + "]", deep_count)
     flat = body("[" + ",".join(["1"] * flat_count) + "]", flat_count)
     assert abs(steps(plan_in_slices(deep, MOST)) - steps(plan_in_slices(flat, MOST))) <= 2
-    outline = finished(json_slices.outline(deep))
-    parts = [len(part) for part in json_slices.flat("x", deep, outline.cuts[0])]
+    outline = finished(json_outline.outline(deep))
+    parts = [len(part) for part in json_values.flat("x", deep, outline.cuts[0])]
     assert sum(parts) == deep_count
     assert max(parts) <= SLICE_BYTES // len(unit) + 1
 
@@ -192,7 +194,7 @@ def test_the_cost_of_nesting_is_linear_in_its_bytes() -> None:
 def test_the_depth_of_nesting_is_limited(depth: int) -> None:
     for data in ("[" * depth + "1" + "]" * depth, "[" * depth + "1," * 50_000 + "1" + "]" * depth):
         text = body(data, data.count("1"))
-        if depth + 3 <= json_slices.JSON_DEPTH:
+        if depth + 3 <= json_scan.JSON_DEPTH:
             assert finished(plan_in_slices(text, MOST)).inputs[0].data == plan_of(text).inputs[0].data
             continue
         for work in (plan_of, lambda text: finished(plan_in_slices(text, MOST))):
@@ -279,7 +281,7 @@ def test_one_slice_runs_per_loop_iteration() -> None:
     turns, done = JobTurns(loop), list[str]()
     log: list[str] = []
 
-    def work(name: str, count: int) -> Work[str]:
+    def work(name: str, count: int) -> SlicedWork[str]:
         for _ in range(count):
             log.append(name)
             yield
@@ -303,7 +305,7 @@ def test_work_started_by_other_work_runs_one_slice_in_an_iteration() -> None:
     loop: Any = ManualLoop()
     turns, log = JobTurns(loop), list[str]()
 
-    def work(name: str) -> Work[str]:
+    def work(name: str) -> SlicedWork[str]:
         for _ in range(3):
             log.append(name)
             yield
@@ -324,7 +326,7 @@ def test_failed_work_does_not_affect_other_work() -> None:
     loop: Any = ManualLoop()
     turns, failed = JobTurns(loop), list[Exception]()
 
-    def work(error: Exception | None) -> Work[int]:
+    def work(error: Exception | None) -> SlicedWork[int]:
         yield
         if error is not None:
             raise error
@@ -366,11 +368,11 @@ def test_white_space_outside_strings_is_not_counted(small: int, monkeypatch: pyt
     tidy = body("[1, 2, 3]", 3).replace(b'"1"', b'"1  , \\"   2"')
     loose = tidy.replace(b',"', b" \n\t ," + b" " * 1000 + b'"')
     assert b'"1  , \\"   2"' in loose
-    monkeypatch.setattr(json_slices, "AROUND_BYTES", 1000)
+    monkeypatch.setattr(json_outline, "AROUND_BYTES", 1000)
     assert finished(plan_in_slices(loose, MOST)) == plan_of(tidy)
     parted = loose.replace(b'"outputs"', b'"parameters":{"priority":1' + b" " * 1000 + b'2},"outputs"')
     with pytest.raises(InvalidRequest, match="failed to parse"):
         finished(plan_in_slices(parted, MOST))
-    monkeypatch.setattr(json_slices, "AROUND_BYTES", 60)
+    monkeypatch.setattr(json_outline, "AROUND_BYTES", 60)
     with pytest.raises(InvalidRequest, match="besides the 'data' of its inputs; the limit is 60"):
         finished(plan_in_slices(loose, MOST))

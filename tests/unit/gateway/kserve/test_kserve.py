@@ -28,9 +28,9 @@ from shmserve.gateway.kserve.plans import (
     plan_of,
     raw_plan,
 )
-from shmserve.gateway.limits.turns import finished
 from shmserve.protocol.messages import Handle, Reply, Tensor
 from shmserve.session.encode import TopK
+from tests.support.gateway.sliced_work import finished
 from tests.support.hypothesis_profiles import examples
 
 NUMBERS = [name for name in ITEM_BYTES if name not in ("BYTES", "FP16", "BF16")]
