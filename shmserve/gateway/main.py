@@ -26,10 +26,10 @@ from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareBounds
 from shmserve.gateway.service import Service
-from shmserve.gateway.supervised import ServerLog, end_with
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
+from shmserve.system.process import PDEATHSIG, prctl
 from shmserve.system.service_manager import of_this_process
 from shmserve.terminal.errors import Failed, Misuse
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return _new_token(*args.new_token)
     _log_to_stderr(of_server=args.parent is not None)
     if args.parent is not None:
-        end_with(args.parent)
+        _end_with_parent(args.parent)
     guards = Guards(args)
     make_zmq = zmqtcp_start.check(args)
     url = args.url
@@ -70,17 +70,40 @@ def _new_token(name: str, roles: str) -> int:
     return 0
 
 
+def _end_with_parent(parent: int) -> None:
+    """The kernel kills this process when the server that started it, of this pid, has ended: however that happens, its
+    ports are free for the next one."""
+    if error := prctl(PDEATHSIG, signal.SIGKILL):
+        raise Failed(f"cannot set the parent-death signal: {os.strerror(error)}")
+    if os.getppid() != parent:
+        raise Failed(f"the server (process {parent}) exited before its gateway started")
+
+
+class _ServerLog(logging.Formatter):
+    """`level: text` per line, as workers write it; the server that started this gateway adds the time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).splitlines() or [""]
+        level = record.levelname.lower()
+        return "\n".join(f"{level}: {line}" for line in lines)
+
+
 def _log_to_stderr(of_server: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ServerLog() if of_server else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_ServerLog() if of_server else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _limits(args: argparse.Namespace) -> HttpLimits:
     return HttpLimits(
-        args.http_max_input_size, args.http_max_json_size or args.http_max_input_size, args.http_max_connections,
-        args.http_read_timeout, args.http_min_data_rate, args.http_idle_timeout, args.exit_timeout_secs,
-    )  # fmt: skip
+        input_bytes=args.http_max_input_size,
+        json_bytes=args.http_max_json_size or args.http_max_input_size,
+        connections=args.http_max_connections,
+        read_timeout_s=args.http_read_timeout,
+        data_rate=args.http_min_data_rate,
+        idle_timeout_s=args.http_idle_timeout,
+        exit_timeout_s=args.exit_timeout_secs,
+    )
 
 
 class Opening(NamedTuple):

@@ -12,7 +12,7 @@ from shmserve.gateway.grpc.messages import filled, message_class, read
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.rpcs import Rpc
 from shmserve.gateway.grpc.services import Services
-from shmserve.gateway.grpc.wire import ResponseEncoder, parameters_of
+from shmserve.gateway.grpc.wire import ResponseEncoder, parameters_of, take_apart
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held, check_room
@@ -146,7 +146,7 @@ class InferCall(Unary):
         services, stream = self._services, self._stream
         request_id = ""
         try:
-            taken = services.take_apart(data)
+            taken = take_apart(data)
             request_id = taken.id
             raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
             self._room = None
@@ -259,7 +259,7 @@ class WatchCall(Unary):
             service = read(_HEALTH_REQUEST, bytes(data)).service
         except ServeError as error:
             raise rpc_error(error) from error
-        self._services.watches.add(self)
+        self._services.long_calls.add(self)
         if service in self._services.names:
             self._look()
         else:
@@ -287,12 +287,12 @@ class WatchCall(Unary):
 
     def cancelled(self) -> None:
         super().cancelled()
-        self._services.watches.discard(self)
+        self._services.long_calls.discard(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The gateway is stopping."""
         self.cancelled()
         self._send_status(NOT_SERVING)

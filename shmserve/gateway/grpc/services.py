@@ -11,7 +11,7 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans
-from shmserve.gateway.grpc.wire import ResponseEncoder, take_apart, tensor_at
+from shmserve.gateway.grpc.wire import ResponseEncoder, tensor_at
 from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import JobTurns
@@ -23,14 +23,11 @@ from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.shm.arena import ALIGN
 
 
-class Watcher(Protocol):
-    def end(self) -> None:
-        """The gateway is stopping."""
+class LongCall(Protocol):
+    """A call that does not end by itself."""
 
-
-class RequestStream(Protocol):
     def stop(self) -> None:
-        """The gateway is stopping: requests in flight are answered, then the stream ends."""
+        """The gateway is stopping: requests in flight are answered, then the call ends."""
 
 
 class Services:
@@ -47,14 +44,13 @@ class Services:
         self.link = link
         self.sender = RequestSender(link, regions)
         self.answers = ResponseEncoder()
-        self.take_apart = take_apart
         plans = RpcPlans(message_bytes)
         self.plan = plans.plan
         self.plan_in_slices = plans.in_slices
         self.names = frozenset(("", INFERENCE, HEALTH))
         """Services whose health can be queried."""
-        self.watches: set[Watcher] = set()
-        self.streams: set[RequestStream] = set()
+        self.long_calls: set[LongCall] = set()
+        """Health watches and streams of requests."""
         self.decoupled: set[str] = set()
         """Models known to be decoupled, from their responses."""
         self.stopping = False
@@ -111,7 +107,5 @@ class Services:
     def close(self) -> None:
         """Stops accepting requests: ends health watches and idle streams; requests in flight are answered."""
         self.stopping = True
-        for watch in list(self.watches):
-            watch.end()
-        for stream in list(self.streams):
-            stream.stop()
+        for call in list(self.long_calls):
+            call.stop()

@@ -17,7 +17,7 @@ from shmserve.gateway.grpc.calls import Targets, answer_of
 from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.services import Services
-from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed
+from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed, take_apart
 from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held
@@ -77,7 +77,7 @@ class StreamCall:
         self._room: memoryview | None = None
         """Memory into which the next message is read."""
         self._job: Job | None = None
-        services.streams.add(self)
+        services.long_calls.add(self)
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -90,7 +90,7 @@ class StreamCall:
         ticket = _StreamRequest(self)
         self._live[ticket] = None
         try:
-            taken = services.take_apart(data)
+            taken = take_apart(data)
             ticket.request_id = taken.id
             if services.stopping:
                 raise Unavailable(STOPPING)
@@ -156,7 +156,7 @@ class StreamCall:
 
     def cancelled(self) -> None:
         self._over = True
-        self._services.streams.discard(self)
+        self._services.long_calls.discard(self)
         link = self._services.link
         live, self._live = list(self._live), {}
         self._in_order.clear()
@@ -280,5 +280,5 @@ class StreamCall:
 
     def _finish(self, code: int, text: str = "") -> None:
         self._over = True
-        self._services.streams.discard(self)
+        self._services.long_calls.discard(self)
         self._stream.finish(code, text)

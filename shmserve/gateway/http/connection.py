@@ -25,6 +25,7 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
 from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
+from shmserve.gateway.listeners.callers import peer_address
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.receive import ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
@@ -82,8 +83,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        peer = transport.get_extra_info("peername")
-        address = peer[0] if isinstance(peer, tuple) else ""
+        address = peer_address(transport)
         self._shares = self._listener.shares.connect(address)
         self._account = self._listener.budget.account(address)
         if not self._listener.enter(self):
@@ -211,7 +211,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         before = len(chunks.body)
         try:
             left = chunks.feed(data)
-            self._hold(len(chunks.body) - before)
+            self._account.take(len(chunks.body) - before)
         except ServeError as error:
             self._refuse_for(error)
             return None
@@ -223,14 +223,11 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self.whole(chunks.body)
         return left
 
-    def _hold(self, size: int) -> None:
-        self._account.take(size)  # charge bytes that have arrived and are kept; Unavailable: over the budget
-
     # ------------------------------------------------------------------------------------ bodies read in place
 
     def _fill_body(self, head: HttpHead, first: bytes) -> None:
         try:
-            self._hold(len(first))
+            self._account.take(len(first))
             self._handler.prepare(self, head, first)
         except ServeError as error:
             self._refuse_for(error)
@@ -247,7 +244,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         if sink is None:
             return
         try:
-            self._hold(count)
+            self._account.take(count)
             sink.add(count)
             if sink.full:
                 self._next_sink(b"")
@@ -297,7 +294,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         if head.route.action == "infer" and head.json_length is None and limits.json_bytes < limit:
             limit, flag = limits.json_bytes, "--http-max-json-size"
         self.work(
-            bodies.inflate_body(head.encoding, body, limit, flag, self._hold),
+            bodies.inflate_body(head.encoding, body, limit, flag, self._account.take),
             lambda found: begin(self, head, found),
             failed,
         )
@@ -506,7 +503,3 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     def evict(self) -> None:
         self.abort()
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()

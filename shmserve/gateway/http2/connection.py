@@ -11,6 +11,7 @@ from shmserve.gateway.http2.listener import RpcListener
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.http2.stream import Http2Stream
 from shmserve.gateway.limits.turns import FairReader
+from shmserve.gateway.listeners.callers import peer_address
 
 JOINED_BYTES = 128 * 1024
 """Output of one iteration up to this size is joined into one buffer."""
@@ -37,9 +38,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         if not self._listener.enter(self):
             transport.abort()
             return
-        peer = transport.get_extra_info("peername")
-        text = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"
-        self._core = Http2(self._listener, text, self._wake)
+        self._core = Http2(self._listener, peer_address(transport), self._wake)
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -171,7 +170,3 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
     def evict(self) -> None:
         if self._core is not None:
             self._core.end(ErrorCode.NO_ERROR, "idle, closed for other clients (--http-max-connections)")
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()

@@ -23,14 +23,6 @@ class TransportStream(Protocol):
     def metadata(self) -> Mapping[str, str]:
         """Names in lower case, without those of the protocol. Shared between streams: never modify it."""
 
-    @property
-    def expires(self) -> float | None:
-        """Deadline on the clock of the loop. The transport ends the stream then."""
-
-    @property
-    def peer(self) -> str:
-        """For logs."""
-
     def payer(self, token: str) -> Payer:
         """The account charged for requests to the broker. `token`: name of the token of the call, or ""."""
 

@@ -3,7 +3,7 @@ exceeding another fails the call."""
 
 from __future__ import annotations
 
-from msgspec import Struct
+from shmserve.gateway.listeners.callers import ConnectionLimits
 
 STREAM_WINDOW = 4 << 20
 """Flow-control window of a stream."""
@@ -45,23 +45,15 @@ MESSAGE_BYTES = 64 << 20
 """Default maximum message size."""
 
 
-class Http2Limits(Struct, frozen=True):
+class Http2Limits(ConnectionLimits, frozen=True):
     """Limits set by flags."""
 
     message_bytes: int = MESSAGE_BYTES
     """Bytes of a message, before and after decompression."""
-    connections: int = 4096
     streams: int = 1024
     """Concurrent calls of one connection."""
-    read_timeout_s: float = 60.0
-    """For a message that arrives, or a response that is read, at less than `data_rate`."""
-    data_rate: int = 1024
-    """Bytes per second of a message or response below which the read timeout runs."""
-    idle_timeout_s: float = 600.0
-    """For a connection without calls."""
     stream_idle_s: float = 3600.0
     """For a stream of requests without requests in flight."""
-    exit_timeout_s: float = 30.0
     compression: int = 0
     """zlib level of responses to clients that accept compression; 0: none."""
     keepalive_s: float = 7200.0

@@ -28,8 +28,8 @@ _PREFACE_SIZE = len(frames.PREFACE)
 class Http2(Http2Streams):
     """The parser of a connection. The owner of the socket calls `feed`, and sends what is in `out`."""
 
-    def __init__(self, listener: Http2Host, peer: str, wake: Callable[[], None]) -> None:
-        super().__init__(listener, peer, wake)
+    def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
+        super().__init__(listener, address, wake)
         self.out += [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: listener.limits.streams}),
                      frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
         self._rest = b""

@@ -50,14 +50,12 @@ def tell(service: Callable[[], None]) -> None:
 
 
 class Channel:
-    """Output of one connection, and its flow control. `wake` is called when `out` has data for the owner of the
-    socket."""
+    """Output of one connection, and its flow control. `address`: of the peer of its socket. `wake` is called when `out`
+    has data for the owner of the socket."""
 
-    def __init__(self, listener: Http2Host, peer: str, wake: Callable[[], None]) -> None:
+    def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
         self.listener = listener
         self.limits = listener.limits
-        self.peer = peer
-        address = peer.rpartition(":")[0]
         self.account = listener.budget.account(address)
         self.shares = listener.shares.connect(address)
         self.wake = wake

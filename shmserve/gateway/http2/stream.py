@@ -69,10 +69,6 @@ class Http2Stream(Sending):
     def metadata(self) -> Mapping[str, str]:
         return self.head.metadata
 
-    @property
-    def peer(self) -> str:
-        return self._core.peer
-
     def payer(self, token: str) -> Payer:
         return self._core.shares.payer(token)
 
@@ -360,8 +356,8 @@ class Http2Stream(Sending):
 class Http2Streams(Channel):
     """The calls of one connection, and the work that it has done and may still do."""
 
-    def __init__(self, listener: Http2Host, peer: str, wake: Callable[[], None]) -> None:
-        super().__init__(listener, peer, wake)
+    def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
+        super().__init__(listener, address, wake)
         self.over = False
         """The connection accepts no more input; the owner closes it when `out` is sent."""
         self.streams: dict[int, Http2Stream] = {}

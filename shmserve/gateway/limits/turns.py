@@ -94,7 +94,7 @@ BUSY_READ_BYTES = 16 * 1024
 
 
 class FairReader:
-    """The reading side of a connection."""
+    """A connection, whose reads of large bodies are bounded."""
 
     def __init__(self) -> None:
         self._transport: Any = None
@@ -116,6 +116,10 @@ class FairReader:
         if transport is not None and not transport.is_closing() and not self._reading and self._may_read:
             self._reading = True
             transport.resume_reading()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
 
 class ReadTurns:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, Protocol
 
+from msgspec import Struct
+
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -43,17 +45,25 @@ class CallerConnection(Protocol):
         """Closes the connection to make room for a new one."""
 
 
-class ConnectionBounds(Protocol):
-    @property
-    def connections(self) -> int: ...
-    @property
-    def read_timeout_s(self) -> float: ...
-    @property
-    def idle_timeout_s(self) -> float: ...
-    @property
-    def exit_timeout_s(self) -> float: ...
-    @property
-    def data_rate(self) -> int: ...
+def peer_address(transport: Any) -> str:
+    """The address of the client, or "" on a socket without addresses."""
+    peer = transport.get_extra_info("peername")
+    return peer[0] if isinstance(peer, tuple) else ""
+
+
+class ConnectionLimits(Struct, frozen=True):
+    """Limits of HTTP/1.1 and HTTP/2 connections, set by flags."""
+
+    connections: int = 4096
+    read_timeout_s: float = 60.0
+    """Timeout of a request or message that is incomplete and arrives at less than `data_rate`, and of a response that
+    the client reads at less than that. The head of an HTTP/1.1 request must be complete within it."""
+    data_rate: int = 1024
+    """Bytes per second below which the read timeout runs."""
+    idle_timeout_s: float = 600.0
+    """Between two requests, or for a connection without calls."""
+    exit_timeout_s: float = 30.0
+    """For requests in flight when the gateway stops."""
 
 
 class Callers:
@@ -61,7 +71,7 @@ class Callers:
     unsent responses."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: ConnectionBounds, turn_s: float,
+        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], limits: ConnectionLimits, turn_s: float,
         budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
@@ -70,18 +80,18 @@ class Callers:
         self.turns = turns or JobTurns(loop)
         self.reads = reads or ReadTurns(loop)
         self.turn = 0
-        self.least_bytes = max(1, int(bounds.data_rate * turn_s))
+        self.least_bytes = max(1, int(limits.data_rate * turn_s))
         """Progress of fewer bytes in a turn counts as none."""
-        self.idle_turns = math.ceil(bounds.idle_timeout_s / turn_s)
+        self.idle_turns = math.ceil(limits.idle_timeout_s / turn_s)
         self.stopping = False
         self.answers: Counter[int] = Counter()
         self.budget = budget
-        self._bounds = bounds
+        self._limits = limits
         self._turn_s = turn_s
-        self._read_turns = math.ceil(bounds.read_timeout_s / turn_s)
+        self._read_turns = math.ceil(limits.read_timeout_s / turn_s)
         self._connections: set[CallerConnection] = set()
         self.evicted = 0
-        self._listener = Listener(loop, made, self._room, bounds.read_timeout_s)
+        self._listener = Listener(loop, made, self._room, limits.read_timeout_s)
         self._empty = asyncio.Event()
         self._clock = loop.call_later(turn_s, self._tick)
 
@@ -99,7 +109,7 @@ class Callers:
 
     def _room(self) -> int:
         """Maximum number of connections in the TLS handshake."""
-        return self._bounds.connections - len(self._connections)
+        return self._limits.connections - len(self._connections)
 
     def metrics(self, protocol: str, answers: str, label: str) -> str:
         """`answers`: the help text for the counter of responses. `label`: the name of its status label."""
@@ -116,10 +126,10 @@ class Callers:
     # ------------------------------------------------------------------------------------ interface for connections
 
     def enter(self, connection: CallerConnection) -> bool:
-        if len(self._connections) >= self._bounds.connections:
+        if len(self._connections) >= self._limits.connections:
             self._evict()
         self._connections.add(connection)
-        return len(self._connections) <= self._bounds.connections and not self.stopping
+        return len(self._connections) <= self._limits.connections and not self.stopping
 
     def _evict(self) -> None:
         """Closes the connections that have been idle longest; their clients reconnect when they need to. Several at
@@ -156,7 +166,7 @@ class Callers:
         if self._connections:
             self._empty.clear()
             waiting = self.loop.create_task(self._empty.wait())
-            await asyncio.wait([waiting], timeout=self._bounds.exit_timeout_s)
+            await asyncio.wait([waiting], timeout=self._limits.exit_timeout_s)
             for connection in list(self._connections):
                 connection.abort()
             await waiting

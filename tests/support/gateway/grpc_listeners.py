@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import Any
 
 import uvloop
 
@@ -46,10 +47,10 @@ class Unary:
 
 
 async def serve() -> None:
-    connections: set[str] = set()
+    connections: set[Any] = set()
 
     def application(stream: TransportStream) -> ServiceCall:
-        connections.add(stream.peer)
+        connections.add(stream.payer(""))
         return Unary(stream)
 
     loop = asyncio.get_running_loop()

@@ -240,4 +240,4 @@ def test_a_watch_reports_changes() -> None:
     case.call.message(message("grpc.health.v1.HealthCheckRequest", service="x").SerializeToString())
     assert health(case.stream.sent[0]) == 3
     case.call.cancelled()
-    assert not case.services.watches
+    assert not case.services.long_calls

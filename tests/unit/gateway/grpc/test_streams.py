@@ -28,7 +28,7 @@ def test_single_responses_are_sent_in_the_order_of_their_requests() -> None:
     ]  # fmt: skip
     case.call.half_closed()
     assert case.stream.end == (0, "")
-    assert not case.services.streams
+    assert not case.services.long_calls
 
 
 def test_responses_of_decoupled_models_are_sent_at_once() -> None:
@@ -150,7 +150,7 @@ def test_a_cancelled_stream_cancels_its_requests() -> None:
     case.call.resume()
     assert not case.stream.sent
     assert case.stream.end is None
-    assert not case.services.streams
+    assert not case.services.long_calls
 
 
 def test_shutdown_ends_streams_after_their_responses() -> None:

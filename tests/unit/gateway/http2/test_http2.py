@@ -61,7 +61,6 @@ def test_the_stream_of_a_call_has_its_headers() -> None:
     assert stream.path == "/test.Echo/Unary"
     assert stream.metadata == {"x-more": "1,2", "user-agent": "me"}
     assert stream.expires == 100.25
-    assert stream.peer == "caller"
     assert not caller.host.expiring
 
 
