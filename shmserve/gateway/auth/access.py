@@ -1,46 +1,48 @@
 """Access rules of the HTTP, gRPC and Prometheus endpoints. Invariant: access depends on the action, never on the path
-or method of the request; each of these endpoints checks here; an action that is not in the table is denied."""
+or method of the request, and each of these endpoints checks here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
 from shmserve.errors import Denied
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.auth.restricted_apis import Restrictions
 from shmserve.gateway.auth.tokens import Tokens
 from shmserve.protocol.roles import ROLES
 
 INFER, OBSERVE, OPERATE = ROLES
 _ANY = tuple(ROLES)
-NEEDS = {
-    "live": _ANY,
-    "ready": _ANY,
-    "model_ready": _ANY,
-    "metadata": _ANY,
-    "model_metadata": _ANY,
-    "config": (OBSERVE, OPERATE),
-    "statistics": (OBSERVE, OPERATE),
-    "index": (OBSERVE, OPERATE),
-    "metrics": (OBSERVE, OPERATE),
-    "infer": (INFER,),
-    "generate": (INFER,),
-    "generate_stream": (INFER,),
-    "load": (OPERATE,),
-    "unload": (OPERATE,),
-    "trace": (OBSERVE, OPERATE),
-    "set_trace": (OPERATE,),
-    "log": (OBSERVE, OPERATE),
-    "set_log": (OPERATE,),
-    "memory_status": (INFER, OPERATE),
-    "memory_register": (INFER, OPERATE),
-    "memory_unregister": (INFER, OPERATE),
-    "named_repository": (OPERATE,),
-    "openapi": _ANY,
+NEEDS: dict[Action, tuple[str, ...]] = {
+    Action.NONE: (),
+    Action.LIVE: _ANY,
+    Action.READY: _ANY,
+    Action.MODEL_READY: _ANY,
+    Action.METADATA: _ANY,
+    Action.MODEL_METADATA: _ANY,
+    Action.CONFIG: (OBSERVE, OPERATE),
+    Action.STATISTICS: (OBSERVE, OPERATE),
+    Action.INDEX: (OBSERVE, OPERATE),
+    Action.METRICS: (OBSERVE, OPERATE),
+    Action.INFER: (INFER,),
+    Action.GENERATE: (INFER,),
+    Action.GENERATE_STREAM: (INFER,),
+    Action.LOAD: (OPERATE,),
+    Action.UNLOAD: (OPERATE,),
+    Action.TRACE: (OBSERVE, OPERATE),
+    Action.SET_TRACE: (OPERATE,),
+    Action.LOG: (OBSERVE, OPERATE),
+    Action.SET_LOG: (OPERATE,),
+    Action.MEMORY_STATUS: (INFER, OPERATE),
+    Action.MEMORY_REGISTER: (INFER, OPERATE),
+    Action.MEMORY_UNREGISTER: (INFER, OPERATE),
+    Action.NAMED_REPOSITORY: (OPERATE,),
+    Action.OPENAPI: _ANY,
 }
-"""Action -> the roles of which one is needed. An action that is not listed is denied."""
-OPEN = ("live", "ready")
+"""Action -> the roles of which one is needed."""
+assert NEEDS.keys() == set(Action)
+OPEN = (Action.LIVE, Action.READY)
 """Actions that need no token, for process monitoring: the answer is yes or no."""
-_NO_ROLE = ("of nobody",)
 _NO_RESTRICTIONS = Restrictions()
 
 
@@ -70,10 +72,10 @@ class EndpointAccess:
             return whom or "no roles"
         return f"{whom + ', ' if whom else ''}tokens: {len(self.tokens)}"
 
-    def check(self, action: str, header: Callable[[str], str | None]) -> str:
+    def check(self, action: Action, header: Callable[[str], str | None]) -> str:
         """Checks access and returns the name of the token, or "". `header` returns the value of a header, given its
         name in lower case. Raises errors for the client."""
-        roles, needs, tokens, name = self._roles, NEEDS.get(action, _NO_ROLE), self.tokens, ""
+        roles, needs, tokens, name = self._roles, NEEDS[action], self.tokens, ""
         if tokens is not None and action not in OPEN:
             given = header("authorization")
             if given is not None:

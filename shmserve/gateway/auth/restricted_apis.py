@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-GROUPS = {
-    "health": ("live", "ready", "model_ready"),
-    "metadata": ("metadata", "model_metadata", "openapi"),
-    "inference": ("infer", "generate", "generate_stream"),
-    "shared-memory": ("memory_status", "memory_register", "memory_unregister"),
-    "model-config": ("config",),
-    "model-repository": ("index", "load", "unload", "named_repository"),
-    "statistics": ("statistics",),
-    "trace": ("trace", "set_trace"),
-    "logging": ("log", "set_log"),
+from shmserve.gateway.auth.actions import Action
+
+GROUPS: dict[str, tuple[Action, ...]] = {
+    "health": (Action.LIVE, Action.READY, Action.MODEL_READY),
+    "metadata": (Action.METADATA, Action.MODEL_METADATA, Action.OPENAPI),
+    "inference": (Action.INFER, Action.GENERATE, Action.GENERATE_STREAM),
+    "shared-memory": (Action.MEMORY_STATUS, Action.MEMORY_REGISTER, Action.MEMORY_UNREGISTER),
+    "model-config": (Action.CONFIG,),
+    "model-repository": (Action.INDEX, Action.LOAD, Action.UNLOAD, Action.NAMED_REPOSITORY),
+    "statistics": (Action.STATISTICS,),
+    "trace": (Action.TRACE, Action.SET_TRACE),
+    "logging": (Action.LOG, Action.SET_LOG),
 }
-"""Triton's name of a group -> its actions, which are named as in access.NEEDS."""
+"""Triton's name of a group -> its actions."""
 RPC_PREFIX = "triton-grpc-protocol-"
 """In gRPC, the name of the header is this prefix and the name given by the flag."""
 
@@ -53,11 +55,8 @@ class Restrictions:
     """The restrictions of one endpoint. `what`: "API" or "protocol", for error messages equal to Triton's."""
 
     def __init__(self, given: Iterable[Restriction] = (), what: str = "API") -> None:
-        from hmac import compare_digest  # not at the top: `shmserve --help` imports this module
-
-        self._same = compare_digest
         self._what = what
-        self._of: dict[str, tuple[str, Restriction]] = {}
+        self._by_action: dict[Action, tuple[str, Restriction]] = {}
         self.headers: set[str] = set()
         """Names, in lower case, of the headers with secrets. They are never forwarded to models."""
         for one in given:
@@ -65,17 +64,20 @@ class Restrictions:
             self.headers.add(name)
             for group in one.groups:
                 for action in GROUPS[group]:
-                    if action in self._of:
+                    if action in self._by_action:
                         raise ValueError(f"the group {group} is restricted more than once")
-                    self._of[action] = name, one
+                    self._by_action[action] = name, one
 
-    def refusal(self, action: str, header: Callable[[str], str | None]) -> str | None:
+    def refusal(self, action: Action, header: Callable[[str], str | None]) -> str | None:
         """Why the action is refused, or None. `header` returns the value of a header, given its name in lower case."""
-        found = self._of.get(action)
-        if found is None:
+        restricted = self._by_action.get(action)
+        if restricted is None:
             return None
-        name, rule = found
-        given = header(name)
-        if given is not None and self._same(given.encode(errors="replace"), rule.value):
-            return None
+        name, rule = restricted
+        value = header(name)
+        if value is not None:
+            from hmac import compare_digest  # not at the top: `shmserve --help` imports this module
+
+            if compare_digest(value.encode(errors="replace"), rule.value):
+                return None
         return f"This {self._what} is restricted, expecting header '{rule.header}'"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc.codes import code_of, rpc_error
 from shmserve.gateway.grpc.messages import filled, message_class, read
 from shmserve.gateway.grpc.plans import RpcPlan
@@ -191,10 +192,10 @@ class AskCall(Unary):
     def begin(self, data: Buffer) -> None:
         services, rpc = self._services, self._rpc
         try:
-            if len(data) > ASKED_BYTES and rpc.action != "load":
+            if len(data) > ASKED_BYTES and rpc.action is not Action.LOAD:
                 raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
             route, given = rpc.query(read(rpc.request, bytes(data)))
-            if route.action != rpc.action:
+            if route.action is not rpc.action:
                 services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
             found = question_of(route, given, services.sender.regions)
             if isinstance(found, FixedDocument):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shmserve.errors import ServeError
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
 from shmserve.gateway.grpc.codes import rpc_error
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
@@ -24,11 +25,11 @@ class Methods:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._access = services.access
-        self._paths: dict[str, tuple[str, Make]] = {
-            f"/{INFERENCE}/ModelInfer": ("infer", lambda stream, payer: InferCall(services, stream, payer)),
-            f"/{INFERENCE}/ModelStreamInfer": ("infer", lambda stream, payer: StreamCall(services, stream, payer)),
-            f"/{HEALTH}/Check": ("ready", lambda stream, payer: CheckCall(services, stream, payer)),
-            f"/{HEALTH}/Watch": ("ready", lambda stream, payer: WatchCall(services, stream, payer)),
+        self._paths: dict[str, tuple[Action, Make]] = {
+            f"/{INFERENCE}/ModelInfer": (Action.INFER, lambda stream, payer: InferCall(services, stream, payer)),
+            f"/{INFERENCE}/ModelStreamInfer": (Action.INFER, lambda stream, payer: StreamCall(services, stream, payer)),
+            f"/{HEALTH}/Check": (Action.READY, lambda stream, payer: CheckCall(services, stream, payer)),
+            f"/{HEALTH}/Watch": (Action.READY, lambda stream, payer: WatchCall(services, stream, payer)),
         }
         for name, rpc in RPCS.items():
             self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._query_call(rpc)

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc.messages import INFERENCE, message_class, methods
 from shmserve.gateway.kserve.plans import check_version
 from shmserve.gateway.upstream.device_regions import DeviceOrder
@@ -19,10 +20,10 @@ RpcQuery = tuple[Route, Arguments]
 
 
 class Rpc(Struct):
-    """`action`: the key of the access rules. `query`: a message -> what is requested. `shown`: a document -> the fields
+    """`query`: a message -> what is requested. `shown`: a document -> the fields
     of the response."""
 
-    action: str
+    action: Action
     request: Any
     response: Any
     query: Callable[[Any], RpcQuery]
@@ -32,23 +33,23 @@ class Rpc(Struct):
 # ---------------------------------------------------------------------------------------- requests
 
 
-def _plain(action: str) -> Callable[[Any], RpcQuery]:
+def _plain(action: Action) -> Callable[[Any], RpcQuery]:
     return lambda message: (Route(action), Arguments())
 
 
-def _of_model(action: str) -> Callable[[Any], RpcQuery]:
+def _of_model(action: Action) -> Callable[[Any], RpcQuery]:
     return lambda message: (Route(action, message.name, check_version(message.version)), Arguments())
 
 
 def _index(message: Any) -> RpcQuery:
     if message.repository_name:
-        return Route("named_repository"), Arguments()
-    return Route("index"), Arguments(only_ready=message.ready)
+        return Route(Action.NAMED_REPOSITORY), Arguments()
+    return Route(Action.INDEX), Arguments(only_ready=message.ready)
 
 
 def _load(message: Any) -> RpcQuery:
     if message.repository_name:
-        return Route("named_repository"), Arguments()
+        return Route(Action.NAMED_REPOSITORY), Arguments()
     found = Arguments(files={})
     for name, parameter in message.parameters.items():
         if name == "config":
@@ -59,19 +60,19 @@ def _load(message: Any) -> RpcQuery:
             found.previous = _value(name, parameter, "bool_param")
         else:
             raise unknown_of_load(name)
-    return Route("load", message.model_name), found
+    return Route(Action.LOAD, message.model_name), found
 
 
 def _unload(message: Any) -> RpcQuery:
     if message.repository_name:
-        return Route("named_repository"), Arguments()
+        return Route(Action.NAMED_REPOSITORY), Arguments()
     found = Arguments()
     for name, parameter in message.parameters.items():
         if name not in ("unload_dependents", "force"):
             known = "supported are 'unload_dependents' and 'force'"
             raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
         setattr(found, name, _value(name, parameter, "bool_param"))
-    return Route("unload", message.model_name), found
+    return Route(Action.UNLOAD, message.model_name), found
 
 
 def _value(name: str, parameter: Any, kind: str) -> Any:
@@ -81,37 +82,37 @@ def _value(name: str, parameter: Any, kind: str) -> Any:
     return getattr(parameter, kind)
 
 
-def _memory(action: str, kind: str) -> Callable[[Any], RpcQuery]:
+def _memory(action: Action, kind: str) -> Callable[[Any], RpcQuery]:
     return lambda message: (Route(action, message.name, kind=kind), Arguments())
 
 
 def _register(message: Any) -> RpcQuery:
     order = Registration(message.key, message.byte_size, message.offset)
-    return Route("memory_register", message.name, kind="system"), Arguments(order=order)
+    return Route(Action.MEMORY_REGISTER, message.name, kind="system"), Arguments(order=order)
 
 
 def _register_cuda(message: Any) -> RpcQuery:
     order = DeviceOrder(message.raw_handle, message.device_id, message.byte_size)
-    return Route("memory_register", message.name, kind="cuda"), Arguments(order=order)
+    return Route(Action.MEMORY_REGISTER, message.name, kind="cuda"), Arguments(order=order)
 
 
 def _trace(message: Any) -> RpcQuery:
     if not message.settings:
-        return Route("trace", message.model_name), Arguments()
+        return Route(Action.TRACE, message.model_name), Arguments()
     settings = {name: list(one.value) or None for name, one in message.settings.items()}
-    return Route("set_trace", message.model_name), Arguments(settings=settings)
+    return Route(Action.SET_TRACE, message.model_name), Arguments(settings=settings)
 
 
 def _log(message: Any) -> RpcQuery:
     if not message.settings:
-        return Route("log"), Arguments()
+        return Route(Action.LOG), Arguments()
     settings = {}
     for name, one in message.settings.items():
         kind = one.WhichOneof("parameter_choice")
         if kind is None:
             raise InvalidRequest(f"the log setting '{name[:80]}' has no value")
         settings[name] = getattr(one, kind)
-    return Route("set_log"), Arguments(settings=settings)
+    return Route(Action.SET_LOG), Arguments(settings=settings)
 
 
 # ---------------------------------------------------------------------------------------- responses
@@ -155,25 +156,25 @@ def _kind(value: Any) -> str:
     return "uint32_param" if isinstance(value, int) else "string_param"
 
 
-_TABLE: dict[str, tuple[str, Callable[[Any], RpcQuery], Callable[[Any], dict[str, Any]]]] = {
-    "ServerLive": ("live", _plain("live"), _flag("live")),
-    "ServerReady": ("ready", _plain("ready"), _flag("ready")),
-    "ModelReady": ("model_ready", _of_model("model_ready"), _flag("ready")),
-    "ServerMetadata": ("metadata", _plain("metadata"), _same),
-    "ModelMetadata": ("model_metadata", _of_model("model_metadata"), _same),
-    "ModelConfig": ("config", _of_model("config"), _under("config")),
-    "ModelStatistics": ("statistics", _of_model("statistics"), _same),
-    "RepositoryIndex": ("index", _index, _under("models")),
-    "RepositoryModelLoad": ("load", _load, _nothing),
-    "RepositoryModelUnload": ("unload", _unload, _nothing),
-    "SystemSharedMemoryStatus": ("memory_status", _memory("memory_status", "system"), _regions),
-    "SystemSharedMemoryRegister": ("memory_register", _register, _nothing),
-    "SystemSharedMemoryUnregister": ("memory_unregister", _memory("memory_unregister", "system"), _nothing),
-    "CudaSharedMemoryStatus": ("memory_status", _memory("memory_status", "cuda"), _regions),
-    "CudaSharedMemoryRegister": ("memory_register", _register_cuda, _nothing),
-    "CudaSharedMemoryUnregister": ("memory_unregister", _memory("memory_unregister", "cuda"), _nothing),
-    "TraceSetting": ("trace", _trace, _trace_settings),
-    "LogSettings": ("log", _log, _log_settings),
+_TABLE: dict[str, tuple[Action, Callable[[Any], RpcQuery], Callable[[Any], dict[str, Any]]]] = {
+    "ServerLive": (Action.LIVE, _plain(Action.LIVE), _flag("live")),
+    "ServerReady": (Action.READY, _plain(Action.READY), _flag("ready")),
+    "ModelReady": (Action.MODEL_READY, _of_model(Action.MODEL_READY), _flag("ready")),
+    "ServerMetadata": (Action.METADATA, _plain(Action.METADATA), _same),
+    "ModelMetadata": (Action.MODEL_METADATA, _of_model(Action.MODEL_METADATA), _same),
+    "ModelConfig": (Action.CONFIG, _of_model(Action.CONFIG), _under("config")),
+    "ModelStatistics": (Action.STATISTICS, _of_model(Action.STATISTICS), _same),
+    "RepositoryIndex": (Action.INDEX, _index, _under("models")),
+    "RepositoryModelLoad": (Action.LOAD, _load, _nothing),
+    "RepositoryModelUnload": (Action.UNLOAD, _unload, _nothing),
+    "SystemSharedMemoryStatus": (Action.MEMORY_STATUS, _memory(Action.MEMORY_STATUS, "system"), _regions),
+    "SystemSharedMemoryRegister": (Action.MEMORY_REGISTER, _register, _nothing),
+    "SystemSharedMemoryUnregister": (Action.MEMORY_UNREGISTER, _memory(Action.MEMORY_UNREGISTER, "system"), _nothing),
+    "CudaSharedMemoryStatus": (Action.MEMORY_STATUS, _memory(Action.MEMORY_STATUS, "cuda"), _regions),
+    "CudaSharedMemoryRegister": (Action.MEMORY_REGISTER, _register_cuda, _nothing),
+    "CudaSharedMemoryUnregister": (Action.MEMORY_UNREGISTER, _memory(Action.MEMORY_UNREGISTER, "cuda"), _nothing),
+    "TraceSetting": (Action.TRACE, _trace, _trace_settings),
+    "LogSettings": (Action.LOG, _log, _log_settings),
 }
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unsupported
+from shmserve.gateway.auth.actions import INFER
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import BadHead, HttpHead
 from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
@@ -187,7 +188,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             self._phase = BUSY
             self.whole(data[end:until])
             return data[until:]
-        if head.route.status != 200 or head.refusal is not None:
+        if head.refusal is not None:
             self._refused(head)  # without reading the body
             return None
         if head.expects and len(data) == end:
@@ -291,7 +292,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
         begin, limits = self._handler.begin, self._listener.limits
         limit, flag = limits.input_bytes, "--http-max-input-size"
-        if head.route.action == "infer" and head.json_length is None and limits.json_bytes < limit:
+        if head.route.action is INFER and head.json_length is None and limits.json_bytes < limit:
             limit, flag = limits.json_bytes, "--http-max-json-size"
         self.work(
             bodies.inflate_body(head.encoding, body, limit, flag, self._account.take),
@@ -358,7 +359,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         if self._transport is None or self._phase == DRAIN:
             return
         size = sum([len(part) for part in parts])
-        if head is not None and head.accepts and size >= COMPRESSED_BYTES and head.route.action == "infer":
+        if head is not None and head.accepts and size >= COMPRESSED_BYTES and head.route.action is INFER:
             more += b"Content-Encoding: %b\r\n" % head.accepts.encode()
             self.work(
                 bodies.deflate_body(head.accepts, parts),

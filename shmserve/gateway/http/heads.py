@@ -14,9 +14,10 @@ from msgspec import Struct
 
 from shmserve.errors import ServeError
 from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
+from shmserve.gateway.auth.actions import TO_MODELS, Action
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.http.limits import HEADERS
-from shmserve.gateway.http.routes import resolve
+from shmserve.gateway.http.routes import NoRoute, resolve
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.upstream.documents import Route
 
@@ -29,7 +30,9 @@ _FRAMING = frozenset(
     (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding")
 )
 """Headers that may occur once: of several, a proxy could use another one than the gateway does."""
-_TO_MODEL = ("infer", "generate", "generate_stream")
+
+
+_NO_ROUTE = Route(Action.NONE)
 
 
 class HttpHead(Struct):
@@ -54,8 +57,8 @@ class HttpHead(Struct):
     """The client waits for 100 Continue before it sends the body."""
     token: str = ""
     """Name of the token that the request was authenticated with."""
-    refusal: ServeError | None = None
-    """Why access is denied."""
+    refusal: NoRoute | ServeError | None = None
+    """There is no route, or access is denied."""
     forwarded: dict[str, str] | None = None
     """Headers to pass on to the model."""
 
@@ -138,7 +141,7 @@ def parse(
     if http not in ("1.1", "1.0"):
         raise BadHead(505, "only HTTP/1.1 is supported")
     found = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
-    if found.route.status == 200 and (access is not None or forward is not None):
+    if found.refusal is None and (access is not None or forward is not None):
         _guard(found, lines.headers, access, forward)
     return found
 
@@ -152,7 +155,7 @@ def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forw
     try:
         if access is not None:
             head.token = access.check(head.route.action, header)
-        if forward is not None and head.route.action in _TO_MODEL:
+        if forward is not None and head.route.action in TO_MODELS:
             head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
     except ServeError as error:
         head.refusal = error.with_traceback(None)  # the head is cached: do not keep the frames alive
@@ -176,8 +179,13 @@ def _path(target: bytes) -> str:
 
 
 def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, metrics: bool) -> HttpHead:
+    route = resolve(method, target, metrics)
     found = HttpHead(
-        resolve(method, target, metrics), keep_alive and http == "1.1", old=http == "1.0", is_head=method == "HEAD"
+        _NO_ROUTE if isinstance(route, NoRoute) else route,
+        keep_alive and http == "1.1",
+        old=http == "1.0",
+        is_head=method == "HEAD",
+        refusal=route if isinstance(route, NoRoute) else None,
     )
     seen: set[bytes] = set()
     for written, value in headers:

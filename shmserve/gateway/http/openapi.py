@@ -12,6 +12,7 @@ from msgspec import Struct
 
 import shmserve
 from shmserve.dtypes import ITEM_BYTES
+from shmserve.gateway.auth.actions import TO_MODELS, Action
 from shmserve.gateway.http.routes import PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
@@ -32,34 +33,34 @@ class ApiOperation(Struct, frozen=True):
     events: bool = False
 
 
-OPERATIONS = {
-    "live": ApiOperation("Liveness: 200, or 400"),
-    "ready": ApiOperation("Readiness: 200, or 400"),
-    "metadata": ApiOperation("Server metadata: name, version and extensions", gives="Server"),
-    "openapi": ApiOperation("This document", gives="Any"),
-    "model_ready": ApiOperation("Readiness of the model: 200, or 400"),
-    "model_metadata": ApiOperation("Model metadata: inputs and outputs", gives="Model"),
-    "config": ApiOperation("Model configuration", gives="Any"),
-    "statistics": ApiOperation("Statistics", gives="Statistics"),
-    "infer": ApiOperation("Run the model", takes="InferRequest", gives="InferResponse", binary=True),
-    "generate": ApiOperation("Run the model once, with plain JSON", takes="Generate", gives="Generated"),
-    "generate_stream": ApiOperation(
+OPERATIONS: dict[Action, ApiOperation] = {
+    Action.LIVE: ApiOperation("Liveness: 200, or 400"),
+    Action.READY: ApiOperation("Readiness: 200, or 400"),
+    Action.METADATA: ApiOperation("Server metadata: name, version and extensions", gives="Server"),
+    Action.OPENAPI: ApiOperation("This document", gives="Any"),
+    Action.MODEL_READY: ApiOperation("Readiness of the model: 200, or 400"),
+    Action.MODEL_METADATA: ApiOperation("Model metadata: inputs and outputs", gives="Model"),
+    Action.CONFIG: ApiOperation("Model configuration", gives="Any"),
+    Action.STATISTICS: ApiOperation("Statistics", gives="Statistics"),
+    Action.INFER: ApiOperation("Run the model", takes="InferRequest", gives="InferResponse", binary=True),
+    Action.GENERATE: ApiOperation("Run the model once, with plain JSON", takes="Generate", gives="Generated"),
+    Action.GENERATE_STREAM: ApiOperation(
         "Run the model with plain JSON; each response is a server-sent event",
         takes="Generate",
         gives="Generated",
         events=True,
     ),
-    "index": ApiOperation("All models", takes="Filter", gives="Index"),
-    "load": ApiOperation("Load or reload the model", takes="Load"),
-    "unload": ApiOperation("Unload the model", takes="Unload"),
-    "named_repository": ApiOperation("Not supported: 501"),
-    "trace": ApiOperation("Trace settings", gives="Settings"),
-    "set_trace": ApiOperation("Change trace settings", takes="Settings", gives="Settings"),
-    "log": ApiOperation("Log settings", gives="Settings"),
-    "set_log": ApiOperation("Change log settings", takes="Settings", gives="Settings"),
-    "memory_status": ApiOperation("Registered shared memory regions", gives="Regions"),
-    "memory_register": ApiOperation("Register a shared memory region of the client", takes="Region"),
-    "memory_unregister": ApiOperation("Unregister a region, or all regions"),
+    Action.INDEX: ApiOperation("All models", takes="Filter", gives="Index"),
+    Action.LOAD: ApiOperation("Load or reload the model", takes="Load"),
+    Action.UNLOAD: ApiOperation("Unload the model", takes="Unload"),
+    Action.NAMED_REPOSITORY: ApiOperation("Not supported: 501"),
+    Action.TRACE: ApiOperation("Trace settings", gives="Settings"),
+    Action.SET_TRACE: ApiOperation("Change trace settings", takes="Settings", gives="Settings"),
+    Action.LOG: ApiOperation("Log settings", gives="Settings"),
+    Action.SET_LOG: ApiOperation("Change log settings", takes="Settings", gives="Settings"),
+    Action.MEMORY_STATUS: ApiOperation("Registered shared memory regions", gives="Regions"),
+    Action.MEMORY_REGISTER: ApiOperation("Register a shared memory region of the client", takes="Region"),
+    Action.MEMORY_UNREGISTER: ApiOperation("Unregister a region, or all regions"),
 }
 
 
@@ -95,7 +96,7 @@ def _ref(name: str) -> _Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _operation(path: Path, method: str, action: str) -> _Schema:
+def _operation(path: Path, method: str, action: Action) -> _Schema:
     operation = OPERATIONS[action]
     names = re.findall(r"{(\w+)}", path.template)
     made: _Schema = {
@@ -113,7 +114,7 @@ def _operation(path: Path, method: str, action: str) -> _Schema:
                 {"name": _HEADER_LENGTH, "in": "header", "schema": {"type": "integer", "minimum": 0},
                  "description": "Length of the JSON part of the body, which tensors follow"}
             )  # fmt: skip
-        made["requestBody"] = {"content": content, "required": action in ("infer", "generate", "generate_stream")}
+        made["requestBody"] = {"content": content, "required": action in TO_MODELS}
     return made
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, QueueTimeout, ServeError, Unsupported
+from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, Action
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import HttpLimits
+from shmserve.gateway.http.routes import NoRoute
 from shmserve.gateway.kserve.answers import Buffer, Held, as_json, response, texts_in_slices
 from shmserve.gateway.kserve.generate import ONE, check_in_slices, event, generate_plan, generated
 from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
@@ -220,7 +222,7 @@ class Requests:
 
     def prepare(self, connection: HttpConnection, head: HttpHead, first: bytes) -> None:
         """Chooses the buffers for the body, of which only `first` has arrived."""
-        infer = head.route.action == "infer" and not head.encoding
+        infer = head.route.action is INFER and not head.encoding
         if infer and head.json_length is None and head.length > self._limits.json_bytes:
             raise self._limits.json_size_error(head.length)
         if not infer or head.json_length is None:
@@ -280,21 +282,21 @@ class Requests:
 
     def begin(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
         """Answers locally, or asks the broker. Raises errors for the client."""
-        route = head.route
-        if route.status != 200:
-            more = b"Allow: %b\r\n" % route.allow.encode() if route.allow else b""
-            connection.answer(route.status, [error_body(route.text)], more=more)
+        route, refusal = head.route, head.refusal
+        if isinstance(refusal, NoRoute):
+            more = b"Allow: %b\r\n" % refusal.allow.encode() if refusal.allow else b""
+            connection.answer(refusal.status, [error_body(refusal.text)], more=more)
             return
-        if head.refusal is not None:
-            connection.fail(head.refusal)
+        if refusal is not None:
+            connection.fail(refusal)
             return
-        if route.action == "infer":
+        if route.action is INFER:
             self._begin_infer(connection, head, body)
-        elif route.action in ("generate", "generate_stream"):
+        elif route.action is GENERATE or route.action is GENERATE_STREAM:
             self._begin_generate(connection, head, bytes(body))
-        elif route.action == "metrics":
+        elif route.action is Action.METRICS:
             self._ask_metrics(connection, head)
-        elif route.action == "openapi":
+        elif route.action is Action.OPENAPI:
             connection.answer(200, [openapi.text()])
         else:
             self._begin_question(connection, head, bytes(body))
@@ -403,7 +405,7 @@ class Requests:
 
     def _begin_generate(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
         route, link = head.route, self._link
-        as_events = route.action == "generate_stream"
+        as_events = route.action is GENERATE_STREAM
         if head.encoding:
             raise Unsupported(f"Unsupported compression type '{head.encoding[:40]}': generate supports none")
         if as_events and head.old:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
 from shmserve.gateway.upstream.regions import Regions, Registration
@@ -26,17 +27,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Route(Struct, frozen=True):
-    """What is requested, and of which model. `status` other than 200: an error, with `text`."""
+    """What is requested, and of which model or region of shared memory."""
 
-    action: str
+    action: Action
     model: str = ""
     version: str = ""
-    status: int = 200
-    text: str = ""
     kind: str = ""
     """Kind of memory: system or cuda. `model` is then the name of the region."""
-    allow: str = ""
-    """The methods of the path, if another was used."""
 
 
 class YesOrNo(Struct):
@@ -101,37 +98,37 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery
     """The query, or the document if none is needed. Raises errors for the client."""
     model, version = route.model, route.version
     match route.action:
-        case "live" | "ready":
-            return BrokerQuery(route.action, _flag(route.action), failed=_not_there)
-        case "model_ready":
+        case Action.LIVE | Action.READY:
+            return BrokerQuery(route.action.value, _flag(route.action), failed=_not_there)
+        case Action.MODEL_READY:
             return BrokerQuery("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
-        case "metadata":
+        case Action.METADATA:
             return BrokerQuery("metadata", _server(regions))
-        case "model_metadata":
+        case Action.MODEL_METADATA:
             return BrokerQuery("metadata", _same, model, version)
-        case "config" | "statistics":
-            return BrokerQuery(route.action, _same, model, version)
-        case "index":
+        case Action.CONFIG | Action.STATISTICS:
+            return BrokerQuery(route.action.value, _same, model, version)
+        case Action.INDEX:
             return BrokerQuery("models", _index(given.only_ready))
-        case "load":
+        case Action.LOAD:
             operation, body = _loading(model, given)
             return BrokerQuery(operation, _nothing, model, body=body, failed=_not_loaded(model))
-        case "unload":
+        case Action.UNLOAD:
             body = of_unload(given.unload_dependents, False, given.force, None)
             return BrokerQuery("unload", _nothing, model, body=body, failed=_was_not_there)
-        case "trace" | "log":
-            return BrokerQuery(route.action, _same, model)
-        case "set_trace" | "set_log":
-            return BrokerQuery(route.action, _same, model, body=of_json(given.settings or {}))
-        case "memory_status":
+        case Action.TRACE | Action.LOG:
+            return BrokerQuery(route.action.value, _same, model)
+        case Action.SET_TRACE | Action.SET_LOG:
+            return BrokerQuery(route.action.value, _same, model, body=of_json(given.settings or {}))
+        case Action.MEMORY_STATUS:
             return FixedDocument(regions.status(route.kind, model))
-        case "memory_register":
+        case Action.MEMORY_REGISTER:
             regions.register(model, given.order or Registration("", 0))
             return FixedDocument(None)
-        case "memory_unregister":
+        case Action.MEMORY_UNREGISTER:
             regions.unregister(route.kind, model)
             return FixedDocument(None)
-        case "named_repository":
+        case Action.NAMED_REPOSITORY:
             raise Unsupported("'repository_name' specification is not supported")
     raise Unsupported("not supported by this gateway")
 
@@ -248,19 +245,19 @@ class _DeviceOrder(Struct):
 def arguments_of(route: Route, body: bytes) -> Arguments:
     """Decodes the arguments in a JSON body."""
     match route.action:
-        case "index":
+        case Action.INDEX:
             return Arguments(only_ready=_only_ready(body))
-        case "load":
+        case Action.LOAD:
             return _of_load(_read(_Load, body).parameters)
-        case "unload":
+        case Action.UNLOAD:
             given = _read(_Unload, body).parameters
             return Arguments(unload_dependents=given.unload_dependents, force=given.force)
-        case "memory_register" if route.kind == "system":
+        case Action.MEMORY_REGISTER if route.kind == "system":
             return Arguments(order=_read(Registration, body or b"{}"))
-        case "memory_register":
+        case Action.MEMORY_REGISTER:
             found = _read(_DeviceOrder, body or b"{}")
             return Arguments(order=DeviceOrder(handle_of(found.raw_handle.b64), found.device_id, found.byte_size))
-        case "set_trace" | "set_log":
+        case Action.SET_TRACE | Action.SET_LOG:
             if len(body) > _SETTINGS_BYTES:
                 raise InvalidRequest(f"the settings have {len(body)} bytes; the limit is {_SETTINGS_BYTES}")
             return Arguments(settings=_read(dict[str, Any], body))

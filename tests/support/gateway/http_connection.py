@@ -10,6 +10,7 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
+from shmserve.gateway.http.routes import NoRoute
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -65,8 +66,8 @@ class Echo:
         self.answers: list[Callable[[], None]] = []
 
     def begin(self, connection: HttpConnection, head: Any, body: Any) -> None:
-        if head.route.status != 200:
-            connection.answer(head.route.status, [b"?"])
+        if isinstance(head.refusal, NoRoute):
+            connection.answer(head.refusal.status, [b"?"])
         elif self.at_once:
             connection.answer(200, [body])
         else:

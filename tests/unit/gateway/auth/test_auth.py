@@ -21,6 +21,7 @@ from shmserve.clients.cli import main
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import NEEDS, OPEN, EndpointAccess, Unauthenticated
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.auth.gate import Guards
 from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.gateway.http.heads import HttpHeads, parse
@@ -46,25 +47,25 @@ def with_token(roles: Iterable[str] = ROLES, token: str = "t", role: str = "infe
 # ---------------------------------------------------------------------------------------- roles
 
 
-@pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
-def test_an_action_needs_one_of_its_roles(action: str) -> None:
+@pytest.mark.parametrize("action", NEEDS)
+def test_an_action_needs_one_of_its_roles(action: Action) -> None:
     """Every action with every set of roles. An action that is not in the table is denied."""
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
         access = EndpointAccess(roles)
-        if roles & set(NEEDS.get(action, ())):
+        if roles & set(NEEDS[action]):
             access.check(action, nothing)
         else:
             with pytest.raises(Denied, match="needs the role"):
                 access.check(action, nothing)
 
 
-@pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
-def test_tokens_grant_their_roles_and_no_others(action: str) -> None:
+@pytest.mark.parametrize("action", NEEDS)
+def test_tokens_grant_their_roles_and_no_others(action: Action) -> None:
     known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in ROLES))
     access = EndpointAccess((), known)
     for role in ROLES:
         bearer = {"authorization": f"Bearer {role}"}
-        if role in NEEDS.get(action, ()):
+        if role in NEEDS[action]:
             access.check(action, bearer.get)
         else:
             with pytest.raises(Denied, match="neither this token nor this endpoint grants"):
@@ -80,13 +81,13 @@ def test_tokens_grant_their_roles_and_no_others(action: str) -> None:
 
 def test_a_token_adds_to_the_roles_of_the_endpoint_and_an_unknown_one_is_refused() -> None:
     access = with_token(["observe"])
-    access.check("statistics", nothing)
-    access.check("statistics", {"authorization": "bearer t"}.get)
-    access.check("infer", {"authorization": "BEARER  t"}.get)
+    access.check(Action.STATISTICS, nothing)
+    access.check(Action.STATISTICS, {"authorization": "bearer t"}.get)
+    access.check(Action.INFER, {"authorization": "BEARER  t"}.get)
     with pytest.raises(Unauthenticated):
-        access.check("statistics", {"authorization": "Bearer u"}.get)
+        access.check(Action.STATISTICS, {"authorization": "Bearer u"}.get)
     with pytest.raises(Denied, match="operate"):
-        access.check("load", {"authorization": "Bearer t"}.get)
+        access.check(Action.LOAD, {"authorization": "Bearer t"}.get)
     assert str(access) == "roles observe, tokens: 1"
 
 
@@ -95,7 +96,7 @@ def test_web_pages_change_nothing_without_a_token() -> None:
     page = {"origin": "http://example.org", "authorization": "Bearer t"}
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
     changing |= {"memory_register", "memory_unregister", "memory_status"}
-    for action in NEEDS:
+    for action in set(NEEDS) - {Action.NONE}:
         with_token(role="operate").check(action, page.get)
         if action in changing:
             with pytest.raises(Denied, match="requests from web pages"):
@@ -176,23 +177,23 @@ def test_any_text_is_a_file_of_tokens_or_refused(text: str) -> None:
 
 def test_every_action_is_in_one_group() -> None:
     grouped = [action for actions in restricted_apis.GROUPS.values() for action in actions]
-    assert sorted(grouped) == sorted(set(NEEDS) - {"metrics"})
+    assert sorted(grouped) == sorted(set(NEEDS) - {Action.NONE, Action.METRICS})
 
 
 def test_a_restricted_group_needs_its_header() -> None:
     options = ["health,model-repository:Admin-Key=a=b", "inference:user=u"]
     restricted = restricted_apis.Restrictions(list(map(restricted_apis.read, options)))
     assert restricted.headers == {"admin-key", "user"}
-    assert restricted.refusal("live", {"admin-key": "a=b"}.get) is None
-    assert restricted.refusal("infer", {"user": "u"}.get) is None
-    assert restricted.refusal("config", nothing) is None
+    assert restricted.refusal(Action.LIVE, {"admin-key": "a=b"}.get) is None
+    assert restricted.refusal(Action.INFER, {"user": "u"}.get) is None
+    assert restricted.refusal(Action.CONFIG, nothing) is None
     text = "This API is restricted, expecting header 'Admin-Key'"
     for wrong in ({}, {"admin-key": "a"}, {"admin-key": "a=b "}, {"user": "u"}, {"admin-key": "é\udc80"}):
-        assert restricted.refusal("load", wrong.get) == text
+        assert restricted.refusal(Action.LOAD, wrong.get) == text
     rpc = restricted_apis.Restrictions([restricted_apis.read("inference:k=v", restricted_apis.RPC_PREFIX)], "protocol")
-    assert rpc.refusal("infer", {"triton-grpc-protocol-k": "v"}.get) is None
+    assert rpc.refusal(Action.INFER, {"triton-grpc-protocol-k": "v"}.get) is None
     text = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
-    assert rpc.refusal("infer", {"k": "v"}.get) == text
+    assert rpc.refusal(Action.INFER, {"k": "v"}.get) == text
 
 
 @pytest.mark.parametrize(
@@ -212,11 +213,11 @@ def test_a_group_can_be_restricted_once() -> None:
 def test_roles_and_restrictions_are_both_checked() -> None:
     restricted = restricted_apis.Restrictions([restricted_apis.read("inference,statistics:k=v")])
     access = EndpointAccess(["infer"], None, restricted)
-    access.check("infer", {"k": "v"}.get)
+    access.check(Action.INFER, {"k": "v"}.get)
     with pytest.raises(Denied, match="restricted, expecting header 'k'"):
-        access.check("infer", nothing)
+        access.check(Action.INFER, nothing)
     with pytest.raises(Denied, match="needs the role"):
-        access.check("statistics", {"k": "v"}.get)
+        access.check(Action.STATISTICS, {"k": "v"}.get)
 
 
 # ---------------------------------------------------------------------------------------- forwarded headers
@@ -385,18 +386,18 @@ def test_endpoints_without_access_control() -> None:
     warning = guards.http.lack("0.0.0.0") or ""
     assert "any client can use it" in warning
     assert "not encrypted" in warning
-    guards.http.access.check("infer", nothing)
-    guards.metrics.access.check("metrics", nothing)
+    guards.http.access.check(Action.INFER, nothing)
+    guards.metrics.access.check(Action.METRICS, nothing)
     with pytest.raises(Denied):
-        guards.metrics.access.check("infer", nothing)
+        guards.metrics.access.check(Action.INFER, nothing)
 
 
 def test_the_roles_of_grpc_default_to_those_of_http() -> None:
     for words in (["--http-roles", "infer"], ["--http-roles", "observe", "--grpc-roles", "infer"]):
         guards = Guards(arguments(*words))
-        guards.rpc.access.check("infer", nothing)
+        guards.rpc.access.check(Action.INFER, nothing)
         with pytest.raises(Denied):
-            guards.rpc.access.check("statistics", nothing)
+            guards.rpc.access.check(Action.STATISTICS, nothing)
 
 
 def test_missing_protection_on_other_interfaces(files: dict[str, str], tokens_file: Path) -> None:
@@ -456,9 +457,9 @@ def test_files_are_reloaded_only_if_all_are_valid(files: dict[str, str], tokens_
     Path(files["both"]).write_bytes(certificate)
     guards.read_again()
     assert guards.http.tls is not before
-    guards.http.access.check("infer", {"authorization": "Bearer y"}.get)
+    guards.http.access.check(Action.INFER, {"authorization": "Bearer y"}.get)
     with pytest.raises(Unauthenticated):
-        guards.http.access.check("infer", {"authorization": "Bearer x"}.get)
+        guards.http.access.check(Action.INFER, {"authorization": "Bearer x"}.get)
 
 
 def test_credentials_are_not_forwarded(tokens_file: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.gateway.auth.access import NEEDS, EndpointAccess
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc import wire as grpc_wire
 from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
@@ -405,9 +406,9 @@ def test_access_is_denied_before_a_message_is_read() -> None:
     nothing: Any = None
     paths = {f"/{INFERENCE}/{name}": rpc.action for name, rpc in RPCS.items()}
     paths |= {
-        f"/{INFERENCE}/ModelInfer": "infer",
-        f"/{INFERENCE}/ModelStreamInfer": "infer",
-        f"/{HEALTH}/Check": "ready",
+        f"/{INFERENCE}/ModelInfer": Action.INFER,
+        f"/{INFERENCE}/ModelStreamInfer": Action.INFER,
+        f"/{HEALTH}/Check": Action.READY,
     }
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
         methods: Any = Methods(Services(nothing, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False)))

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.access import NEEDS, OPERATE, EndpointAccess
+from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import BadHead, HttpHeads, parse
-from shmserve.gateway.http.routes import resolve
+from shmserve.gateway.http.routes import NoRoute, resolve
 from shmserve.gateway.upstream import documents
 from shmserve.gateway.upstream.documents import Route
 from shmserve.gateway.upstream.regions import Regions
@@ -33,7 +34,7 @@ from tests.support.gateway.sliced_work import finished
 def test_all_fields_of_a_head() -> None:
     head = parse(lines("content-LENGTH: 12", "Inference-Header-Content-Length:  5", "Content-Encoding: GZIP",
                        "Accept-Encoding: br;q=1, deflate;q=0.5, gzip", "Expect: 100-continue"))  # fmt: skip
-    assert head.route == Route("infer", "m")
+    assert head.route == Route(Action.INFER, "m")
     assert (head.length, head.json_length, head.encoding, head.accepts) == (12, 5, "gzip", "deflate")
     assert head.keep_alive
     assert head.expects
@@ -188,29 +189,29 @@ def test_invalid_compression_is_refused(encoding: str, body: bytes, kind: type[S
 @pytest.mark.parametrize(
     ("method", "path", "route"),
     [
-        ("GET", "/v2", Route("metadata")),
-        ("GET", "/v2/", Route("metadata")),
-        ("GET", "/v2/health/live", Route("live")),
-        ("GET", "/v2/health/ready?x=y", Route("ready")),
-        ("GET", "/v2/models/stats", Route("statistics")),
-        ("GET", "/v2/models/m%2Fn", Route("model_metadata", "m/n")),
-        ("GET", "/v2/models/m/versions/3", Route("model_metadata", "m", "3")),
-        ("GET", "/v2/models/m/ready", Route("model_ready", "m")),
-        ("GET", "/v2/models/m/versions/3/config", Route("config", "m", "3")),
-        ("GET", "/v2/models/stats/stats", Route("statistics", "stats")),
-        ("POST", "/v2/models/m/versions/2/infer", Route("infer", "m", "2")),
-        ("POST", "/v2/models/m/generate_stream", Route("generate_stream", "m")),
-        ("POST", "/v2/repository/index", Route("index")),
-        ("POST", "/v2/repository/models/m/load", Route("load", "m")),
-        ("POST", "/v2/repository/models/m/unload", Route("unload", "m")),
-        ("POST", "/v2/repository/r/models/m/load", Route("named_repository")),
-        ("GET", "/v2/models/m/trace/setting", Route("trace", "m")),
-        ("POST", "/v2/trace/setting", Route("set_trace")),
-        ("POST", "/v2/logging", Route("set_log")),
-        ("GET", "/v2/systemsharedmemory/status", Route("memory_status", kind="system")),
-        ("GET", "/v2/cudasharedmemory/region/r/status", Route("memory_status", "r", kind="cuda")),
-        ("POST", "/v2/systemsharedmemory/region/r/register", Route("memory_register", "r", kind="system")),
-        ("POST", "/v2/cudasharedmemory/unregister", Route("memory_unregister", kind="cuda")),
+        ("GET", "/v2", Route(Action.METADATA)),
+        ("GET", "/v2/", Route(Action.METADATA)),
+        ("GET", "/v2/health/live", Route(Action.LIVE)),
+        ("GET", "/v2/health/ready?x=y", Route(Action.READY)),
+        ("GET", "/v2/models/stats", Route(Action.STATISTICS)),
+        ("GET", "/v2/models/m%2Fn", Route(Action.MODEL_METADATA, "m/n")),
+        ("GET", "/v2/models/m/versions/3", Route(Action.MODEL_METADATA, "m", "3")),
+        ("GET", "/v2/models/m/ready", Route(Action.MODEL_READY, "m")),
+        ("GET", "/v2/models/m/versions/3/config", Route(Action.CONFIG, "m", "3")),
+        ("GET", "/v2/models/stats/stats", Route(Action.STATISTICS, "stats")),
+        ("POST", "/v2/models/m/versions/2/infer", Route(Action.INFER, "m", "2")),
+        ("POST", "/v2/models/m/generate_stream", Route(Action.GENERATE_STREAM, "m")),
+        ("POST", "/v2/repository/index", Route(Action.INDEX)),
+        ("POST", "/v2/repository/models/m/load", Route(Action.LOAD, "m")),
+        ("POST", "/v2/repository/models/m/unload", Route(Action.UNLOAD, "m")),
+        ("POST", "/v2/repository/r/models/m/load", Route(Action.NAMED_REPOSITORY)),
+        ("GET", "/v2/models/m/trace/setting", Route(Action.TRACE, "m")),
+        ("POST", "/v2/trace/setting", Route(Action.SET_TRACE)),
+        ("POST", "/v2/logging", Route(Action.SET_LOG)),
+        ("GET", "/v2/systemsharedmemory/status", Route(Action.MEMORY_STATUS, kind="system")),
+        ("GET", "/v2/cudasharedmemory/region/r/status", Route(Action.MEMORY_STATUS, "r", kind="cuda")),
+        ("POST", "/v2/systemsharedmemory/region/r/register", Route(Action.MEMORY_REGISTER, "r", kind="system")),
+        ("POST", "/v2/cudasharedmemory/unregister", Route(Action.MEMORY_UNREGISTER, kind="cuda")),
     ],
 )
 def test_routes(method: str, path: str, route: Route) -> None:
@@ -239,12 +240,14 @@ def test_routes(method: str, path: str, route: Route) -> None:
     ],
 )
 def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int) -> None:
-    assert resolve(method, path).status == status
+    refusal = resolve(method, path)
+    assert isinstance(refusal, NoRoute)
+    assert refusal.status == status
 
 
 def test_the_metrics_endpoint_has_one_path() -> None:
-    assert resolve("GET", "/metrics", True) == Route("metrics")
-    assert resolve("GET", "/v2/health/live", True).status == 404
+    assert resolve("GET", "/metrics", True) == Route(Action.METRICS)
+    assert resolve("GET", "/v2/health/live", True) == NoRoute(404, "Not Found")
 
 
 def test_actions_that_only_operators_may_call() -> None:
@@ -256,8 +259,8 @@ def test_actions_that_only_operators_may_call() -> None:
 # ---------------------------------------------------------------------------------------- documents
 
 
-def question(action: str, body: bytes = b"", model: str = "") -> documents.BrokerQuery:
-    route = Route(action, model, kind="system")
+def question(name: str, body: bytes = b"", model: str = "") -> documents.BrokerQuery:
+    route = Route(Action(name), model, kind="system")
     query = documents.question_of(route, documents.arguments_of(route, body), Regions(False))
     assert isinstance(query, documents.BrokerQuery)
     return query
@@ -326,7 +329,7 @@ def test_loads_and_unloads() -> None:
         ("named_repository", b"", Unsupported),
         ("set_trace", b"[]", InvalidRequest),
         ("set_log", b'{"log_file": "' + b"x" * 20_000 + b'"}', InvalidRequest),
-        ("whatever", b"", Unsupported),
+        ("metrics", b"", Unsupported),
     ],
 )
 def test_invalid_questions_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:

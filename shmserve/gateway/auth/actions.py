@@ -1,0 +1,41 @@
+"""What a client can request over HTTP and gRPC. Routes and calls lead to an action, and access rules refer to actions,
+never to paths."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Action(StrEnum):
+    NONE = ""
+    """Of a request without a route."""
+    LIVE = "live"
+    READY = "ready"
+    MODEL_READY = "model_ready"
+    METADATA = "metadata"
+    MODEL_METADATA = "model_metadata"
+    CONFIG = "config"
+    STATISTICS = "statistics"
+    INDEX = "index"
+    METRICS = "metrics"
+    INFER = "infer"
+    GENERATE = "generate"
+    GENERATE_STREAM = "generate_stream"
+    LOAD = "load"
+    UNLOAD = "unload"
+    TRACE = "trace"
+    SET_TRACE = "set_trace"
+    LOG = "log"
+    SET_LOG = "set_log"
+    MEMORY_STATUS = "memory_status"
+    MEMORY_REGISTER = "memory_register"
+    MEMORY_UNREGISTER = "memory_unregister"
+    NAMED_REPOSITORY = "named_repository"
+    OPENAPI = "openapi"
+
+    __hash__ = str.__hash__
+    """Not Enum's, which is a Python function: every request looks its action up."""
+
+
+INFER, GENERATE, GENERATE_STREAM = TO_MODELS = Action.INFER, Action.GENERATE, Action.GENERATE_STREAM
+"""Requests that run a model. As names of a module, since an attribute of an Enum takes 0.2 us."""
