@@ -20,9 +20,6 @@ class Segments:
         self._names: dict[int, str] = {}
         self._mapped = Mapped()
 
-    def __len__(self) -> int:
-        return len(self._descriptors)
-
     def add(self, peer: int, message: Map, descriptor: int) -> None:
         """Takes ownership of the descriptor. InvalidRequest unless it is a sealed memfd of the announced size."""
         try:

@@ -15,30 +15,26 @@ ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
 """Names as in --access. A set of roles is an int with one bit for each."""
 
 _ANY = EVERYTHING
-_LOOK = OBSERVE | OPERATE
+_READ = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
 """Messages that affect only the client's own connection and requests; they need any role."""
+_OPERATIONS = dict.fromkeys(("load", "unload", "restart", "rollback", "set_log", "set_trace"), OPERATE)
 QUESTIONS = {
     "live": _ANY,
     "ready": _ANY,
     "loaded": _ANY,
     "metadata": _ANY,
-    "models": _LOOK,
-    "config": _LOOK,
-    "origins": _LOOK,
-    "statistics": _LOOK,
-    "metrics": _LOOK,
-    "log": _LOOK,
-    "trace": _LOOK,
-    "load": OPERATE,
-    "unload": OPERATE,
-    "restart": OPERATE,
-    "rollback": OPERATE,
-    "set_log": OPERATE,
-    "set_trace": OPERATE,
+    "models": _READ,
+    "config": _READ,
+    "origins": _READ,
+    "statistics": _READ,
+    "metrics": _READ,
+    "log": _READ,
+    "trace": _READ,
+    **_OPERATIONS,
 }
 """Values of `Ask.what`, both questions and operations -> the roles, any of which is sufficient."""
-OPERATIONS = frozenset(("load", "unload", "restart", "rollback", "set_log", "set_trace"))
+OPERATIONS = frozenset(_OPERATIONS)
 """The values of `Ask.what` that change something and may have a body."""
 ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS
 """All actions of clients -> the roles, any of which is sufficient. `map` announces memory by descriptor, which proves

@@ -27,16 +27,9 @@ NOTHING = Usage()
 
 
 def usage(pid: int) -> Usage:
-    try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    text = _read(pid, "stat")
+    if not text:
         return NOTHING
-    try:
-        text = os.read(descriptor, 4096)
-    except ProcessLookupError:
-        return NOTHING
-    finally:
-        os.close(descriptor)
     fields = text.rpartition(b")")[2].split()  # the process name before it may contain anything
     ticks = int(fields[11]) + int(fields[12])
     return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
@@ -44,17 +37,22 @@ def usage(pid: int) -> Usage:
 
 def own_bytes(pid: int) -> int:
     """Private resident memory of a process: without files and shared memory."""
+    fields = _read(pid, "statm").split()
+    return max(0, int(fields[1]) - int(fields[2])) * PAGE if fields else 0
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process; empty if the process has exited."""
     try:
-        descriptor = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return 0
+        return b""
     try:
-        fields = os.read(descriptor, 256).split()
+        return os.read(descriptor, 4096)
     except ProcessLookupError:
-        return 0
+        return b""
     finally:
         os.close(descriptor)
-    return max(0, int(fields[1]) - int(fields[2])) * PAGE
 
 
 def descriptors() -> int:

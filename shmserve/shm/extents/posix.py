@@ -21,7 +21,7 @@ import posix_ipc
 
 from shmserve.errors import Denied, Internal, InvalidRequest, NotFound
 from shmserve.shm.extents.base import MappedExtent, failed, reserve
-from shmserve.shm.pages import map_shared
+from shmserve.shm.pages import Pages, map_shared
 
 PREFIX = "/shmserve-"
 _NAME = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
@@ -32,21 +32,24 @@ _DIRECTORY = "/dev/shm"
 class PosixExtent(MappedExtent):
     kind = "posix"
 
-    _maker = 0
-    """Pid of the process that removes the name: the creator. 0: nobody removes it through this object."""
+    def __init__(self, pages: Pages, *, fd: int, name: str, owner_pid: int | None = None) -> None:
+        """`owner_pid`: the process that removes the name, its creator. None: the name is not removed through this
+        object."""
+        super().__init__(pages, fd=fd, name=name)
+        self._owner_pid = owner_pid
 
     def unlink(self) -> None:
         """Removes the name; existing mappings stay valid. Idempotent. Does nothing in a process that attached to the
         segment and in a forked child, because others may still need the name."""
-        maker, self._maker = self._maker, 0
-        if self.name is None or maker != os.getpid():
+        owner_pid, self._owner_pid = self._owner_pid, None
+        if self.name is None or owner_pid != os.getpid():
             return
         with suppress(posix_ipc.ExistentialError):  # already removed by hand
             posix_ipc.unlink_shared_memory(self.name)
 
     def bequeath(self) -> None:
         """Keeps the name after `close`, because others may not have opened it yet. The broker calls `remove` later."""
-        self._maker = 0
+        self._owner_pid = None
 
     def close(self) -> None:
         self.unlink()
@@ -76,9 +79,7 @@ def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExten
         if isinstance(error, OSError):
             raise failed("make", size, error) from error
         raise
-    extent = PosixExtent(pages, fd=fd, name=name)
-    extent._maker = pid
-    return extent
+    return PosixExtent(pages, fd=fd, name=name, owner_pid=pid)
 
 
 def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> PosixExtent:
@@ -158,10 +159,13 @@ def _lives(pid: int, started: int) -> bool:
         return _start_time(pid) == started
     except ProcessLookupError:
         return False
-    except FileNotFoundError:
-        pass  # dead, or hidden by mount options of /proc: find out with signal 0
     except PermissionError:
         return True
+    except FileNotFoundError:
+        return _takes_signals(pid)  # dead, or hidden by mount options of /proc
+
+
+def _takes_signals(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
