@@ -50,14 +50,14 @@ class BrokerMemory:
     # ------------------------------------------------------------------------------------ cached responses
 
     def read(self, parts: Sequence[Handle]) -> bytes | None:
-        found = []
+        pieces = []
         for part in parts:
             arena = self._homes.get(part.segment) if not part.segment >> OWNER_SHIFT else None
             data = self._segments.copy(part) if arena is None else bytes(arena.memory(part))
             if data is None:
                 return None
-            found.append(data)
-        return found[0] if len(found) == 1 else b"".join(found)
+            pieces.append(data)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def place(self, data: bytes, audience: str) -> Placed | None:
         if audience.startswith("posix:"):  # these clients map segments by name, but a memfd has none

@@ -184,10 +184,10 @@ class ServerProcess:
         self._announcer = service_status.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
 
     def _make_control(self, settings: argparse.Namespace) -> Control:
-        found = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
-        found.failed = bool(settings.failed)
-        found.metrics_budget = settings.metrics_interval_ms > 0
-        return found
+        control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
+        control.failed = bool(settings.failed)
+        control.metrics_budget = settings.metrics_interval_ms > 0
+        return control
 
     def _add_setting_queries(self, settings: argparse.Namespace) -> TraceFile:
         """Registers the queries that show and change log and trace settings. Returns the trace file."""
@@ -364,12 +364,12 @@ def _generations(settings: argparse.Namespace) -> Generations:
 
 def _gpus() -> Gpus:
     """Finds the GPUs and logs them."""
-    found = discover()
-    for gpu in found.found:
+    gpus = discover()
+    for gpu in gpus.found:
         log.info("GPU %d: %s, %s", gpu.number, gpu.name, gpu.uuid)
-    if found.why:
-        log.warning("the NVIDIA driver is installed, but no GPU is used: %s", found.why)
-    return found
+    if gpus.why:
+        log.warning("the NVIDIA driver is installed, but no GPU is used: %s", gpus.why)
+    return gpus
 
 
 def _serve(settings: argparse.Namespace, manager: ServiceManager) -> int:

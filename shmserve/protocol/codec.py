@@ -66,17 +66,17 @@ class Codec:
             if "of length <=" in str(error):
                 raise ProtocolError(f"the packet has more than {self._most} messages, the limit") from None
             raise ProtocolError(f"invalid packet, expected a MessagePack array of messages: {error}") from None
-        found: list[Message] = []
+        decoded: list[Message] = []
         refused = 0
         for raw in raws:
             try:
-                found.append(self._decode_one(raw))
+                decoded.append(self._decode_one(raw))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 refused += 1
                 if refused > REFUSED:
                     raise ProtocolError(f"more than {REFUSED} messages of the packet are invalid: {error}") from None
-                found.append(self._refuse(raw, str(error)))
-        return found
+                decoded.append(self._refuse(raw, str(error)))
+        return decoded
 
     def _refuse(self, raw: msgspec.Raw, reason: str) -> Refused:
         """Finds the request number of a bad message, and names the wrong field instead of its index. Reads no more of
@@ -108,12 +108,12 @@ _STEP = re.compile(r"\[(\d+|\.\.\.)\]")
 
 def _in_names(kind: type[Struct], reason: str) -> str:
     """`Expected `str` ... - at `$[4][0][0]`` -> `inputs[0].name: expected `str` ...`."""
-    found = _PATH.search(reason)
-    if not found:
+    match = _PATH.search(reason)
+    if not match:
         return reason
     path, here = "", kind
     in_struct = True
-    steps = _STEP.findall(found[1])
+    steps = _STEP.findall(match[1])
     for position, step in enumerate(steps):
         if in_struct and step != "..." and here is not None:
             index = int(step) - (1 if position == 0 else 0)  # a tagged array begins with its tag
@@ -125,7 +125,7 @@ def _in_names(kind: type[Struct], reason: str) -> str:
         else:
             path += f"[{step}]" if step != "..." else "[]"
             in_struct = here is not None
-    text = reason[: found.start()]
+    text = reason[: match.start()]
     return f"{path or 'message'}: {text[:1].lower()}{text[1:]}"
 
 

@@ -24,8 +24,8 @@ LOST = (
 
 def received(ancillary: Iterable[tuple[int, int, Any]]) -> list[int]:
     """The descriptors in recvmsg's ancillary data; the caller closes them."""
-    found = array.array("i")
+    numbers = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % _INT])
-    return list(found)
+            numbers.frombytes(data[: len(data) - len(data) % _INT])
+    return list(numbers)

@@ -70,12 +70,12 @@ def boot_time() -> float:
 
 def memory() -> tuple[int, int]:
     """The machine's memory in bytes, and how much of it is not available."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for line in (_PROC / "meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
-        found[name] = int(rest.split()[0]) * 1024
-    total = found["MemTotal"]
-    return total, total - found.get("MemAvailable", found["MemFree"])
+        sizes[name] = int(rest.split()[0]) * 1024
+    total = sizes["MemTotal"]
+    return total, total - sizes.get("MemAvailable", sizes["MemFree"])
 
 
 class Cores:

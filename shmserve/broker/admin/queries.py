@@ -100,10 +100,10 @@ class Control:
         if answer is None:
             known = ", ".join(self._answers)
             raise InvalidRequest(f"unknown question '{ask.what}'; expected one of: {known}")
-        found = answer(ask)
+        document = answer(ask)
         if ask.what == "models" and not operator:
-            _leave_out_words(found)
-        body = msgspec.json.encode(found)
+            _leave_out_words(document)
+        body = msgspec.json.encode(document)
         return [body[start : start + CHUNK] for start in range(0, len(body), CHUNK)]
 
     # ------------------------------------------------------------------------------------ queries
@@ -151,8 +151,8 @@ class Control:
         if not ask.model:
             ready = self.server_ready()
             return {"ready": ready, "settled": ready or self._are_settled(self._core.state.models.values())}
-        found = self._find(ask)
-        ready = any(version.healthy for version in found)
+        versions = self._find(ask)
+        ready = any(version.healthy for version in versions)
         model = self._core.state.models[ask.model]
         # An ensemble may become READY when any other model does.
         ensemble = not self._core.state.ensembles.keys().isdisjoint(model.versions.values())
@@ -172,12 +172,12 @@ class Control:
     def serving(self, ask: Ask) -> list[int]:
         """The workers that run the model."""
         try:
-            found = self._find(ask)
+            versions = self._find(ask)
         except NotFound:
             return []
         return [
             instance.peer
-            for version in found
+            for version in versions
             for instance in version.instances
             if instance.state is InstanceState.READY and not instance.spec.passive
         ]
@@ -271,11 +271,11 @@ class Control:
         return [version]
 
     def _one(self, ask: Ask) -> Version:
-        found = self._find(ask)
-        if not found:
+        versions = self._find(ask)
+        if not versions:
             reason = self._core.state.models[ask.model].reason
             raise NotFound(f"Request for unknown model: '{ask.model}' has no available versions: {reason}")
-        latest = max(found, key=lambda version: version.number)
+        latest = max(versions, key=lambda version: version.number)
         if latest.reason == UNLOADED:
             raise NotFound(
                 f"Request for unknown model: '{ask.model}' has no available versions: it was unloaded; load it first "
@@ -311,13 +311,13 @@ class Control:
         return {"config": as_triton_json(self._catalog.config(version.source)), "origins": origins, "text": text}
 
     def _statistics(self, ask: Ask) -> Any:
-        found = self._find(ask) if ask.model else self._versions()
+        versions = self._find(ask) if ask.model else self._versions()
         if ask.model and not ask.version:
             loaded = [
                 one for one in self._core.state.models[ask.model].versions.values() if one.state is VersionState.READY
             ]
-            found = sorted(loaded, key=lambda version: version.number) or found
-        return {"model_stats": [self._of(version) for version in found]}
+            versions = sorted(loaded, key=lambda version: version.number) or versions
+        return {"model_stats": [self._of(version) for version in versions]}
 
     def _resident_bytes(self, version: Version) -> int:
         """The resident bytes of all processes that run this version."""

@@ -88,7 +88,7 @@ class _FlagParser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """A parser whose namespace contains only given flags, without defaults."""
-    found = _FlagParser(
+    flag_parser = _FlagParser(
         prog="shmserve serve",
         usage="shmserve serve --model-repository DIR [FLAG ...]",
         description="Serve the models of one or more repositories to clients on this machine.",
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    groups = {name: found.add_argument_group(name) for name in GROUPS}
+    groups = {name: flag_parser.add_argument_group(name) for name in GROUPS}
     for flag in FLAGS:
         more: dict[str, Any] = {"action": "append"} if flag.repeatable else {}
         if flag.kind == "boolean":
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
             help=_help(flag),
             **more,
         )
-    return found
+    return flag_parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -120,8 +120,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     On errors exits with code 2 and lists them.
     """
-    found = parser()
-    given, rest = found.parse_known_args(argv)
+    flag_parser = parser()
+    given, rest = flag_parser.parse_known_args(argv)
     problems = [_stray(word) for word in _strays(rest)]
     from_variables, warnings = _environment(os.environ, problems)
     config = vars(given).get("config", from_variables.get("config"))
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     settings.failed = _missing_repositories(settings, "exit_on_error" in chosen, problems)
     _check(settings, problems)
     if problems:
-        found.error("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
+        flag_parser.error("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
     if settings.runtime_dir is None:
         settings.runtime_dir = server_runtime_dir()
     if access(settings).for_others and settings.socket_group is None:
@@ -147,10 +147,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _defaults(compatible: bool) -> dict[str, Any]:
     """`compatible`: with Triton's defaults where they differ."""
     flags = [flag for flag in FLAGS if not flag.instead]
-    found = {flag.dest: copy(flag.default) for flag in flags}
+    defaults = {flag.dest: copy(flag.default) for flag in flags}
     if compatible:
-        found |= {flag.dest: flag.compatible for flag in flags if flag.compatible is not None}
-    return found
+        defaults |= {flag.dest: flag.compatible for flag in flags if flag.compatible is not None}
+    return defaults
 
 
 def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems: list[str]) -> list[str]:
@@ -196,16 +196,16 @@ def metrics_interval_s(settings: argparse.Namespace) -> float:
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     """Settings for workers: 'backend,key' -> value, ',key' -> value for all backends, and the workers' own limits."""
-    found = dict(settings.backend_config)
-    found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
-    found[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
+    worker_settings = dict(settings.backend_config)
+    worker_settings[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
+    worker_settings[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
     if settings.cuda_memory_pool_byte_size:
-        found[NEAR_LIMIT] = ",".join(f"{gpu}:{size}" for gpu, size in settings.cuda_memory_pool_byte_size)
+        worker_settings[NEAR_LIMIT] = ",".join(f"{gpu}:{size}" for gpu, size in settings.cuda_memory_pool_byte_size)
     if settings.disable_auto_complete_config:
-        found["disable-auto-complete-config"] = "true"
+        worker_settings["disable-auto-complete-config"] = "true"
     if settings.backend_directory is not None:
-        found[DIRECTORY] = str(settings.backend_directory.absolute())
-    return found
+        worker_settings[DIRECTORY] = str(settings.backend_directory.absolute())
+    return worker_settings
 
 
 def log_rate(settings: argparse.Namespace) -> Rate:
@@ -332,12 +332,12 @@ def _file(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def _take(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems: list[str], where: str) -> None:
     try:
-        found = read()
+        value = read()
     except ValueError as error:
         problems.append(f"{where}: {error}")
         return
     # A flag and its alias may both be given: a repeatable flag gets the values of both.
-    values[flag.dest] = [*values.get(flag.dest, ()), *found] if flag.repeatable else found
+    values[flag.dest] = [*values.get(flag.dest, ()), *value] if flag.repeatable else value
 
 
 # ------------------------------------------------------------------------------------------- checks and deprecation

@@ -98,11 +98,11 @@ class LaneListener:
 
 
 def _spare() -> list[int]:
-    found: list[int] = []
+    spare: list[int] = []
     with contextlib.suppress(OSError):  # keep fewer for now
-        while len(found) < SPARE:
-            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    return found
+        while len(spare) < SPARE:
+            spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    return spare
 
 
 def room_for(descriptors: int) -> None:

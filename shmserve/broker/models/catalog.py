@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
     read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not."""
 
-    found: ScannedModel
+    scanned: ScannedModel
     snapshot: Snapshot | None = None
     override: LoadOverride | None = None
     generations: Mapping[int, Generation] = MappingProxyType({})
@@ -150,34 +150,34 @@ class Catalog:
             generation = self._generations.adopt(given.folder)
         before = _snapshot(folder)
         for left in (2, 1, 0):
-            found = scan_model(
+            scanned = scan_model(
                 folder, backends=self._backends, gpus=self._gpus, config_name=self._config_name, override=override
             )
             kept: Mapping[int, Generation] = {}
             try:
                 if generation is not None:
-                    kept = dict.fromkeys(found.versions, generation)
+                    kept = dict.fromkeys(scanned.versions, generation)
                 elif before is not None:
-                    kept = self._keep(found, before, strict=left > 0)
+                    kept = self._keep(scanned, before, strict=left > 0)
             except FilesChanged:
                 if not left:
-                    found = _refused(found, "its files changed while they were read")
+                    scanned = _refused(scanned, "its files changed while they were read")
             except OSError as error:
-                found = _refused(found, f"cannot copy its files to the runtime directory: {error.strerror}")
+                scanned = _refused(scanned, f"cannot copy its files to the runtime directory: {error.strerror}")
             after = _snapshot(folder)
             if after == before:
                 break
             before = after
-        findings = check_notes(found, backends=self._backends, gpus=self._gpus)
-        return Reading(found, before, given, kept, findings)
+        findings = check_notes(scanned, backends=self._backends, gpus=self._gpus)
+        return Reading(scanned, before, given, kept, findings)
 
-    def _keep(self, found: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
-        if self._generations is None or found.config is None or is_ensemble(found.config):
+    def _keep(self, scanned: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
+        if self._generations is None or scanned.config is None or is_ensemble(scanned.config):
             return {}
-        interpreter = environment(found.config, str(found.path))
+        interpreter = environment(scanned.config, str(scanned.path))
         return {
-            number: self._generations.keep(found.path, number, snapshot, interpreter, strict)
-            for number in found.versions
+            number: self._generations.keep(scanned.path, number, snapshot, interpreter, strict)
+            for number in scanned.versions
         }
 
     def read_all(self) -> list[Reading]:
@@ -193,35 +193,35 @@ class Catalog:
 
     def adopt(self, reading: Reading, operation: int = 0) -> list[Event]:
         """Events for the core: a Deploy, or Refuse with the reason if the model cannot be served."""
-        found = reading.found
-        reason = self._why_not(found)
-        if found.config is None or reason:
-            return [(0, Refuse(found.name, version, reason)) for version in found.versions or (0,)]
-        instances = compile_instances(found.config, self._cores)
-        targets = tuple(self._target(reading, found.config, number, instances) for number in found.versions)
-        self._rejected.pop(found.name, None)
-        self._wanted(found.name, targets)
-        events: list[Event] = [(0, Deploy(found.name, targets, operation))]
-        events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
+        scanned = reading.scanned
+        reason = self._why_not(scanned)
+        if scanned.config is None or reason:
+            return [(0, Refuse(scanned.name, version, reason)) for version in scanned.versions or (0,)]
+        instances = compile_instances(scanned.config, self._cores)
+        targets = tuple(self._target(reading, scanned.config, number, instances) for number in scanned.versions)
+        self._rejected.pop(scanned.name, None)
+        self._wanted(scanned.name, targets)
+        events: list[Event] = [(0, Deploy(scanned.name, targets, operation))]
+        events += [(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]
         return events
 
-    def _why_not(self, found: ScannedModel) -> str:
+    def _why_not(self, scanned: ScannedModel) -> str:
         """Why the model cannot be served; "" if it can."""
-        reason = why_not(found)
-        if reason or found.config is None or self._resources is None:
+        reason = why_not(scanned)
+        if reason or scanned.config is None or self._resources is None:
             return reason
-        return lacking(compile_instances(found.config, self._cores), self._resources)
+        return lacking(compile_instances(scanned.config, self._cores), self._resources)
 
-    def failed_load(self, found: ScannedModel) -> str:
+    def failed_load(self, scanned: ScannedModel) -> str:
         """The error of a load of this model; "" if it can be served. Has Triton's wording, which distinguishes a bad
         configuration from versions that cannot be loaded."""
-        reason = self._why_not(found)
+        reason = self._why_not(scanned)
         if not reason:
             return ""
-        if found.missing and len(found.problems) == len(found.missing):
-            whys = (f"version {number} is at UNAVAILABLE state: {why}" for number, why in found.missing.items())
-            return f"load failed for model '{found.name}': {'; '.join(whys)}"
-        return f"failed to load '{found.name}': {reason}"
+        if scanned.missing and len(scanned.problems) == len(scanned.missing):
+            whys = (f"version {number} is at UNAVAILABLE state: {why}" for number, why in scanned.missing.items())
+            return f"load failed for model '{scanned.name}': {'; '.join(whys)}"
+        return f"failed to load '{scanned.name}': {reason}"
 
     def _target(
         self, reading: Reading, config: ModelConfig, number: int, instances: tuple[InstanceSpec, ...]
@@ -266,10 +266,10 @@ class Catalog:
 
     def is_rejected(self, reading: Reading) -> bool:
         """Whether a rollback has replaced what was read."""
-        rejected, found = self._rejected.get(reading.found.name), reading.found
-        if not rejected or found.config is None:
+        rejected, scanned = self._rejected.get(reading.scanned.name), reading.scanned
+        if not rejected or scanned.config is None:
             return False
-        known = [self._known(found.name, number, _mark(reading, number)) for number in found.versions]
+        known = [self._known(scanned.name, number, _mark(reading, number)) for number in scanned.versions]
         return {source.number if source is not None else 0 for source in known} == rejected
 
     def compose(self, number: int, versions: Iterable[Version]) -> str:
@@ -288,34 +288,43 @@ class Catalog:
 
     def warnings(self, reading: Reading) -> list[tuple[str, str]]:
         """Findings for the model's owner, and hints what to do ("" if the finding says so)."""
-        found = [(finding.relative, finding.hint) for finding in reading.findings]
-        config = reading.found.config
+        findings = [(finding.relative, finding.hint) for finding in reading.findings]
+        config = reading.scanned.config
         policies = unknown_policies(config, self._cores) if config is not None else ()
         text = "unknown host policy '{}' (--host-policy): its instances use all cores"
-        return found + [(text.format(name), "") for name in policies]
+        return findings + [(text.format(name), "") for name in policies]
 
     def _source(self, reading: Reading, version: int) -> int:
         """The number of the version's source: an existing one if nothing has changed, otherwise a new one."""
-        found, given = reading.found, reading.override
-        assert found.config is not None
-        assert found.given is not None
+        scanned, given = reading.scanned, reading.override
+        assert scanned.config is not None
+        assert scanned.given is not None
         snapshot = reading.snapshot
         digest = snapshot.of_version(version) if snapshot is not None else ""
         config_digest = snapshot.of_configuration() if snapshot is not None and given is None else None
         mark = _mark(reading, version)
-        kind = "override" if given is not None else "file" if found.file else ""
+        kind = "override" if given is not None else "file" if scanned.file else ""
         kept = None
         if given is not None and given.folder is None and snapshot is not None:
             kept = KeptConfig(given, snapshot.digest())
-        source = self._known(found.name, version, mark)
+        source = self._known(scanned.name, version, mark)
         if source is None:
             number, generation = next(self._numbers), reading.generations.get(version)
             source = self._sources[number] = VersionSource(
-                number, found.name, version, found.path, generation, found.given, found.config, kind, digest, mark
+                number,
+                scanned.name,
+                version,
+                scanned.path,
+                generation,
+                scanned.given,
+                scanned.config,
+                kind,
+                digest,
+                mark,
             )
         source.config_digest, source.kind, source.kept = config_digest, kind, kept
-        source.config, source.given = found.config, found.given
-        source.completed = source.completed and _regrouped(source.completed, found.config)
+        source.config, source.given = scanned.config, scanned.given
+        source.completed = source.completed and _regrouped(source.completed, scanned.config)
         return source.number
 
     def _known(self, model: str, version: int, mark: object) -> VersionSource | None:
@@ -340,8 +349,8 @@ class Catalog:
 
     def kept_of(self, sources: Iterable[int]) -> KeptConfig | None:
         """What a load without a configuration reuses of these sources, which are versions of one model."""
-        found = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
-        return found[0] if found and found.count(found[0]) == len(found) else None
+        kept = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
+        return kept[0] if kept and kept.count(kept[0]) == len(kept) else None
 
     def forget(self, model: str) -> None:
         """The model is not served any more: a later load reads it again."""
@@ -392,27 +401,27 @@ class Catalog:
         """Where each value of the configuration comes from, and the whole as annotated text."""
         final = self.config(number)
         source = self._sources[number]
-        found = origins(source.given, final, source.config, source.kind or "file")
-        return found, as_text(final, found)
+        by_field = origins(source.given, final, source.config, source.kind or "file")
+        return by_field, as_text(final, by_field)
 
 
-def why_not(found: ScannedModel) -> str:
+def why_not(scanned: ScannedModel) -> str:
     """Why the model cannot be served; "" if it can."""
-    if found.problems:
-        return "; ".join(found.problem_texts)
-    return "" if found.config is not None else "it has no configuration"
+    if scanned.problems:
+        return "; ".join(scanned.problem_texts)
+    return "" if scanned.config is not None else "it has no configuration"
 
 
 def _mark(reading: Reading, version: int) -> object:
     """Equal for readings that would give the same version."""
-    assert reading.found.config is not None
-    content = replace(reading.found.config, instance_group=(), version_policy=None)
+    assert reading.scanned.config is not None
+    content = replace(reading.scanned.config, instance_group=(), version_policy=None)
     digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
-    return encode_config(content), digest, str(reading.found.path)
+    return encode_config(content), digest, str(reading.scanned.path)
 
 
-def _refused(found: ScannedModel, problem: str) -> ScannedModel:
-    return found._replace(config=None, versions=(), problems=(*found.problems, Problem("", 0, 0, "", problem)))
+def _refused(scanned: ScannedModel, problem: str) -> ScannedModel:
+    return scanned._replace(config=None, versions=(), problems=(*scanned.problems, Problem("", 0, 0, "", problem)))
 
 
 def _folder_of(source: VersionSource) -> Path:

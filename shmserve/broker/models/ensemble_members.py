@@ -22,12 +22,12 @@ class Companions:
 
     def requested(self, reading: Reading) -> None:
         """The model is loaded by its own name."""
-        self._loaded_for.pop(reading.found.name, None)
+        self._loaded_for.pop(reading.scanned.name, None)
         self._note(reading)
 
     def brought(self, reading: Reading, ensemble: str) -> None:
         """The model is loaded because the ensemble needs it."""
-        self._loaded_for.setdefault(reading.found.name, set()).add(ensemble)
+        self._loaded_for.setdefault(reading.scanned.name, set()).add(ensemble)
         self._note(reading)
 
     def needed(self, model: str, ensemble: str) -> None:
@@ -36,8 +36,8 @@ class Companions:
             self._loaded_for[model].add(ensemble)
 
     def _note(self, reading: Reading) -> None:
-        if reading.found.config is not None:
-            self._needs[reading.found.name] = {step.model_name for step in steps_of(reading.found.config)}
+        if reading.scanned.config is not None:
+            self._needs[reading.scanned.name] = {step.model_name for step in steps_of(reading.scanned.config)}
 
     def unloaded(self, model: str) -> list[str]:
         """The model is unloaded. Returns companions that no other ensemble needs, which may be unloaded too."""
@@ -67,36 +67,36 @@ class Together:
 
     def over(self, effect: Settled) -> list[Settled]:
         """Returns what can be reported now. A failure is reported at once."""
-        found = []
+        finished = []
         if effect.operation in self._others and not effect.code:
             self._over[effect.operation] = effect
         else:
             self._others.pop(effect.operation, None)
-            found.append(effect)
+            finished.append(effect)
         for operation in [number for number, others in self._others.items() if effect.operation in others]:
             others = self._others[operation]
             others.discard(effect.operation)
             if not others:
                 del self._others[operation]
                 if operation in self._over:
-                    found.append(self._over.pop(operation))
-        return found
+                    finished.append(self._over.pop(operation))
+        return finished
 
 
 def needs(reading: Reading, read: Callable[[str], Reading]) -> Iterator[tuple[str, Reading]]:
     """The models of an ensemble's steps, recursively, each with the ensemble that names it. Leaves out models that
     cannot be read: the ensemble itself reports what is missing."""
-    seen = {reading.found.name}
+    seen = {reading.scanned.name}
     todo = [reading]
     while todo:
         ensemble = todo.pop()
-        for step in steps_of(ensemble.found.config) if ensemble.found.config is not None else ():
+        for step in steps_of(ensemble.scanned.config) if ensemble.scanned.config is not None else ():
             if step.model_name in seen:
                 continue
             seen.add(step.model_name)
             try:
-                found = read(step.model_name)
+                member = read(step.model_name)
             except (ServeError, OSError):
                 continue
-            yield ensemble.found.name, found
-            todo.append(found)
+            yield ensemble.scanned.name, member
+            todo.append(member)

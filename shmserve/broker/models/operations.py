@@ -225,27 +225,27 @@ class ClientOperations:
 
     def _bring(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
         """Deploys models that ensembles need and that are not served yet. Returns the operations in progress."""
-        found: set[int] = set()
+        operations: set[int] = set()
         for ensemble, reading in needed:
-            model = self._core.state.models.get(reading.found.name)
+            model = self._core.state.models.get(reading.scanned.name)
             if model is not None and (model.operation is not None or model.default() is not None):
                 self._companions.needed(model.name, ensemble)
-                found.update(model.operation.numbers[-1:] if model.operation is not None else ())
+                operations.update(model.operation.numbers[-1:] if model.operation is not None else ())
             else:
-                log.info("also loading model '%s', which '%s' needs", reading.found.name, ensemble)
+                log.info("also loading model '%s', which '%s' needs", reading.scanned.name, ensemble)
                 self._companions.brought(reading, ensemble)
-                found |= self._adopt(reading)
-        return found
+                operations |= self._adopt(reading)
+        return operations
 
     def _deploy(self, job: _Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
         """Deploys what was read for a client's load, or reports why it cannot be served."""
-        found = reading.found
+        scanned = reading.scanned
         self._warn(reading)
-        text = self._catalog.failed_load(found)
+        text = self._catalog.failed_load(scanned)
         if text:
             for _, event in self._catalog.adopt(reading):
                 self._put(event)
-            log_record("error", text, {"model": found.name})
+            log_record("error", text, {"model": scanned.name})
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             return
         self._companions.requested(reading)
@@ -271,7 +271,7 @@ class ClientOperations:
     def _warn(self, reading: Reading) -> None:
         for text, hint in self._catalog.warnings(reading):
             more = f" -> {hint}" if hint else ""
-            log_record("warning", f"model '{reading.found.name}': {text}{more}", {"model": reading.found.name})
+            log_record("warning", f"model '{reading.scanned.name}': {text}{more}", {"model": reading.scanned.name})
 
     def settled(self, effect: effects.Settled) -> None:
         """Reports a finished operation. The load of an ensemble finishes only when those of its models have."""
@@ -324,17 +324,19 @@ class ClientOperations:
             self._companions.requested(reading)
             self._adopt(reading)
         if self.explicit:
-            named = {reading.found.name for reading in readings}
+            named = {reading.scanned.name for reading in readings}
             needed = [found for reading in readings for found in needs(reading, self._catalog.read)]
-            self._bring([(ensemble, found) for ensemble, found in needed if found.found.name not in named])
+            self._bring([(ensemble, found) for ensemble, found in needed if found.scanned.name not in named])
 
     def _adopt(self, reading: Reading) -> set[int]:
         """Deploys or refuses what was read; returns the operations that this begins."""
         self._warn(reading)
         adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
         refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
-        for reason in refused.difference(reading.found.missing.values()):  # _warn has logged those
-            log_record("error", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
+        for reason in refused.difference(reading.scanned.missing.values()):  # _warn has logged those
+            log_record(
+                "error", f"model '{reading.scanned.name}' is not served: {reason}", {"model": reading.scanned.name}
+            )
         self._put_all(adopted)
         return {event.operation for event in adopted if isinstance(event, events.Deploy)}
 
@@ -357,7 +359,7 @@ class ClientOperations:
             log.error("%s", text)
         for reading in changes.readings:
             log_record(
-                "info", f"model '{reading.found.name}' has changed in the repository", {"model": reading.found.name}
+                "info", f"model '{reading.scanned.name}' has changed in the repository", {"model": reading.scanned.name}
             )
             self._adopt(reading)
         for name in changes.gone:

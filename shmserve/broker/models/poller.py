@@ -54,20 +54,20 @@ class Poll:
     def check(self, at_start: bool = False) -> Changes:
         settle_s = 0.0 if at_start else self._settle_s
         try:
-            found = self._catalog.names_on_disk()
+            names = self._catalog.names_on_disk()
         except ServeError as error:  # the repository itself cannot be read now
             troubles = [] if error.message == self._trouble else [error.message]
             self._trouble = error.message
             return Changes([], [], list(self._known), troubles, float("inf"))
         self._trouble = ""
-        models = (self._model(name, folders, settle_s) for name, folders in found.items())
+        models = (self._model(name, folders, settle_s) for name, folders in names.items())
         readings = [reading for reading in models if reading is not None]
-        gone = [name for name in self._known if name not in found]
+        gone = [name for name in self._known if name not in names]
         for name in gone:
             del self._known[name]
-        self._unsettled = {name: entry for name, entry in self._unsettled.items() if name in found}
+        self._unsettled = {name: entry for name, entry in self._unsettled.items() if name in names}
         again = self._settle_s if self._unsettled else float("inf")
-        return Changes(readings, gone, found, [], again)
+        return Changes(readings, gone, names, [], again)
 
     def _model(self, name: str, folders: list[Path], settle_s: float) -> Reading | None:
         if len(folders) > 1:

@@ -62,13 +62,13 @@ class LogSettings:
 def setting_names(body: bytes, what: str, known: tuple[str, ...]) -> Mapping[str, Any]:
     """The JSON object of a change. InvalidRequest if it has other names than these."""
     try:
-        found = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        changes = msgspec.json.decode(body or b"{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"settings of the {what} must be a JSON object: {error}") from None
-    for name in found:
+    for name in changes:
         if name not in known:
             raise InvalidRequest(f"unknown setting '{name[:80]}' of the {what}; expected one of: {', '.join(known)}")
-    return found
+    return changes
 
 
 def _checked(name: str, value: Any) -> Any:

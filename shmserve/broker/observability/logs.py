@@ -182,10 +182,10 @@ class LogFileHandler(logging.Handler):
             return True
         if began < self._no_wait_until:
             return False
-        found = bool(poll.poll(_WAIT_S * 1000))
+        writable = bool(poll.poll(_WAIT_S * 1000))
         ended = time.monotonic()
         self._no_wait_until = ended + (ended - began) / _WAIT_SHARE
-        return found
+        return writable
 
     def _failed(self, error: OSError) -> None:
         if self._outage is None:
@@ -239,10 +239,10 @@ class Formatter(logging.Formatter):
         if record.stack_info:
             traceback += f"\n{record.stack_info}"
         if self._json:
-            found = {"time": record.asctime, "level": record.levelname.lower(), "message": record.message}
+            entry = {"time": record.asctime, "level": record.levelname.lower(), "message": record.message}
             if traceback:
-                found["traceback"] = traceback
-            return json.dumps(found | {name: value for name, value in fields.items() if name not in found})
+                entry["traceback"] = traceback
+            return json.dumps(entry | {name: value for name, value in fields.items() if name not in entry})
         lines = [self._line(record)]
         lines += [INDENT + printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)

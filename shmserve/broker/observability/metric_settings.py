@@ -44,14 +44,14 @@ def config(text: str) -> tuple[str, Any]:
 
 def _quantiles(text: str) -> tuple[float, ...]:
     """Parses QUANTILE:ERROR,... The error is accepted as in Triton but not used: values are always within 1.6 %."""
-    found = []
+    quantiles = []
     for pair in text.split(","):
         quantile, colon, error = pair.partition(":")
         match = _NUMBER.fullmatch(quantile)
         if match is None or not 0 <= float(match[1]) <= 1 or (colon and not _NUMBER.match(error)):
             raise ValueError(f"summary_quantiles: '{pair}' is not QUANTILE:ERROR with numbers from 0 to 1")
-        found.append(float(match[1]))
-    return tuple(found)
+        quantiles.append(float(match[1]))
+    return tuple(quantiles)
 
 
 def metric_settings(given: Sequence[tuple[str, Any]], cpu: bool, interval_s: float) -> MetricSettings:

@@ -200,7 +200,7 @@ class Metrics:
 
     def _segments(self, page: Page) -> dict[int, int]:
         """Adds the metrics of segments. Returns the size of each worker's segments, in bytes."""
-        found: dict[int, int] = {}
+        worker_bytes: dict[int, int] = {}
         counts = {"client": 0, "worker": 0, "broker": 0}
         sizes = dict(counts)
         for number, segment in self._state.ledger.segments.items():
@@ -209,14 +209,14 @@ class Metrics:
             counts[kind] += 1
             sizes[kind] += segment.size
             if owner >= WORKERS_FROM:
-                found[owner] = found.get(owner, 0) + segment.size
+                worker_bytes[owner] = worker_bytes.get(owner, 0) + segment.size
         for kind, count in counts.items():
             page.add("shmserve_segments", count, f'owner="{kind}"')
             page.add("shmserve_segment_bytes", sizes[kind], f'owner="{kind}"')
         page.add("shmserve_broker_arena_used_bytes", self._arena.used)
         page.add("shmserve_broker_arena_committed_bytes", self._arena.committed)
         page.add("shmserve_broker_arena_limit_bytes", self._arena_limit)
-        return found
+        return worker_bytes
 
     def _clients(self, page: Page) -> None:
         clients = self._state.clients.values()

@@ -71,13 +71,13 @@ class ModelCounters:
         """All samples in Prometheus format, grouped by family."""
         for model in [model for model in self._ended if not self._served(model)]:
             del self._ended[model]
-        found: dict[_Key, _Sample] = {}
+        samples: dict[_Key, _Sample] = {}
         for ended in self._ended.values():
-            _merge(found, ended.values())
+            _merge(samples, ended.values())
         for worker in self._workers.values():
-            _merge(found, self._samples(worker))
+            _merge(samples, self._samples(worker))
         families: dict[str, list[_Sample]] = {}
-        for _, sample in sorted(found.items()):
+        for _, sample in sorted(samples.items()):
             family = families.setdefault(sample.subject.name, [])
             if family and family[0].subject.kind != sample.subject.kind:
                 self._refuse(sample.subject, f"another model has a {family[0].subject.kind} of this name")

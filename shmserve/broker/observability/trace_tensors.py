@@ -50,13 +50,13 @@ def _data(tensor: Tensor, read: Read) -> str:
 
 
 def _first(parts: tuple[Handle, ...], most: int) -> tuple[Handle, ...]:
-    found = []
+    handles = []
     for part in parts:
         if most <= 0:
             break
-        found.append(part if part.size <= most else Handle(part.segment, part.offset, most))
+        handles.append(part if part.size <= most else Handle(part.segment, part.offset, most))
         most -= part.size
-    return tuple(found)
+    return tuple(handles)
 
 
 def _strings(data: bytes) -> Iterator[str]:

@@ -91,20 +91,20 @@ class TraceSettings:
         """`body`: the changes as JSON; null restores the inherited value. Raises InvalidRequest and Unsupported."""
         if model:
             self._find(model)
-        found = {name: _checked(name, value) for name, value in setting_names(body, "traces", NAMES).items()}
-        found.pop("trace_mode", None)
+        changes = {name: _checked(name, value) for name, value in setting_names(body, "traces", NAMES).items()}
+        changes.pop("trace_mode", None)
         before = self._models.get(model, TraceSetting()) if model else self._server
-        after = TraceSetting(**{name: found.get(name, getattr(before, name)) for name in before.__struct_fields__})
+        after = TraceSetting(**{name: changes.get(name, getattr(before, name)) for name in before.__struct_fields__})
         if not model:
             self._server = after.under(self._at_start)
         elif after == TraceSetting():
             self._models.pop(model, None)
         else:
             self._models[model] = after
-        if found:
+        if changes:
             self._made_of.pop(model, None)  # restart the sample even if the values are equal
         self._arrange()
-        if found:
+        if changes:
             whose = f"of model '{model}'" if model else "of the server"
             log_record("info", f"trace settings {whose} changed", {"model": model} if model else None)
         return self.document(model)
@@ -191,11 +191,11 @@ class TraceFile:
         self._flush()
 
     def _flush(self) -> None:
-        found, self._lines = self._lines, []
-        if not found or self._now is None:
+        pending, self._lines = self._lines, []
+        if not pending or self._now is None:
             return
         end = self._ends.setdefault(self._now, 0)
-        data = (b",\n" if end else b"[\n") + b",\n".join(found)
+        data = (b",\n" if end else b"[\n") + b",\n".join(pending)
         try:
             descriptor = os.open(self._now, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if end else os.O_TRUNC), 0o600)
             try:
@@ -203,7 +203,7 @@ class TraceFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            log_record("error", f"cannot write {len(found)} lines of traces: {error.strerror}")
+            log_record("error", f"cannot write {len(pending)} lines of traces: {error.strerror}")
         else:
             self._ends[self._now] = end + len(data)
 
@@ -222,17 +222,17 @@ def lines(traced: Traced, read: Read) -> list[bytes]:
         who["request_id"] = fields["id"]
     if traced.parent:
         who["parent_id"] = traced.parent
-    found = [_encode(who)]
+    records = [_encode(who)]
     if traced.tensors is not None:
         inputs, outputs = traced.tensors
-        found += map(_encode, activities(number, "TENSOR_QUEUE_INPUT", inputs, read))
-        found += map(_encode, activities(number, "TENSOR_BACKEND_OUTPUT", outputs, read))
+        records += map(_encode, activities(number, "TENSOR_QUEUE_INPUT", inputs, read))
+        records += map(_encode, activities(number, "TENSOR_BACKEND_OUTPUT", outputs, read))
     if not traced.timestamps:
-        return found
+        return records
     times = [("REQUEST_START", traced.arrived), ("QUEUE_START", traced.arrived)]
     times += zip(_TIMES, traced.times, strict=False)
     times += [("INFER_RESPONSE_COMPLETE", traced.answered), ("REQUEST_END", traced.answered)]
-    return found + [_encode({"id": number, "timestamps": [{"name": name, "ns": ns}]}) for name, ns in times]
+    return records + [_encode({"id": number, "timestamps": [{"name": name, "ns": ns}]}) for name, ns in times]
 
 
 # ---------------------------------------------------------------------------------------- values
@@ -280,11 +280,11 @@ def _checked(name: str, value: Any) -> Any:
 
 def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """All values of --trace-config as settings. Levels add up, as in Triton; otherwise the last value counts."""
-    found = dict(values)
+    settings = dict(values)
     levels = [level for name, value in values if name == "trace_level" for level in value or OFF]
     if levels:
-        found["trace_level"] = tuple(dict.fromkeys(level for level in levels if level != "OFF")) or OFF
-    return found
+        settings["trace_level"] = tuple(dict.fromkeys(level for level in levels if level != "OFF")) or OFF
+    return settings
 
 
 def _level(values: Any) -> tuple[str, ...]:
@@ -301,13 +301,13 @@ def _level(values: Any) -> tuple[str, ...]:
 def _number(name: str, value: Any) -> int:
     least = _LEAST[name]
     try:
-        found = int(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+        number = int(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
     except ValueError:
-        found = None
-    if found is None:
+        number = None
+    if number is None:
         raise InvalidRequest(f"Unable to parse '{name}', got: {str(value)[:80]}")
-    if not least <= found <= MOST:
+    if not least <= number <= MOST:
         raise InvalidRequest(
             f"Unable to parse '{name}', value is out of range [ {least}, {MOST} ], got: {str(value)[:80]}"
         )
-    return found
+    return number

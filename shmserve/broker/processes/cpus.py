@@ -48,12 +48,12 @@ def usable_cores(given: Collection[int] | None = None) -> tuple[int, ...]:
 
 def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]:
     """Usable cores per node, without nodes that have none. One node if the kernel lists none."""
-    found = {}
+    nodes = {}
     for path in (sys / "devices/system/node").glob("node[0-9]*/cpulist"):
         cores = tuple(core for core in cpu_list(path.read_text()) if core in usable)
         if cores:
-            found[int(path.parent.name.removeprefix("node"))] = cores
-    return found or {0: tuple(sorted(usable))}
+            nodes[int(path.parent.name.removeprefix("node"))] = cores
+    return nodes or {0: tuple(sorted(usable))}
 
 
 def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[int, ...]:
@@ -67,8 +67,8 @@ def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[
         near = cpu_list(path.read_text())
     except OSError:
         return ()
-    found = tuple(core for core in near if core in usable)
-    return () if len(found) == len(usable) else found
+    local = tuple(core for core in near if core in usable)
+    return () if len(local) == len(usable) else local
 
 
 def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
@@ -98,15 +98,15 @@ def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
 
 def cpu_list(text: str) -> tuple[int, ...]:
     """`0-3,8` -> (0, 1, 2, 3, 8): the list format of the kernel and of --host-policy. Empty text means no cores."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) > 1 << 20:
             raise ValueError(f"'{part}' is not a core or a range of cores")
         if int(last or first) < int(first):
             raise ValueError(f"range '{part}' ends before it begins")
-        found.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(found))
+        cores.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cores))
 
 
 # ------------------------------------------------------------------------------------------- host policies

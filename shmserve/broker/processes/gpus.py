@@ -85,7 +85,7 @@ class GpuMetrics:
 
     def _processes(self) -> dict[int, int]:
         """GPU memory by pid in bytes, summed over GPUs. A process that a GPU lists twice, as with MPS, counts once."""
-        nvml, found = self._nvml, dict[int, int]()
+        nvml, totals = self._nvml, dict[int, int]()
         for gpu in self._gpus:
             here: dict[int, int] = {}
             for ask in _LISTS:
@@ -96,11 +96,11 @@ class GpuMetrics:
                 for process in listed:
                     here[process.pid] = max(here.get(process.pid, 0), process.usedGpuMemory or 0)
             for pid, used in here.items():
-                found[pid] = found.get(pid, 0) + used
-        return found
+                totals[pid] = totals.get(pid, 0) + used
+        return totals
 
     def _sample(self) -> list[Sample]:
-        nvml, found = self._nvml, []
+        nvml, samples = self._nvml, []
         for gpu in self._gpus:
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal)
@@ -111,8 +111,8 @@ class GpuMetrics:
                     values = ask(nvml, handle)
                 except nvml.NVMLError:
                     continue  # not every GPU supports every query
-                found += [(name, gpu.uuid, value) for name, value in zip(names, values, strict=True)]
-        return found
+                samples += [(name, gpu.uuid, value) for name, value in zip(names, values, strict=True)]
+        return samples
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[float, ...]:

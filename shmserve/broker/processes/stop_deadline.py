@@ -65,11 +65,11 @@ class Deadline:
 
 def children() -> list[int]:
     """Child processes of this process, whichever of its threads started them."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has exited
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def kill_children(limit_s: float) -> None:

@@ -263,26 +263,26 @@ def _code(worker: Worker) -> int:
     if worker.process is not None:
         return worker.process.wait()
     try:
-        found = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+        status = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
     except ChildProcessError:  # it was reaped elsewhere, so its exit code is lost
         return 255
-    assert found is not None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    assert status is not None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
     """The command line of a worker, without its link. `group`: the cgroup.procs file to which it writes its pid in
     order to join its control group."""
-    found = ["--name", spec.name]
+    words = ["--name", spec.name]
     if spec.cpus:
-        found += ["--cpus", ",".join(map(str, spec.cpus))]
+        words += ["--cpus", ",".join(map(str, spec.cpus))]
     if spec.threads:
-        found += ["--threads", str(spec.threads)]
+        words += ["--threads", str(spec.threads)]
     if group:
-        found += ["--group", group]
+        words += ["--group", group]
     if terms.environment:
-        found += ["--environment", terms.environment, "--unpacked", terms.unpacked]
-    return found
+        words += ["--environment", terms.environment, "--unpacked", terms.unpacked]
+    return words
 
 
 def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:

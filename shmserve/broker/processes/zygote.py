@@ -153,9 +153,9 @@ def reap(known: set[int]) -> None:
     next exited child is one of them."""
     while True:
         try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if found is None or found.si_pid in known:
+        if exited is None or exited.si_pid in known:
             return
-        os.waitpid(found.si_pid, os.WNOHANG)
+        os.waitpid(exited.si_pid, os.WNOHANG)

@@ -155,10 +155,10 @@ def _check_room(size: int) -> None:
 
 def _available() -> int:
     with open("/proc/meminfo", "rb") as file:
-        found = _AVAILABLE.search(file.read())
-    if found is None:
+        match = _AVAILABLE.search(file.read())
+    if match is None:
         raise Internal("/proc/meminfo does not contain MemAvailable")
-    room = int(found[1]) * 1024
+    room = int(match[1]) * 1024
     with open("/proc/self/cgroup", "rb") as file:
         group = _GROUP.search(file.read())
     if group is not None:
@@ -176,7 +176,7 @@ def failed(doing: str, size: int, error: OSError | OverflowError, fd: int = -1) 
     number = error.errno if isinstance(error, OSError) else errno.EFBIG
     reason = _REASONS.get(number or 0) or str(error.strerror if isinstance(error, OSError) else error)
     if number == errno.ENOSPC and fd >= 0:
-        found = os.fstatvfs(fd)
-        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        status = os.fstatvfs(fd)
+        free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         reason += f": {free} of {total} bytes free (its mount option `size`, or --shm-size of a container)"
     return Unavailable(f"cannot {doing} {size} bytes of shared memory: {reason}")

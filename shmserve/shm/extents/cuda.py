@@ -44,12 +44,12 @@ def name_of(exported: bytes, uuid: bytes) -> str:
 def parts_of(name: str) -> tuple[bytes, bytes]:
     """Returns the export and its device. Raises InvalidRequest if the name contains neither."""
     try:
-        found = base64.b64decode(name.removeprefix(DEVICE), validate=True)
+        data = base64.b64decode(name.removeprefix(DEVICE), validate=True)
     except (binascii.Error, ValueError):
-        found = b""
-    if not is_device(name) or len(found) != EXPORTED_BYTES + UUID_BYTES:
+        data = b""
+    if not is_device(name) or len(data) != EXPORTED_BYTES + UUID_BYTES:
         raise InvalidRequest("the name of a segment on a GPU does not contain an exported handle and a device UUID")
-    return found[:EXPORTED_BYTES], found[EXPORTED_BYTES:]
+    return data[:EXPORTED_BYTES], data[EXPORTED_BYTES:]
 
 
 class DevicePages(Pages):

@@ -81,8 +81,8 @@ def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
 
 def verify(fd: int, size: int) -> None:
     """Raises InvalidRequest unless `fd` is a memfd of exactly `size` bytes that can no longer be truncated."""
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or not _is_tmpfs(fd):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or not _is_tmpfs(fd):
         raise InvalidRequest("the descriptor of a segment must be a memfd")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -95,8 +95,8 @@ def verify(fd: int, size: int) -> None:
             if not seals & seal
         ]
         raise InvalidRequest(f"the memfd of a segment must be sealed against resizing; it lacks {', '.join(missing)}")
-    if found.st_size != size or size <= 0:
-        raise InvalidRequest(f"the segment was announced with {size} bytes, but its memfd has {found.st_size}")
+    if status.st_size != size or size <= 0:
+        raise InvalidRequest(f"the segment was announced with {size} bytes, but its memfd has {status.st_size}")
 
 
 def _open() -> int:

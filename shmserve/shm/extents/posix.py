@@ -95,13 +95,13 @@ def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> P
             raise
         fd = _open(name, 0, 0, read_only=True)
     try:
-        found = os.fstat(fd)
-        if uid is not None and found.st_uid != uid:
+        status = os.fstat(fd)
+        if uid is not None and status.st_uid != uid:
             raise Denied(f"the shared memory object of that name does not belong to user {uid}")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise InvalidRequest("the object of that name is not shared memory")
-        if size <= 0 or found.st_size < size:
-            raise InvalidRequest(f"the segment was announced with {size} bytes, but its object has {found.st_size}")
+        if size <= 0 or status.st_size < size:
+            raise InvalidRequest(f"the segment was announced with {size} bytes, but its object has {status.st_size}")
         pages = map_shared(fd, size, writable)
     except BaseException as error:
         os.close(fd)

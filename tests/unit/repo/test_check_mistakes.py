@@ -152,12 +152,12 @@ def test_all_mistakes_together(all_mistakes: Path) -> None:
 def test_the_server_logs_every_warning_once(all_mistakes: Path) -> None:
     """Errors for which it does not serve a model are not logged, as they are the result of the load."""
     catalog = Catalog([all_mistakes], {}, CoreSet((0,)))
-    readings = {reading.found.name: reading for reading in catalog.read_all()}
+    readings = {reading.scanned.name: reading for reading in catalog.read_all()}
     count = 0
     for checked in run(all_mistakes).models:
         logged = [text for text, _ in catalog.warnings(readings[checked.name])]
         assert len(logged) == len(set(logged))
-        assert not [text for text in logged if text in why_not(readings[checked.name].found)]
+        assert not [text for text in logged if text in why_not(readings[checked.name].scanned)]
         expected = [finding.relative for finding in checked.findings if finding.severity == WARNING]
         assert set(expected) <= set(logged)
         count += len(expected)

@@ -80,7 +80,7 @@ def test_nothing_has_changed(catalog: Catalog) -> None:
     assert first.keys() == {1, 2}
     assert len(set(first.values())) == 2
     assert sources(catalog) == first
-    assert [reading.found.name for reading in catalog.read_all()] == ["m"]
+    assert [reading.scanned.name for reading in catalog.read_all()] == ["m"]
 
 
 def add(path: Path) -> Callable[[Path], object]:
@@ -379,7 +379,7 @@ def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> N
     both = Catalog([root, tmp_path / "other"], {}, CoreSet((0,)))
     with pytest.raises(InvalidRequest, match="model appears in two or more repositories: 'm' is in 2 of them"):
         both.read("m")
-    found = {reading.found.name: reading for reading in both.read_all()}
+    found = {reading.scanned.name: reading for reading in both.read_all()}
     assert len(refused(both.adopt(found["m"]))) == 1
     assert refused(both.adopt(found["n"])) == []
 
@@ -415,10 +415,10 @@ def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, mon
 
     monkeypatch.setattr(module, "scan_model", meddled)
     reading: Reading = catalog.read("m")
-    assert reading.found.config is not None
-    assert (reading.found.config.max_batch_size, scans) == (100, 2)
+    assert reading.scanned.config is not None
+    assert (reading.scanned.config.max_batch_size, scans) == (100, 2)
     assert reading.snapshot == take(root / "m")
     changes, scans = 10, 0
     reading = catalog.read("m")
     assert scans == 3
-    assert reading.found.config is not None
+    assert reading.scanned.config is not None

@@ -73,7 +73,7 @@ def world(tmp_path: Path) -> World:
 
 
 def names(changes: Changes) -> list[str]:
-    return [reading.found.name for reading in changes.readings]
+    return [reading.scanned.name for reading in changes.readings]
 
 
 def quiet(changes: Changes) -> bool:
@@ -97,7 +97,7 @@ def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
         world.later(SETTLE / 4)
     found = world.settled()
     assert names(found) == ["m"]
-    assert found.readings[0].found.problem_texts == ()
+    assert found.readings[0].scanned.problem_texts == ()
     assert found.readings[0].snapshot == snapshot.take(world.root / "m")
     assert found.again_s == NEVER
     assert quiet(world.settled())
@@ -203,15 +203,15 @@ def test_a_broken_configuration_is_told_once_for_each_change(world: World) -> No
     folder = world.model("m", GOOD.replace("max_batch_size", "max_bach_size"))
     found = world.settled()
     assert names(found) == ["m"]
-    assert "max_batch_size" in found.readings[0].found.problem_texts[0]
+    assert "max_batch_size" in found.readings[0].scanned.problem_texts[0]
     for _ in range(3):
         assert quiet(world.settled())
     world.write(folder / "config.pbtxt", GOOD.replace("identity", "identty"))
-    (problem,) = world.settled().readings[0].found.problem_texts
+    (problem,) = world.settled().readings[0].scanned.problem_texts
     assert "identity" in problem
     assert quiet(world.settled())
     world.write(folder / "config.pbtxt", GOOD)
-    assert world.settled().readings[0].found.problem_texts == ()
+    assert world.settled().readings[0].scanned.problem_texts == ()
 
 
 def test_a_model_that_cannot_be_looked_at_is_told_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,20 +237,20 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     world.model("m", root=second)
     found = world.poll.check()
     assert names(found) == ["m"]
-    assert found.readings[0].found.problem_texts == (
+    assert found.readings[0].scanned.problem_texts == (
         "model appears in two or more repositories: 'm' is in 2 of them; keep one",
     )
     assert quiet(world.settled())
     shutil.rmtree(second / "m")
     found = world.settled()
     assert names(found) == ["m"]
-    assert found.readings[0].found.path == first / "m"
-    assert found.readings[0].found.problem_texts == ()
+    assert found.readings[0].scanned.path == first / "m"
+    assert found.readings[0].scanned.problem_texts == ()
     assert found.gone == []
     world.model("m", root=second)
     assert names(world.poll.check()) == ["m"]
     shutil.rmtree(first / "m")
-    assert world.settled().readings[0].found.path == second / "m"
+    assert world.settled().readings[0].scanned.path == second / "m"
     shutil.rmtree(second / "m")
     assert world.settled().gone == ["m"]
 
