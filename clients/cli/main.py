@@ -12,13 +12,11 @@ import sys
 from collections.abc import Sequence
 
 from shmserve.clients.cli.commands import completion
-from shmserve.clients.cli.commands.base import next_step
+from shmserve.clients.cli.commands.base import complain, next_step
 from shmserve.clients.cli.parser import parser
 from shmserve.errors import ServeError
 from shmserve.paths import python
 from shmserve.terminal.errors import Failed, Misuse
-
-__all__ = ["main", "parser"]
 
 
 def _serve(options: Sequence[str]) -> int:
@@ -32,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         completion.complete(parser())
     if words[:1] == ["serve"]:
         return _serve(words[1:])
-    understood = parser()
-    args = understood.parse_args(words)
+    commands = parser()
+    args = commands.parse_args(words)
     if args.show_version:
-        args = understood.parse_args(["version"])
+        args = commands.parse_args(["version"])
     if args.command is None:
-        understood.print_help(sys.stderr)
+        commands.print_help(sys.stderr)
         return 2
     try:
         code: int = args.run(args)
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(args: argparse.Namespace, text: str, code: int) -> int:
-    print(f"shmserve {args.command}: {' '.join(text.split())}", file=sys.stderr)
+    complain(args, text)
     return code
 
 

@@ -38,8 +38,6 @@ CODES = """exit codes:
   130  interrupted
 """
 
-Run = Callable[[argparse.Namespace], int]
-
 
 class _CommandParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
@@ -49,79 +47,76 @@ class _CommandParser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands except serve, whose arguments the broker parses."""
-    found = _CommandParser(prog="shmserve", description=ABOUT, epilog=EPILOG)
-    found.add_argument("--version", action="store_true", dest="show_version", help="the same as `shmserve version`")
-    commands = found.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_CommandParser)
+    shmserve = _CommandParser(prog="shmserve", description=ABOUT, epilog=EPILOG)
+    shmserve.add_argument("--version", action="store_true", dest="show_version", help="the same as `shmserve version`")
+    commands = shmserve.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_CommandParser)
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         _add_models, _add_load, _add_unload, _add_restart, _add_infer, _add_run, _add_stats, _add_ready, _add_config,
         _add_check, _add_build, _add_gateway, _add_keygen, _add_version, _add_demo, _add_completion,
     ):  # fmt: skip
         add(commands)
-    return found
+    return shmserve
 
 
-def _later(module: str, name: str) -> Run:
-    """A function whose module is imported when it is called."""
+def _add_command(
+    commands: Any, name: str, module: str, about: str, epilog: str, codes: tuple[str, str]
+) -> argparse.ArgumentParser:
+    """Add a command, which is the function of this name in a module of `commands`. `about` is one sentence, without its
+    capital letter and full stop. `codes`: meanings of exit codes 0 and 1.
+    """
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"{CODES.format(*codes)}{epilog}"
+    )
 
     def run(args: argparse.Namespace) -> int:
         code: int = getattr(importlib.import_module(f"shmserve.clients.cli.commands.{module}"), name)(args)
         return code
 
-    return run
+    command.set_defaults(run=run)
+    return command
 
 
-def _made(
-    commands: Any, name: str, run: Run, about: str, epilog: str, codes: tuple[str, str]
-) -> argparse.ArgumentParser:
-    """Add a command. `about` is one sentence, without its capital letter and full stop. `codes`: meanings of exit codes
-    0 and 1.
-    """
-    made: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"{CODES.format(*codes)}{epilog}"
-    )
-    made.set_defaults(run=run)
-    return made
-
-
-def _command(
+def _add_server_command(
     commands: Any,
     name: str,
-    run: Run,
+    module: str,
     about: str,
     examples: str,
     codes: tuple[str, str] = ("done", "failed"),
     keys: bool = True,
 ) -> argparse.ArgumentParser:
     """Add a command that connects to a server. `keys`: also over tcp."""
-    made = _made(commands, name, run, about, f"{WHERE}\nexamples:\n{examples}", codes)
-    where = made.add_mutually_exclusive_group()
+    command = _add_command(commands, name, module, about, f"{WHERE}\nexamples:\n{examples}", codes)
+    where = command.add_mutually_exclusive_group()
     where.add_argument(
         "--url", metavar="URL", help="unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
     )
     where.add_argument("--runtime-dir", metavar="DIR", help="the server's runtime directory (--runtime-dir of serve)")
     if keys:
-        made.add_argument(
+        command.add_argument(
             "--server-key", metavar="KEY", help="with tcp://: the server's public key, or the file NAME.pub"
         )
-        made.add_argument(
+        command.add_argument(
             "--key-file", metavar="FILE", help="with tcp://: your own NAME.key, from `shmserve keygen NAME`"
         )
-    return made
+    return command
 
 
-def _model(made: argparse.ArgumentParser, nargs: str | None = None) -> None:
+def _model(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
     kind: dict[str, Any] = {} if nargs is None else {"nargs": nargs}
-    completion.completes(made.add_argument("model", metavar="MODEL", **kind), completion.models)
+    completion.completes(command.add_argument("model", metavar="MODEL", **kind), completion.models)
 
 
-def _json(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--json", action="store_true", help="print JSON")
+def _json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _version_of(made: argparse.ArgumentParser) -> None:
+def _version_of(command: argparse.ArgumentParser) -> None:
     text = "model version (default: latest)"
-    completion.completes(made.add_argument("--version", metavar="N", type=_at_least_1, help=text), completion.versions)
+    completion.completes(
+        command.add_argument("--version", metavar="N", type=_at_least_1, help=text), completion.versions
+    )
 
 
 def _add_models(commands: Any) -> None:
@@ -129,14 +124,14 @@ def _add_models(commands: Any) -> None:
         "  shmserve models\n  shmserve models mlp --instances\n  shmserve models --watch\n  shmserve models --json\n"
     )
     about = "list models: versions, states, processes, resources, and the reason if one is not READY"
-    made = _command(commands, "models", _later("status", "models"), about, examples)
-    _model(made, "*")
-    made.add_argument("--instances", action="store_true", help="print one line per model process")
-    made.add_argument(
+    command = _add_server_command(commands, "models", "status", about, examples)
+    _model(command, "*")
+    command.add_argument("--instances", action="store_true", help="print one line per model process")
+    command.add_argument(
         "--watch", metavar="SECONDS", type=_seconds, nargs="?", const=1.0,
         help="refresh every SECONDS (default: 1) until Ctrl-C",
     )  # fmt: skip
-    _json(made)
+    _json(command)
 
 
 def _add_gateway(commands: Any) -> None:
@@ -146,7 +141,7 @@ def _add_gateway(commands: Any) -> None:
 """
     about = "run a gateway: serve HTTP and gRPC (KServe v2) and Prometheus metrics for a running server"
     codes = ("stopped by SIGTERM or Ctrl-C", "could not start or listen")
-    options.add(_command(commands, "gateway", _later("run", "gateway"), about, examples, codes, keys=False))
+    options.add(_add_server_command(commands, "gateway", "run", about, examples, codes, keys=False))
 
 
 def _add_keygen(commands: Any) -> None:
@@ -157,14 +152,14 @@ examples:
   shmserve keygen robot --roles infer,observe,operate
 """
     about = "create a key pair for ZeroMQ over tcp, for a gateway or a client"
-    made = _made(commands, "keygen", _later("keygen", "keygen"), about, examples, ("done", "not written"))
-    made.add_argument("name", metavar="NAME", nargs="?", help="name of the key pair (default: the host name)")
-    made.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="directory for NAME.key and NAME.pub")
-    made.add_argument(
+    command = _add_command(commands, "keygen", "keygen", about, examples, ("done", "not written"))
+    command.add_argument("name", metavar="NAME", nargs="?", help="name of the key pair (default: the host name)")
+    command.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="directory for NAME.key and NAME.pub")
+    command.add_argument(
         "--roles", metavar="ROLE,ROLE", default="infer,observe",
         help="roles to write into NAME.pub: infer, observe, operate (default: %(default)s)",
     )  # fmt: skip
-    _json(made)
+    _json(command)
 
 
 def _add_load(commands: Any) -> None:
@@ -176,9 +171,9 @@ def _add_load(commands: Any) -> None:
 """
     about = "load models, or reload what has changed, and wait until they are READY"
     codes = ("every model is READY", "a load failed; what was served before is still served")
-    made = _command(commands, "load", _later("operate", "load"), about, examples, codes)
-    _model(made, "*")
-    add = made.add_argument
+    command = _add_server_command(commands, "load", "operate", about, examples, codes)
+    _model(command, "*")
+    add = command.add_argument
     add("--all", action="store_true", help="every model in the server's repositories")
     add(
         "--config-json",
@@ -190,21 +185,23 @@ def _add_load(commands: Any) -> None:
         "ignored; repeatable")  # fmt: skip
     add("--previous", action="store_true",
         help="restore what was served before the last load, whatever the repository has; in every mode")  # fmt: skip
-    _operation(made)
+    _operation(command)
 
 
 def _add_unload(commands: Any) -> None:
     examples = "  shmserve unload mlp\n  shmserve unload mlp cnn --no-wait\n  shmserve unload mlp --force\n"
     about = "unload models: finish requests in flight, then stop their processes and free their memory"
     codes = ("unloaded (with --no-wait: started)", "failed")
-    made = _command(commands, "unload", _later("operate", "unload"), about, examples, codes)
-    _model(made, "+")
-    made.add_argument("--no-wait", action="store_false", dest="wait", help="do not wait for the processes to exit")
-    made.add_argument("--force", action="store_true", help="fail requests in flight and kill the processes immediately")
-    made.add_argument(
+    command = _add_server_command(commands, "unload", "operate", about, examples, codes)
+    _model(command, "+")
+    command.add_argument("--no-wait", action="store_false", dest="wait", help="do not wait for the processes to exit")
+    command.add_argument(
+        "--force", action="store_true", help="fail requests in flight and kill the processes immediately"
+    )
+    command.add_argument(
         "--dependents", action="store_true", help="also unload models that were loaded only for this ensemble"
     )
-    _operation(made)
+    _operation(command)
 
 
 def _add_restart(commands: Any) -> None:
@@ -213,21 +210,21 @@ def _add_restart(commands: Any) -> None:
   shmserve restart mlp --instance mlp_0_1     a name from `shmserve models --instances`
 """
     about = "replace the processes of models without losing requests"
-    made = _command(commands, "restart", _later("operate", "restart"), about, examples)
-    _model(made, "+")
-    version = made.add_argument(
+    command = _add_server_command(commands, "restart", "operate", about, examples)
+    _model(command, "+")
+    version = command.add_argument(
         "--version", metavar="N", type=_at_least_1, help="restart only this version (default: all)"
     )
     completion.completes(version, completion.versions)
-    instance = made.add_argument("--instance", metavar="NAME", help="restart only this instance")
+    instance = command.add_argument("--instance", metavar="NAME", help="restart only this instance")
     completion.completes(instance, completion.instances)
-    _operation(made)
+    _operation(command)
 
 
-def _operation(made: argparse.ArgumentParser) -> None:
+def _operation(command: argparse.ArgumentParser) -> None:
     text = "maximum time to wait (default: no limit); the server continues the operation"
-    made.add_argument("--timeout", metavar="SECONDS", type=_seconds, help=text)
-    _json(made)
+    command.add_argument("--timeout", metavar="SECONDS", type=_seconds, help=text)
+    _json(command)
 
 
 def _add_infer(commands: Any) -> None:
@@ -238,26 +235,26 @@ def _add_infer(commands: Any) -> None:
   echo '{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}}' | shmserve infer add_sub - --json
   shmserve infer repeat --input IN=1,2,3 --stream
 """
-    made = _command(
+    command = _add_server_command(
         commands,
         "infer",
-        _later("infer", "infer"),
+        "infer",
         "send a request to a model and print its outputs",
         examples,
     )
-    _model(made)
-    _feeding(made)
-    made.add_argument(
+    _model(command)
+    _feeding(command)
+    command.add_argument(
         "--timeout", metavar="SECONDS", type=_seconds, help="maximum time to wait for a response (default: no limit)"
     )
-    made.add_argument("--stream", action="store_true", help="print each response of a decoupled model as it arrives")
-    _version_of(made)
-    _json(made)
+    command.add_argument("--stream", action="store_true", help="print each response of a decoupled model as it arrives")
+    _version_of(command)
+    _json(command)
 
 
-def _feeding(made: argparse.ArgumentParser) -> None:
+def _feeding(command: argparse.ArgumentParser) -> None:
     """Arguments for inputs, repetition and outputs."""
-    add = made.add_argument
+    add = command.add_argument
     add("file", metavar="FILE", nargs="?", help='JSON file: {"inputs": {"NAME": [[1, 2, 3]]}}; - reads standard input')
     add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
         help="an input: comma-separated numbers, a JSON literal, or @FILE.npy; dtype and shape come from the "
@@ -283,28 +280,28 @@ examples:
 """
     about = "run one model in this terminal without a server; breakpoint() works"
     codes = ("success", "the model could not be loaded, or failed")
-    made = _made(commands, "run", _later("run", "run"), about, examples, codes)
-    add = made.add_argument
+    command = _add_command(commands, "run", "run", about, examples, codes)
+    add = command.add_argument
     add("model_dir", metavar="MODEL_DIR", type=Path, help="directory with the model's config.pbtxt")
-    _feeding(made)
+    _feeding(command)
     add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
     add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[],
         help="backend setting, as for serve; repeatable")  # fmt: skip
     _backend_directory(add)
     add("--model-config-name", metavar="NAME", default="", help="use MODEL_DIR/configs/NAME.pbtxt if it exists")
     add("--version", metavar="N", type=_at_least_1, help="model version (default: highest)")
-    _json(made)
+    _json(command)
 
 
 def _add_stats(commands: Any) -> None:
     examples = "  shmserve stats\n  shmserve stats mlp --json\n  shmserve stats --prometheus\n"
     about = "show statistics: requests, batches, queue times and compute times"
-    made = _command(commands, "stats", _later("status", "stats"), about, examples)
-    _model(made, "?")
-    _version_of(made)
+    command = _add_server_command(commands, "stats", "status", about, examples)
+    _model(command, "?")
+    _version_of(command)
     text = "print all metrics in the Prometheus format"
-    made.add_argument("--prometheus", action="store_true", help=text)
-    _json(made)
+    command.add_argument("--prometheus", action="store_true", help=text)
+    _json(command)
 
 
 def _add_ready(commands: Any) -> None:
@@ -312,9 +309,9 @@ def _add_ready(commands: Any) -> None:
     examples += "  shmserve ready mlp --wait 30    wait for up to 30 s, e.g. after starting a server\n"
     about = "exit with 0 if the server, or a model, can take requests, else with 1"
     codes = ("ready", "not ready, or no server")
-    made = _command(commands, "ready", _later("status", "ready"), about, examples, codes)
-    _model(made, "?")
-    made.add_argument(
+    command = _add_server_command(commands, "ready", "status", about, examples, codes)
+    _model(command, "?")
+    command.add_argument(
         "--wait",
         metavar="SECONDS",
         type=_seconds,
@@ -325,12 +322,12 @@ def _add_ready(commands: Any) -> None:
 def _add_config(commands: Any) -> None:
     about = "show a model's configuration as completed by the server, with the origin of each value"
     examples = "  shmserve config mlp\n  shmserve config mlp --json\n"
-    made = _command(commands, "config", _later("status", "config"), about, examples)
-    _model(made)
-    _version_of(made)
-    made.add_argument("--json", action="store_true", help="print JSON in Triton's form")
+    command = _add_server_command(commands, "config", "status", about, examples)
+    _model(command)
+    _version_of(command)
+    command.add_argument("--json", action="store_true", help="print JSON in Triton's form")
     text = 'with --json: {"config": ..., "origins": {path: file, override, model or default}}'
-    made.add_argument("--origins", action="store_true", help=text)
+    command.add_argument("--origins", action="store_true", help=text)
 
 
 def _backend_directory(add: Callable[..., Any]) -> None:
@@ -348,8 +345,8 @@ examples:
 """
     about = "check model repositories for errors before they are served"
     codes = ("no errors", "errors found (with --strict: errors or warnings)")
-    made = _made(commands, "check", _later("check", "check"), about, examples, codes)
-    add = made.add_argument
+    command = _add_command(commands, "check", "check", about, examples, codes)
+    add = command.add_argument
     add("roots", metavar="ROOT", nargs="+", help="model repository: a directory with one directory per model")
     add("--load", action="store_true", help="also load each model, in a temporary server")
     add("--strict", action="store_true", help="treat warnings as errors")
@@ -357,7 +354,7 @@ examples:
     add("--model-config-name", metavar="NAME", default="", help="use configs/NAME.pbtxt of each model that has it")
     add("--timeout", metavar="SECONDS", type=_seconds, help="with --load: maximum loading time (default: no limit)")
     _backend_directory(add)
-    _json(made)
+    _json(command)
 
 
 def _add_build(commands: Any) -> None:
@@ -370,8 +367,8 @@ examples:
 A plan works only with this GPU type and this TensorRT version, unless --hardware or --version-compatible is given.
 """
     about = "compile an ONNX model to a TensorRT plan for this machine's GPU"
-    made = _made(commands, "build", _later("build", "build"), about, examples, ("done", "failed"))
-    add = made.add_argument
+    command = _add_command(commands, "build", "run", about, examples, ("done", "failed"))
+    add = command.add_argument
     add("model", metavar="MODEL", type=Path, help="ONNX file, or model directory with one")
     add("-o", "--out", metavar="FILE", type=Path, required=True, help="output file; an existing file is replaced")
     add(
@@ -405,19 +402,19 @@ A plan works only with this GPU type and this TensorRT version, unless --hardwar
         help="build a plan for all GPUs since Ampere, or for all of the same compute capability",
     )
     add("--plugins", metavar="LIST", help="plug-in libraries, separated by ';'")
-    _json(made)
+    _json(command)
 
 
 def _add_version(commands: Any) -> None:
     examples = "  shmserve version\n  shmserve version --runtime-dir /run/shmserve    also the version of that server\n"
     about = "print the version of this program, and of the server if one is named"
-    made = _command(commands, "version", _later("status", "version"), about, examples)
-    _json(made)
+    command = _add_server_command(commands, "version", "status", about, examples)
+    _json(command)
 
 
 def _add_demo(commands: Any) -> None:
     about = "run the sample models on real examples and print the results"
-    _json(_command(commands, "demo", _later("demo", "demo"), about, "  shmserve demo\n"))
+    _json(_add_server_command(commands, "demo", "demo", about, "  shmserve demo\n"))
 
 
 def _add_completion(commands: Any) -> None:
@@ -429,8 +426,8 @@ examples:
   shmserve completion bash
 """
     about = "print a shell script for Tab completion of commands, options and models"
-    made = _made(commands, "completion", _later("completion", "script"), about, examples, ("done", "failed"))
-    made.add_argument("shell", choices=completion.SHELLS)
+    command = _add_command(commands, "completion", "completion", about, examples, ("done", "failed"))
+    command.add_argument("shell", choices=completion.SHELLS)
 
 
 def _at_least_1(text: str) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import DIMS
+from shmserve.terminal.errors import Misuse
 from shmserve.terminal.output import from_bfloat16
 from shmserve.terminal.tables import shape_text
 
@@ -31,10 +32,6 @@ RANDOM_BELOW = 100
 RANDOM_LETTERS = 8
 SHOWN = 60
 """The most characters of a refused value to show."""
-
-
-class BadInput(Exception):
-    """An input cannot be read or does not fit the model; one line for the user."""
 
 
 class InputSource(NamedTuple):
@@ -52,7 +49,7 @@ class InputSource(NamedTuple):
         if not self.random:
             for name, value in (("batch", self.batch), ("seed", self.seed), ("shape", self.shapes or None)):
                 if value is not None:
-                    raise BadInput(f"--{name} is for random data: give --random too")
+                    raise Misuse(f"--{name} is for random data: give --random too")
 
 
 def specs(metadata: Mapping[str, Any]) -> dict[str, Spec]:
@@ -66,7 +63,7 @@ def describe(known: Mapping[str, Spec]) -> str:
 def _spec(known: Mapping[str, Spec], name: str) -> Spec:
     spec = known.get(name)
     if spec is None:
-        raise BadInput(f"the model has no input '{name}'; it has {describe(known)}")
+        raise Misuse(f"the model has no input '{name}'; it has {describe(known)}")
     return spec
 
 
@@ -84,11 +81,11 @@ def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: 
         if source.batch is not None:
             most = largest()
             if source.batch > most:
-                raise BadInput(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
+                raise Misuse(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
         given.update(random(left, source.batch, shapes_from(source.shapes, left), source.seed))
     if known and not given:
         example = next(iter(known))
-        raise BadInput(
+        raise Misuse(
             f"model '{model}' needs {describe(known)}: "
             f"give --input {example}=VALUE, a JSON file, or --random for data without a meaning"
         )
@@ -101,7 +98,7 @@ def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise BadInput(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
+            raise Misuse(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
         spec = _spec(known, name)
         found[name] = _from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
     return found
@@ -114,16 +111,16 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Given:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         document = json.loads(text, parse_float=_float)
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"cannot read inputs from {where}: {_reason(error)}") from error
+        raise Misuse(f"cannot read inputs from {where}: {_reason(error)}") from error
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if isinstance(inputs, dict):
         return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}
     if not isinstance(inputs, list):
-        raise BadInput(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
+        raise Misuse(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
     found: Given = {}
     for entry in inputs:
         if not isinstance(entry, dict) or not {"name", "shape", "data"} <= entry.keys():
-            raise BadInput(f"{where}: an input in a list needs name, shape and data")
+            raise Misuse(f"{where}: an input in a list needs name, shape and data")
         name = str(entry["name"])
         found[name] = from_value(entry["data"], _spec(known, name), shape=entry["shape"])
     return found
@@ -144,10 +141,10 @@ def shapes_from(texts: Sequence[str], known: Mapping[str, Spec]) -> dict[str, tu
         name, _, dims = text.partition("=")
         spec = _spec(known, name)
         if not re.fullmatch(r"\d+(,\d+)*", dims):
-            raise BadInput(f"--shape {text}: write NAME=D1,D2,..., e.g. {name}=1,3,48,320")
+            raise Misuse(f"--shape {text}: write NAME=D1,D2,..., e.g. {name}=1,3,48,320")
         shape = tuple(int(dim) for dim in dims.split(","))
         if not _matches(shape, spec["shape"]):
-            raise BadInput(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
+            raise Misuse(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
         found[name] = shape
     return found
 
@@ -156,7 +153,7 @@ def _shape(spec: Spec, batch: int | None) -> tuple[int, ...]:
     shape = [1 if dim < 0 else dim for dim in spec["shape"]]
     if batch is not None:
         if not shape or spec["shape"][0] >= 0:
-            raise BadInput(
+            raise Misuse(
                 f"input '{spec['name']}' is {shape_text(spec['shape'])}: the model takes no batches, leave out --batch"
             )
         shape[0] = batch
@@ -200,7 +197,7 @@ def _word(word: str, spec: Spec) -> int | float | bool:
             return made(word)
         except ValueError:
             continue
-    raise BadInput(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
+    raise Misuse(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
 
 
 def _float(text: str) -> float:
@@ -221,9 +218,9 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
     found = _flatten(value, flat, spec["name"], DIMS)
     if shape is not None:
         if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
-            raise BadInput(f"input '{spec['name']}': shape {shape} is no list of sizes")
+            raise Misuse(f"input '{spec['name']}': shape {shape} is no list of sizes")
         if math.prod(shape) != len(flat):
-            raise BadInput(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
+            raise Misuse(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
         found = tuple(shape)
     dtype = spec["datatype"]
     if dtype == "BYTES":
@@ -247,15 +244,15 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
 
 
 def _flatten(value: Any, flat: list[Any], name: str, dims: int) -> tuple[int, ...]:
-    """Appends the leaves to `flat` and returns the shape. BadInput if lists have different lengths."""
+    """Appends the leaves to `flat` and returns the shape. Misuse if lists have different lengths."""
     if not isinstance(value, list):
         flat.append(value)
         return ()
     if not dims:
-        raise BadInput(f"input '{name}': a tensor has at most {DIMS} dims")
+        raise Misuse(f"input '{name}': a tensor has at most {DIMS} dims")
     shapes = {_flatten(item, flat, name, dims - 1) for item in value}
     if len(shapes) > 1:
-        raise BadInput(f"input '{name}': the lists in it have different lengths")
+        raise Misuse(f"input '{name}': the lists in it have different lengths")
     return (len(value), *(shapes.pop() if shapes else ()))
 
 
@@ -265,8 +262,8 @@ def _all_are(flat: list[Any], kinds: tuple[type, ...], what: str, spec: Spec) ->
             raise _unfit(item, what, spec)
 
 
-def _unfit(item: Any, what: str, spec: Spec) -> BadInput:
-    return BadInput(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
+def _unfit(item: Any, what: str, spec: Spec) -> Misuse:
+    return Misuse(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
 
 
 def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:
@@ -279,7 +276,7 @@ def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:
 
 
 def _floats(values: NDArray[np.float64], spec: Spec) -> Any:
-    """Converts to the model's precision; BadInput if a finite number overflows."""
+    """Converts to the model's precision; Misuse if a finite number overflows."""
     dtype = spec["datatype"]
     single = np.dtype(np.float32) if dtype == "BF16" else to_numpy(dtype)
     with np.errstate(over="ignore"):
@@ -313,23 +310,21 @@ def _from_npy(file: Path, spec: Spec) -> Any:
     try:
         array = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise BadInput(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
+        raise Misuse(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
     if not isinstance(array, np.ndarray):
-        raise BadInput(f"input '{spec['name']}': {file} is no .npy file")
+        raise Misuse(f"input '{spec['name']}': {file} is no .npy file")
     dtype = spec["datatype"]
     if dtype == "BYTES":
         if array.dtype.kind not in "SU":
-            raise BadInput(f"input '{spec['name']}' (BYTES): {file} holds {array.dtype}, not strings")
+            raise Misuse(f"input '{spec['name']}' (BYTES): {file} holds {array.dtype}, not strings")
         return fit(_objects(array.reshape(-1).tolist(), array.shape), spec)
     if dtype == "BF16":
         if array.dtype not in (np.dtype(np.uint16), np.dtype("V2")):
-            raise BadInput(f"input '{spec['name']}' (BF16): {file} holds {array.dtype}, not 16-bit patterns (uint16)")
+            raise Misuse(f"input '{spec['name']}' (BF16): {file} holds {array.dtype}, not 16-bit patterns (uint16)")
         return fit(array.view(np.uint16), spec)
     wanted = to_numpy(dtype)
     if array.dtype != wanted:
-        raise BadInput(
-            f"input '{spec['name']}' ({dtype}): {file} holds {array.dtype}; save it with .astype('{wanted}')"
-        )
+        raise Misuse(f"input '{spec['name']}' ({dtype}): {file} holds {array.dtype}; save it with .astype('{wanted}')")
     return fit(array, spec)
 
 
@@ -353,7 +348,7 @@ def fit(array: NDArray[Any], spec: Spec) -> NDArray[Any]:
                 known = math.prod(dim for dim in shape if dim >= 0)
                 if (array.size == known) if min(shape, default=0) >= 0 else (array.size and array.size % known == 0):
                     return array.reshape(shape)
-    raise BadInput(
+    raise Misuse(
         f"input '{spec['name']}' ({spec['datatype']}): a value of shape {shape_text(array.shape)} does not fit "
         f"{shape_text(pattern)}"
     )

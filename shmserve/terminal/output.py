@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve.dtypes import from_numpy
+from shmserve.terminal.errors import Failed
 from shmserve.terminal.tables import duration_text, plain_text, shape_text, table, values_text
 
 Outputs = Mapping[str, NDArray[Any]]
@@ -23,10 +24,6 @@ Dtypes = Mapping[str, str]
 """Output name -> data type, as in the model's metadata. numpy has no BF16, so the array alone is not sufficient."""
 Files = Mapping[str, Path]
 """Output name -> the file that has its values; empty: the values are printed."""
-
-
-class NotWritten(Exception):
-    """Outputs cannot be written to files. The message is one line for the user."""
 
 
 def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
@@ -99,18 +96,18 @@ def file_name(output: str) -> str:
 
 
 def write(folder: Path, outputs: Outputs, dtypes: Dtypes) -> dict[str, Path]:
-    """Writes each output to `folder`/NAME.npy and returns the paths. Raises NotWritten."""
+    """Writes each output to `folder`/NAME.npy and returns the paths. Raises Failed."""
     files: dict[str, Path] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, array in outputs.items():
             path = folder / file_name(name)
             if path in files.values():
-                raise NotWritten(f"outputs would share the file {path}; choose one of them by --outputs")
+                raise Failed(f"outputs would share the file {path}; choose one of them by --outputs")
             np.save(path, storable(name, array, _dtype(name, array, dtypes)), allow_pickle=False)
             files[name] = path
     except OSError as error:
-        raise NotWritten(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise Failed(f"cannot write to {folder}: {error.strerror or error}") from error
     return files
 
 
@@ -121,5 +118,5 @@ def storable(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype != "BYTES":
         return array
     if any(value.endswith(b"\0") for value in array.reshape(-1)):
-        raise NotWritten(f"output '{name}' has strings that end with a zero byte, which .npy cannot hold; use --json")
+        raise Failed(f"output '{name}' has strings that end with a zero byte, which .npy cannot hold; use --json")
     return array.astype(np.bytes_)

@@ -15,7 +15,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.backends import backend_directory_problem, installed
 from shmserve.repo.config.schema import encode_config
 from shmserve.repo.gpus import discover
-from shmserve.terminal.inputs import BadInput
+from shmserve.terminal.errors import Misuse
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ def _find(order: RunOrder) -> tuple[ScannedModel, int]:
     # Not resolved: the model's name is the name of the link.
     path = Path(os.path.abspath(order.model_dir))
     if not path.is_dir():
-        raise BadInput(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
+        raise Misuse(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
     fault = backend_directory_problem(Path(order.backend_directory)) if order.backend_directory else ""
     if fault:
-        raise BadInput(f"--backend-directory {fault}")
+        raise Misuse(f"--backend-directory {fault}")
     try:
         backends, gpus = installed(order.backend_directory), discover().numbers
         found = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
     except InvalidRequest as error:
-        raise BadInput(str(error)) from error
+        raise Misuse(str(error)) from error
     for warning in found.warning_texts:
         log_message(warning, "warning")
     if found.problems or found.config is None:

@@ -33,6 +33,7 @@ from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.system.process import keep_freed_memory
 from shmserve.terminal import inputs, output
+from shmserve.terminal.errors import Failed, Misuse
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
 from shmserve.workers.foreground.order import Chosen, RunFailed, RunOrder, find
@@ -77,9 +78,9 @@ def run(order: RunOrder, chosen: Chosen | None = None) -> int:
     terminal = Terminal(order.json, order.pdb)
     try:
         return _run(order, chosen, terminal)
-    except inputs.BadInput as error:
+    except Misuse as error:
         return terminal.print_failure(str(error), 2)
-    except (RunFailed, ServeError, output.NotWritten) as error:
+    except (RunFailed, ServeError, Failed) as error:
         return terminal.print_failure(str(error), 1)
     except SystemExit as error:
         return terminal.print_failure(f"the model called sys.exit({error.code!r}); in a server that ends its worker", 1)
@@ -213,7 +214,7 @@ def _settings(order: RunOrder) -> dict[str, str]:
     for text in order.backend_config:
         key, separator, value = text.partition("=")
         if not separator or not key:
-            raise inputs.BadInput(f"--backend-config {text}: write BACKEND,KEY=VALUE")
+            raise Misuse(f"--backend-config {text}: write BACKEND,KEY=VALUE")
         found[key if "," in key else f",{key}"] = value
     return found
 
@@ -242,14 +243,14 @@ def _work(order: RunOrder, source: inputs.InputSource, config: ModelConfig) -> W
     given = inputs.inputs(source, config.name, known, lambda: most)
     missing = {spec.name: known[spec.name] for spec in specs if not spec.optional and spec.name not in given}
     if missing:
-        raise inputs.BadInput(f"model '{config.name}' also needs {inputs.describe(missing)}")
+        raise Misuse(f"model '{config.name}' also needs {inputs.describe(missing)}")
     sizes = {name: array.shape[0] for name, array in given.items()} if most else {}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
-        raise inputs.BadInput(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
+        raise Misuse(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
     rows = next(iter(sizes.values()), 1) if most else 0
     if rows > most:
-        raise inputs.BadInput(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
+        raise Misuse(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
     # The data may exceed the limit for inline tensors, because this request is never encoded.
     tensors = tuple(
         Tensor(spec.name, spec.dtype, given[spec.name].shape, _bytes(given[spec.name], spec))
@@ -278,7 +279,7 @@ def _wanted(order: RunOrder, config: ModelConfig) -> tuple[Wanted, ...] | None:
     wanted = order.outputs.split(",")
     for name in wanted:
         if name not in names:
-            raise inputs.BadInput(f"the model has no output '{name}'; it has {', '.join(names)}")
+            raise Misuse(f"the model has no output '{name}'; it has {', '.join(names)}")
     return tuple(Wanted(name) for name in wanted)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,11 @@ def next_step(error: Exception, args: argparse.Namespace) -> str:
     if isinstance(error, DeadlineExceeded) and getattr(args, "timeout", None) is not None:
         return f"{text}; --timeout allows more"
     return text
+
+
+def complain(args: argparse.Namespace, text: str) -> None:
+    """Print one line about the command on stderr."""
+    print(f"shmserve {args.command}: {' '.join(text.split())}", file=sys.stderr)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

@@ -27,7 +27,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 Completer = Callable[..., "list[str]"]
 
 
-def script(args: argparse.Namespace) -> int:
+def completion(args: argparse.Namespace) -> int:
     """`shmserve completion SHELL`: print the shell code that enables completion."""
     try:
         from argcomplete.shell_integration import shellcode

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.clients.cli.commands.base import connected, print_json
 from shmserve.session import Raw
 from shmserve.terminal import inputs, output
-from shmserve.terminal.errors import Failed, Misuse
+from shmserve.terminal.errors import Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -22,28 +22,23 @@ def infer(args: argparse.Namespace) -> int:
     if args.stream and args.repeat > 1:
         raise Misuse("--stream and --repeat cannot be combined")
     source = inputs.InputSource(args.input, args.file, args.random, args.batch, args.shape, args.seed)
-    try:
-        source.check()
-        with connected(args) as client:
-            metadata = client.metadata(args.model, args.version)
-            known = inputs.specs(metadata)
-            given = inputs.inputs(source, args.model, known, lambda: _largest(args, client))
-            dtypes = {spec["name"]: spec["datatype"] for spec in metadata["outputs"]}
-            if args.stream:
-                _stream(args, client, _typed(given, known), dtypes)
-                return 0
-            result, seconds = _run(args, client, _typed(given, known))
-            files = output.write(args.out, result, dtypes) if args.out is not None else {}
-            if args.json:
-                print_json(output.document(args.model, result.version, result, dtypes, files, seconds), indent=None)
-            else:
-                print(output.outputs_table(result, dtypes, files))
-                print()
-                print(f"{args.model} version {result.version}, {output.timing(seconds)}")
-    except inputs.BadInput as error:
-        raise Misuse(str(error)) from error
-    except output.NotWritten as error:
-        raise Failed(str(error)) from error
+    source.check()
+    with connected(args) as client:
+        metadata = client.metadata(args.model, args.version)
+        known = inputs.specs(metadata)
+        given = inputs.inputs(source, args.model, known, lambda: _largest(args, client))
+        dtypes = {spec["name"]: spec["datatype"] for spec in metadata["outputs"]}
+        if args.stream:
+            _stream(args, client, _typed(given, known), dtypes)
+            return 0
+        result, seconds = _run(args, client, _typed(given, known))
+        files = output.write(args.out, result, dtypes) if args.out is not None else {}
+        if args.json:
+            print_json(output.document(args.model, result.version, result, dtypes, files, seconds), indent=None)
+        else:
+            print(output.outputs_table(result, dtypes, files))
+            print()
+            print(f"{args.model} version {result.version}, {output.timing(seconds)}")
     return 0
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import connected, make_client, next_step, print_json
+from shmserve.clients.cli.commands.base import complain, connected, make_client, next_step, print_json
 from shmserve.errors import ServeError
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.tables import duration_text
@@ -115,10 +115,10 @@ def _each(args: argparse.Namespace, one: Operation, doing: str, describe: Callab
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-    return _tell(args, futures, describe)
+    return _report(args, futures, describe)
 
 
-def _tell(
+def _report(
     args: argparse.Namespace,
     futures: Mapping[str, Future[dict[str, Any]]],
     describe: Callable[[Mapping[str, Any]], str],
@@ -137,15 +137,11 @@ def _tell(
             print(f"{name}: {describe(found)}")
     for name, found in done.items():
         for warning in found.get("warnings", ()):
-            _complain(args, f"warning: {name}: {warning}")
+            complain(args, f"warning: {name}: {warning}")
     for name, failure in failed.items():
         text = next_step(failure, args)
-        _complain(args, text if f"'{name}'" in text else f"{name}: {text}")
+        complain(args, text if f"'{name}'" in text else f"{name}: {text}")
     return 1 if failed else 0
-
-
-def _complain(args: argparse.Namespace, text: str) -> None:
-    print(f"shmserve {args.command}: {' '.join(text.split())}", file=sys.stderr)
 
 
 def _as_json(name: str, error: ServeError) -> dict[str, Any]:

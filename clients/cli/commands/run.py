@@ -1,7 +1,6 @@
-"""`shmserve run`: replaces this process by one that runs the model in this terminal. `shmserve gateway`: runs a
-gateway.
+"""The commands that run another program of the package: run, build, gateway.
 
-Invariant: the model is not examined here; the arguments are passed on as one JSON document.
+Invariant: the model is not examined here; the arguments of `run` and `build` are passed on as one JSON document.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from shmserve.terminal.errors import Failed
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    command = [*python(), "-m", "shmserve.workers.foreground.solo", order_of(args)]
+    """Replace this process by one that runs the model in this terminal."""
+    command = _command("shmserve.workers.foreground.solo", args)
     # As in a server, disable the engine's telemetry unless the user has enabled it.
     environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
     try:
@@ -26,6 +26,18 @@ def run(args: argparse.Namespace) -> NoReturn:
         size = len(command[-1])
         text = f"cannot start the model's process with {size} bytes of arguments: {error.strerror}"
         raise Failed(f"{text}; put long inputs into a file") from error
+
+
+def build(args: argparse.Namespace) -> NoReturn:
+    """Replace this process by one that builds a TensorRT plan from an ONNX model, for this machine's GPU."""
+    try:
+        os.execv(sys.executable, _command("shmserve.workers.backends.tensorrt.build", args))
+    except OSError as error:
+        raise Failed(f"cannot start the build process: {error.strerror}") from error
+
+
+def _command(module: str, args: argparse.Namespace) -> list[str]:
+    return [*python(), "-m", module, order_of(args)]
 
 
 def gateway(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shmserve.clients.cli import main
+from shmserve.clients.cli import main, parser
 from shmserve.dtypes import ITEM_BYTES, TO_CONFIG, to_numpy
 from shmserve.repo import samples
 from shmserve.testing import Server
@@ -452,5 +452,5 @@ def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> Non
 
 def test_the_page_has_every_command() -> None:
     used = {line.rpartition("shmserve ")[2].split()[0] for line in COMMANDS}
-    understood = next(action for action in main.parser()._actions if action.dest == "command").choices
+    understood = next(action for action in parser.parser()._actions if action.dest == "command").choices
     assert used == set(understood or ())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.config import settings
-from shmserve.clients.cli import main
+from shmserve.clients.cli import parser
 from tests import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -57,7 +57,7 @@ def test_commands_parse(words: list[str]) -> None:
     if words[0] == "serve":  # which the broker parses itself
         settings.parser().parse_args(words[1:])
     else:
-        main.parser().parse_args(words)
+        parser.parser().parse_args(words)
 
 
 @pytest.mark.parametrize("block", list(blocks("python")))

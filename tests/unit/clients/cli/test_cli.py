@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.clients.cli import main
+from shmserve.clients.cli import main, parser
 from shmserve.clients.cli.commands.status import _not_ready, stats_row
 from shmserve.clients.waiting import degraded
-from shmserve.terminal.output import NotWritten, as_json, file_name, percentile, storable, timing
+from shmserve.terminal.errors import Failed
+from shmserve.terminal.output import as_json, file_name, percentile, storable, timing
 from shmserve.terminal.tables import duration_text, shape_text, table, values_text
 from tests import ROOT
 
@@ -33,7 +34,7 @@ def arguments(command: str) -> list[str]:
 
 def test_infer_understands_all_its_options() -> None:
     words = "infer mlp - -i a=1 --input b=2 --random --batch 2 --shape c=1,2 --seed 3 --outputs y,z --out d --repeat 5"
-    args = main.parser().parse_args(
+    args = parser.parser().parse_args(
         [*words.split(), "--timeout", "0.5", "--version", "7", "--json", "--url", "ipc:///x"]
     )
     assert (args.model, args.file, args.input, args.random) == ("mlp", "-", ["a=1", "b=2"], True)
@@ -88,7 +89,7 @@ def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str])
 def test_examples_of_the_help_parse() -> None:
     found = 0
     for command in [*ASKING, *ALONE]:
-        understood = main.parser()
+        understood = parser.parser()
         choices: Any = next(action for action in understood._actions if action.dest == "command").choices
         for line in choices[command].epilog.splitlines():
             words = line.split("    ")[0].replace("'", "").rpartition("| ")[2].split()
@@ -217,7 +218,7 @@ def test_strings_that_npy_cannot_hold() -> None:
     kept = storable("y", np.array([b"a", b"bcd"], object), "BYTES")
     assert kept.dtype == "S3"
     assert kept.tolist() == [b"a", b"bcd"]
-    with pytest.raises(NotWritten, match="zero byte"):
+    with pytest.raises(Failed, match="zero byte"):
         storable("y", np.array([b"a\0"], object), "BYTES")
 
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as arrays
 
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.terminal import inputs
-from shmserve.terminal.inputs import BadInput
+from shmserve.terminal.errors import Misuse
 from shmserve.terminal.output import from_bfloat16
 
 INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
@@ -47,20 +47,20 @@ def test_integers_reach_from_end_to_end_of_their_type(dtype: str) -> None:
     info = np.iinfo(to_numpy(dtype))
     assert same(inputs.from_text(f"{info.min},{info.max}", spec(dtype, 2)), info.dtype, [info.min, info.max])
     for beyond in (info.min - 1, info.max + 1):
-        with pytest.raises(BadInput, match=rf"'x' \({dtype}\): {beyond} is not within {info.min} \.\.\. {info.max}"):
+        with pytest.raises(Misuse, match=rf"'x' \({dtype}\): {beyond} is not within {info.min} \.\.\. {info.max}"):
             inputs.from_text(str(beyond), spec(dtype, 1))
-    with pytest.raises(BadInput, match=r"1\.5 is not an integer"):
+    with pytest.raises(Misuse, match=r"1\.5 is not an integer"):
         inputs.from_text("1.5", spec(dtype, 1))
-    with pytest.raises(BadInput, match="true is not an integer"):
+    with pytest.raises(Misuse, match="true is not an integer"):
         inputs.from_text("true", spec(dtype, 1))
 
 
 def test_booleans() -> None:
     for text in ("true,false,True", "1 0 1", "[true, false, true]", "[1, 0, 1]"):
         assert same(inputs.from_text(text, spec("BOOL", 3)), np.bool_, [True, False, True])
-    with pytest.raises(BadInput, match=r"'x' \(BOOL\): 2 is not true or false"):
+    with pytest.raises(Misuse, match=r"'x' \(BOOL\): 2 is not true or false"):
         inputs.from_text("2", spec("BOOL", 1))
-    with pytest.raises(BadInput, match='"yes" is not true or false'):
+    with pytest.raises(Misuse, match='"yes" is not true or false'):
         inputs.from_text('["yes"]', spec("BOOL", 1))
 
 
@@ -82,19 +82,19 @@ def test_strings(text: str, strings: list[str]) -> None:
 
 
 def test_strings_are_not_numbers() -> None:
-    with pytest.raises(BadInput, match="1 is not a string"):
+    with pytest.raises(Misuse, match="1 is not a string"):
         inputs.from_text('["a", 1]', spec("BYTES", -1))
-    with pytest.raises(BadInput, match="'abc' is not a number"):
+    with pytest.raises(Misuse, match="'abc' is not a number"):
         inputs.from_text("1,abc", spec("FP32", -1))
-    with pytest.raises(BadInput, match='"1" is not a number'):
+    with pytest.raises(Misuse, match='"1" is not a number'):
         inputs.from_text('["1"]', spec("FP32", -1))
-    with pytest.raises(BadInput, match="null is not a number"):
+    with pytest.raises(Misuse, match="null is not a number"):
         inputs.from_text("null", spec("FP32", -1))
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("FP16", 65520), ("FP32", 1e39), ("BF16", -3.4e38)])
 def test_what_a_precision_cannot_hold(dtype: str, value: float) -> None:
-    with pytest.raises(BadInput, match=rf"is not within the range of {dtype}"):
+    with pytest.raises(Misuse, match=rf"is not within the range of {dtype}"):
         inputs.from_text(repr(value), spec(dtype, 1))
     found = inputs.from_text("inf,-inf,nan", spec(dtype, 3))
     array = from_bfloat16(found) if dtype == "BF16" else found
@@ -152,13 +152,13 @@ def test_shapes_that_fit(text: str, pattern: list[int], shape: tuple[int, ...]) 
     ],
 )
 def test_shapes_that_do_not_fit(text: str, pattern: list[int]) -> None:
-    with pytest.raises(BadInput, match=r"input 'x' \(INT32\): a value of shape \[.*\] does not fit \["):
+    with pytest.raises(Misuse, match=r"input 'x' \(INT32\): a value of shape \[.*\] does not fit \["):
         inputs.from_text(text, spec("INT32", *pattern))
 
 
 def test_lists_of_unequal_lengths() -> None:
     for text in ("[[1, 2], [3]]", "[1, [2]]"):
-        with pytest.raises(BadInput, match="the lists in it have different lengths"):
+        with pytest.raises(Misuse, match="the lists in it have different lengths"):
             inputs.from_text(text, spec("FP32", -1, -1))
 
 
@@ -168,7 +168,7 @@ MONSTROUS = ["[" * 33 + "1" + "]" * 33, "[" * 100_000, "1" + "0" * 400, "1" * 50
 @pytest.mark.parametrize("text", MONSTROUS)
 @pytest.mark.parametrize("dtype", ["FP32", "INT64", "BOOL"])
 def test_monstrous_values_are_refused(text: str, dtype: str) -> None:
-    with pytest.raises(BadInput, match=r"input 'x'") as refused:
+    with pytest.raises(Misuse, match=r"input 'x'") as refused:
         inputs.from_text(text, spec(dtype, -1))
     assert len(str(refused.value)) < 300
 
@@ -181,10 +181,10 @@ def test_arguments_name_their_input() -> None:
     found = inputs.from_arguments(["a=1,2", "b=k=v"], both)
     assert same(found["a"], np.float32, [1, 2])
     assert found["b"].tolist() == ["k=v"]
-    with pytest.raises(BadInput, match=r"no input 'c'; it has a \(FP32 \[2\]\), b \(BYTES \[1\]\)"):
+    with pytest.raises(Misuse, match=r"no input 'c'; it has a \(FP32 \[2\]\), b \(BYTES \[1\]\)"):
         inputs.from_arguments(["c=1"], both)
     for text in ("a", "=1", "1,2"):
-        with pytest.raises(BadInput, match="write NAME=VALUE"):
+        with pytest.raises(Misuse, match="write NAME=VALUE"):
             inputs.from_arguments([text], both)
 
 
@@ -213,7 +213,7 @@ def test_npy_files_that_do_not_fit(tmp_path: Path) -> None:
     file = tmp_path / "x.npy"
 
     def refused(match: str, dtype: str = "FP32", *shape: int) -> None:
-        with pytest.raises(BadInput, match=match):
+        with pytest.raises(Misuse, match=match):
             inputs.from_arguments([f"x=@{file}"], known(spec(dtype, *(shape or (-1, 3)))))
 
     refused("cannot read .*x.npy: No such file")
@@ -263,7 +263,7 @@ def test_json_documents(document: Any, tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    with pytest.raises(BadInput, match=match):
+    with pytest.raises(Misuse, match=match):
         inputs.from_json("-", known(spec("FP32", -1, 3)))
 
 
@@ -292,15 +292,15 @@ def test_shapes_for_random_data() -> None:
     one = known(spec("FP32", -1, 3, -1))
     assert inputs.shapes_from(["x=2,3,5"], one) == {"x": (2, 3, 5)}
     for text in ("x=2,4,5", "x=2,3", "x=2"):
-        with pytest.raises(BadInput, match=r"does not fit input 'x', which is \[-1, 3, -1\]"):
+        with pytest.raises(Misuse, match=r"does not fit input 'x', which is \[-1, 3, -1\]"):
             inputs.shapes_from([text], one)
     for text in ("x", "x=", "x=a", "x=-1,3,5"):
-        with pytest.raises(BadInput, match="write NAME=D1,D2"):
+        with pytest.raises(Misuse, match="write NAME=D1,D2"):
             inputs.shapes_from([text], one)
-    with pytest.raises(BadInput, match="no input 'y'"):
+    with pytest.raises(Misuse, match="no input 'y'"):
         inputs.shapes_from(["y=1"], one)
 
 
 def test_batches_need_a_free_first_dim() -> None:
-    with pytest.raises(BadInput, match=r"input 'x' is \[4\]: the model takes no batches"):
+    with pytest.raises(Misuse, match=r"input 'x' is \[4\]: the model takes no batches"):
         inputs.random(known(spec("FP32", 4)), 2, {}, None)

@@ -17,7 +17,7 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.clients.cli import main
+from shmserve.clients.cli import main, parser
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import NEEDS, OPEN, EndpointAccess, Unauthenticated
@@ -376,7 +376,7 @@ def test_an_encrypted_key_is_refused_without_a_prompt(files: dict[str, str], tmp
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return main.parser().parse_args(["gateway", *words])
+    return parser.parser().parse_args(["gateway", *words])
 
 
 def test_endpoints_without_access_control() -> None:
