@@ -81,7 +81,7 @@ class Guards:
             )
         except tls.BadCertificate as error:
             raise Failed(str(error)) from error
-        self._tell_exposed()
+        self._warn_of_exposed_keys()
 
     def _all(self) -> Iterator[Guard]:
         yield from (self.http, self.metrics, self.rpc)
@@ -103,9 +103,9 @@ class Guards:
             raise Failed(str(error)) from error
         for guard, context in zip(self._all(), contexts, strict=True):
             guard.tls, guard.access.tokens = context, found
-        self._tell_exposed()
+        self._warn_of_exposed_keys()
 
-    def _tell_exposed(self) -> None:
+    def _warn_of_exposed_keys(self) -> None:
         for text in {guard.exposed for guard in self._all()} - {None}:
             log.warning("%s", text)
 

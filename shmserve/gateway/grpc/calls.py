@@ -166,7 +166,7 @@ class InferCall(Unary):
 
     def _ask(self, plan: RpcPlan, raw: list[Piece], request_id: str) -> None:
         services = self._services
-        targets = services.sender.targets(plan.plan)
+        targets = services.sender.output_regions(plan.plan)
         ticket = _InferTicket(self._stream, services.answers, plan, request_id, targets)
         services.sender.infer(
             self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), request_id,
@@ -199,14 +199,14 @@ class AskCall(Unary):
                 services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
             found = question_of(route, given, services.sender.regions)
             if isinstance(found, FixedDocument):
-                self._tell(found.document)
+                self._answer(found.document)
             else:
-                self._ticket = PendingQuery(found, self._tell, self._fail)
+                self._ticket = PendingQuery(found, self._answer, self._fail)
                 ask(services.link, self._payer, self._ticket, found)
         except ServeError as error:
             raise rpc_error(error) from error
 
-    def _tell(self, document: Any) -> None:
+    def _answer(self, document: Any) -> None:
         self._stream.send([filled(self._rpc.response, self._rpc.shown(document))])
         self._stream.finish(0)
 
@@ -221,7 +221,7 @@ _HEALTH = message_class("grpc.health.v1.HealthCheckResponse")
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     filled(_HEALTH, {"status": name}) for name in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 )
-LOOK_S = 1.0
+WATCH_S = 1.0
 """Interval at which watched health is checked."""
 
 
@@ -236,11 +236,11 @@ class CheckCall(Unary):
             service = read(_HEALTH_REQUEST, bytes(data)).service
             if service not in services.names:
                 raise NotFound(f"unknown service '{service[:80]}'")
-            self._ticket = ask_health(services, self._payer, self._tell)
+            self._ticket = ask_health(services, self._payer, self._answer)
         except ServeError as error:
             raise rpc_error(error) from error
 
-    def _tell(self, health: bytes) -> None:
+    def _answer(self, health: bytes) -> None:
         self._stream.send([health])
         self._stream.finish(0)
 
@@ -262,24 +262,24 @@ class WatchCall(Unary):
             raise rpc_error(error) from error
         self._services.long_calls.add(self)
         if service in self._services.names:
-            self._look()
+            self._ask_again()
         else:
             self._send_status(SERVICE_UNKNOWN)  # per the protocol the service may be added later; here none ever is
 
-    def _look(self) -> None:
+    def _ask_again(self) -> None:
         self._timer = None
         try:
-            self._ticket = ask_health(self._services, self._payer, self._tell)
+            self._ticket = ask_health(self._services, self._payer, self._answer)
         except Unavailable:  # over a share: keep the last status until the query is accepted
-            self._look_again()
+            self._ask_later()
 
-    def _tell(self, health: bytes) -> None:
+    def _answer(self, health: bytes) -> None:
         self._ticket = None
         self._send_status(health)
-        self._look_again()
+        self._ask_later()
 
-    def _look_again(self) -> None:
-        self._timer = self._services.link.bind().call_later(LOOK_S, self._look)
+    def _ask_later(self) -> None:
+        self._timer = self._services.link.bind().call_later(WATCH_S, self._ask_again)
 
     def _send_status(self, health: bytes) -> None:
         if health != self._sent_status and self._stream.writable:
@@ -300,13 +300,13 @@ class WatchCall(Unary):
         self._stream.finish(Code.UNAVAILABLE, "the gateway is stopping")
 
 
-def ask_health(services: Services, payer: Payer, tell: Callable[[bytes], None]) -> PendingCall:
+def ask_health(services: Services, payer: Payer, answer: Callable[[bytes], None]) -> PendingCall:
     def failed(error: ServeError) -> Any:
         return YesOrNo(False)
 
     question = BrokerQuery("ready", lambda answer: YesOrNo(bool(answer["ready"])), failed=failed)
     ticket = PendingQuery(
-        question, lambda flag: tell(SERVING if flag.yes else NOT_SERVING), lambda error: tell(NOT_SERVING)
+        question, lambda flag: answer(SERVING if flag.yes else NOT_SERVING), lambda error: answer(NOT_SERVING)
     )
     ask(services.link, payer, ticket, question)
     return ticket

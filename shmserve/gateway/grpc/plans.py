@@ -14,14 +14,14 @@ from shmserve.gateway.http2.limits import MESSAGE_BYTES
 from shmserve.gateway.kserve.json_tensors import contents_to_bytes
 from shmserve.gateway.kserve.plans import (
     InputPlan,
-    Place,
+    RegionSlice,
     RequestPlan,
     Value,
     add_outputs,
     check_tensor,
     check_version,
     options_of,
-    place_of,
+    region_slice_of,
 )
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import SlicedWork
@@ -119,12 +119,12 @@ def _described(one: Any) -> tuple[str, str, tuple[int, ...]]:
     return one.name, one.datatype, check_tensor(one.name, one.datatype, one.shape)
 
 
-def _place(one: Any) -> Place | None:
+def _place(one: Any) -> RegionSlice | None:
     """The shared memory place of an input. InvalidRequest: it also has contents."""
-    place: Place | None = None
+    place: RegionSlice | None = None
     if one.parameters:
         what = f"input '{one.name}'"
-        place = place_of(what, parameters_of(what, one.parameters))
+        place = region_slice_of(what, parameters_of(what, one.parameters))
     if place is not None and one.HasField("contents"):
         raise InvalidRequest(f"input '{one.name}' is in a shared memory region, but also has data")
     return place

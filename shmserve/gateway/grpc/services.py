@@ -100,7 +100,7 @@ class Services:
             if plan.raw == len(specs):
                 return raw
         left = iter(raw)
-        return [next(left, b"") if spec.follows else self.sender.given(spec) for spec in specs]
+        return [next(left, b"") if spec.follows else self.sender.local_input(spec) for spec in specs]
 
     # ------------------------------------------------------------------------------------ shutdown
 

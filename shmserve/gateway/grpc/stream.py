@@ -133,7 +133,7 @@ class StreamCall:
             ticket.whole = False
         else:
             self._in_order.append(ticket)
-        ticket.targets = sender.targets(plan.plan)
+        ticket.targets = sender.output_regions(plan.plan)
         sender.infer(
             self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), ticket.request_id,
             services.forwarded(self._stream), WINDOW,

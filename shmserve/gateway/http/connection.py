@@ -465,7 +465,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------------------------------ timeouts
 
-    def look(self, waited: int) -> None:
+    def check_timeouts(self, waited: int) -> None:
         """Called on every turn of the slow clock. `waited`: turns without enough progress after which a client times
         out."""
         transport, listener = self._transport, self._listener

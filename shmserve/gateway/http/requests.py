@@ -30,7 +30,7 @@ from shmserve.gateway.upstream.documents import (
     question_of,
 )
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
-from shmserve.gateway.upstream.receive import Place, ReceiveBuffer, Room
+from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Region, Regions
 from shmserve.gateway.upstream.requests import (
     PendingCall,
@@ -256,13 +256,13 @@ class Requests:
 
     def _sink(self, size: int) -> ReceiveBuffer:
         """A buffer for a tensor, in shared memory if it is too large to be sent inline."""
-        return ReceiveBuffer(size, self._place(size) if size > INLINE_BYTES else None)
+        return ReceiveBuffer(size, self._allocate(size) if size > INLINE_BYTES else None)
 
-    def _place(self, size: int) -> Place:
-        def place(arrived: Buffer) -> Room | None:
+    def _allocate(self, size: int) -> Allocate:
+        def allocate(arrived: Buffer) -> Room | None:
             return partial_room(self._link.session.memory, size)
 
-        return place
+        return allocate
 
     def _tensors(self, connection: HttpConnection, head: HttpHead, text: bytes, first: bytes) -> None:
         """The JSON is complete: read each tensor into a buffer of the size that the JSON gives."""
@@ -273,7 +273,7 @@ class Requests:
         def whole(left: bytes) -> None:
             connection.complete()
             received = map(_piece, sinks)
-            pieces = [next(received) if spec.follows else self._sender.given(spec) for spec in plan.inputs]
+            pieces = [next(received) if spec.follows else self._sender.local_input(spec) for spec in plan.inputs]
             self._infer(connection, head, plan, pieces)
 
         connection.fill(sinks, first, whole)
@@ -370,7 +370,7 @@ class Requests:
         pieces: list[Piece] = []
         for spec in plan.inputs:
             if not spec.follows:
-                pieces.append(self._sender.given(spec))
+                pieces.append(self._sender.local_input(spec))
             else:
                 pieces.append(body[at : at + spec.size])
                 at += spec.size
@@ -392,7 +392,7 @@ class Requests:
 
     def _infer(self, connection: HttpConnection, head: HttpHead, plan: RequestPlan, pieces: list[Piece]) -> None:
         sender, route, request_id = self._sender, head.route, plan.options.id
-        ticket = _Inference(connection, route.model, plan, sender.targets(plan))
+        ticket = _Inference(connection, route.model, plan, sender.output_regions(plan))
         try:
             sender.infer(
                 connection.payer(head.token), ticket, route.model, route.version, plan, pieces, request_id,

@@ -115,7 +115,7 @@ class HeaderBlocks:
             core.abuse.mistake()
             return
         except Exception:
-            stream.faulty()
+            stream.fail_internally()
             return
         if ended and not stream.over:
             stream.half = True

@@ -130,7 +130,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         if core.done:
             transport.close()
 
-    def look(self, waited: int) -> None:
+    def check_timeouts(self, waited: int) -> None:
         """Called on every turn of the slow clock."""
         core, transport, listener = self._core, self._transport, self._listener
         if core is None or transport is None:
@@ -142,7 +142,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         if listener.turn - self._turn > waited:
             transport.abort()
             return
-        core.life.look(waited, listener.least_bytes, listener.idle_turns)
+        core.life.check_timeouts(waited, listener.least_bytes, listener.idle_turns)
         self._flush()
 
     def stop(self) -> None:

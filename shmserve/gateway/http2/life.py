@@ -25,7 +25,7 @@ class Life:
         self.last = frames.LARGEST_STREAM
         """Last stream that is processed."""
         self.received = True
-        """Input has arrived since the last `look`."""
+        """Input has arrived since the last `check_timeouts`."""
         self._received_at = self._born = core.listener.now()
         self._ping_sent_at: float | None = None
         self._strikes = 0
@@ -79,7 +79,7 @@ class Life:
 
     # ------------------------------------------------------------------------------------ timeouts
 
-    def look(self, waited: int, least: int, idle: int) -> None:
+    def check_timeouts(self, waited: int, least: int, idle: int) -> None:
         """Called on every turn of the slow clock. `waited`: turns without `least` bytes of progress after which a call
         that waits for the client times out. `idle`: idle turns after which a connection without calls is closed."""
         core = self._core
@@ -88,10 +88,10 @@ class Life:
         turn, now, limits = core.listener.turn, core.listener.now(), core.limits
         core.next_turn()
         for stream in list(core.watched):
-            self._look_at(stream, turn, waited, least)
+            self._check_progress(stream, turn, waited, least)
         for stream in list(core.streams.values()):
             if not stream.half and not stream.stuck:
-                self._look_at_idle(stream, turn - stream.used, waited)
+                self._check_idle(stream, turn - stream.used, waited)
         quiet = turn - core.quiet_since
         if self._draining:
             if quiet > 1:
@@ -105,7 +105,7 @@ class Life:
                 return
         self._keep_alive(now)
 
-    def _look_at(self, stream: Http2Stream, turn: int, waited: int, least: int) -> None:
+    def _check_progress(self, stream: Http2Stream, turn: int, waited: int, least: int) -> None:
         if not stream.stuck:
             self._core.watched.discard(stream)
         elif stream.moved >= least:
@@ -114,7 +114,7 @@ class Life:
             text = "the client stalled; --http-read-timeout is the limit"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
-    def _look_at_idle(self, stream: Http2Stream, quiet: int, waited: int) -> None:
+    def _check_idle(self, stream: Http2Stream, quiet: int, waited: int) -> None:
         awaits, most = stream.call.awaits, self._core.listener.stream_turns
         if awaits is Awaits.REQUEST and quiet > waited:
             text = "the request was not received in time; --http-read-timeout is the limit"

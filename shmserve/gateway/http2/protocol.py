@@ -162,7 +162,7 @@ class Http2(Http2Streams):
             return start
         stream.taken += length
         if stream.taken > most.STREAM_WINDOW // 2:
-            self._much_of(stream)
+            self._replenish(stream)
         if not body and not flags & frames.END_STREAM:
             self.abuse.idle()
         if stream.head.length is not None and not self.fits(stream, body, bool(flags & frames.END_STREAM)):
@@ -210,7 +210,7 @@ class Http2(Http2Streams):
             stream.half = True
             stream.ended()
 
-    def _much_of(self, stream: Http2Stream) -> None:
+    def _replenish(self, stream: Http2Stream) -> None:
         if not stream.paused:
             self.grant(stream)
         elif stream.taken > most.STREAM_WINDOW:

@@ -41,7 +41,7 @@ class _NoCall:
 NO_CALL = _NoCall()
 
 
-def tell(service: Callable[[], None]) -> None:
+def notify(service: Callable[[], None]) -> None:
     """Calls a service. Its exceptions are logged and affect no other call."""
     try:
         service()
@@ -125,7 +125,7 @@ class Sending:
             return
         core = self._core
         work = deflate_message(self._compression, core.limits.compression, parts)
-        job = core.listener.turns.run(work, self._deflated, lambda error: self.faulty())
+        job = core.listener.turns.run(work, self._deflated, lambda error: self.fail_internally())
         if job.running:
             self._headers()
             self._deflating = job
@@ -197,7 +197,7 @@ class Sending:
     def go_on(self) -> None:
         """The connection is writable again."""
         if not self._queue:
-            tell(self.call.resume)
+            notify(self.call.resume)
 
     def _sent_all(self, resume: bool = True) -> None:
         """All that was compressed so far is sent."""
@@ -206,7 +206,7 @@ class Sending:
         if self._end is not None:
             self._finish()
         elif resume and self._core.writable:
-            tell(self.call.resume)
+            notify(self.call.resume)
 
     def _finish(self) -> None:
         core = self._core
@@ -269,7 +269,7 @@ class Sending:
     def fail(self, error: RpcError) -> None:
         raise NotImplementedError
 
-    def faulty(self) -> None:
+    def fail_internally(self) -> None:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from shmserve.gateway.http2.frames import ErrorCode
 from shmserve.gateway.http2.host import Http2Host
 from shmserve.gateway.http2.interface import ServiceCall
 from shmserve.gateway.http2.messages import inflate_message, message_size_error
-from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, tell
+from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, notify
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import Job, SlicedWork
@@ -260,7 +260,7 @@ class Http2Stream(Sending):
             if isinstance(error, RpcError):
                 self.fail(error)
             else:
-                self.faulty()
+                self.fail_internally()
 
         job = self._core.listener.turns.run(work, done, failed)
         if job.running:
@@ -274,7 +274,7 @@ class Http2Stream(Sending):
         except RpcError as error:
             self.fail(error)
         except Exception:
-            self.faulty()
+            self.fail_internally()
 
     def ended(self) -> None:
         """The client sends no more."""
@@ -289,9 +289,9 @@ class Http2Stream(Sending):
         except RpcError as error:
             self.fail(error)
         except Exception:
-            self.faulty()
+            self.fail_internally()
 
-    def faulty(self) -> None:
+    def fail_internally(self) -> None:
         """Ends the call after an unexpected exception; the connection continues."""
         log.exception("a service failed")
         self.fail(RpcError(Code.INTERNAL, "internal error of the gateway; see its log"))
@@ -333,14 +333,14 @@ class Http2Stream(Sending):
                 self._core.out.append(frames.reset(self.number, frames.ErrorCode.CANCEL))
                 self.close()
                 self._core.wake()
-        tell(call.cancelled)
+        notify(call.cancelled)
 
     def cancel(self) -> None:
         """The client has disconnected or cancelled the call."""
         call, self.call = self.call, NO_CALL
         if not self.over:
             self.close()
-        tell(call.cancelled)
+        notify(call.cancelled)
 
     def close(self) -> None:
         self.over = True

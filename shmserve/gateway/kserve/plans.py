@@ -58,7 +58,7 @@ class _JsonRequest(Struct):
 _decode = msgspec.json.Decoder(_JsonRequest).decode
 
 
-class Place(Struct, frozen=True):
+class RegionSlice(Struct, frozen=True):
     """Location of a tensor in shared memory that the client has registered."""
 
     region: str
@@ -88,7 +88,7 @@ class InputPlan(Struct, frozen=True):
     shape: tuple[int, ...]
     size: int
     data: bytes | bytearray | None = None
-    place: Place | None = None
+    place: RegionSlice | None = None
 
     @property
     def follows(self) -> bool:
@@ -118,7 +118,7 @@ class RequestPlan(Struct):
     outputs: Sequence[str] | Mapping[str, TopK | None] | None = None
     binary: dict[str, bool] = {}
     """Outputs for which the request sets `binary_data`."""
-    places: dict[str, Place] = {}
+    places: dict[str, RegionSlice] = {}
     """Outputs that are written to shared memory instead of being sent."""
 
     @property
@@ -228,7 +228,7 @@ def _spec(given: _Input) -> InputPlan:
     name, parameters = given.name, given.parameters
     shape = _shape_of(given)
     size = parameters.get("binary_data_size")
-    place = place_of(f"input '{name}'", parameters) if parameters else None
+    place = region_slice_of(f"input '{name}'", parameters) if parameters else None
     if place is not None:
         if size is not None or given.data is not UNSET:
             raise InvalidRequest(f"input '{name}' is in a shared memory region, but also has data")
@@ -262,7 +262,7 @@ def add_outputs(plan: RequestPlan, given: Sequence[tuple[str, Mapping[str, Value
         if name in wanted:
             raise InvalidRequest(f"output '{name}' already exists in request")
         wanted[name] = _classes(name, parameters)
-        place = place_of(f"output '{name}'", parameters) if parameters else None
+        place = region_slice_of(f"output '{name}'", parameters) if parameters else None
         if place is not None:
             plan.places[name] = place
         if "binary_data" in parameters:
@@ -281,7 +281,7 @@ def _classes(name: str, parameters: Mapping[str, Value]) -> TopK | None:
     return TopK(count)
 
 
-def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
+def region_slice_of(what: str, parameters: Mapping[str, Value]) -> RegionSlice | None:
     region = parameters.get("shared_memory_region")
     if region is None:
         return None
@@ -291,7 +291,7 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
         raise InvalidRequest(f"{what} is in a shared memory region, but has no 'shared_memory_byte_size'")
     offset = _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0), UINT64_MAX)
     size = _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"], UINT64_MAX)
-    return Place(check_text("region name", region), offset, size)
+    return RegionSlice(check_text("region name", region), offset, size)
 
 
 # ---------------------------------------------------------------------------------------- parameters

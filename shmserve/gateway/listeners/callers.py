@@ -28,7 +28,7 @@ TURNS = 4
 class CallerConnection(Protocol):
     """A connection."""
 
-    def look(self, waited: int) -> None:
+    def check_timeouts(self, waited: int) -> None:
         """Called on every turn of the slow clock. `waited`: turns without enough progress after which a client times
         out."""
 
@@ -155,7 +155,7 @@ class Callers:
         self.turn += 1
         self._clock = self.loop.call_later(self._turn_s, self._tick)
         for connection in list(self._connections):
-            connection.look(self._read_turns)
+            connection.check_timeouts(self._read_turns)
 
     async def close(self) -> None:
         """Stops accepting requests and waits for those in flight, up to the exit timeout."""

@@ -220,8 +220,8 @@ class Handshakes:
         self._start_soon()
 
     def _make_room(self) -> None:
-        """No address with a queue may start one more. Ends handshakes that have had CROWDED_S, one for each
-        that waits."""
+        """No address with a queue may start one more. Ends handshakes that have had EVICTION_S, one for each that
+        waits."""
         self._eviction = None
         now = self._loop.time()
         due = now + EVICTION_S

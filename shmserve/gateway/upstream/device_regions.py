@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.plans import INT64_MAX, Place
+from shmserve.gateway.kserve.plans import INT64_MAX, RegionSlice
 from shmserve.session.gpu.foreign_memory import ForeignMemory, RegionPart
 from shmserve.shm.extents.cuda import EXPORTED_BYTES, name_of, uuid_bytes
 
@@ -50,13 +50,13 @@ class DeviceRegion:
     def status(self) -> dict[str, Any]:
         return {"name": self.name, "device_id": self._device, "byte_size": self._size}
 
-    def check(self, place: Place) -> None:
+    def check(self, place: RegionSlice) -> None:
         place.check(self.name, self._size)
 
-    def part(self, place: Place) -> RegionPart:
+    def part(self, place: RegionSlice) -> RegionPart:
         return RegionPart(self._region, place.offset, place.size)
 
-    def write(self, place: Place, parts: Sequence[Buffer]) -> None:
+    def write(self, place: RegionSlice, parts: Sequence[Buffer]) -> None:
         """The worker has written the output already; host memory is an error."""
         if parts:
             raise Unsupported(f"an output for CUDA shared memory region '{self.name}' was returned in host memory")

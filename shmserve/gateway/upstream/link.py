@@ -27,7 +27,7 @@ _BYTE = np.dtype("uint8")
 RECONNECT_S = 1.0
 """Time for which calls wait for a server that is being restarted."""
 Piece = bytes | bytearray | memoryview | Array
-"""The bytes of a tensor; an array was allocated by `space`, so the model can read it in place."""
+"""The bytes of a tensor; an array was allocated by `allocate`, so the model can read it in place."""
 
 
 def _explain_lost(message: Fail, ticket: Ticket, memory: SessionMemory) -> Fail:
@@ -56,7 +56,7 @@ def _regions_of(ticket: Ticket, memory: SessionMemory) -> list[ForeignRegion]:
 
 
 def _as_they_are(inputs: Any, memory: SessionMemory) -> Any:
-    """Inputs are the result of `Inputs.made`."""
+    """Inputs are the result of `Inputs.encoded`."""
     return inputs
 
 
@@ -112,7 +112,7 @@ class Inputs:
             self._tensors.append(Tensor(name, dtype, shape, bytes(piece)))
             return
         if not isinstance(piece, np.ndarray):
-            place = space(self._memory, size)
+            place = allocate(self._memory, size)
             place.data[:] = piece
             piece = place
         found = self._memory.locate(piece)
@@ -123,12 +123,12 @@ class Inputs:
         self._kept.arrays.append(piece)
         self._tensors.append(Tensor(name, dtype, shape, (found[0],)))
 
-    def made(self) -> Any:
+    def encoded(self) -> Any:
         """The argument of `session.infer`."""
         return tuple(self._tensors), self._kept, self._size
 
 
-def space(memory: SessionMemory, size: int) -> Array:
+def allocate(memory: SessionMemory, size: int) -> Array:
     """Allocates bytes that workers can read; they are freed with the array. Unavailable: the arena is full."""
     return memory.empty((size,), _BYTE)
 
@@ -139,7 +139,7 @@ the inputs of complete requests, so clients that never finish a body cannot use 
 
 
 def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | None:
-    """Like `space`, before all bytes have arrived: `size` bytes, `shift` bytes after the start of a block. None:
+    """Like `allocate`, before all bytes have arrived: `size` bytes, `shift` bytes after the start of a block. None:
     receive them elsewhere and copy them."""
     if memory.used >= PARTIAL_SHARE:
         return None

@@ -32,24 +32,24 @@ class Room(NamedTuple):
     warm: Callable[[int, int], None]
 
 
-Place = Callable[[Buffer], Room | None]
+Allocate = Callable[[Buffer], Room | None]
 """Gets the bytes that have arrived; None: use private memory."""
 
 
 class ReceiveBuffer:
-    """`place` allocates memory for the whole body. `begin` and `add` raise Unavailable if the machine has no more
+    """`allocate` allocates memory for the whole body. `begin` and `add` raise Unavailable if the machine has no more
     memory."""
 
-    __slots__ = ("_arrived", "_copied", "_end", "_place", "_warm", "filled", "memory", "placed", "size")
+    __slots__ = ("_allocate", "_arrived", "_copied", "_end", "_warm", "filled", "memory", "placed", "size")
 
-    def __init__(self, size: int, place: Place | None = None) -> None:
+    def __init__(self, size: int, allocate: Allocate | None = None) -> None:
         self.size = size
         self.filled = 0
         self.memory = memoryview(b"")
         """The reserved memory, of which `filled` bytes have arrived."""
         self.placed = False
-        """The memory was allocated by `place`."""
-        self._place = place
+        """The memory was allocated by `allocate`."""
+        self._allocate = allocate
         self._warm: Callable[[int, int], None] | None = None
         self._end = 0
         """End of the part that can be written."""
@@ -95,7 +95,7 @@ class ReceiveBuffer:
                 self._warm(self.filled, self._end)
 
     def _reserve_all(self, arrived: Buffer) -> None:
-        found = self._place(arrived) if self._place is not None else None
+        found = self._allocate(arrived) if self._allocate is not None else None
         self.placed = found is not None
         # The kernel commits pages of private memory as they are written.
         self.memory, self._warm = (np.empty(self.size, np.uint8).data, None) if found is None else found

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.plans import Place, check_text
+from shmserve.gateway.kserve.plans import RegionSlice, check_text
 from shmserve.gateway.limits.caller_shares import Creditor
 from shmserve.gateway.upstream.device_regions import DeviceOrder, DeviceRegion
 from shmserve.protocol.messages import INLINE_BYTES
@@ -58,7 +58,7 @@ class Region:
         """Unregistered; to be removed when no request uses it."""
         weakref.finalize(self, os.close, descriptor).atexit = False
 
-    def part(self, place: Place) -> RegionPart | None:
+    def part(self, place: RegionSlice) -> RegionPart | None:
         """The place as workers find it. None: copy its bytes."""
         if self._foreign is None or place.size <= INLINE_BYTES or not self._foreign().takes_names:
             return None
@@ -76,10 +76,10 @@ class Region:
         order = self.order
         return {"name": self.name, "key": order.key, "offset": order.offset, "byte_size": order.byte_size}
 
-    def check(self, place: Place) -> None:
+    def check(self, place: RegionSlice) -> None:
         place.check(self.name, self.order.byte_size)
 
-    def read_into(self, place: Place, target: Any) -> None:
+    def read_into(self, place: RegionSlice, target: Any) -> None:
         at, left = self.order.offset + place.offset, memoryview(target)
         while len(left):
             count = os.preadv(self._descriptor, [left], at)
@@ -87,7 +87,7 @@ class Region:
                 raise self._shorter()
             at, left = at + count, left[count:]
 
-    def write(self, place: Place, parts: Sequence[Buffer]) -> None:
+    def write(self, place: RegionSlice, parts: Sequence[Buffer]) -> None:
         at = self.order.offset + place.offset
         end = at + sum([len(part) for part in parts])
         if os.fstat(self._descriptor).st_size < end:  # writing past the end would extend the file
@@ -197,7 +197,7 @@ class Regions:
                 raise NotFound(f"Unable to find {kind} shared memory region: '{name}'")
         return [region.status() for region in found]
 
-    def find(self, place: Place) -> Region | DeviceRegion:
+    def find(self, place: RegionSlice) -> Region | DeviceRegion:
         """The region of `place`. Raises errors for the client, also if the place is not entirely inside the region."""
         region = self._regions.get(place.region)
         if region is None:

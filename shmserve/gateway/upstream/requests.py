@@ -15,7 +15,7 @@ from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.caller_shares import Creditor, Payer, release
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import BrokerQuery
-from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, space
+from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, allocate
 from shmserve.gateway.upstream.regions import Region, Regions
 from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW, StreamTicket, Ticket
@@ -153,7 +153,7 @@ class RequestSender:
         self.regions = regions
         self._by_workers: BoundedCache[tuple[str, str], bool] = BoundedCache(_CACHED_MODELS)
 
-    def given(self, spec: InputPlan) -> Any:
+    def local_input(self, spec: InputPlan) -> Any:
         """The bytes of an input from the JSON or from a region, or the part of the region that workers read in
         place."""
         if spec.place is None:
@@ -164,11 +164,11 @@ class RequestSender:
             return part
         assert isinstance(region, Region)
         size = spec.place.size
-        target: Piece = bytearray(size) if size <= INLINE_BYTES else space(self.link.session.memory, size)
+        target: Piece = bytearray(size) if size <= INLINE_BYTES else allocate(self.link.session.memory, size)
         region.read_into(spec.place, target)
         return target
 
-    def targets(self, plan: RequestPlan) -> dict[str, Region | DeviceRegion] | None:
+    def output_regions(self, plan: RequestPlan) -> dict[str, Region | DeviceRegion] | None:
         """The regions that outputs are written to."""
         return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
 
@@ -211,7 +211,7 @@ class RequestSender:
             outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
             parameters = options.parameters if forwarded is None else merged(options.parameters, forwarded)
             link.session.infer(
-                ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, options.priority,
+                ticket, model, inputs.encoded(), NO_TIME, outputs, version or None, None, options.priority,
                 options.sequence, options.sequence_start, options.sequence_end, parameters, request_id or None, window,
                 payer.token,
             )  # fmt: skip

@@ -69,7 +69,7 @@ class Allowed:
             return ()
         return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
-    def look(self) -> bool:
+    def reload_if_changed(self) -> bool:
         """Reloads the file if it has changed. Returns whether the keys were replaced."""
         now = self._state()
         if now == self._seen:
@@ -95,7 +95,7 @@ class Zap:
         self._socket.bind("inproc://zeromq.zap.01")
         self.descriptor = int(self._socket.getsockopt(zmq.FD))
 
-    def look(self) -> None:
+    def answer_requests(self) -> None:
         """Processes all requests: the descriptor is edge-triggered."""
         while zmq_frames.events(self._socket) & zmq_frames.IN:
             self._socket.send_multipart(self._answer(self._socket.recv_multipart(zmq.NOBLOCK)))

@@ -81,12 +81,12 @@ class ZmqTcpListener(PeerHost):
         """Identities of disconnected clients whose connection still exists -> its descriptor."""
         self._dirty: dict[Peer, None] = {}
         self._stuck: dict[Peer, None] = {}
-        self._looking = False
+        self._scheduled = False
         self._logged_at = -LOG_INTERVAL_S
         self._idle = asyncio.Event()
         self._watched = [self._zap.descriptor, self._descriptor(self._socket), self._descriptor(self._monitor)]
         for descriptor in self._watched:
-            self._loop.add_reader(descriptor, self._look)
+            self._loop.add_reader(descriptor, self._receive)
         self._clock = self._loop.call_later(FILE_S, self._tick)
 
     def _make(self, pair: Pair) -> zmq.Socket[bytes]:
@@ -135,21 +135,21 @@ class ZmqTcpListener(PeerHost):
 
     # ------------------------------------------------------------------------------------ input
 
-    def _look(self) -> None:
+    def _receive(self) -> None:
         """The descriptors are edge-triggered, so read until nothing is left."""
-        self._looking = False
+        self._scheduled = False
         if self._socket.closed:
             return
-        self._zap.look()
+        self._zap.answer_requests()
         receive = self._socket.recv_multipart
         end = monotonic() + BURST_S
         for _ in range(BURST):
             try:
                 parts = receive(zmq_frames.NOBLOCK, copy=False)
             except zmq.Again:
-                self._heed_monitor()
+                self._read_monitor()
                 break
-            self._heed_monitor()  # the end of a connection precedes the first message of the next
+            self._read_monitor()  # the end of a connection precedes the first message of the next
             self._take(parts)
             if monotonic() > end:
                 self._soon()
@@ -160,11 +160,11 @@ class ZmqTcpListener(PeerHost):
 
     def _soon(self) -> None:
         """Sending may have consumed the edge that signals input, so check again."""
-        if not self._looking:
-            self._looking = True
-            self._loop.call_soon(self._look)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._receive)
 
-    def _heed_monitor(self) -> None:
+    def _read_monitor(self) -> None:
         while zmq_frames.events(self._monitor) & zmq_frames.IN:
             event, value = _EVENT.unpack(zmq_frames.receive(self._monitor)[0])
             if event == zmq.EVENT_ACCEPTED:
@@ -323,7 +323,7 @@ class ZmqTcpListener(PeerHost):
 
     def read_keys(self) -> None:
         """Reloads changed keys, and applies them to connected clients."""
-        if self._allowed.look():
+        if self._allowed.reload_if_changed():
             for peer in list(self._peers.values()):
                 entry = self._allowed.entries.get(peer.key)
                 if entry is None:

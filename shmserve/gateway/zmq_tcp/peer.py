@@ -218,13 +218,13 @@ class Peer:
         timeout = infer.timeout_us / 1e6 or None
         now = NO_TIME if timeout is None else monotonic()
         if options is None:
-            link.session.infer(ticket, infer.model, inputs.made(), now, outputs, infer.version or None, timeout)
+            link.session.infer(ticket, infer.model, inputs.encoded(), now, outputs, infer.version or None, timeout)
         else:
             parameters = options.parameters
             if options.queue_timeout_us:
                 parameters = {**parameters, "timeout": options.queue_timeout_us}
             link.session.infer(
-                ticket, infer.model, inputs.made(), now, outputs, infer.version or None, timeout, options.priority,
+                ticket, infer.model, inputs.encoded(), now, outputs, infer.version or None, timeout, options.priority,
                 options.sequence or None, options.sequence_start, options.sequence_end, parameters or None,
                 options.id or None, window, self._payer.token,
             )  # fmt: skip

@@ -248,4 +248,4 @@ class Caller:
         for _ in range(times):
             self.host.turn += 1
             self.host.time += 1.0
-            self.core.life.look(4, 100, 40)
+            self.core.life.check_timeouts(4, 100, 40)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unsupported
-from shmserve.gateway.kserve.plans import Place, RequestOptions, RequestPlan
+from shmserve.gateway.kserve.plans import RegionSlice, RequestOptions, RequestPlan
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.regions import Region, Regions, Registration
@@ -47,19 +47,19 @@ def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
     regions.register("r", Registration(key, 1000, 100))
     assert regions.status("system", "r") == [{"name": "r", "key": key, "offset": 100, "byte_size": 1000}]
     assert regions.status("cuda", "") == []
-    region: Any = regions.find(Place("r", 2, 5))
+    region: Any = regions.find(RegionSlice("r", 2, 5))
     target = bytearray(5)
-    region.read_into(Place("r", 2, 5), target)
+    region.read_into(RegionSlice("r", 2, 5), target)
     assert target == b"23456"
-    region.write(Place("r", 995, 5), [b"abc", memoryview(b"de")])
+    region.write(RegionSlice("r", 995, 5), [b"abc", memoryview(b"de")])
     assert os.pread(descriptor, 6, 1095) == b"abcde\0"
     with pytest.raises(AlreadyExists, match="already in manager"):
         regions.register("r", Registration(key, 10))
     regions.unregister("system", "r")
     regions.unregister("system", "r")
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
-        regions.find(Place("r", 0, 1))
-    region.read_into(Place("r", 0, 5), target)
+        regions.find(RegionSlice("r", 0, 1))
+    region.read_into(RegionSlice("r", 0, 5), target)
     assert target == b"01234", "requests in flight still have it"
 
 
@@ -80,7 +80,7 @@ def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[st
     first = regions.use(paid, ["r", "r"])
     regions.unregister("system", "")
     assert [region["name"] for region in regions.status("system", "")] == ["r"]
-    regions.find(Place("r", 0, 1))
+    regions.find(RegionSlice("r", 0, 1))
     with pytest.raises(AlreadyExists):
         regions.register("r", Registration(memory[0], 10))
     second = regions.use(paid, ["r"])
@@ -100,10 +100,10 @@ def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[st
 def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
     region = Region("r", Registration("/x", 1000, 5), os.open(os.devnull, os.O_RDWR))
     if offset < 1000 and offset + size <= 1000:
-        region.check(Place("r", offset, size))
+        region.check(RegionSlice("r", offset, size))
         return
     with pytest.raises(InvalidRequest, match="Invalid offset"):
-        region.check(Place("r", offset, size))
+        region.check(RegionSlice("r", offset, size))
 
 
 @pytest.mark.parametrize(
@@ -116,19 +116,19 @@ def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
 )
 def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(said)):
-        Place("r", offset, size).check("r", 1000)
+        RegionSlice("r", offset, size).check("r", 1000)
 
 
 def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     regions = Regions(True)
     regions.register("r", Registration(key, 4096))
-    region: Any = regions.find(Place("r", 0, 4096))
+    region: Any = regions.find(RegionSlice("r", 0, 4096))
     os.ftruncate(descriptor, 100)
     with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
-        region.read_into(Place("r", 0, 4096), bytearray(4096))
+        region.read_into(RegionSlice("r", 0, 4096), bytearray(4096))
     with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
-        region.write(Place("r", 96, 5), [b"abcde"])
+        region.write(RegionSlice("r", 96, 5), [b"abcde"])
     assert os.fstat(descriptor).st_size == 100
 
 
@@ -190,7 +190,7 @@ def test_what_a_model_is_is_asked_where_a_worker_could_write(
     link: Any = SimpleNamespace(session=session, send_soon=lambda: None)
     regions = Regions(True, lambda: mapped.foreign, copied)
     regions.register("r", Registration(key, 8192))
-    plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": Place("r", 0, size)})
+    plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": RegionSlice("r", 0, size)})
     sender = RequestSender(link, regions)
     payer = Shares().connect("127.0.0.1").payer("")
     sender.infer(payer, PendingCall(), "m", "", plan, [], "", window=window)
@@ -224,11 +224,11 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
     assert told.size == 1000
     assert told.name is not None
     assert parts_of(told.name) == (handle, b"\x01" * 16)
-    region: Any = regions.find(Place("g", 100, 900))
-    part = region.part(Place("g", 100, 900))
+    region: Any = regions.find(RegionSlice("g", 100, 900))
+    part = region.part(RegionSlice("g", 100, 900))
     assert part.handle == Handle(told.segment, 100, 900)
     with pytest.raises(InvalidRequest, match="Invalid offset"):
-        regions.find(Place("g", 100, 901))
+        regions.find(RegionSlice("g", 100, 901))
     with pytest.raises(AlreadyExists):
         regions.register("g", Registration("/k", 1))
     foreign._announcements.maps.clear()  # it has been told
@@ -242,7 +242,7 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
     regions.unregister("cuda", "g")
     assert foreign._announcements.unmaps == [part.handle.segment]
     with pytest.raises(NotFound):
-        regions.find(Place("g", 0, 1))
+        regions.find(RegionSlice("g", 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, streamed, take_apart
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
-from shmserve.gateway.kserve.plans import InputPlan, Place, RequestOptions, RequestPlan
+from shmserve.gateway.kserve.plans import InputPlan, RegionSlice, RequestOptions, RequestPlan
 from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, question_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.messages import TENSORS, Tensor
@@ -144,9 +144,9 @@ def test_all_fields_of_a_request() -> None:
     for name, value in parameters.items():
         parameter(made.parameters[name], value)
     made.parameters["priority"].uint64_param = 4
-    places = {"p": Place("r", 0, 64)}
+    places = {"p": RegionSlice("r", 0, 64)}
     options = RequestOptions("", 4, 7, True, True, {"timeout": 9, "mine": 1.5})
-    specs = (InputPlan("a", "FP32", (2, 3), 0), InputPlan("b", "INT8", (4,), 4, None, Place("r", 8, 4)))
+    specs = (InputPlan("a", "FP32", (2, 3), 0), InputPlan("b", "INT8", (4,), 4, None, RegionSlice("r", 8, 4)))
     plan = RequestPlan(specs, 0, options, {"p": None, "k": TopK(2)}, {}, places)
     assert plan_of(made.SerializeToString()) == RpcPlan("m", "3", plan, 1, "", True)
 

@@ -112,7 +112,7 @@ def test_a_request_that_arrives_too_slowly_times_out(begin: bytes, drip: bytes) 
     receive(connection, begin)
     for turn in range(1, 7):
         connection._listener.turn = turn
-        connection.look(4)
+        connection.check_timeouts(4)
         if not transport.sent:
             receive(connection, drip)
     assert [status for status, _ in answered(transport.sent)] == [408]
@@ -122,11 +122,11 @@ def test_an_idle_connection_is_closed_but_not_while_its_response_is_due() -> Non
     connection, transport, echo, _ = connected(False)
     receive(connection, post(b"x"))
     connection._listener.turn = 1000
-    connection.look(4)
+    connection.check_timeouts(4)
     assert not transport.closed
     echo.answers.pop()()
     connection._listener.turn += 101
-    connection.look(4)
+    connection.check_timeouts(4)
     assert transport.closed
 
 
@@ -136,7 +136,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     for turn in range(1, 7):
         connection._listener.turn = turn
         transport.unsent = 1000 - turn
-        connection.look(4)
+        connection.check_timeouts(4)
     assert transport.closed
 
 

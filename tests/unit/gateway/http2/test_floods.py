@@ -194,7 +194,7 @@ def test_many_resets_by_either_side_end_the_connection(
     assert caller.errors(provoke(50)) == [CALM]
     caller = Caller(Host(Unfinished), opening=b"")
     caller.raw([HELLO, *[provoke(at) for at in range(50)]])
-    caller.core.life.look(4, 1, 40)
+    caller.core.life.check_timeouts(4, 1, 40)
     assert caller.errors(provoke(50)) == []
 
 

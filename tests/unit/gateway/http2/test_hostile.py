@@ -263,7 +263,7 @@ def test_random_frames_raise_nothing_and_leave_nothing(frames: list[bytes], size
     for at in range(0, len(data), size):
         core.feed(data[at : at + size])
     host.turn, host.time = 100, 1e6
-    core.life.look(4, 1, 40)
+    core.life.check_timeouts(4, 1, 40)
     core.lost()
     assert host.held == 0
     assert not core.streams

@@ -20,7 +20,7 @@ from shmserve.gateway.kserve import json_tensors, status
 from shmserve.gateway.kserve.answers import Held, response
 from shmserve.gateway.kserve.plans import (
     InputPlan,
-    Place,
+    RegionSlice,
     RequestOptions,
     RequestPlan,
     RequestPlans,
@@ -151,9 +151,9 @@ def test_tensors_in_shared_memory() -> None:
             outputs=[{"name": "p", "parameters": region()}, {"name": "q"}],
         )
     )
-    assert found.inputs == (InputPlan("x", "FP32", (2,), 8, None, Place("r", 4, 8)),)
+    assert found.inputs == (InputPlan("x", "FP32", (2,), 8, None, RegionSlice("r", 4, 8)),)
     assert found.binary_bytes == 0
-    assert found.places == {"p": Place("r", 0, 8)}
+    assert found.places == {"p": RegionSlice("r", 0, 8)}
     assert found.outputs == ["p", "q"]
 
 
@@ -274,14 +274,14 @@ def test_a_response_in_shared_memory_is_not_copied() -> None:
 def test_an_output_is_written_to_its_region() -> None:
     written = {}
     reply = Reply(1, 1, (Tensor("p", "UINT8", (4,), b"abcd"), Tensor("q", "UINT8", (1,), b"e")))
-    plan = RequestPlan((), 0, RequestOptions(), None, {}, {"p": Place("r", 3, 6)})
+    plan = RequestPlan((), 0, RequestOptions(), None, {}, {"p": RegionSlice("r", 3, 6)})
     length, parts = response("m", plan, reply, lambda name, buffers: written.update({name: b"".join(buffers)}))
     assert length is None
     assert written == {"p": b"abcd"}
     first, second = json.loads(bytes(parts[0]))["outputs"]
     assert first == {"name": "p", "datatype": "UINT8", "shape": [4]}
     assert second["data"] == [101]
-    small = RequestPlan((), 0, RequestOptions(), None, {}, {"p": Place("r", 0, 3)})
+    small = RequestPlan((), 0, RequestOptions(), None, {}, {"p": RegionSlice("r", 0, 3)})
     with pytest.raises(InvalidRequest, match=r"output 'p' \(3 bytes\) should be at least 4 bytes to hold"):
         response("m", small, reply, lambda name, buffers: None)
 
