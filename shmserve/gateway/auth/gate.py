@@ -12,7 +12,7 @@ from shmserve.gateway.auth import restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.auth.tls import Files, FlagFile
-from shmserve.gateway.listeners.listen import is_local
+from shmserve.gateway.listeners.callers import is_local
 from shmserve.protocol.roles import INFER, OBSERVE, names
 from shmserve.terminal.errors import Failed, Misuse
 

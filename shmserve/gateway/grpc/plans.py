@@ -50,9 +50,8 @@ class RpcPlan(Struct):
 class RpcPlans:
     """Cache of plans: clients repeat requests byte for byte."""
 
-    def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
+    def __init__(self) -> None:
         self._cache: BoundedCache[bytes, RpcPlan] = BoundedCache(_CACHED_PLANS)
-        self._most_bytes = most_bytes
 
     def plan(self, head: bytes) -> RpcPlan:
         plan = self._cache.get(head)
@@ -61,10 +60,6 @@ class RpcPlans:
             if len(head) <= _CACHED_BYTES and not plan.contents:
                 self._cache.put(head, plan)
         return plan
-
-    def in_slices(self, head: bytes) -> SlicedWork[RpcPlan]:
-        """The plan of a large request."""
-        return (yield from plan_in_slices(head, self._most_bytes))
 
 
 def plan_of(head: bytes) -> RpcPlan:

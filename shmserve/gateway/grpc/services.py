@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
-from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans
+from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices
 from shmserve.gateway.grpc.wire import ResponseEncoder, tensor_at
 from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.kserve.answers import Buffer
@@ -44,9 +45,8 @@ class Services:
         self.link = link
         self.sender = RequestSender(link, regions)
         self.answers = ResponseEncoder()
-        plans = RpcPlans(message_bytes)
-        self.plan = plans.plan
-        self.plan_in_slices = plans.in_slices
+        self.plan = RpcPlans().plan
+        self.plan_in_slices = partial(plan_in_slices, most=message_bytes)
         self.names = frozenset(("", INFERENCE, HEALTH))
         """Services whose health can be queried."""
         self.long_calls: set[LongCall] = set()

@@ -25,7 +25,7 @@ class HttpListener(Callers):
     ) -> None:  # fmt: skip
         super().__init__(
             link.bind(),
-            lambda: connect(self),
+            connect,
             limits,
             limits.read_timeout_s / TURNS,
             budget or Budget(),

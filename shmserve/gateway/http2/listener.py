@@ -31,7 +31,7 @@ class RpcListener(Callers):
         shares: Shares | None = None, turns: JobTurns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            loop, lambda: connect(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
+            loop, connect, limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
             reads,
         )  # fmt: skip
         self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))

@@ -1,24 +1,33 @@
-"""The connections of an HTTP/1.1 or HTTP/2 listener, and the state they share. One slow clock serves all timeouts, so
-that no request costs a timer."""
+"""The listening sockets of one endpoint, its connections, HTTP/1.1 or HTTP/2, and the state they share. One slow clock
+serves all timeouts, so that no request costs a timer. Certificates are replaced without closing the sockets, so that no
+client is refused while it connects."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
+import os
+import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from msgspec import Struct
 
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
-from shmserve.gateway.listeners.listen import Listener
+from shmserve.gateway.listeners.handshakes import Handshakes
 from shmserve.gateway.metrics import family
 
+BACKLOG = 1024
+HANDSHAKE_S = 10.0
+"""Maximum time for the TLS handshake; a slower client is disconnected."""
+_GOODBYE_S = 5.0
+"""Maximum time to wait for the client's TLS close_notify."""
 EVICTED = 32
 """Maximum number of idle connections evicted at once."""
 TURNS = 4
@@ -51,6 +60,14 @@ def peer_address(transport: Any) -> str:
     return peer[0] if isinstance(peer, tuple) else ""
 
 
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class ConnectionLimits(Struct, frozen=True):
     """Limits of HTTP/1.1 and HTTP/2 connections, set by flags."""
 
@@ -67,11 +84,11 @@ class ConnectionLimits(Struct, frozen=True):
 
 
 class Callers:
-    """`made` makes the protocol of a new connection. `turn_s`: period of the slow clock. `budget`: for bodies and
+    """`connect` makes the protocol of a new connection. `turn_s`: period of the slow clock. `budget`: for bodies and
     unsent responses."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], limits: ConnectionLimits, turn_s: float,
+        self, loop: asyncio.AbstractEventLoop, connect: Callable[[Self], Any], limits: ConnectionLimits, turn_s: float,
         budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
@@ -91,17 +108,37 @@ class Callers:
         self._read_turns = math.ceil(limits.read_timeout_s / turn_s)
         self._connections: set[CallerConnection] = set()
         self.evicted = 0
-        self._listener = Listener(loop, made, self._room, limits.read_timeout_s)
+        self._connect = lambda: connect(self)
+        self._server: asyncio.Server | None = None
+        self._handshakes: Handshakes | None = None
+        """With TLS."""
         self._empty = asyncio.Event()
         self._clock = loop.call_later(turn_s, self._tick)
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
-        return await self._listener.open(address, port, share, tls)
+        """Listens, and returns the port. `share`: other processes may listen on it too, and the kernel distributes
+        clients."""
+        server = await self.loop.create_server(
+            self._connect, address, port, reuse_port=share or None, backlog=BACKLOG, start_serving=tls is None
+        )
+        bound_port: int = server.sockets[0].getsockname()[1]
+        if tls is None:
+            self._server = server
+            return bound_port
+        patience_s = min(self._limits.read_timeout_s, HANDSHAKE_S)
+        self._handshakes = Handshakes(self.loop, self._connect, tls, patience_s, _GOODBYE_S, self._room)
+        for bound in server.sockets:
+            listening = socket.socket(fileno=os.dup(bound.fileno()))
+            listening.listen(BACKLOG)
+            self._handshakes.listen(listening)
+        server.close()
+        return bound_port
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         """Applies reloaded certificates and tokens."""
         if tls is not None:
-            self._listener.renew(tls)
+            assert self._handshakes is not None
+            self._handshakes.tls = tls
 
     @property
     def connections(self) -> int:
@@ -114,11 +151,12 @@ class Callers:
     def metrics(self, protocol: str, answers: str, label: str) -> str:
         """`answers`: the help text for the counter of responses. `label`: the name of its status label."""
         name = protocol.lower()
+        handshakes = self._handshakes.count if self._handshakes is not None else 0
         counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
         opened = f"Open {protocol} connections, including those in the TLS handshake"
         evicted = f"Idle {protocol} connections closed to make room for new ones"
         return (
-            family(f"{name}_connections", "gauge", opened, {"": self.connections + self._listener.handshakes})
+            family(f"{name}_connections", "gauge", opened, {"": self.connections + handshakes})
             + family(f"{name}_connections_evicted_total", "counter", evicted, {"": self.evicted})
             + family(f"{name}_answers_total", "counter", f"{answers}, by status", counts)
         )
@@ -160,7 +198,10 @@ class Callers:
     async def close(self) -> None:
         """Stops accepting requests and waits for those in flight, up to the exit timeout."""
         self.stopping = True
-        self._listener.close()
+        if self._server is not None:
+            self._server.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
         for connection in list(self._connections):
             connection.stop()
         if self._connections:

@@ -29,7 +29,7 @@ class Connection:
 
 def callers(connections: int) -> Callers:
     loop: Any = SimpleNamespace(call_later=lambda *_: None, call_soon=lambda _: None, time=lambda: 0.0)
-    return Callers(loop, lambda: None, HttpLimits(connections=connections), 1.0, Budget(), Shares())
+    return Callers(loop, lambda _: None, HttpLimits(connections=connections), 1.0, Budget(), Shares())
 
 
 def test_a_full_endpoint_closes_the_longest_idle_connections() -> None:

@@ -21,7 +21,7 @@ from shmserve.gateway.grpc import wire as grpc_wire
 from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
 from shmserve.gateway.grpc.methods import Methods
-from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
+from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices, plan_of
 from shmserve.gateway.grpc.rpcs import RPCS
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, streamed, take_apart
@@ -229,16 +229,16 @@ def test_typed_contents_are_the_bytes_of_the_tensor(dtype: str) -> None:
 
 
 def test_plans_without_tensors_are_cached() -> None:
-    plans = RpcPlans(5000)
+    plans = RpcPlans()
     plain = one_input().SerializeToString()
     assert plans.plan(plain) is plans.plan(bytes(bytearray(plain)))
     typed = one_input(contents={"fp32_contents": [1]}).SerializeToString()
     assert plans.plan(typed) is not plans.plan(typed)
     large = one_input(datatype="INT64", contents={"int64_contents": [1] * 2000}).SerializeToString()
     with pytest.raises(InvalidRequest, match="exceeds 5000 bytes of INT64; raise --grpc-max-input-size"):
-        finished(plans.in_slices(large))
+        finished(plan_in_slices(large, 5000))
     strings_ = one_input(datatype="BYTES", contents={"bytes_contents": [b"a"] * 2000}).SerializeToString()
-    assert finished(plans.in_slices(strings_)).plan.inputs[0].data == b"\1\0\0\0a" * 2000
+    assert finished(plan_in_slices(strings_, 5000)).plan.inputs[0].data == b"\1\0\0\0a" * 2000
     for number in range(3000):  # more than are cached
         plans.plan(one_input(name=str(number)).SerializeToString())
     assert plans.plan(plain) == plan_of(plain)

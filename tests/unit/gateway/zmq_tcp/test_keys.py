@@ -15,7 +15,7 @@ import shmserve
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.transport import keys
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.listeners.listen import is_local
+from shmserve.gateway.listeners.callers import is_local
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
 from shmserve.gateway.zmq_tcp.listener import host_of
