@@ -3,10 +3,10 @@ never to paths."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum
 
 
-class Action(StrEnum):
+class Action(str, Enum):  # noqa: UP042 (3.10 is supported)
     NONE = ""
     """Of a request without a route."""
     LIVE = "live"

@@ -13,7 +13,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -88,7 +88,7 @@ class Callers:
     unsent responses."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, connect: Callable[[Self], Any], limits: ConnectionLimits, turn_s: float,
+        self, loop: asyncio.AbstractEventLoop, connect: Callable[[Any], Any], limits: ConnectionLimits, turn_s: float,
         budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
