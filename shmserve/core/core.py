@@ -63,10 +63,14 @@ ROWS = 256
 
 Handler = Callable[[int, Any, int], None]
 """Called with the peer, the message or event, and the time."""
-ReportHandler = Callable[[State, Version, Instance, Any, int], None]
-"""For reports on batches, which come most often: called with what the core knows of the worker."""
+WorkerHandler = Callable[[Version, Instance, Any, int], None]
+"""Called with what the core knows of the worker, the message or event, and the time."""
 TimerHandler = Callable[[Any, int], None]
 """Called with the subject of the timer, and the time."""
+
+
+def _ignore(*_: object) -> None:
+    """Pong: a message of any kind proves that the peer is alive, and the shell has recorded it."""
 
 
 class Core:
@@ -87,13 +91,6 @@ class Core:
         self._internal_errors = InternalErrors(state, self._admission, survive)
         self._of_clients = self._client_handlers()
         self._of_workers = self._worker_handlers()
-        self._of_reports: dict[type, ReportHandler] = {
-            Done: dispatch.done,
-            Rows: dispatch.rows,
-            Streamed: responses.streamed,
-            Started: dispatch.started,
-            Withdrawn: dispatch.withdrawn,
-        }
         self._of_timers = self._timer_handlers()
 
     def _client_handlers(self) -> dict[type, Handler]:
@@ -109,7 +106,7 @@ class Core:
             Map: admission.map,
             Unmap: admission.unmap,
             Ping: admission.ping,
-            Pong: admission.pong,
+            Pong: _ignore,
             Bye: admission.bye,
             More: admission.more,
             events.Opened: admission.opened,
@@ -128,9 +125,14 @@ class Core:
             events.Drain: lifecycle.drain,
         }
 
-    def _worker_handlers(self) -> dict[type, Handler]:
-        admission, calls, lifecycle = self._admission, self._calls, self._lifecycle
+    def _worker_handlers(self) -> dict[type, WorkerHandler]:
+        state, calls, lifecycle = self.state, self._calls, self._lifecycle
         return {
+            Done: partial(dispatch.done, state),
+            Rows: partial(dispatch.rows, state),
+            Streamed: partial(responses.streamed, state),
+            Started: partial(dispatch.started, state),
+            Withdrawn: partial(dispatch.withdrawn, state),
             Map: lifecycle.map,
             Unmap: lifecycle.unmap,
             Return: calls.give_back,
@@ -141,7 +143,7 @@ class Core:
             LoadFailed: lifecycle.load_failed,
             events.Compiled: lifecycle.compiled,
             events.Garbled: lifecycle.garbled,
-            Pong: admission.pong,
+            Pong: _ignore,
         }
 
     def _timer_handlers(self) -> dict[Timer, TimerHandler]:
@@ -177,7 +179,7 @@ class Core:
         state = self.state
         effects = state.begin()
         state.now = now
-        of_clients, of_workers, of_reports = self._of_clients, self._of_workers, self._of_reports
+        of_clients, of_workers = self._of_clients, self._of_workers
         instances = state.instances
         left = iter(turn)
         peer, message = 0, None
@@ -189,11 +191,7 @@ class Core:
                     else:
                         known = instances.get(peer)
                         if known is not None and known[1].state is not KILLED:  # killed: ignore late messages
-                            report = of_reports.get(type(message))
-                            if report is not None:
-                                report(state, *known, message, now)
-                            else:
-                                of_workers[type(message)](peer, message, now)
+                            of_workers[type(message)](*known, message, now)
                 break
             except Exception:
                 self._internal_errors.by_event(peer, message)

@@ -50,9 +50,8 @@ class ModelCalls:
 
     # ------------------------------------------------------------------------------------ workers' messages
 
-    def call(self, peer: int, message: Call, now: int) -> None:
-        version, instance = self._state.instances[peer]
-        caller = instance.caller
+    def call(self, version: Version, instance: Instance, message: Call, now: int) -> None:
+        caller, peer = instance.caller, instance.peer
         if caller is None:
             caller = instance.caller = CallingWorker(
                 peer, INTERNAL, "worker", "memfd", instance.spec.name, user=USER, roles=roles.EVERYTHING,
@@ -72,22 +71,21 @@ class ModelCalls:
             if stuck:
                 completion.fail_early(self._state, request, "UNAVAILABLE", stuck, now)
 
-    def cancel(self, peer: int, message: Cancel, now: int) -> None:
-        request = self._of(peer, message.request)
+    def cancel(self, version: Version, instance: Instance, message: Cancel, now: int) -> None:
+        request = self._of(instance, message.request)
         if request is None:  # already answered (the messages crossed), or an operation instead of a call
-            self._state.effects.append(Query(peer, message))
+            self._state.effects.append(Query(instance.peer, message))
         else:
             completion.fail_early(
                 self._state, request, "CANCELLED", "the call was cancelled by the model that made it", now
             )
 
-    def more(self, peer: int, message: More, now: int) -> None:
-        request = self._of(peer, message.request)
+    def more(self, version: Version, instance: Instance, message: More, now: int) -> None:
+        request = self._of(instance, message.request)
         if request is not None and request.options is not None and request.options.window:
             responses.more(self._state, request, message.count)
 
-    def give_back(self, peer: int, message: Return, now: int) -> None:
-        version, instance = self._state.instances[peer]
+    def give_back(self, version: Version, instance: Instance, message: Return, now: int) -> None:
         try:
             for handle in message.handles:
                 if instance.caller is None:
@@ -96,21 +94,20 @@ class ModelCalls:
         except InvalidRequest:
             kill_for_protocol_error(self._state, version, instance, "Return of a handle that it does not hold")
 
-    def ask(self, peer: int, message: Ask, now: int) -> None:
+    def ask(self, version: Version, instance: Instance, message: Ask, now: int) -> None:
         """A model's query about the server, or an operation. An instance that waits for another model to load does not
         count as loading."""
-        _, instance = self._state.instances[peer]
         try:
             if message.what and message.what not in roles.QUESTIONS:
                 raise roles.unknown(message.what)
             if instance.state is InstanceState.STARTING and message.what == "load":
                 deployment.load_over(self._state, instance)
-            self._questions.put(peer, message)
+            self._questions.put(instance.peer, message)
         except ServeError as error:
-            self._state.send(peer, Fail(message.request, error.code, error.message))
+            self._state.send(instance.peer, Fail(message.request, error.code, error.message))
 
-    def _of(self, peer: int, number: int) -> Request | None:
-        caller = self._state.instances[peer][1].caller
+    def _of(self, instance: Instance, number: int) -> Request | None:
+        caller = instance.caller
         return self._state.request_of(caller, number) if caller is not None else None
 
     # ------------------------------------------------------------------------------------ admission

@@ -33,9 +33,8 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------ loading
 
-    def compiled(self, peer: int, event: Compiled, now: int) -> None:
+    def compiled(self, version: Version, instance: Instance, event: Compiled, now: int) -> None:
         """A worker has loaded its model."""
-        version, instance = self._state.instances[peer]
         if instance.state is not _I.STARTING:
             return
         instance.move(_I.READY)
@@ -79,9 +78,8 @@ class Lifecycle:
             about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
             self._state.log("info", text, **about)
 
-    def load_failed(self, peer: int, message: LoadFailed, now: int) -> None:
+    def load_failed(self, version: Version, instance: Instance, message: LoadFailed, now: int) -> None:
         """Stores the error; it is handled when the process has ended."""
-        version, instance = self._state.instances[peer]
         instance.load_error = f"failed to load: {message.text}"
         version.traceback = message.trace
 
@@ -322,24 +320,20 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------ workers' memory
 
-    def map(self, peer: int, message: Map, now: int) -> None:
+    def map(self, version: Version, instance: Instance, message: Map, now: int) -> None:
         try:
-            self._state.ledger.announce(peer, message, message.audience)
+            self._state.ledger.announce(instance.peer, message, message.audience)
         except ServeError as error:
-            self._kill(peer, f"it violated the protocol: {error}")
+            kill(self._state, version, instance, f"it violated the protocol: {error}")
 
-    def unmap(self, peer: int, message: Unmap, now: int) -> None:
+    def unmap(self, version: Version, instance: Instance, message: Unmap, now: int) -> None:
         try:
-            self._state.ledger.withdraw(peer, message.segment)
+            self._state.ledger.withdraw(instance.peer, message.segment)
         except ServeError as error:
-            self._kill(peer, f"it violated the protocol: {error}")
+            kill(self._state, version, instance, f"it violated the protocol: {error}")
 
-    def garbled(self, peer: int, event: Garbled, now: int) -> None:
-        self._kill(peer, f"it violated the protocol: {event.text}")
-
-    def _kill(self, peer: int, reason: str) -> None:
-        version, instance = self._state.instances[peer]
-        kill(self._state, version, instance, reason)
+    def garbled(self, version: Version, instance: Instance, event: Garbled, now: int) -> None:
+        kill(self._state, version, instance, f"it violated the protocol: {event.text}")
 
     # ------------------------------------------------------------------------------------ drain
 

@@ -461,6 +461,3 @@ class Admission:
     def ping(self, peer: int, message: Ping, now: int) -> None:
         if self._greeted(peer) is not None:
             self._state.send(peer, Pong(message.number))
-
-    def pong(self, peer: int, message: Pong, now: int) -> None:
-        """Nothing to do: a message of any kind proves that the peer is alive, and the shell has recorded it."""

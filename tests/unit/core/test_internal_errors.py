@@ -27,19 +27,19 @@ class Faulty(World):
         self.logs: list[str] = []
         self.goodbyes: list[Goodbye] = []
         self.kills: list[str] = []
-        infer, done = self.core._of_clients[Infer], self.core._of_reports[Done]
+        infer, done = self.core._of_clients[Infer], self.core._of_workers[Done]
 
         def bad_infer(peer: int, message: Infer, now: int) -> None:
             if message.request == 13:
                 raise ZeroDivisionError("thirteen")
             infer(peer, message, now)
 
-        def bad_done(state: State, version: Version, instance: Instance, message: Done, now: int) -> None:
+        def bad_done(version: Version, instance: Instance, message: Done, now: int) -> None:
             if len(message.rows) == 3:
                 raise KeyError(message.batch)
-            done(state, version, instance, message, now)
+            done(version, instance, message, now)
 
-        self.core._of_clients[Infer], self.core._of_reports[Done] = bad_infer, bad_done
+        self.core._of_clients[Infer], self.core._of_workers[Done] = bad_infer, bad_done
 
     def tell(self, effect: Any) -> None:
         super().tell(effect)

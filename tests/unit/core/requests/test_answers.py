@@ -221,7 +221,7 @@ def test_every_message_of_the_protocol_has_a_handler() -> None:
     core = World().core
     assert set(get_args(ClientMessage)) <= set(core._of_clients)
     of_the_broker = {Loaded, Counted, Probed}  # Loaded comes as Compiled
-    assert set(get_args(WorkerReport)) - of_the_broker <= set(core._of_workers) | set(core._of_reports)
+    assert set(get_args(WorkerReport)) - of_the_broker <= set(core._of_workers)
 
 
 def test_versions_and_models_that_cannot_be_served() -> None:
