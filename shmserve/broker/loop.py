@@ -106,7 +106,7 @@ class Broker:
         self._segments = Segments()
         limits = core.state.limits
         self._memory = BrokerMemory(
-            self._segments, arena_bytes, limits.cache_bytes, lambda message: self._put(0, events.OwnSegment(message))
+            self._segments, arena_bytes, limits.cache_bytes, lambda message: self.put(events.OwnSegment(message))
         )
         core.copy_with(self._memory, time.monotonic_ns)
         self.read = self._memory.read
@@ -198,13 +198,13 @@ class Broker:
             self._turns,
             self._backlog,
         )
-        self._put(0, events.Opened(peer, user, "lane", roles))
+        self.put(events.Opened(peer, user, "lane", roles))
 
     def _zmq_opened(self, outbox: ZmqOutbox) -> int:
         peer = next(self._peers)
         self._links[peer] = outbox
         self._zmq_used = True
-        self._put(0, events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
+        self.put(events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
         return peer
 
     def _ended(self, peer: int, reason: str) -> None:
@@ -213,16 +213,16 @@ class Broker:
         link = self._links.pop(peer, None)
         if link is not None:
             self._dirty.pop(link, None)
-        self.operations.gone(peer)
-        self._answers.gone(peer)
-        self._put(0, events.Closed(peer, reason))
+        self.operations.peer_disconnected(peer)
+        self._answers.peer_disconnected(peer)
+        self.put(events.Closed(peer, reason))
 
     def _backlog_changed(self, peer: int, behind: bool) -> None:
         if behind:
             self._answers.fell_behind(peer)
         else:
             self._answers.caught_up(peer)
-        self._put(0, events.Behind(peer, behind))
+        self.put(events.Behind(peer, behind))
 
     def _ping_silent(self) -> None:
         ask, lost = self._zmq.silent(self.core.state.clients)
@@ -231,25 +231,22 @@ class Broker:
         for outbox in lost:
             outbox.close("no answer to a ping")
         for segment in self._memory.trim():
-            self._put(0, events.OwnSegmentGone(segment))
+            self.put(events.OwnSegmentGone(segment))
         self._flush()
         logs.flush()
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
 
     # ------------------------------------------------------------------------------------ input
 
-    def _put(self, peer: int, message: Any) -> None:
-        self._inbox.append((peer, message))
+    def put(self, event: Any) -> None:
+        """Adds an event that is not a message of a peer."""
+        self._inbox.append((0, event))
         self._schedule()
 
     def _schedule(self) -> None:
         if not self._turn_is_due:
             self._turn_is_due = True
             self._loop.call_soon(self._turn)
-
-    def put(self, event: Any) -> None:
-        """Adds an event that concerns the whole broker."""
-        self._put(0, event)
 
     def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
         """Queues the messages of a packet. Takes their descriptors, and replaces invalid messages by Garbled events."""
@@ -426,7 +423,7 @@ class Broker:
             reason = f"cannot start a process: {error.strerror}"
         finally:
             if reason and self._workers.get(effect.peer) is None:
-                self._put(0, events.Exited(effect.peer, reason))
+                self.put(events.Exited(effect.peer, reason))
             elif reason:
                 self._workers.kill(effect.peer, reason)
 
@@ -443,17 +440,17 @@ class Broker:
         models = self.core.state.models.values()
         served = [v for model in models for v in model.versions.values() if v.state is VersionState.READY]
         problem = self._catalog.compose(effect.source, served)
-        self._put(0, events.Composed(effect.source, effect.number, problem))
+        self.put(events.Composed(effect.source, effect.number, problem))
 
     def _worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
         self._segments.worker_ended(pid)
-        self._model_counters.gone(peer)
-        self._probes.gone(peer)
-        self._answers.gone(peer)
-        self._put(0, events.Exited(peer, reason, loading_error, detail))
+        self._model_counters.worker_exited(peer)
+        self._probes.worker_exited(peer)
+        self._answers.peer_disconnected(peer)
+        self.put(events.Exited(peer, reason, loading_error, detail))
         self.operations.untidy = True
-        self.operations.gone(peer)  # the worker may have pending queries
+        self.operations.peer_disconnected(peer)  # the worker may have pending queries
 
     def _close(self, effect: effects.Close) -> None:
         link = self._links.get(effect.peer)
@@ -471,7 +468,7 @@ class Broker:
         kind = type(message)
         if kind is Fail or (kind is Answer and not message.more):
             # Queue this before flushing, which may read later messages of the peer from the ZeroMQ socket.
-            self._put(0, events.Answered(peer, message.request))
+            self.put(events.Answered(peer, message.request))
         self._send(Send(peer, message))
         self._flush()
 

@@ -192,9 +192,9 @@ class ServerProcess:
     def _add_setting_queries(self, settings: argparse.Namespace) -> TraceFile:
         """Registers the queries that show and change log and trace settings. Returns the trace file."""
         state = self._core.state
-        given = merged_traces(settings.trace_config)
-        traces = TraceSettings(given, state.traces.samples, state.models.keys)
-        place = Path(given["trace_file"]).absolute() if "trace_file" in given else None
+        options = merged_traces(settings.trace_config)
+        traces = TraceSettings(options, state.traces.samples, state.models.keys)
+        place = Path(options["trace_file"]).absolute() if "trace_file" in options else None
         file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
         self._broker.traced = file.write
         logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing))

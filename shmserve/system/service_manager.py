@@ -25,12 +25,12 @@ class ServiceManager:
     """
 
     def __init__(self, environment: MutableMapping[str, str], pid: int) -> None:
-        given = {name: environment.pop(name, "") for name in VARIABLES}
+        variables = {name: environment.pop(name, "") for name in VARIABLES}
         self._socket: socket.socket | None = None
         self._address = ""
         self.watchdog_s = 0.0
         """The manager kills this process after so long without a heartbeat; 0: no watchdog."""
-        address = given["NOTIFY_SOCKET"]
+        address = variables["NOTIFY_SOCKET"]
         if not address:
             return
         if address[0] not in "@/":
@@ -38,8 +38,8 @@ class ServiceManager:
             return
         self._address = "\0" + address[1:] if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        if given["WATCHDOG_USEC"].isdecimal() and given["WATCHDOG_PID"] in ("", str(pid)):
-            self.watchdog_s = int(given["WATCHDOG_USEC"]) / 1e6
+        if variables["WATCHDOG_USEC"].isdecimal() and variables["WATCHDOG_PID"] in ("", str(pid)):
+            self.watchdog_s = int(variables["WATCHDOG_USEC"]) / 1e6
 
     def __bool__(self) -> bool:
         return self._socket is not None

@@ -92,7 +92,7 @@ class QueryAnswers:
         if peer in self._held:
             self._due[peer] = self._held.pop(peer)
 
-    def gone(self, peer: int) -> None:
+    def peer_disconnected(self, peer: int) -> None:
         self._behind.discard(peer)
         for waiting in (self._awaiting, self._models, self._due, self._held):
             waiting.pop(peer, None)

@@ -102,7 +102,7 @@ class Control:
             raise InvalidRequest(f"unknown question '{ask.what}'; expected one of: {known}")
         document = answer(ask)
         if ask.what == "models" and not operator:
-            _leave_out_words(document)
+            _remove_last_words(document)
         body = msgspec.json.encode(document)
         return [body[start : start + CHUNK] for start in range(0, len(body), CHUNK)]
 
@@ -208,11 +208,15 @@ class Control:
                     "changed_on_disk": version.state is VersionState.READY and version.source in self.changed_on_disk,
                     "last_failed_change": _failed_change(model) if version.state is VersionState.READY else None,
                 }
-                made = [version, *[other for other in model.generations() if other.number == version.number]]
-                generations = list(dict.fromkeys(made))
+                same_number = [other for other in model.generations() if other.number == version.number]
+                generations = list(dict.fromkeys([version, *same_number]))
                 entry["queued"] = activity.queued(generations)
                 entry["in_flight"] = activity.in_flight(generations)
-                entry["instances"] = [self._instance(made, i) for made in generations for i in made.instances]
+                entry["instances"] = [
+                    self._instance(generation, instance)
+                    for generation in generations
+                    for instance in generation.instances
+                ]
                 index.append(entry)
         return sorted(index, key=lambda entry: entry["name"])
 
@@ -326,8 +330,8 @@ class Control:
 
     def _of(self, version: Version) -> dict[str, Any]:
         counted = version.statistics
-        made = self._core.state.models[version.model].generations()
-        generations = [other for other in made if other.number == version.number]
+        all_generations = self._core.state.models[version.model].generations()
+        generations = [other for other in all_generations if other.number == version.number]
         last_ns = 0
         if counted.last_inference_ns:  # convert from the monotonic clock to wall-clock time
             last_ns = time.time_ns() - (time.monotonic_ns() - counted.last_inference_ns)
@@ -370,9 +374,9 @@ class Control:
             "in_flight": activity.in_flight(generations),
             "busy": {
                 instance.spec.name: round(ns / 1e9, 3)
-                for made in generations
-                for instance in made.instances
-                if (ns := activity.busy_ns(made, instance, time.monotonic_ns()))
+                for generation in generations
+                for instance in generation.instances
+                if (ns := activity.busy_ns(generation, instance, time.monotonic_ns()))
             },
         }
 
@@ -395,7 +399,7 @@ def _duration(count: int, ns: int) -> dict[str, int]:
     return {"count": count, "ns": ns}
 
 
-def _leave_out_words(index: Any) -> None:
+def _remove_last_words(index: Any) -> None:
     """Removes models' output, which may contain data of any user's requests: only operators may read it."""
     for entry in index:
         for instance in entry.get("instances", ()):

@@ -59,7 +59,7 @@ class Probes:
         if not message.ready or not probe.pending:
             self._settle(message.number, message.ready)
 
-    def gone(self, peer: int) -> None:
+    def worker_exited(self, peer: int) -> None:
         self._able.discard(peer)
         for number, probe in list(self._open.items()):
             if peer in probe.pending:

@@ -279,10 +279,10 @@ class Catalog:
             return "it has been replaced meanwhile"
         members: dict[str, StepModel] = {}
         for version in sorted(versions, key=lambda version: version.number):  # the latest version counts
-            made = self._sources.get(version.source)
-            if made is not None and made.completed is not None:
+            member = self._sources.get(version.source)
+            if member is not None and member.completed is not None:
                 others = members[version.model].versions if version.model in members else ()
-                members[version.model] = StepModel(made.completed, (*others, version.number))
+                members[version.model] = StepModel(member.completed, (*others, version.number))
         problems = check_graph(source.config, members)
         return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 

@@ -65,7 +65,7 @@ class Together:
         if others:
             self._others[operation] = set(others)
 
-    def over(self, effect: Settled) -> list[Settled]:
+    def finish(self, effect: Settled) -> list[Settled]:
         """Returns what can be reported now. A failure is reported at once."""
         finished = []
         if effect.operation in self._others and not effect.code:

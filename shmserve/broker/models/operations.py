@@ -136,7 +136,7 @@ class ClientOperations:
         if begun is not None:
             begun[1].close()
 
-    def gone(self, peer: int) -> None:
+    def peer_disconnected(self, peer: int) -> None:
         """Drops partly received bodies of a disconnected client. Its complete operations continue."""
         for key in [key for key in self._uploads if key[0] == peer]:
             self._uploads.pop(key)[1].close()
@@ -275,8 +275,8 @@ class ClientOperations:
 
     def settled(self, effect: effects.Settled) -> None:
         """Reports a finished operation. The load of an ensemble finishes only when those of its models have."""
-        for over in self._together.over(effect):
-            self._report(over)
+        for finished in self._together.finish(effect):
+            self._report(finished)
 
     def _report(self, effect: effects.Settled) -> None:
         job = self._jobs.pop(effect.operation, None)

@@ -126,14 +126,14 @@ class Upload:
         if expected != self._size:
             raise InvalidRequest(f"expected {expected - len(line)} bytes of files in the load call; "
                                  f"received {self._size - len(line)}")  # fmt: skip
-        made = Path(tempfile.mkdtemp(prefix="model-", dir=place))
+        folder = Path(tempfile.mkdtemp(prefix="model-", dir=place))
         try:
             for name, size in sizes.items():
-                _write(self._file, made / model / name, size)
+                _write(self._file, folder / model / name, size)
         except BaseException:
-            shutil.rmtree(made)
+            shutil.rmtree(folder)
             raise
-        return LoadOverride(override, made / model)
+        return LoadOverride(override, folder / model)
 
 
 _FROM_THE_MODEL = re.compile(r"/\d+/")

@@ -54,7 +54,7 @@ class ModelCounters:
         else:
             extent.close()
 
-    def gone(self, peer: int) -> None:
+    def worker_exited(self, peer: int) -> None:
         worker = self._workers.pop(peer, None)
         if worker is None:
             return
@@ -65,7 +65,7 @@ class ModelCounters:
 
     def close(self) -> None:
         for peer in list(self._workers):
-            self.gone(peer)
+            self.worker_exited(peer)
 
     def text(self) -> str:
         """All samples in Prometheus format, grouped by family."""

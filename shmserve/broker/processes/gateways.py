@@ -131,7 +131,7 @@ class Gateways:
         except OSError as error:
             os.close(ready_pipe)
             output.close()
-            self._gone(gateway, 1, f"cannot start a process: {error.strerror}")
+            self._handle_exit(gateway, 1, f"cannot start a process: {error.strerror}")
             return
         finally:
             os.close(write_end)
@@ -189,7 +189,7 @@ class Gateways:
         gateway.output.finish()
         last_words = gateway.output.last_words()
         self._drop(gateway)
-        self._gone(gateway, code, last_words)
+        self._handle_exit(gateway, code, last_words)
 
     def _drop(self, gateway: _Gateway) -> None:
         assert gateway.process is not None
@@ -204,7 +204,7 @@ class Gateways:
         self.pids.discard(gateway.process.pid)
         gateway.process = None
 
-    def _gone(self, gateway: _Gateway, code: int, last_words: str) -> None:
+    def _handle_exit(self, gateway: _Gateway, code: int, last_words: str) -> None:
         if self._ended is not None:
             self._check_ended()
         elif not self._begun:

@@ -149,9 +149,9 @@ def test_pages_of_all_workers_are_added_up() -> None:
         "# HELP put \n# TYPE put gauge\nput 3\n"
     )
     assert tallies.text() == expected
-    tallies.gone(1)  # its gauges are removed; its counts remain
+    tallies.worker_exited(1)  # its gauges are removed; its counts remain
     assert tallies.text() == expected.replace("moved 7", "moved 4").replace("put 3", "put 4")
-    tallies.gone(2)
+    tallies.worker_exited(2)
     assert "# TYPE h histogram" in tallies.text()
     assert "gauge" not in tallies.text()
     served.clear()

@@ -43,7 +43,7 @@ def test_who_does_not_answer_is_not_ready() -> None:
     probes.probed(1, Probed(1, True))
     assert answers == [False]
     probes.probe([1, 2], answers.append)
-    probes.gone(2)
+    probes.worker_exited(2)
     assert answers == [False, False]
     assert not probes.probe([2], answers.append)
     probes.probe([1], answers.append)
