@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import installed
 from shmserve.repo.config.complete import complete, is_ensemble, needs_completion
-from shmserve.repo.config.problems import Problem, Report
+from shmserve.repo.config.problems import Problem, place_of
 from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.rules.ensembles import StepModel, check_graph
-from shmserve.repo.rules.fields import surprises
+from shmserve.repo.rules.fields import completion_warnings
 from shmserve.repo.storage.layout import (
     ERROR,
     WARNING,
@@ -113,26 +113,24 @@ def check(
         if not root.is_dir():
             raise InvalidRequest(f"{root} is not a directory")
     host = frozenset(backends) if backends is not None else installed()
-    found = _Check(host, gpus, config_name, completed or {})
+    repositories = _RepositoryCheck(host, gpus, config_name, completed or {})
     seen: set[Path] = set()
     for root in roots:
         if root.resolve() not in seen:
             seen.add(root.resolve())
-            found.add_root(root)
-    return found.done()
+            repositories.add_root(root)
+    return repositories.done()
 
 
-class _Model:
+class _ModelCheck:
     """A model being checked. `numbers` are the versions that the policy selects, valid or not."""
 
-    def __init__(self, root: Path, found: ScannedModel, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
+    def __init__(self, root: Path, scanned: ScannedModel, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
         self.root = root
-        self.found = found
+        self.scanned = scanned
         self.config = config
         self.numbers = numbers
         self.findings: list[CheckFinding] = []
-        self._report = Report(f"{found.name}/{found.file or '(no config.pbtxt)'}")
-        self._report.places = dict(found.places)
 
     @property
     def ensemble(self) -> bool:
@@ -141,12 +139,12 @@ class _Model:
     def add(self, severity: str, problem: Problem, hint: str = "") -> None:
         file = problem.file.removesuffix(" (no config.pbtxt)")
         place = (file, problem.line, problem.column, problem.path)
-        self.findings.append(CheckFinding(self.found.name, severity, self.root, *place, problem.text, hint))
+        self.findings.append(CheckFinding(self.scanned.name, severity, self.root, *place, problem.text, hint))
 
     def add_finding(self, seen: Finding) -> None:
         if seen.path:
-            line, column = self._report.place(seen.path)
-            file = f"{self.found.name}/{self.found.file}" if self.found.file else self.found.name
+            line, column = place_of(seen.path, self.scanned.places)
+            file = f"{self.scanned.name}/{self.scanned.file}" if self.scanned.file else self.scanned.name
         else:
             line, column, file = seen.line, seen.column, seen.file
         self.add(seen.severity, Problem(file, line, column, seen.path, seen.text), seen.hint)
@@ -159,12 +157,12 @@ class _Model:
 
     def done(self) -> CheckedModel:
         findings = sorted(self.findings, key=lambda finding: (finding.file, finding.line, finding.column))
-        sound = tuple(number for number in self.numbers if number not in self.found.missing)
+        sound = tuple(number for number in self.numbers if number not in self.scanned.missing)
         groups = tuple(group.name for group in self.config.instance_group) if self.config is not None else ()
-        return CheckedModel(self.found.name, self.root, self.ensemble, sound, groups, tuple(findings))
+        return CheckedModel(self.scanned.name, self.root, self.ensemble, sound, groups, tuple(findings))
 
 
-class _Check:
+class _RepositoryCheck:
     def __init__(
         self,
         backends: Collection[str],
@@ -177,60 +175,61 @@ class _Check:
         self._config_name = config_name
         self._completed = completed
         self._findings: list[CheckFinding] = []
-        self._models: list[_Model] = []
+        self._models: list[_ModelCheck] = []
 
     def add_root(self, root: Path) -> None:
-        self._findings += root_notes(root)
+        self._findings += repository_findings(root)
         with contextlib.suppress(OSError, InvalidRequest):  # already among the findings
             if not is_model(root):
                 for paths in model_names([root]).values():
-                    self._models.append(self._look(root, paths[0]))
+                    self._models.append(self._check_model(root, paths[0]))
 
-    def _look(self, root: Path, path: Path) -> _Model:
-        found = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
-        model = _examined(root, found, self._backends, self._gpus)
-        final = self._completed.get(found.name)
-        if final is not None and found.given is not None:
-            for text in surprises(found.given, final):
+    def _check_model(self, root: Path, path: Path) -> _ModelCheck:
+        scanned = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
+        model = _check_files(root, scanned, self._backends, self._gpus)
+        final = self._completed.get(scanned.name)
+        if final is not None and scanned.given is not None:
+            for text in completion_warnings(scanned.given, final):
                 model.add_finding(Finding(WARNING, "", text, path="max_batch_size"))
         return model
 
     # ------------------------------------------------------------------------------------------- across models
 
     def done(self) -> Checked:
-        self._twice()
+        self._add_duplicates()
         members = self._members()
         for model in self._models:
             if not model.ensemble or model.config is None:
                 continue
             for problem in check_graph(model.config, members):
                 model.add_finding(Finding(ERROR, "", problem.text, path=problem.path))
-        models = sorted(self._models, key=lambda model: (model.found.name, str(model.root)))
+        models = sorted(self._models, key=lambda model: (model.scanned.name, str(model.root)))
         return Checked(tuple(model.done() for model in models), tuple(self._findings))
 
-    def _twice(self) -> None:
+    def _add_duplicates(self) -> None:
         roots: dict[str, list[Path]] = {}
         for model in self._models:
-            roots.setdefault(model.found.name, []).append(model.root)
+            roots.setdefault(model.scanned.name, []).append(model.root)
         for model in self._models:
-            others = [str(root) for root in roots[model.found.name] if root != model.root]
+            name = model.scanned.name
+            others = [str(root) for root in roots[name] if root != model.root]
             if others:
-                text = f"model appears in two or more repositories: '{model.found.name}' is also in {', '.join(others)}"
+                text = f"model appears in two or more repositories: '{name}' is also in {', '.join(others)}"
                 hint = "none of them is served; keep one, or rename a directory"
-                model.add(ERROR, Problem(model.found.name, 0, 0, "", text), hint)
+                model.add(ERROR, Problem(name, 0, 0, "", text), hint)
 
     def _members(self) -> Mapping[str, StepModel]:
         members: dict[str, StepModel] = {}
         for model in self._models:
             errors = model.errors()
             reason = f"it has {errors} problem{'s' if errors > 1 else ''} itself" if errors else ""
-            final = self._completed.get(model.found.name)
-            member = StepModel(final or model.config, model.numbers, reason, final is not None or _settled(model))
-            members.setdefault(model.found.name, member)
+            final = self._completed.get(model.scanned.name)
+            member = StepModel(final or model.config, model.numbers, reason, final is not None or _is_final(model))
+            members.setdefault(model.scanned.name, member)
         return members
 
 
-def root_notes(root: Path) -> list[CheckFinding]:
+def repository_findings(root: Path) -> list[CheckFinding]:
     """All findings about a repository itself, apart from its models."""
     seen = []
     try:
@@ -248,34 +247,36 @@ def root_notes(root: Path) -> list[CheckFinding]:
     return [CheckFinding("", one.severity, root, one.file, 0, 0, "", one.text, one.hint) for one in seen]
 
 
-def notes(found: ScannedModel, *, backends: Collection[str], gpus: Collection[int] = ()) -> tuple[CheckFinding, ...]:
+def load_warnings(
+    scanned: ScannedModel, *, backends: Collection[str], gpus: Collection[int] = ()
+) -> tuple[CheckFinding, ...]:
     """What a server logs when it loads the model: all warnings of a check, and versions that are left out. Errors fail
     the load and are reported by that.
     """
-    model = _examined(found.path.parent, found, backends, gpus)
-    warnings = set(found.warning_texts)
+    model = _check_files(scanned.path.parent, scanned, backends, gpus)
+    warnings = set(scanned.warning_texts)
     return tuple(
         finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in warnings
     )
 
 
-def _examined(root: Path, found: ScannedModel, backends: Collection[str], gpus: Collection[int]) -> _Model:
+def _check_files(root: Path, scanned: ScannedModel, backends: Collection[str], gpus: Collection[int]) -> _ModelCheck:
     """All findings about a model on its own."""
-    path, numbers, config = found.path, found.versions, None
+    path, numbers, config = scanned.path, scanned.versions, None
     try:
         if not numbers:
-            numbers = _numbers(path, found.given)
-        config = found.config or _as_if_sound(found, numbers, backends, gpus)
+            numbers = _selected_versions(path, scanned.given)
+        config = scanned.config or _completed_anyway(scanned, numbers, backends, gpus)
         seen = inspect_model(path, config, numbers)
     except OSError:  # already reported by the scan
         seen = []
-    model = _Model(root, found, config, numbers)
+    model = _ModelCheck(root, scanned, config, numbers)
     unreadable = any(one.text.startswith(_UNREADABLE) for one in seen)
-    for problem in found.problems:
+    for problem in scanned.problems:
         if not (unreadable and problem.text.startswith(_UNREADABLE)):
             model.add(ERROR, problem)
-    for problem in found.warnings:
-        lacking = problem.file.rpartition("/")[2] in map(str, found.missing) and not problem.line
+    for problem in scanned.warnings:
+        lacking = problem.file.rpartition("/")[2] in map(str, scanned.missing) and not problem.line
         model.add(ERROR if lacking else WARNING, problem)
     for one in seen:
         if not (one.path and model.has(one.path)):
@@ -283,25 +284,25 @@ def _examined(root: Path, found: ScannedModel, backends: Collection[str], gpus: 
     return model
 
 
-def _as_if_sound(
-    found: ScannedModel, numbers: Sequence[int], backends: Collection[str], gpus: Collection[int]
+def _completed_anyway(
+    scanned: ScannedModel, numbers: Sequence[int], backends: Collection[str], gpus: Collection[int]
 ) -> ModelConfig | None:
     """The completed configuration despite its problems."""
-    if found.given is None:
+    if scanned.given is None:
         return None
-    files = os.listdir(found.path / str(numbers[0])) if numbers else ()
-    return complete(found.given, found.name, files, backends, gpus)
+    files = os.listdir(scanned.path / str(numbers[0])) if numbers else ()
+    return complete(scanned.given, scanned.name, files, backends, gpus)
 
 
-def _settled(model: _Model) -> bool:
+def _is_final(model: _ModelCheck) -> bool:
     if model.config is None or needs_completion(model.config):
         return False
     if model.config.backend == "python":
-        return not may_complete_itself(model.found.path, model.numbers, model.config)
+        return not may_complete_itself(model.scanned.path, model.numbers, model.config)
     return True
 
 
-def _numbers(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
+def _selected_versions(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
     """The version directories selected by the policy."""
     policy = (given and given.version_policy) or ModelVersionPolicy()
     names: Iterable[str] = (entry.name for entry in os.scandir(path) if os.path.isdir(entry.path))

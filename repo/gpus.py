@@ -17,16 +17,16 @@ CONTROL = Path("/dev/nvidiactl")
 """Exists if the driver is loaded."""
 
 
-class Numbers(tuple[int, ...]):
-    """GPU numbers. `not_for`: backends that, as installed here, use no GPU."""
+class GpuNumbers(tuple[int, ...]):
+    """GPU numbers. `cpu_only`: backends that, as installed here, use no GPU."""
 
-    not_for: frozenset[str] = frozenset()
+    cpu_only: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, numbers: Iterable[int], not_for: Iterable[str]) -> Numbers:
-        made = cls(numbers)
-        made.not_for = frozenset(not_for)
-        return made
+    def of(cls, numbers: Iterable[int], cpu_only: Iterable[str]) -> GpuNumbers:
+        gpus = cls(numbers)
+        gpus.cpu_only = frozenset(cpu_only)
+        return gpus
 
 
 class Gpu(NamedTuple):
@@ -46,8 +46,8 @@ class Gpus(NamedTuple):
     why: str = ""
 
     @property
-    def numbers(self) -> Numbers:
-        return Numbers.of((gpu.number for gpu in self.found), not_for() if self.found else ())
+    def numbers(self) -> GpuNumbers:
+        return GpuNumbers.of((gpu.number for gpu in self.found), cpu_only() if self.found else ())
 
     def uuids(self) -> dict[int, str]:
         return {gpu.number: gpu.uuid for gpu in self.found}
@@ -78,7 +78,7 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
     return Gpus(tuple(gpu._replace(number=number) for number, gpu in enumerate(shown)))
 
 
-def not_for() -> frozenset[str]:
+def cpu_only() -> frozenset[str]:
     """Backends that run on the CPU only, or whose installed package is the CPU build."""
     found = {"identity", "openvino"}
     if not _version("onnxruntime-gpu"):

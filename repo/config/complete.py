@@ -15,7 +15,7 @@ from shmserve.dtypes import TO_CONFIG
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput, ModelTensorReshape
-from shmserve.repo.gpus import Numbers
+from shmserve.repo.gpus import GpuNumbers
 
 ENSEMBLE = "ensemble"
 DEFAULT_MAX_BATCH = 4
@@ -249,7 +249,7 @@ def _instance_group(
     config: ModelConfig, group: ModelInstanceGroup, index: int, gpus: Collection[int]
 ) -> ModelInstanceGroup:
     if group.kind == "KIND_AUTO":
-        able = not (isinstance(gpus, Numbers) and config.backend in gpus.not_for)
+        able = not (isinstance(gpus, GpuNumbers) and config.backend in gpus.cpu_only)
         if gpus and able and all(gpu in gpus for gpu in group.gpus):
             group = replace(group, kind="KIND_GPU")
         else:

@@ -6,7 +6,7 @@ Invariant: texts name files relative to the repository, never by their path on t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
@@ -85,21 +85,22 @@ class Report:
             self.warnings.append(self._at(path, text, place))
 
     def _at(self, path: str, text: str, place: Place | None) -> Problem:
-        line, column = place or self.place(path)
+        line, column = place or place_of(path, self.places)
         return Problem(self.file, line, column, escaped(path, _LONGEST_PATH), escaped(text, _LONGEST_TEXT))
-
-    def place(self, path: str) -> Place:
-        """The position of the field, or of the nearest enclosing message in the file."""
-        while path:
-            found = self.places.get(path)
-            if found:
-                return found
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        return (0, 0)
 
     def raise_problems(self) -> None:
         if self._problems:
             raise ConfigError(self.problems)
+
+
+def place_of(path: str, places: Mapping[str, Place]) -> Place:
+    """The position of the field, or of the nearest enclosing message in the file."""
+    while path:
+        place = places.get(path)
+        if place:
+            return place
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return (0, 0)
 
 
 def nearest(found: str, valid: Iterable[str]) -> str | None:

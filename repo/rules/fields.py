@@ -90,7 +90,7 @@ def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> 
     _others(config, problem)
 
 
-def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
+def verify_completed(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
     """Fill in the defaults of a configuration completed by its model, and validate it. Raises ConfigError with all
     problems.
     """
@@ -101,7 +101,7 @@ def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[i
     return config
 
 
-def surprises(given: ModelConfig, final: ModelConfig) -> list[str]:
+def completion_warnings(given: ModelConfig, final: ModelConfig) -> list[str]:
     """Log messages about completed values that the user may not expect."""
     if given.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
         # A Python model sets its own max_batch_size.

@@ -310,8 +310,8 @@ class Broker:
             return events.Garbled(0, "Loaded from a client that is not a worker")
         version, _ = worker
         try:
-            policy, surprises = self._catalog.complete(version.source, config)
-            for text in surprises:
+            policy, warnings = self._catalog.complete(version.source, config)
+            for text in warnings:
                 log.warning("%s: %s", version.label, text)
             return events.Compiled(policy)
         except (ServeError, msgspec.MsgspecError) as error:

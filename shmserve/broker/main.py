@@ -39,7 +39,7 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
-from shmserve.repo.check import root_notes
+from shmserve.repo.check import repository_findings
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.storage.generation import Generations, Sizes
 from shmserve.repo.storage.store import ScannedModel
@@ -241,7 +241,7 @@ class ServerProcess:
                 log.error("%s: serving no models; the server is neither live nor ready", text)
             self._operations.begin([])
             return
-        for finding in [finding for root in settings.model_repository for finding in root_notes(root)]:
+        for finding in [finding for root in settings.model_repository for finding in repository_findings(root)]:
             hint = f" -> {finding.hint}" if finding.hint else ""
             log.warning("%s: %s%s", finding.where, finding.text, hint)
         if self._mode == "poll" and settings.repository_poll_secs:

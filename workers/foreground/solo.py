@@ -28,7 +28,7 @@ from shmserve.protocol.messages import Load, Options, Row, Tensor, Wanted, Work
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.config.schema import decode_config
 from shmserve.repo.gpus import VISIBLE, discover
-from shmserve.repo.rules.fields import surprises, verify
+from shmserve.repo.rules.fields import completion_warnings, verify_completed
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.system.process import keep_freed_memory
@@ -103,15 +103,15 @@ def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
     with _loaded(order, chosen, mapped, terminal) as model:
         loading = time.perf_counter() - started
         config = model.config
-        surprising = surprises(decode_config(chosen.given), config) if chosen.given is not None else []
-        for text in surprising:
+        completion = completion_warnings(decode_config(chosen.given), config) if chosen.given is not None else []
+        for text in completion:
             log_message(text, "warning")
         terminal.print(_heading(config, chosen.version, loading))
         work = _work(order, source, config)
         if order.file == "-":
             terminal.reopen_stdin()
         answers, seconds = _repeat(order.repeat, work, model, mapped, terminal)
-    more = {"load_seconds": round(loading, 6), "warnings": [*chosen.warnings, *surprising]}
+    more = {"load_seconds": round(loading, 6), "warnings": [*chosen.warnings, *completion]}
     _show(order, config, chosen.version, answers, seconds, more, terminal)
     return 0
 
@@ -195,7 +195,7 @@ def _loaded(order: RunOrder, chosen: Chosen, mapped: Mapped, terminal: Terminal)
         text = terminal.failure(error)
         raise RunFailed(f"failed to load model '{config.name}' version {version}: {text}") from None
     try:
-        verify(model.config, backends=chosen.backends)
+        verify_completed(model.config, backends=chosen.backends)
         yield model
     finally:
         try:

@@ -26,15 +26,14 @@ from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import Load
 from shmserve.repo.backends import DIRECTORY, installed
-from shmserve.repo.check import CheckFinding
-from shmserve.repo.check import notes as check_notes
+from shmserve.repo.check import CheckFinding, load_warnings
 from shmserve.repo.compile import CoreSet, compile_instances, compile_policy, environment, unknown_policies
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.problems import Problem
 from shmserve.repo.config.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.rules.ensembles import StepModel, check_graph
-from shmserve.repo.rules.fields import surprises, verify
+from shmserve.repo.rules.fields import completion_warnings, verify_completed
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
 from shmserve.repo.storage.snapshot import Snapshot, take
 from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model, model_names, scan_model
@@ -168,7 +167,7 @@ class Catalog:
             if after == before:
                 break
             before = after
-        findings = check_notes(scanned, backends=self._backends, gpus=self._gpus)
+        findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus)
         return Reading(scanned, before, given, kept, findings)
 
     def _keep(self, scanned: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
@@ -381,13 +380,13 @@ class Catalog:
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Stores the configuration as completed by a worker. Also returns changes that the owner may not expect."""
         source = self._sources[number]
-        config = verify(decode_config(data), backends=self._backends, gpus=self._gpus)
+        config = verify_completed(decode_config(data), backends=self._backends, gpus=self._gpus)
         if config.name != source.model:
             raise InvalidRequest(f"the model changed its own name to '{config.name}', which is not allowed")
         policy = compile_policy(config, source.version)
         is_complete = source.completed is not None
         source.completed = config
-        return policy, [] if is_complete else surprises(source.given, config)
+        return policy, [] if is_complete else completion_warnings(source.given, config)
 
     # ------------------------------------------------------------------------------------ queries
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shmserve.broker.processes import gpus
 from shmserve.broker.processes.gpus import GpuMetrics
-from shmserve.repo.gpus import Gpu, Gpus, discover, not_for, visible
+from shmserve.repo.gpus import Gpu, Gpus, cpu_only, discover, visible
 from tests.support.workers.gpu_harness import standins
 
 EVERY = [Gpu(number, number, f"GPU-{number:02x}ab", f"0000:0{number}:00.0", "H100") for number in range(4)]
@@ -42,7 +42,7 @@ def test_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Gpus(
         (Gpu(0, 0, "GPU-aa11", "00000000:3B:00.0", "Stand-in"), Gpu(1, 1, "GPU-bb22", "00000000:AF:00.0", "Stand-in"))
     )
-    assert found.numbers.not_for >= {"identity", "openvino"}
+    assert found.numbers.cpu_only >= {"identity", "openvino"}
     assert found.numbers == (0, 1)
     assert found.uuids() == {0: "GPU-aa11", 1: "GPU-bb22"}
     assert found.places() == {0: "00000000:3B:00.0", 1: "00000000:AF:00.0"}
@@ -88,9 +88,9 @@ def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return versions[package]
 
     monkeypatch.setattr(metadata, "version", version)
-    assert not_for() == {"identity", "openvino", "onnxruntime", "pytorch"}
+    assert cpu_only() == {"identity", "openvino", "onnxruntime", "pytorch"}
     versions |= {"onnxruntime-gpu": "1.20.0", "torch": "2.6.0"}
-    assert not_for() == {"identity", "openvino"}
+    assert cpu_only() == {"identity", "openvino"}
 
 
 def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

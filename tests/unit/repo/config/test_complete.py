@@ -19,9 +19,9 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model, needs_completion
 from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
-from shmserve.repo.gpus import Numbers
+from shmserve.repo.gpus import GpuNumbers
 from shmserve.repo.load import ModelContext, examine, parse
-from shmserve.repo.rules.fields import verify
+from shmserve.repo.rules.fields import verify_completed
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.texts import ALL, BACKENDS, SMALL
 
@@ -112,7 +112,7 @@ def groups(text: str, gpus: tuple[int, ...] = ()) -> list[Any]:
 
 def test_backends_without_gpu_support_default_to_the_cpu() -> None:
     """An explicit KIND_GPU is kept: then loading fails with the reason."""
-    gpus = Numbers.of((0, 1), ("onnxruntime",))
+    gpus = GpuNumbers.of((0, 1), ("onnxruntime",))
     assert groups('backend: "onnxruntime"', gpus) == [("m_0", "KIND_CPU", 2, ())]
     assert groups('backend: "python"', gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
     text = 'backend: "onnxruntime" instance_group { kind: KIND_GPU }'
@@ -177,7 +177,7 @@ def test_a_model_that_can_batch() -> None:
     assert config.dynamic_batching.preferred_batch_size == (4,)
     assert [(t.name, t.data_type, t.dims, t.reshape) for t in config.input] == [("x", "TYPE_FP32", (3, 244, 244), None)]
     assert [(t.name, t.data_type, t.dims, t.reshape) for t in config.output] == [("y", "TYPE_STRING", (-1,), None)]
-    verify(config, backends=BACKENDS)
+    verify_completed(config, backends=BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_tensor_without_dims_is_reshaped_to_one() -> None:
     assert config.input[0].reshape == ModelTensorReshape()
     assert config.output[0].dims == (1,)
     assert config.output[0].reshape == ModelTensorReshape()
-    verify(config, backends=BACKENDS)
+    verify_completed(config, backends=BACKENDS)
 
 
 def test_only_missing_tensors_are_completed() -> None:
@@ -248,11 +248,11 @@ def test_only_missing_tensors_are_completed() -> None:
 def test_settings_that_a_model_adds_get_defaults() -> None:
     given = examine('backend: "python"', "config.pbtxt", ModelContext("m", BACKENDS)).require()
     added = replace(given, max_batch_size=6, dynamic_batching=ModelDynamicBatching())
-    config = verify(added, backends=BACKENDS)
+    config = verify_completed(added, backends=BACKENDS)
     assert config.dynamic_batching == ModelDynamicBatching(preferred_batch_size=(6,))
-    assert verify(config, backends=BACKENDS) == config
+    assert verify_completed(config, backends=BACKENDS) == config
     with pytest.raises(ConfigError, match="m, as completed by the model: max_batch_size: found -1"):
-        verify(replace(given, max_batch_size=-1), backends=BACKENDS)
+        verify_completed(replace(given, max_batch_size=-1), backends=BACKENDS)
 
 
 def test_unsupported_data_type() -> None:
@@ -278,7 +278,7 @@ def test_a_completed_configuration_is_valid_and_complete(shapes: list[list[int]]
     dims = [tensor.dims for tensor in config.input] + [tensor.dims for tensor in config.output]
     assert dims == [tuple(shape[skip:]) or (1,) for shape in shapes]
     assert complete_from_model(config, [], []) == config
-    verify(config, backends=BACKENDS)
+    verify_completed(config, backends=BACKENDS)
 
 
 def onnx_model(path: Path, batch: str | int) -> Path:

@@ -16,7 +16,7 @@ from shmserve.repo.config.complete import TensorFacts, complete, complete_from_m
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, as_triton_json
 from shmserve.repo.load import parse
-from shmserve.repo.rules.fields import surprises
+from shmserve.repo.rules.fields import completion_warnings
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, SMALL
@@ -168,23 +168,23 @@ def test_floats_have_the_shortest_text() -> None:
     assert "minimum_slot_utilization: 0.1  # file\n" in as_text(config, origins(config, config, config, "file"))
 
 
-# ----------------------------------------------------------------------------------------------------- surprises
+# --------------------------------------------------------------------------------------------- completion warnings
 
 
 def test_a_completed_batch_size_is_a_surprise() -> None:
     given, filled = completed('backend: "onnxruntime"')
-    (text,) = surprises(given, complete_from_model(filled, *FACTS))
+    (text,) = completion_warnings(given, complete_from_model(filled, *FACTS))
     assert "it is set to 4, and requests are batched dynamically" in text
     assert "max_batch_size in config.pbtxt" in text
     assert "--backend-config=onnxruntime,default-max-batch-size=N" in text
-    (text,) = surprises(given, complete_from_model(filled, *FACTS, default_max_batch=1))
+    (text,) = completion_warnings(given, complete_from_model(filled, *FACTS, default_max_batch=1))
     assert "it is set to 1. To change it" in text
 
 
 def test_a_given_batch_size_is_not_a_surprise() -> None:
     given, filled = completed('backend: "onnxruntime" max_batch_size: 8')
-    assert surprises(given, complete_from_model(filled, *FACTS)) == []
+    assert completion_warnings(given, complete_from_model(filled, *FACTS)) == []
     given, filled = completed('backend: "onnxruntime"')
-    assert surprises(given, complete_from_model(filled, *FACTS, can_batch=False)) == []
+    assert completion_warnings(given, complete_from_model(filled, *FACTS, can_batch=False)) == []
     given, filled = completed('backend: "python"')
-    assert surprises(given, replace(filled, max_batch_size=8, dynamic_batching=ModelDynamicBatching())) == []
+    assert completion_warnings(given, replace(filled, max_batch_size=8, dynamic_batching=ModelDynamicBatching())) == []

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.load import ModelContext, examine, parse
-from shmserve.repo.rules.fields import verify
+from shmserve.repo.rules.fields import verify_completed
 from tests.support.repo.texts import BACKENDS, SMALL
 
 INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: [ 3 ] }\n'
@@ -67,7 +67,7 @@ def test_limits(text: str, expected: str) -> None:
 
 def test_preferred_sizes_are_checked_once_the_model_has_completed_its_configuration() -> None:
     config = complete(parse('backend: "onnxruntime" dynamic_batching { preferred_batch_size: [ 4 ] }'), "m")
-    verify(config, backends=BACKENDS)
+    verify_completed(config, backends=BACKENDS)
     tensors = parse(INPUT + OUTPUT)
     with pytest.raises(ConfigError, match=r"preferred_batch_size\[0\]: found 4, expected at most max_batch_size"):
-        verify(replace(config, input=tensors.input, output=tensors.output), backends=BACKENDS)
+        verify_completed(replace(config, input=tensors.input, output=tensors.output), backends=BACKENDS)
