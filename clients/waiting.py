@@ -69,13 +69,13 @@ class ReadyWait:
 
 def failed_changes(model: str | None, index: list[dict[str, Any]]) -> list[str]:
     """A text for each model that still serves its previous state because its last change failed."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for entry in index:
         failed = entry.get("last_failed_change")
         if failed is not None and model in (None, entry["name"]):
             text = f"model '{entry['name']}' still serves its previous version: {failed_change(failed)}"
-            found.setdefault(entry["name"], text)
-    return list(found.values())
+            texts.setdefault(entry["name"], text)
+    return list(texts.values())
 
 
 def degraded(model: str | None, index: list[dict[str, Any]]) -> list[str]:

@@ -46,16 +46,16 @@ def read(path: str | os.PathLike[str], secret: bool = False) -> str:
     shown = os.fspath(path)
     try:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidRequest(f"{shown} is not a regular file")
             text = file.read(FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidRequest(f"cannot read keys from {shown}: {reason}") from error
-    if secret and found.st_mode & 0o077:
+    if secret and status.st_mode & 0o077:
         raise InvalidRequest(f"{shown} contains a secret key and is readable by other users: chmod 600 {shown}")
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise InvalidRequest(f"{shown} is writable by other users: chmod go-w {shown}")
     if len(text) > FILE_BYTES:
         raise InvalidRequest(f"{shown} exceeds {FILE_BYTES} bytes, the limit for key files")
@@ -64,32 +64,32 @@ def read(path: str | os.PathLike[str], secret: bool = False) -> str:
 
 def read_pair(path: str | os.PathLike[str]) -> Pair:
     """Read a key pair, also one written by zmq.auth. Raises InvalidRequest if the file is not a pair."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for line in read(path, secret=True).splitlines():
         match = _LINE.fullmatch(line.strip())
         if match is not None and KEY.fullmatch(match[2]):
-            found[match[1]] = match[2]
-    if len(found) < 2:
+            keys[match[1]] = match[2]
+    if len(keys) < 2:
         raise InvalidRequest(
             f"{os.fspath(path)} is not a key pair: use the file NAME.key written by `shmserve keygen NAME`"
         )
     import zmq
 
-    if zmq.curve_public(found["secret"].encode()).decode() != found["public"]:
+    if zmq.curve_public(keys["secret"].encode()).decode() != keys["public"]:
         raise InvalidRequest(
             f"the two keys in {os.fspath(path)} do not match; create a new pair with `shmserve keygen NAME`"
         )
-    return Pair(found["public"], found["secret"])
+    return Pair(keys["public"], keys["secret"])
 
 
-def read_public(given: str | os.PathLike[str]) -> str:
-    """A public key, given as text or as a file that begins with it."""
-    text = os.fspath(given)
+def read_public(key: str | os.PathLike[str]) -> str:
+    """A public key, key as text or as a file that begins with it."""
+    text = os.fspath(key)
     if KEY.fullmatch(text):
         return text
     if not os.path.exists(text):
         raise InvalidRequest(f"{text!r} is neither a public key (40 characters) nor a file with one")
-    for line in read(given).splitlines():
+    for line in read(key).splitlines():
         word = line.split(None, 1)[0] if line.strip() else ""
         if KEY.fullmatch(word):
             return word

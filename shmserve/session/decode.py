@@ -60,11 +60,11 @@ def _from_bytes(tensor: Tensor, data: Any) -> Array:
     try:
         if tensor.dtype == "BYTES":
             return strings.decode_bytes(data, tensor.shape)
-        found = _ndarray(tensor.shape, NUMPY[tensor.dtype], data)
+        array = _ndarray(tensor.shape, NUMPY[tensor.dtype], data)
     except (KeyError, TypeError, ValueError, InvalidRequest) as error:
         raise _unreadable(tensor, error) from error
-    found.flags.writeable = False
-    return found
+    array.flags.writeable = False
+    return array
 
 
 def _unreadable(tensor: Tensor, error: Exception) -> Internal:
@@ -107,21 +107,21 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | 
     if isinstance(data, tuple):
         if place is not None and len(data) == 1 and memory.is_own(data[0]):
             return _written(tensor, place) if isinstance(place, np.ndarray) else _written_on_device(tensor, place)
-        found = _view(tensor, memory)
+        array = _view(tensor, memory)
     elif isinstance(data, int):
         if not 0 <= data < len(frames):
             raise Internal(f"output '{tensor.name}' refers to frame {data}, but the message has {len(frames)} frame(s)")
-        found = _from_bytes(tensor, frames[data])
+        array = _from_bytes(tensor, frames[data])
     else:
-        found = _from_bytes(tensor, data)
+        array = _from_bytes(tensor, data)
     if place is None:
-        return found
+        return array
     if isinstance(place, np.ndarray):
-        return _into_place(tensor, found, place)
-    _check_place(tensor, found, place)
-    memory.devices.store(place, found)
-    array: Array = place.owner
-    return array
+        return _into_place(tensor, array, place)
+    _check_place(tensor, array, place)
+    memory.devices.store(place, array)
+    owner: Array = place.owner
+    return owner
 
 
 def _view(tensor: Tensor, memory: SessionMemory) -> Array:
@@ -168,8 +168,8 @@ def _written_on_device(tensor: Tensor, place: DeviceRef) -> Array:
             f"output '{tensor.name}' has shape {list(tensor.shape)}, but was written to an array of shape "
             f"{list(place.shape)}"
         )
-    array: Array = place.owner
-    return array
+    owner: Array = place.owner
+    return owner
 
 
 def _into_place(tensor: Tensor, source: Array, place: Array) -> Array:

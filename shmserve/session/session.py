@@ -106,7 +106,6 @@ class Session:
         """Number -> unanswered ticket."""
         self.connected = False
         self.server = ""
-        self.limits: dict[str, int] = {}
         self.goodbye: ServeError | None = None
         """The error with which the server ended the connection, if it sent one. `receive` raises it once."""
         self.outbox = SessionOutbox(self.memory, self._tickets)
@@ -120,7 +119,7 @@ class Session:
         self._explain_lost = explain_lost
         self._decode_packet = codec.Codec(BrokerMessage).decode
         self._number = 0
-        self._behind: list[int] = []
+        self._to_resend: list[int] = []
         """Requests to resend once the new server has loaded its models, and requests of sequences that follow them."""
         self.questions = Queries(self.tickets, self.outbox)
         self._operations_to_send = self.questions.to_send
@@ -191,8 +190,8 @@ class Session:
         if kept is not None and kept.frames:
             outbox.framed = True
         self.tickets[number] = ticket
-        if self._behind and message.options is not None and message.options.sequence:
-            self._behind.append(number)  # after the earlier requests of its sequence, which are not resent yet
+        if self._to_resend and message.options is not None and message.options.sequence:
+            self._to_resend.append(number)  # after the earlier requests of its sequence, which are not resent yet
             return
         outbox.messages.append(message)
         outbox.size += size + 64
@@ -207,7 +206,9 @@ class Session:
         timeout: float | None = None,
         body: Body | None = None,
     ) -> None:
-        """Queue a question or an operation; the ticket is settled with the parsed JSON of the answer."""
+        """Queue a question or an operation; the ticket is settled with the parsed JSON of the answer. `now` is used
+        only with `timeout`.
+        """
         check_name("model", model)
         version_number = version_of(version)
         self._number = number = self._number + 1
@@ -414,7 +415,6 @@ class Session:
         if message.protocol != PROTOCOL:
             raise ProtocolError(f"the server speaks protocol {message.protocol}, this client {PROTOCOL}")
         first, self.server = not self.server, message.server
-        self.limits = message.limits
         if self._on_limits is not None:
             self._on_limits(message.limits)
         numbers = self.memory.connected(message.owner, message.limits)
@@ -425,16 +425,16 @@ class Session:
                 self._remove(ticket)  # cancelled, and unknown to the new server
             elif isinstance(ticket.message, Ask):
                 self.questions.put_again(ticket.message)
-        self._behind = renew(self.tickets, numbers, self.memory)
-        if self._behind and not first:
+        self._to_resend = renew(self.tickets, numbers, self.memory)
+        if self._to_resend and not first:
             self.ask(Resume(self._send_again), LOADED, 0.0)
-        elif self._behind:
+        elif self._to_resend:
             self._send_again()
         return 0
 
     def _send_again(self) -> None:
         self.urgent = True
-        numbers, self._behind = self._behind, []
+        numbers, self._to_resend = self._to_resend, []
         for ticket in send_again(numbers, self.tickets, self.outbox):
             self._remove(ticket)
 

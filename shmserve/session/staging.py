@@ -35,7 +35,7 @@ def place_device_tensors(message: Infer, kept: KeptInputs, memory: SessionMemory
             message.inputs[index].data = (devices.export(source),)
         for place in kept.places.values():
             if isinstance(place, DeviceRef):
-                devices.settle(place)
+                devices.synchronize(place)
     except BaseException:
         memory.release_inputs(kept)
         raise

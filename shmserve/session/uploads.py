@@ -48,12 +48,12 @@ class _File:
         self._path = os.fspath(path)
         self._descriptor = -1
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise InvalidRequest(f"file '{name}' cannot be read from {self._path}: not a regular file")
-        self.size = found.st_size
+        self.size = status.st_size
 
     def read(self, offset: int, size: int) -> bytes:
         try:
@@ -182,7 +182,7 @@ def _config(config: Mapping[str, Any] | str) -> dict[str, Any]:
             config = json.loads(text)
         except ValueError as error:
             try:
-                config = json.loads(_BARE_NAME.sub(lambda found: found[1] or f'"{found[2]}"', text))
+                config = json.loads(_BARE_NAME.sub(lambda match: match[1] or f'"{match[2]}"', text))
             except ValueError:
                 raise InvalidRequest(f"config is not JSON: {error}") from error
     if not isinstance(config, Mapping):

@@ -24,7 +24,7 @@ from shmserve.terminal.tables import shape_text
 
 Spec = Mapping[str, Any]
 """A tensor in the metadata: name, datatype, shape."""
-Given = dict[str, NDArray[Any]]
+Arrays = dict[str, NDArray[Any]]
 """Input name -> array. BF16 as its bits, uint16."""
 
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
@@ -70,41 +70,41 @@ def _spec(known: Mapping[str, Spec], name: str) -> Spec:
 # ------------------------------------------------------------------------------------------ sources
 
 
-def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Given:
+def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Arrays:
     """All inputs of one request. `largest` returns the model's max_batch_size; it is only called if needed."""
-    given: Given = {}
+    arrays: Arrays = {}
     if source.file is not None:
-        given.update(from_json(source.file, known))
-    given.update(from_arguments(source.texts, known))
+        arrays.update(from_json(source.file, known))
+    arrays.update(from_arguments(source.texts, known))
     if source.random:
-        left = {name: spec for name, spec in known.items() if name not in given}
+        left = {name: spec for name, spec in known.items() if name not in arrays}
         if source.batch is not None:
             most = largest()
             if source.batch > most:
                 raise Misuse(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
-        given.update(random(left, source.batch, shapes_from(source.shapes, left), source.seed))
-    if known and not given:
+        arrays.update(random(left, source.batch, shapes_from(source.shapes, left), source.seed))
+    if known and not arrays:
         example = next(iter(known))
         raise Misuse(
             f"model '{model}' needs {describe(known)}: "
             f"give --input {example}=VALUE, a JSON file, or --random for data without a meaning"
         )
-    return given
+    return arrays
 
 
-def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
+def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Arrays:
     """Parses texts of the form NAME=VALUE or NAME=@FILE.npy."""
-    found: Given = {}
+    arrays: Arrays = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise Misuse(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
         spec = _spec(known, name)
-        found[name] = _from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
-    return found
+        arrays[name] = _from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
+    return arrays
 
 
-def from_json(file: str, known: Mapping[str, Spec]) -> Given:
+def from_json(file: str, known: Mapping[str, Spec]) -> Arrays:
     """Reads a JSON document: {"inputs": {NAME: VALUE}}, or the KServe protocol's list of tensors. `-` is stdin."""
     where = "standard input" if file == "-" else file
     try:
@@ -117,18 +117,18 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Given:
         return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}
     if not isinstance(inputs, list):
         raise Misuse(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
-    found: Given = {}
+    arrays: Arrays = {}
     for entry in inputs:
         if not isinstance(entry, dict) or not {"name", "shape", "data"} <= entry.keys():
             raise Misuse(f"{where}: an input in a list needs name, shape and data")
         name = str(entry["name"])
-        found[name] = from_value(entry["data"], _spec(known, name), shape=entry["shape"])
-    return found
+        arrays[name] = from_value(entry["data"], _spec(known, name), shape=entry["shape"])
+    return arrays
 
 
 def random(
     known: Mapping[str, Spec], batch: int | None, shapes: Mapping[str, tuple[int, ...]], seed: int | None
-) -> Given:
+) -> Arrays:
     """Random data for these inputs. Variable dims are 1, the first one `batch`."""
     generator = np.random.default_rng(seed)
     return {name: _random(spec, shapes.get(name) or _shape(spec, batch), generator) for name, spec in known.items()}
@@ -136,7 +136,7 @@ def random(
 
 def shapes_from(texts: Sequence[str], known: Mapping[str, Spec]) -> dict[str, tuple[int, ...]]:
     """Parses texts of the form NAME=D1,D2,...: full shapes of inputs whose variable dims should not be 1."""
-    found = {}
+    shapes = {}
     for text in texts:
         name, _, dims = text.partition("=")
         spec = _spec(known, name)
@@ -145,8 +145,8 @@ def shapes_from(texts: Sequence[str], known: Mapping[str, Spec]) -> dict[str, tu
         shape = tuple(int(dim) for dim in dims.split(","))
         if not _matches(shape, spec["shape"]):
             raise Misuse(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
-        found[name] = shape
-    return found
+        shapes[name] = shape
+    return shapes
 
 
 def _shape(spec: Spec, batch: int | None) -> tuple[int, ...]:
@@ -192,9 +192,9 @@ def from_text(text: str, spec: Spec) -> Any:
 def _word(word: str, spec: Spec) -> int | float | bool:
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    for made in (int, _float):
+    for convert in (int, _float):
         try:
-            return made(word)
+            return convert(word)
         except ValueError:
             continue
     raise Misuse(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
@@ -215,30 +215,30 @@ def _short(text: str) -> str:
 def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> Any:
     """Converts numbers, strings or nested lists of them to a tensor of the model's dtype and shape."""
     flat: list[Any] = []
-    found = _flatten(value, flat, spec["name"], DIMS)
+    dims = _flatten(value, flat, spec["name"], DIMS)
     if shape is not None:
         if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
             raise Misuse(f"input '{spec['name']}': shape {shape} is no list of sizes")
         if math.prod(shape) != len(flat):
             raise Misuse(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
-        found = tuple(shape)
+        dims = tuple(shape)
     dtype = spec["datatype"]
     if dtype == "BYTES":
         _all_are(flat, (str,), "a string", spec)
-        array = _objects(flat, found)
+        array = _objects(flat, dims)
     elif dtype == "BOOL":
         for item in flat:
             if item not in (0, 1):
                 raise _unfit(item, "true or false", spec)
-        array = np.array(flat, np.bool_).reshape(found)
+        array = np.array(flat, np.bool_).reshape(dims)
     elif dtype in FLOATS:
         _all_are(flat, (int, float), "a number", spec)
         try:
-            array = np.array(flat, np.float64).reshape(found)
+            array = np.array(flat, np.float64).reshape(dims)
         except OverflowError:
             raise _unfit(max(flat, key=abs), f"within the range of {dtype}", spec) from None
     else:
-        array = _integers(flat, spec).reshape(found)
+        array = _integers(flat, spec).reshape(dims)
     array = fit(array, spec)
     return _floats(array, spec) if dtype in FLOATS else array
 
@@ -280,14 +280,14 @@ def _floats(values: NDArray[np.float64], spec: Spec) -> Any:
     dtype = spec["datatype"]
     single = np.dtype(np.float32) if dtype == "BF16" else to_numpy(dtype)
     with np.errstate(over="ignore"):
-        made = values.astype(single)
+        rounded = values.astype(single)
     if dtype == "BF16":
-        bits = _bfloat16(made)
-        made = from_bfloat16(bits)
-    lost = np.isinf(made) & np.isfinite(values)
+        bits = _bfloat16(rounded)
+        rounded = from_bfloat16(bits)
+    lost = np.isinf(rounded) & np.isfinite(values)
     if lost.any():
         raise _unfit(values[lost].flat[0].item(), f"within the range of {dtype}", spec)
-    return bits if dtype == "BF16" else made
+    return bits if dtype == "BF16" else rounded
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -20,14 +20,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[
     """Align the columns; those in `right` are right-aligned. Lines have no trailing spaces."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    made = []
+    texts = []
     for line in lines:
         cells = [
             text.rjust(width) if column in right else text.ljust(width)
             for column, (text, width) in enumerate(zip(line, widths, strict=True))
         ]
-        made.append(GAP.join(cells).rstrip())
-    return "\n".join(made)
+        texts.append(GAP.join(cells).rstrip())
+    return "\n".join(texts)
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ASK_S = 30.0
 """Timeout of queries, which a healthy server answers at once."""
 CONNECT_S = 5.0
+CLEAR_LINE = "\r\x1b[K"
 _OF_PARSER = ("command", "run", "show_version")
 """What the parser adds to the arguments of every command."""
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import print_json
+from shmserve.clients.cli.commands.base import CLEAR_LINE, print_json
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.repo.gpus import discover
 from shmserve.terminal.errors import Failed, Misuse
@@ -33,7 +33,6 @@ TICK_S = 0.2
 LOG_LINES = 20
 """Maximum number of a worker's last log lines to show."""
 _OF_WORKER = re.compile(r"\S+ \S+ (?P<ours>ERROR)?[A-Z]* \[(?P<group>.+?)_\d+\] (?(ours)(?:  )?)(?P<text>.*)")
-_CLEAR = "\r\x1b[K"
 
 Entry = Mapping[str, Any]
 """A model version, as returned by `Client.models`."""
@@ -180,13 +179,13 @@ def _judged(
         entries.setdefault(entry["name"], []).append(entry)
     models = []
     for model in checked.models:
-        found = [
+        failures = [
             finding
             for entry in entries.get(model.name, ())
             for finding in _failed(model, entry, output, timeout)
             if not model.ensemble
         ]
-        models.append(model._replace(findings=(*model.findings, *found)))
+        models.append(model._replace(findings=(*model.findings, *failures)))
     return checked._replace(models=tuple(models))
 
 
@@ -214,12 +213,12 @@ def _failed(
 
 def _lines_of_workers(log: str) -> dict[str, list[str]]:
     """Output of the instances, by instance group."""
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for line in log.split("\n"):
         match = _OF_WORKER.fullmatch(line)
         if match:
-            found.setdefault(match["group"], []).append(match["text"])
-    return found
+            lines.setdefault(match["group"], []).append(match["text"])
+    return lines
 
 
 class _Progress:
@@ -242,7 +241,7 @@ class _Progress:
             more = ", ..." if len(loading) > 3 else ""
             done = len(versions) - len(loading)
             line = f"loading: {done} of {len(versions)}, {seconds:.0f} s" + (f" ({names}{more})" if names else "")
-            print(_CLEAR + line, end="", file=sys.stderr, flush=True)
+            print(CLEAR_LINE + line, end="", file=sys.stderr, flush=True)
             return
         for entry in versions:
             key = (entry["name"], entry["version"])
@@ -253,4 +252,4 @@ class _Progress:
 
     def end(self) -> None:
         if self._live and not self._quiet:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ class Wrong(Exception):
 
 def demo(args: argparse.Namespace) -> int:
     """Returns 0 if at least one sample is served and all served samples succeeded."""
-    found: dict[str, Found] = {}
+    results: dict[str, Found] = {}
     failed: list[str] = []
     say = _hush if args.json else _say
     with connected(args) as client:
@@ -54,15 +54,15 @@ def demo(args: argparse.Namespace) -> int:
                 say(absent)
                 continue
             try:
-                found[name] = show(client, say)
+                results[name] = show(client, say)
             except (ServeError, OSError, LookupError, ValueError, Wrong) as error:
                 failed.append(f"{name}: {error}")
     if args.json:
-        print_json(found)
+        print_json(results)
     if failed:
         sys.stdout.flush()
         raise Failed("; ".join(failed))
-    if not found:
+    if not results:
         raise Failed(f"the server has none of the sample models: {FIRST_STEP}")
     if not args.json:
         print(NEXT)

@@ -26,12 +26,12 @@ def infer(args: argparse.Namespace) -> int:
     with connected(args) as client:
         metadata = client.metadata(args.model, args.version)
         known = inputs.specs(metadata)
-        given = inputs.inputs(source, args.model, known, lambda: _largest(args, client))
+        arrays = inputs.inputs(source, args.model, known, lambda: _largest(args, client))
         dtypes = {spec["name"]: spec["datatype"] for spec in metadata["outputs"]}
         if args.stream:
-            _stream(args, client, _typed(given, known), dtypes)
+            _stream(args, client, _typed(arrays, known), dtypes)
             return 0
-        result, seconds = _run(args, client, _typed(given, known))
+        result, seconds = _run(args, client, _typed(arrays, known))
         files = output.write(args.out, result, dtypes) if args.out is not None else {}
         if args.json:
             print_json(output.document(args.model, result.version, result, dtypes, files, seconds), indent=None)
@@ -42,12 +42,12 @@ def infer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stream(args: argparse.Namespace, client: Client, given: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+def _stream(args: argparse.Namespace, client: Client, arrays: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
     """Print answers as they arrive: a table for each, or a JSON document on a line of its own."""
     outputs = args.outputs.split(",") if args.outputs else None
     started = time.perf_counter()
     seconds: list[float] = []
-    with client.stream(args.model, given, outputs=outputs, version=args.version, timeout=args.timeout) as parts:
+    with client.stream(args.model, arrays, outputs=outputs, version=args.version, timeout=args.timeout) as parts:
         for part in parts:
             seconds.append(time.perf_counter() - started)
             folder = args.out / str(len(seconds)) if args.out is not None else None
@@ -69,16 +69,16 @@ def _largest(args: argparse.Namespace, client: Client) -> int:
     return most
 
 
-def _typed(given: inputs.Given, known: Mapping[str, inputs.Spec]) -> dict[str, Any]:
+def _typed(arrays: inputs.Arrays, known: Mapping[str, inputs.Spec]) -> dict[str, Any]:
     """Wrap BF16 bits in Raw; the type of all other arrays follows from their dtype."""
-    return {name: Raw("BF16", value) if known[name]["datatype"] == "BF16" else value for name, value in given.items()}
+    return {name: Raw("BF16", value) if known[name]["datatype"] == "BF16" else value for name, value in arrays.items()}
 
 
-def _run(args: argparse.Namespace, client: Client, given: Mapping[str, Any]) -> tuple[Result, list[float]]:
+def _run(args: argparse.Namespace, client: Client, arrays: Mapping[str, Any]) -> tuple[Result, list[float]]:
     outputs = args.outputs.split(",") if args.outputs else None
     seconds = []
     for _ in range(args.repeat):
         started = time.perf_counter()
-        result = client.infer(args.model, given, outputs=outputs, version=args.version, timeout=args.timeout)
+        result = client.infer(args.model, arrays, outputs=outputs, version=args.version, timeout=args.timeout)
         seconds.append(time.perf_counter() - started)
     return result, seconds

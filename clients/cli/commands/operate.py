@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import complain, connected, make_client, next_step, print_json
+from shmserve.clients.cli.commands.base import CLEAR_LINE, complain, connected, make_client, next_step, print_json
 from shmserve.errors import ServeError
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.tables import duration_text
@@ -30,7 +30,6 @@ TOGETHER = 32
 TICK_S = 0.1
 ASK_S = 1.0
 SPINNER = "|/-\\"
-_CLEAR = "\r\x1b[K"
 
 Operation = Callable[["Client", str], "dict[str, Any]"]
 
@@ -81,13 +80,13 @@ def _config(name: str) -> dict[str, Any]:
     """A JSON object from a file or standard input."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()
-        found = json.loads(text)
+        config = json.loads(text)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Misuse(f"cannot read a configuration from {name}: {reason}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise Misuse(f"cannot read a configuration from {name}: it is not a JSON object")
-    return found
+    return config
 
 
 def _file(text: str) -> tuple[str, Path]:
@@ -191,9 +190,9 @@ def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: 
                 with contextlib.suppress(ServeError):  # the operation itself reports what is wrong
                     line += progress(client.models(), waiting)
                 width = shutil.get_terminal_size().columns - 1
-                print(_CLEAR + line[:width], end="", file=sys.stderr, flush=True)
+                print(CLEAR_LINE + line[:width], end="", file=sys.stderr, flush=True)
     finally:
-        print(_CLEAR, end="", file=sys.stderr, flush=True)
+        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def _many(names: Sequence[str]) -> str:
@@ -213,6 +212,6 @@ def instances_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def counts(instances: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """The number of ready instances, and of those that should be."""
-    found = list(instances)
-    ready = sum(instance["state"] == "ready" and not instance.get("quarantined") for instance in found)
-    return ready, sum(instance["state"] != "stopping" for instance in found)
+    known = list(instances)
+    ready = sum(instance["state"] == "ready" and not instance.get("quarantined") for instance in known)
+    return ready, sum(instance["state"] != "stopping" for instance in known)

@@ -32,11 +32,11 @@ def models(args: argparse.Namespace) -> int:
     with connected(args) as client:
         if args.watch is not None:
             _watch(args, client)
-        found = _chosen(args.model, client.models())
+        entries = _chosen(args.model, client.models())
     if args.json:
-        print_json(found)
+        print_json(entries)
     else:
-        print(models_text(found, args.instances))
+        print(models_text(entries, args.instances))
     return 0
 
 
@@ -68,14 +68,14 @@ CLEAR = "\x1b[H\x1b[2J"
 """Clear the screen and move the cursor to the upper left corner."""
 
 
-def models_text(found: Sequence[Mapping[str, Any]], instances: bool) -> str:
-    if not found:
+def models_text(index: Sequence[Mapping[str, Any]], instances: bool) -> str:
+    if not index:
         return "no models: add one to the repository, which is read when the server starts"
     if not instances:
-        return models_table(found)
-    rows = [row for entry in found for row in instance_rows(entry)]
-    made = table(INSTANCES, rows, right=[1, 4, 6, 7, 8]) if rows else "no model has a process"
-    return "\n".join([made, *last_words(found)])
+        return models_table(index)
+    rows = [row for entry in index for row in instance_rows(entry)]
+    text = table(INSTANCES, rows, right=[1, 4, 6, 7, 8]) if rows else "no model has a process"
+    return "\n".join([text, *last_words(index)])
 
 
 MODELS = [
@@ -88,9 +88,9 @@ def models_table(index: Sequence[Mapping[str, Any]]) -> str:
     """The table of versions; the default version is marked if a model has several."""
     counts = Counter(entry["name"] for entry in index)
     rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
-    made = table(MODELS, rows, right=[1, 3, 4, 5, 8, 9])
+    text = table(MODELS, rows, right=[1, 3, 4, 5, 8, 9])
     marked = any(row[1].endswith("*") for row in rows)
-    return f"{made}\n\n* default version" if marked else made
+    return f"{text}\n\n* default version" if marked else text
 
 
 def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
@@ -200,15 +200,15 @@ def stats(args: argparse.Namespace) -> int:
             print(client.metrics(), end="")
         return 0
     with connected(args) as client:
-        found = client.statistics(args.model, args.version)
+        statistics = client.statistics(args.model, args.version)
     if args.json:
-        print_json(found)
+        print_json(statistics)
         return 0
     head = ["model", "version", "queued", "in flight", "requests", "failed", "batches", "mean batch", "queue us"]
     head.append("compute us")
-    rows = [stats_row(entry) for entry in found["model_stats"]]
+    rows = [stats_row(entry) for entry in statistics["model_stats"]]
     print(table([*head, "batches formed because"], rows, right=range(1, len(head))))
-    for entry in found["model_stats"]:
+    for entry in statistics["model_stats"]:
         if entry.get("elements"):
             print(f"{entry['name']} version {entry['version']}: {padding_text(entry)}")
         for name, seconds in entry.get("busy", {}).items():
@@ -279,14 +279,14 @@ def _not_ready(model: str | None, index: list[dict[str, Any]]) -> str:
 
 def version(args: argparse.Namespace) -> int:
     """Asks the server only if one is named; otherwise the client is not imported."""
-    found = {"shmserve": shmserve.__version__}
+    versions = {"shmserve": shmserve.__version__}
     if args.url is not None or args.runtime_dir is not None:
         with connected(args) as client:
-            found["server"] = client.metadata()["version"]
+            versions["server"] = client.metadata()["version"]
     if args.json:
-        print_json(found)
+        print_json(versions)
     else:
-        print(f"shmserve {found['shmserve']}")
-        if "server" in found:
-            print(f"the server is version {found['server']}")
+        print(f"shmserve {versions['shmserve']}")
+        if "server" in versions:
+            print(f"the server is version {versions['server']}")
     return 0

@@ -80,7 +80,7 @@ class ClientCuda:
         with self.on(device) as runtime:
             runtime.streamDestroy(stream)
 
-    def settle(self, device: int, stream: int | None) -> None:
+    def synchronize(self, device: int, stream: int | None) -> None:
         """Wait for pending writes to a tensor: on that stream, or, if None, on the whole device."""
         with self.on(device) as runtime:
             if stream is None:

@@ -173,15 +173,15 @@ class Devices:
 
     # ------------------------------------------------------------------------------------ bytes
 
-    def settle(self, source: DeviceRef) -> None:
+    def synchronize(self, source: DeviceRef) -> None:
         """Wait until the caller's pending writes are complete: other processes cannot synchronise with its streams."""
         if source.stream != -1:
-            self.cuda.settle(source.device, source.stream)
+            self.cuda.synchronize(source.device, source.stream)
             source.stream = -1
 
     def export(self, source: DeviceRef) -> Handle:
         """A handle for workers: to the array in place, or to a copy of it on the device."""
-        self.settle(source)
+        self.synchronize(source)
         found = self.locate(source)
         if found is None:
             block = source.block = self._allocate(source.device, source.nbytes)
@@ -197,13 +197,13 @@ class Devices:
 
     def fetch_into(self, source: DeviceRef, target: int) -> None:
         """Copy the array to a host address."""
-        self.settle(source)
+        self.synchronize(source)
         if source.nbytes:
             self._copy(source.device, target, source.address, source.nbytes, "memcpyDeviceToHost")
 
     def store(self, target: DeviceRef, array: Array) -> None:
         """Copy an array from the host."""
-        self.settle(target)
+        self.synchronize(target)
         if array.nbytes:
             array = np.ascontiguousarray(array)
             address = array.__array_interface__["data"][0]

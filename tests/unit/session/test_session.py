@@ -107,9 +107,10 @@ def test_many_requests_share_a_packet_until_it_is_full() -> None:
 
 
 def test_a_segment_is_announced_once_with_its_descriptor_before_its_first_use() -> None:
-    session = connected()
+    limits: list[dict[str, int]] = []
+    session = connect(Session(on_limits=limits.append))
     assert session.connected
-    assert session.limits == {"client_requests": 10}
+    assert limits == [{"client_requests": 10}]
     _, packets = ask(session, {"x": np.zeros(10_000)})
     (announced,), (infer,) = decode(packets[0].data), decode(packets[1].data)
     assert isinstance(announced, Map)
