@@ -41,7 +41,7 @@ WHERE = {
 
 FAULTS = (
     Fault("batch one row too large", "shmserve/core/batching/form.py",
-          "            if total > shape.max_batch:", "            if total > shape.max_batch + 1:"),
+          "            if total > rules.max_batch:", "            if total > rules.max_batch + 1:"),
     Fault("queue delay one nanosecond late", "shmserve/core/batching/form.py",
           "    if age >= delay:", "    if age > delay:"),
     Fault("a pin is never released", "shmserve/core/ledger.py",
@@ -52,7 +52,7 @@ FAULTS = (
           "parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()",
           "parameters = ()"),
     Fault("START accepted while the server drains", "shmserve/core/sequences/scheduler.py",
-          "            if self._state.draining:", "            if False:"),
+          "        if state.draining:", "        if False:"),
     Fault("a failed ensemble goes on", "shmserve/core/ensembles/advance.py",
           "        if run.failure is not None and not run.over:", "        if False:"),
     Fault("empty blocks share an offset", "shmserve/shm/blocks.py",
