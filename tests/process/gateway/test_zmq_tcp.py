@@ -93,20 +93,6 @@ def test_commands(listener: Door) -> None:
     assert shmserve_command("ready", *listener.where("bob"))[0] == 0
 
 
-def test_operations(listener: Door) -> None:
-    with (
-        shmserve.Client(listener.url, **listener.keys("alice"), timeout=60) as alice,
-        pytest.raises(shmserve.ServeError, match="--model-control-mode") as caught,
-    ):
-        alice.load("all")
-    assert not isinstance(caught.value, shmserve.Denied), "she may, and the server's mode forbids it"
-    with (
-        shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob,
-        pytest.raises(shmserve.Denied, match="'load' needs the role operate, but this connection has infer"),
-    ):
-        bob.load("all")
-
-
 def test_metrics(listener: Door) -> None:
     with shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob:
         assert bob.live()

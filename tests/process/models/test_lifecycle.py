@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import shmserve
+from bench.lib.processes import resident_bytes
 from shmserve.errors import ServeError
 from shmserve.testing import Server
+from tests.support import living
 
 pytestmark = pytest.mark.process
 
@@ -61,15 +63,11 @@ BAD = 'backend: "python" max_batch_sise: 8'
 def write(repository: Path, name: str, version: int, mark: int) -> None:
     folder = repository / name / str(version)
     folder.mkdir(parents=True, exist_ok=True)
-    new = folder / ".new"
-    new.write_text(MODEL.format(mark=mark))
-    new.rename(folder / "model.py")
+    living.write(folder / "model.py", MODEL.format(mark=mark))
 
 
 def configure(repository: Path, name: str, text: str) -> None:
-    new = repository / name / ".new"
-    new.write_text(text)
-    new.rename(repository / name / "config.pbtxt")
+    living.write(repository / name / "config.pbtxt", text)
 
 
 class Load(threading.Thread):
@@ -234,16 +232,6 @@ def repository(tmp_path: Path) -> Path:
     return repository
 
 
-def resident(server: Server) -> int:
-    """Of the broker alone: those of the workers go with them."""
-    status = Path(f"/proc/{server.pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) * 1024
-
-
-def descriptors(server: Server) -> int:
-    return len(os.listdir(f"/proc/{server.pid}/fd"))
-
-
 def test_operators_at_work_under_load(repository: Path) -> None:
     options = ("--model-control-mode", "explicit", "--load-model", STEADY)
     with Server(repository, *options) as server:
@@ -257,10 +245,10 @@ def test_operators_at_work_under_load(repository: Path) -> None:
                 middle = 0
                 for number in range(OPERATIONS):
                     if number == OPERATIONS // 4:
-                        middle = resident(server)
+                        middle = resident_bytes(server.pid)
                     operator.act()
                     assert not any(load.wrong for load in loads), [load.wrong for load in loads]
-                grown = resident(server) - middle
+                grown = resident_bytes(server.pid) - middle
                 for load in loads:
                     load.enough.set()
                 for load in loads:
@@ -269,7 +257,7 @@ def test_operators_at_work_under_load(repository: Path) -> None:
                 for name in NAMES:
                     client.unload(name)
                 left = client.models()
-                open_files = descriptors(server)
+                open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
         finally:
             for load in loads:
                 load.enough.set()

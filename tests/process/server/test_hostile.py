@@ -18,7 +18,7 @@ import pytest
 
 from bench.hostile.client import SECRETS
 from bench.hostile.run import ServerSnapshot, compare, run_hostile, write_repository
-from bench.lib.raw_client import ConnectionClosed, Lane, Link, Segment, Zmq
+from bench.lib.raw_client import Lane, Link, Segment, Zmq
 from bench.lib.setting import Served, serving
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Hello, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
@@ -238,20 +238,6 @@ def test_a_frame_that_many_tensors_refer_to_is_not_copied_for_each(server: Serve
             link.send_bytes(msgpack.packb([[7, request, "identity", 0, tensors]]), (bytes(1 << 20),))
             assert link.receive_kind(Fail).request == request
         assert ServerSnapshot.of(broker).resident - before < 64 << 20
-
-
-@pytest.mark.parametrize("kind", list(LINKS))
-@pytest.mark.parametrize("protocol", [0, 2, 2**40])
-def test_another_protocol_version_is_refused(server: Served, kind: str, protocol: int) -> None:
-    with connect(server, kind, greet=False) as link:
-        link.send(Hello(protocol, os.getpid(), "other", LINKS[kind][2]))
-        goodbye = link.receive_kind(Goodbye)
-        assert goodbye.code == "PROTOCOL"
-        assert str(protocol) in goodbye.text
-        assert str(messages.PROTOCOL) in goodbye.text
-        if kind == "lane":
-            with pytest.raises(ConnectionClosed):
-                link.receive()
 
 
 @pytest.mark.parametrize("kind", list(LINKS))

@@ -12,17 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve.protocol import codec
 from shmserve.protocol.messages import (
-    CHUNK_BYTES,
-    PACKET_BYTES,
     Done,
     Execute,
     Options,
     Ping,
     Pong,
-    Row,
-    Rows,
     Started,
     Stop,
     Tensor,
@@ -196,31 +191,6 @@ def test_stop_lets_everything_finish(gated: Gated) -> None:
     os.close(gate)
     assert [requests(worker.expect(Done)) for _ in range(3)] == [[1], [2], [3]]
     assert worker.ended() == 0
-
-
-def test_results_too_many_for_one_message(tmp_path: Path) -> None:
-    x = np.random.default_rng(0).random((64, 1024), np.float32)
-    wide = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}
-    with WorkerProcess(config("identity", *wide, max_batch=64), tmp_path) as worker:
-        worker.loaded()
-        works = [work(number + 1, worker.tensor("x", row[None])) for number, row in enumerate(x)]
-        assert len(codec.encode([Execute(1, 0, tuple(works))])) > PACKET_BYTES
-        for start in range(0, 64, 16):
-            worker.execute(*works[start : start + 16], join=1 if start else 0, more=start < 48)
-        sizes: list[int] = []
-        found: list[Row] = []
-        while True:
-            message, _ = worker.next()
-            assert isinstance(message, (Rows, Done))
-            sizes.append(len(codec.encode([message])))
-            found += message.rows
-            if isinstance(message, Done):
-                break
-        assert len(sizes) >= 3
-        assert max(sizes) < CHUNK_BYTES + 4096
-        assert [row.request for row in found] == list(range(1, 65))
-        for row, expected in zip(found, x, strict=True):
-            assert row.outputs[0].data == expected.tobytes()
 
 
 def test_many_small_outputs_of_one_request_fit_into_a_packet(tmp_path: Path) -> None:
