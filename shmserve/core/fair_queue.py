@@ -24,9 +24,9 @@ class _User(Generic[T]):
         return len(self.cheap) + len(self.heavy)
 
     def pop(self) -> T:
-        found = self._next().popleft()
+        member = self._next().popleft()
         self.taken += 1
-        return found
+        return member
 
     def first(self) -> T:
         return self._next()[0]

@@ -757,10 +757,10 @@ class Version:
     @property
     def heir(self) -> Version:
         """The generation in which to queue a request that one of its instances returns."""
-        found = self
-        while found.successor is not None:
-            found = found.successor
-        return self if found.gone else found
+        newest = self
+        while newest.successor is not None:
+            newest = newest.successor
+        return self if newest.gone else newest
 
     def count_padding(self, batch: Batch) -> None:
         """Counts the padding of a batch that has run."""

@@ -137,12 +137,12 @@ def _near(run: Run, index: int, member: Version) -> tuple[str, ...]:
     device = _gpu_of(member)
     if device is None or member.cached:
         return ()
-    found = []
+    near = []
     for own, name in run.graph.steps[index].outputs:
         readers = [run.members[reader] for reader in run.graph.readers.get(name, ()) if reader in run.needed]
         if readers and all(_reads_on(reader, device) for reader in readers):
-            found.append(own)
-    return tuple(found)
+            near.append(own)
+    return tuple(near)
 
 
 def _window(run: Run) -> int:
@@ -196,9 +196,9 @@ def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:
     assert policy is not None
     files = {spec.name: spec.labels for spec in policy.outputs}
     files |= {given.output: (given.folder, given.file) for given in run.request.labels}
-    found = []
+    labels = []
     for own, name in run.graph.steps[index].outputs:
         wanted, file = run.wanted.get(name), files.get(name)
         if wanted is not None and wanted.classes and file is not None:
-            found.append(LabelFile(own, *file))
-    return tuple(found)
+            labels.append(LabelFile(own, *file))
+    return tuple(labels)

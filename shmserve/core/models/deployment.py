@@ -175,20 +175,20 @@ def restart(state: State, peer: int, event: Restart, now: int) -> None:
 
 
 def _replace(state: State, model: Model, versions: list[Version], event: Restart) -> None:
-    found = [
+    replaced = [
         (version, instance)
         for version in versions
         for instance in version.instances
         if instance.spec.name == event.instance and not instance.over
     ]
-    if not found:
+    if not replaced:
         names = ", ".join(i.spec.name for version in versions for i in version.instances if not i.over)
         text = f"model '{model.name}' has no instance '{event.instance}'; it has {names}"
         _report(state, event.operation, "NOT_FOUND", text)
         return
     targets = tuple(_target_of(version) for version in versions)
     operation = model.operation = Operation([event.operation], targets, True)
-    for version, instance in found:
+    for version, instance in replaced:
         _add(state, operation, version, Instance(instance.spec, replaces=instance))
     start_waiting(state)
     settle(state, model)

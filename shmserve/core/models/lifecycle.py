@@ -117,10 +117,10 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------ deaths
 
     def exited(self, peer: int, event: Exited, now: int) -> None:
-        found = self._state.instances.pop(event.peer, None)
-        if found is None:
+        known = self._state.instances.pop(event.peer, None)
+        if known is None:
             return
-        version, instance = found
+        version, instance = known
         instance.peer = 0
         instance.revoked = set()
         self._state.retiring_instances.pop(instance, None)

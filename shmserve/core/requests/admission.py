@@ -341,9 +341,9 @@ class Admission:
                 segments.append(wanted.place.segment)
         if not segments:
             return (), ()
-        found = tuple(segments)
-        ledger.use(found)
-        return found, tuple([ledger.pin(place) for place in places])
+        used = tuple(segments)
+        ledger.use(used)
+        return used, tuple([ledger.pin(place) for place in places])
 
     def _check_held(self, client: ClientState) -> None:
         text = self._quotas.held(client)

@@ -78,16 +78,16 @@ class Cache:
             return None  # its steps may keep state, and the response contains the sequence
         if outputs is not None and any(wanted.place is not None for wanted in outputs):
             return None
-        found, size = [], 0
+        contents, size = [], 0
         for tensor in request.inputs:
             data = tensor.data if isinstance(tensor.data, bytes) else self._read(tensor.data)
             if data is None:
                 return None
-            found.append((tensor.name, tensor.dtype, tensor.shape, data))
+            contents.append((tensor.name, tensor.dtype, tensor.shape, data))
             size += len(data)
             if size > min(self.limit, COPIED_BYTES):
                 return None
-        inputs = tuple(sorted(found))
+        inputs = tuple(sorted(contents))
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
         parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()
         typed = tuple((name, type(value), _exact(value)) for name, value in parameters)

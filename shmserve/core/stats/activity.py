@@ -14,20 +14,20 @@ later."""
 
 def queued(versions: Iterable[Version]) -> int:
     """Requests that no worker has started: in the broker's queue, or in a batch that waits at a worker."""
-    found = 0
+    count = 0
     for version in versions:
-        found += version.waits
-        found += sum(instance.waiting.left for instance in version.instances if instance.waiting is not None)
-    return found
+        count += version.waits
+        count += sum(instance.waiting.left for instance in version.instances if instance.waiting is not None)
+    return count
 
 
 def in_flight(versions: Iterable[Version]) -> int:
     """Requests that have started. For ensembles all of them, because waiting happens in their steps."""
-    found = 0
+    count = 0
     for version in versions:
-        found += sum(running(instance) for instance in version.instances)
-        found += version.users if version.graph is not None else 0
-    return found
+        count += sum(running(instance) for instance in version.instances)
+        count += version.users if version.graph is not None else 0
+    return count
 
 
 def running(instance: Instance) -> int:
@@ -48,11 +48,11 @@ def waits_for(versions: Iterable[Version], now: int) -> str:
     """Why an unload has not completed."""
     versions = list(versions)
     started, waiting = in_flight(versions), queued(versions)
-    found = [f"{started} request(s) in flight and {waiting} queued"] if started or waiting else []
+    reasons = [f"{started} request(s) in flight and {waiting} queued"] if started or waiting else []
     for version in versions:
         for instance in version.instances:
             ns = busy_ns(version, instance, now)
             if ns:
-                found.append(f"instance '{instance.spec.name}' is busy with one batch for {ns / 1e9:.0f} s")
+                reasons.append(f"instance '{instance.spec.name}' is busy with one batch for {ns / 1e9:.0f} s")
     processes = sum(bool(instance.peer) for version in versions for instance in version.instances)
-    return ", ".join(found) or f"{processes} process(es) to end"
+    return ", ".join(reasons) or f"{processes} process(es) to end"
