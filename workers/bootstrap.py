@@ -59,20 +59,20 @@ def lack(name: str, least: str) -> str:
     if find_spec(name) is None:
         return f"{name}>={least}"
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:  # the server's own package, or one copied in by hand
         return ""
-    return "" if numbers(found) >= numbers(least) else f"{name}>={least} (it has {found})"
+    return "" if numbers(installed) >= numbers(least) else f"{name}>={least} (it has {installed})"
 
 
 def numbers(text: str) -> list[int]:
     """Parses the leading numeric parts of a version: "2.1rc1" is [2]."""
-    found = []
+    leading = []
     for part in text.split("."):
         if not part.isdigit():
             break
-        found.append(int(part))
-    return found
+        leading.append(int(part))
+    return leading
 
 
 def fail(arguments: list[str], text: str) -> NoReturn:

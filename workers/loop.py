@@ -128,10 +128,10 @@ class Loop:
         self._arenas.free(order.handles)
 
     def _withdraw(self, order: Withdraw) -> None:
-        found = self._waiting.withdraw(order.requests)
-        self._outbox.add(WithdrawnReport(found))
-        if self._streams is not None and len(found) < len(order.requests):
-            self._streams.cancel(request for request in order.requests if request not in found)
+        withdrawn = self._waiting.withdraw(order.requests)
+        self._outbox.add(WithdrawnReport(withdrawn))
+        if self._streams is not None and len(withdrawn) < len(order.requests):
+            self._streams.cancel(request for request in order.requests if request not in withdrawn)
 
     def _ping(self, order: Ping) -> None:
         self._outbox.add(Pong(order.number))

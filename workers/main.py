@@ -37,16 +37,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 def main(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> Exit:
     """`threads` applies the thread limit to libraries that are already imported."""
     words = sys.argv[1:] if argv is None else argv
-    found = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
-    found.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
-    found.add_argument("--cpus", default="", help="the cores this worker may use, like 0,1")
-    found.add_argument("--threads", type=int, default=0, help="how many threads an engine may use; 0: as it likes")
-    found.add_argument("--name", default="", help="the instance's name, for the process table")
-    found.add_argument("--group", default="", help="the file to write ourselves into, to be in our control group")
-    found.add_argument("--variable", default="", help="NAME=VALUE, for the environment of this process")
-    found.add_argument("--environment", default="", help="where the interpreter is that the model brings, if it does")
-    found.add_argument("--unpacked", default="", help="where archives of interpreters are unpacked to")
-    arguments = found.parse_args(words)
+    arguments = _parser().parse_args(words)
     parent = os.getppid()
     prepare(arguments.name)
     keep_freed_memory()
@@ -85,6 +76,19 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
         return Exit.INTERNAL
     finally:
         link.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
+    parser.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
+    parser.add_argument("--cpus", default="", help="the cores this worker may use, like 0,1")
+    parser.add_argument("--threads", type=int, default=0, help="how many threads an engine may use; 0: as it likes")
+    parser.add_argument("--name", default="", help="the instance's name, for the process table")
+    parser.add_argument("--group", default="", help="the file to write ourselves into, to be in our control group")
+    parser.add_argument("--variable", default="", help="NAME=VALUE, for the environment of this process")
+    parser.add_argument("--environment", default="", help="where the interpreter is that the model brings, if it does")
+    parser.add_argument("--unpacked", default="", help="where archives of interpreters are unpacked to")
+    return parser
 
 
 def run(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> NoReturn:

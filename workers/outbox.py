@@ -57,16 +57,16 @@ class Outbox:
                 os.close(descriptor)
 
     def _late(self) -> list[Any]:
-        found: list[Any] = []
+        messages: list[Any] = []
         handles: list[Handle] = []
         for _ in range(len(self.later)):
-            what = self.later.popleft()
-            if isinstance(what, Handle):
-                handles.append(what)
+            item = self.later.popleft()
+            if isinstance(item, Handle):
+                handles.append(item)
             else:
-                found.append(what)
-        found += [Return(tuple(handles[at : at + _RETURNED])) for at in range(0, len(handles), _RETURNED)]
-        return found
+                messages.append(item)
+        messages += [Return(tuple(handles[at : at + _RETURNED])) for at in range(0, len(handles), _RETURNED)]
+        return messages
 
 
 class NullOutbox(Outbox):
@@ -84,10 +84,10 @@ class NullOutbox(Outbox):
 
 def in_chunks(messages: list[Any]) -> list[Any]:
     """Splits each Done with too many results for one message: Rows messages go before it."""
-    found: list[Any] = []
+    chunks: list[Any] = []
     for message in messages:
         if not isinstance(message, Done):
-            found.append(message)
+            chunks.append(message)
             continue
         rows = message.rows
         size = start = 0
@@ -95,10 +95,10 @@ def in_chunks(messages: list[Any]) -> list[Any]:
             taken = row_bytes(row)
             size += taken
             if size > CHUNK_BYTES and index > start:
-                found.append(Rows(message.batch, rows[start:index]))
+                chunks.append(Rows(message.batch, rows[start:index]))
                 start, size = index, taken
-        found.append(replace(message, rows=rows[start:]))
-    return found
+        chunks.append(replace(message, rows=rows[start:]))
+    return chunks
 
 
 def row_bytes(row: Row) -> int:

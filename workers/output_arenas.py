@@ -35,12 +35,12 @@ NEAR_KNOB = "cuda-memory-pool-byte-size"
 
 def near_limit(text: str, device: int) -> int:
     """Parses `GPU:BYTES,...`, the broker's flag, where -1 means all GPUs. An entry for this GPU takes precedence."""
-    found = NEAR_BYTES
+    limit = NEAR_BYTES
     pairs = [part.split(":") for part in text.split(",") if part]
     for gpu, size in sorted(pairs, key=lambda pair: pair[0] != "-1"):
         if int(gpu) in (-1, device):
-            found = int(size)
-    return found
+            limit = int(size)
+    return limit
 
 
 class _AudienceArena(Arena):

@@ -166,10 +166,10 @@ def _from_file(what: str, name: str, spec: Spec, shape: tuple[int, ...], folder:
         return data
     size = elements(shape) * spec.item
     with os.fdopen(open_inside(folder, f"{FOLDER}/{name}", what), "rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        data = file.read(size) if found == size else b""
+        file_size = os.fstat(file.fileno()).st_size
+        data = file.read(size) if file_size == size else b""
     if len(data) != size:
-        raise InvalidRequest(f"{what} must have {size} bytes for {spec.dtype} {list(shape)}; it has {found}")
+        raise InvalidRequest(f"{what} must have {size} bytes for {spec.dtype} {list(shape)}; it has {file_size}")
     return data
 
 

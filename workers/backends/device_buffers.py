@@ -182,10 +182,10 @@ class Feed:
             self._cuda.copy(target + begin, source, end - begin, self._cuda.to_device, self._stream)
 
     def _staged(self, index: int) -> Staging:
-        found = self._staging.get(index)
-        if found is None:
-            found = self._staging[index] = Staging(self._cuda, self._pin)
-        return found
+        staging = self._staging.get(index)
+        if staging is None:
+            staging = self._staging[index] = Staging(self._cuda, self._pin)
+        return staging
 
     def close(self) -> None:
         for staging in self._staging.values():

@@ -166,28 +166,28 @@ class OpenVino(StackedBackend):
 
     def _options(self, parameters: Parameters) -> dict[str, str]:
         threads = parameters.whole("INFERENCE_NUM_THREADS", 0) or self.context.engine_threads
-        found = {"INFERENCE_NUM_THREADS": str(threads)}
+        options = {"INFERENCE_NUM_THREADS": str(threads)}
         if not parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
-            found = {}
+            options = {}
         else:
             # With pinning, the threads of several instances would be pinned to the same cores.
-            found["ENABLE_CPU_PINNING"] = "NO"
+            options["ENABLE_CPU_PINNING"] = "NO"
             # Results must not depend on whether this CPU supports the narrower type.
-            found["INFERENCE_PRECISION_HINT"] = "bf16" if parameters.flag("HINT_BF16", False) else "f32"
+            options["INFERENCE_PRECISION_HINT"] = "bf16" if parameters.flag("HINT_BF16", False) else "f32"
         compiling = parameters.whole("COMPILATION_NUM_THREADS", 0)
         if compiling:
-            found["COMPILATION_NUM_THREADS"] = str(compiling)
+            options["COMPILATION_NUM_THREADS"] = str(compiling)
         hint = parameters.text("PERFORMANCE_HINT").upper()
         if hint and hint not in _HINTS:
             raise parameters.wrong("PERFORMANCE_HINT", f"one of {', '.join(_HINTS)}")
         if hint:
-            found["PERFORMANCE_HINT"] = hint
+            options["PERFORMANCE_HINT"] = hint
         streams = parameters.text("NUM_STREAMS").upper()
         if streams not in ("", "AUTO", "NUMA"):
             parameters.whole("NUM_STREAMS", 0)
         if streams or not hint:
-            found["NUM_STREAMS"] = streams or "1"  # an instance runs one batch at a time
-        return found
+            options["NUM_STREAMS"] = streams or "1"  # an instance runs one batch at a time
+        return options
 
 
 def _names(port: Any) -> list[str]:
@@ -287,21 +287,21 @@ def _shape(port: Any) -> tuple[int, ...]:
 
 
 def _facts(ports: Sequence[Any], all_names: bool = True) -> list[TensorFacts]:
-    found = []
+    facts = []
     for port in ports:
         kind = port.element_type.get_type_name()
         dtype = DTYPES.get(kind)
         if dtype is None:
             raise Unsupported(f"tensor '{_names(port)[0]}' of the model is of type {kind}, not supported")
         names = _names(port)
-        found += [TensorFacts(name, dtype, _shape(port)) for name in (names if all_names else names[:1])]
-    return found
+        facts += [TensorFacts(name, dtype, _shape(port)) for name in (names if all_names else names[:1])]
+    return facts
 
 
 def _padded(array: Array, rows: int) -> Array:
-    found = np.zeros((rows, *array.shape[1:]), array.dtype)
-    found[: len(array)] = array
-    return found
+    padded = np.zeros((rows, *array.shape[1:]), array.dtype)
+    padded[: len(array)] = array
+    return padded
 
 
 def _writable(array: Array) -> Array:

@@ -48,14 +48,14 @@ def find(name: str, directory: str = "") -> type[Backend]:
         return from_directory(directory, name) or _from_entry_point(name, directory)
     module, _, attribute = known.target.partition(":")
     try:
-        found: type[Backend] = getattr(importlib.import_module(module), attribute)
+        kind: type[Backend] = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         if not known.extra:
             raise
         raise Unsupported(
             f"backend '{name}' needs a package that is not installed ({error}): pip install 'shmserve[{known.extra}]'"
         ) from error
-    return found
+    return kind
 
 
 def _from_entry_point(name: str, directory: str) -> type[Backend]:
@@ -64,10 +64,10 @@ def _from_entry_point(name: str, directory: str) -> type[Backend]:
     points = entry_points(group=GROUP)
     for point in points:
         if point.name == name:
-            found = point.load()
-            if not (isinstance(found, type) and issubclass(found, (StackedBackend, SeparateBackend))):
+            kind = point.load()
+            if not (isinstance(kind, type) and issubclass(kind, (StackedBackend, SeparateBackend))):
                 raise InvalidRequest(f"backend '{name}' is not a StackedBackend or SeparateBackend")
-            return found
+            return kind
     known = ", ".join(sorted({*BACKENDS, *(point.name for point in points), *in_directory(directory)}))
     what = f"unknown backend '{name}'" if name else "the configuration names no backend"
     raise Unsupported(f"{what}; known are: {known}")
@@ -85,14 +85,14 @@ def from_directory(directory: str, name: str) -> type[Backend] | None:
 
 def backend_in(module: ModuleType, name: str) -> type[Backend]:
     """Returns the only backend class of a module. The module may also define base classes of it."""
-    found = [
+    kinds = [
         value
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, (StackedBackend, SeparateBackend))
         and value.__module__ == module.__name__
     ]
-    last = [kind for kind in found if not any(kind in other.__mro__[1:] for other in found)]
+    last = [kind for kind in kinds if not any(kind in other.__mro__[1:] for other in kinds)]
     if len(last) != 1:
         names = f": {', '.join(kind.__name__ for kind in last)}" if last else ""
         raise InvalidRequest(

@@ -71,13 +71,13 @@ class BatchQueue:
         never started empty. Nothing is withdrawn from a batch that is not open: the broker counts it as running.
         """
         wanted = set(requests)
-        found: set[int] = set()
+        withdrawn: set[int] = set()
         for batch in self._batches:
             here = {work.request for work in batch.works} & wanted if batch.open else None
             if here:
                 batch.works = [work for work in batch.works if work.request not in here]
-                found |= here
-        return tuple(dict.fromkeys(request for request in requests if request in found))
+                withdrawn |= here
+        return tuple(dict.fromkeys(request for request in requests if request in withdrawn))
 
     def widen_window(self, request: int, count: int) -> None:
         """Raises the response window of a waiting request by `count`."""

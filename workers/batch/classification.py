@@ -80,11 +80,11 @@ def classify(spec: Spec, array: Array, count: int, labels: Sequence[str]) -> Arr
             f"limit is {LIMIT}"
         )
     kept = min(count, items.shape[1])
-    found: list[bytes] = []
+    classes: list[bytes] = []
     for values in _numbers(items, spec.dtype):
-        found += _texts(values, largest(values, kept), labels)
+        classes += _texts(values, largest(values, kept), labels)
     texts = np.empty(rows * kept, object)
-    texts[:] = found
+    texts[:] = classes
     return texts.reshape((rows, kept) if spec.batched else (kept,))
 
 
@@ -118,10 +118,10 @@ def _numbers(items: Array, dtype: str) -> Array:
 def _texts(values: Array, indices: Array, labels: Sequence[str]) -> list[bytes]:
     pattern = "%f:%d" if values.dtype.kind == "f" else "%d:%d"
     known = len(labels)
-    found = []
+    texts = []
     for value, index in zip(values[indices].tolist(), indices.tolist(), strict=True):
         text = pattern % (value, index)
         if index < known and labels[index]:
             text = f"{text}:{labels[index]}"
-        found.append(text.encode())
-    return found
+        texts.append(text.encode())
+    return texts

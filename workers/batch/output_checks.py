@@ -34,22 +34,22 @@ class OutputChecks:
     def check(self, spec: Spec, array: Array, rows: int, requests: int) -> Spec:
         """Returns the spec of an output as the model produced it. Raises ModelFailed if it must not differ from the
         configuration, cannot be sent, or cannot be split between the requests."""
-        found = self._typed(spec, array)
+        actual = self._typed(spec, array)
         shape = array.shape
         if not (spec.fits(shape) and (not spec.batched or shape[0] == rows)):
             if self.strict or len(shape) > DIMS or (requests > 1 and shape[:1] != (rows,)):
                 check_shape(self._model, spec, shape, rows)
-            found = structs.replace(found, reshaped=False, batched=spec.batched and bool(shape))
-        if found is not spec:
-            self._log(spec, found.dtype, list(shape), spec.expected(rows))
-        return found
+            actual = structs.replace(actual, reshaped=False, batched=spec.batched and bool(shape))
+        if actual is not spec:
+            self._log(spec, actual.dtype, list(shape), spec.expected(rows))
+        return actual
 
     def check_flat(self, spec: Spec, array: Array) -> Spec:
         """Like `check`, for an output of any shape."""
-        found = self._typed(spec, array)
-        if found is not spec:
-            self._log(spec, found.dtype, "", "")
-        return found
+        actual = self._typed(spec, array)
+        if actual is not spec:
+            self._log(spec, actual.dtype, "", "")
+        return actual
 
     def _typed(self, spec: Spec, array: Array) -> Spec:
         if _has_type(spec, array):

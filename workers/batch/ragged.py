@@ -29,11 +29,11 @@ Shapes = list[tuple[int, ...] | None]
 def shapes_in(works: Sequence[Work], spec: Spec) -> Shapes:
     """Returns the shapes of an input in each request, as the backend sees them."""
     name = spec.name
-    found: Shapes = []
+    shapes: Shapes = []
     for work in works:
         shape = next((tensor.shape for tensor in work.inputs if tensor.name == name), None)
-        found.append(spec.inner(shape) if shape is not None and spec.reshaped else shape)
-    return found
+        shapes.append(spec.inner(shape) if shape is not None and spec.reshaped else shape)
+    return shapes
 
 
 class BatchInputs:
@@ -55,13 +55,13 @@ class BatchInputs:
 
     def arrays(self, works: Sequence[Work]) -> list[Array]:
         shapes: dict[str, Shapes] = {}
-        found = []
+        arrays = []
         for kind, source, spec in self._inputs:
-            given = shapes.get(source.name)
-            if given is None:
-                given = shapes[source.name] = shapes_in(works, source)
-            found.append(_values(kind, given, len(source.shape)).astype(spec.numpy, copy=False))
-        return found
+            source_shapes = shapes.get(source.name)
+            if source_shapes is None:
+                source_shapes = shapes[source.name] = shapes_in(works, source)
+            arrays.append(_values(kind, source_shapes, len(source.shape)).astype(spec.numpy, copy=False))
+        return arrays
 
 
 def _values(kind: str, shapes: Shapes, rank: int) -> Array:
@@ -81,7 +81,7 @@ def cuts_of(config: ModelConfig) -> dict[int, Spec]:
     """Returns, by index of each output that is cut back, the input whose shapes it is cut to."""
     sources = {spec.name: spec for spec in inputs_of(config)}
     places = {entry.name: index for index, entry in enumerate(config.output)}
-    found: dict[int, Spec] = {}
+    cuts: dict[int, Spec] = {}
     for number, entry in enumerate(config.batch_output):
         source = sources.get(entry.source_input[0]) if len(entry.source_input) == 1 else None
         unknown = [name for name in entry.target_name if name not in places]
@@ -90,5 +90,5 @@ def cuts_of(config: ModelConfig) -> dict[int, Spec]:
                 f"batch_output[{number}] of model '{config.name}' needs one source_input that is an input of the "
                 f"model, found {list(entry.source_input)}, and outputs as target_name, found {list(entry.target_name)}"
             )
-        found.update({places[name]: source for name in entry.target_name})
-    return found
+        cuts.update({places[name]: source for name in entry.target_name})
+    return cuts

@@ -131,7 +131,7 @@ class Controls:
         raise InvalidRequest(f"correlation ID {key} does not fit into control input '{spec.name}' of type {spec.dtype}")
 
     def arrays(self, members: Sequence[SequenceRequest]) -> list[Array]:
-        found: list[Array] = []
+        arrays: list[Array] = []
         for spec, kind, pair in self._controls:
             if kind == "CONTROL_SEQUENCE_START":
                 values: list[Any] = [pair[member.start] for member in members]
@@ -144,8 +144,8 @@ class Controls:
             else:
                 values = [str(member.id).encode() for member in members]
             array = np.array(values, spec.numpy)
-            found.append(array.reshape(-1, 1) if spec.batched else array)
-        return found
+            arrays.append(array.reshape(-1, 1) if spec.batched else array)
+        return arrays
 
 
 class _Kept(Struct):

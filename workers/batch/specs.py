@@ -92,21 +92,21 @@ class Spec(Struct, frozen=True):
 def inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
     """The inputs that callers provide."""
     batched = config.max_batch_size > 0
-    found = tuple(_spec(entry, batched, entry.optional, entry.allow_ragged_batch) for entry in config.input)
+    specs = tuple(_spec(entry, batched, entry.optional, entry.allow_ragged_batch) for entry in config.input)
     padding = padding_of(config)
-    return found if padding is None else _with_pads(found, padding)
+    return specs if padding is None else _with_pads(specs, padding)
 
 
 def _with_pads(specs: tuple[Spec, ...], padding: Padding) -> tuple[Spec, ...]:
     padded = {entry.name: entry for entry in padding.inputs}
-    found = []
+    padded_specs = []
     for spec in specs:
         entry = padded.get(spec.name)
         if entry is not None:
             pad = Pad(tuple(axis + 1 for axis in entry.axes), _pad_value(entry.value, spec), padding.multiple)
             spec = structs.replace(spec, pad=pad)
-        found.append(spec)
-    return tuple(found)
+        padded_specs.append(spec)
+    return tuple(padded_specs)
 
 
 def _pad_value(text: str, spec: Spec) -> Any:
@@ -121,12 +121,12 @@ def _pad_value(text: str, spec: Spec) -> Any:
 def outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
     """The outputs that callers get."""
     cut = {name for entry in config.batch_output for name in entry.target_name}
-    found = tuple(_spec(entry, config.max_batch_size > 0, False, entry.name in cut) for entry in config.output)
+    specs = tuple(_spec(entry, config.max_batch_size > 0, False, entry.name in cut) for entry in config.output)
     padding = padding_of(config)
     if padding is None:
-        return found
+        return specs
     axes = {entry.name: tuple(axis + 1 for axis in entry.axes) for entry in padding.outputs}
-    return tuple(structs.replace(spec, cut=axes.get(spec.name, ())) for spec in found)
+    return tuple(structs.replace(spec, cut=axes.get(spec.name, ())) for spec in specs)
 
 
 def controls_of(config: ModelConfig) -> tuple[Spec, ...]:

@@ -63,17 +63,17 @@ class Chosen(Struct):
 def find(order: RunOrder) -> Chosen:
     from shmserve.repo.compile import environment  # the model's interpreter may lack the packages that it needs
 
-    found, version = _find(order)
-    config = found.config
+    model, version = _find(order)
+    config = model.config
     assert config is not None
     return Chosen(
-        str(found.path),
+        str(model.path),
         version,
         encode_config(config),
-        None if found.given is None else encode_config(found.given),
-        found.warning_texts,
+        None if model.given is None else encode_config(model.given),
+        model.warning_texts,
         tuple(installed(order.backend_directory)),
-        environment(config, str(found.path)),
+        environment(config, str(model.path)),
     )
 
 
@@ -90,22 +90,22 @@ def _find(order: RunOrder) -> tuple[ScannedModel, int]:
         raise Misuse(f"--backend-directory {fault}")
     try:
         backends, gpus = installed(order.backend_directory), discover().numbers
-        found = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
+        model = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
-    for warning in found.warning_texts:
+    for warning in model.warning_texts:
         log_message(warning, "warning")
-    if found.problems or found.config is None:
-        raise RunFailed("\n".join([f"model '{found.name}' cannot be loaded:", *found.problem_texts]))
+    if model.problems or model.config is None:
+        raise RunFailed("\n".join([f"model '{model.name}' cannot be loaded:", *model.problem_texts]))
     if order.version is None:
-        return found, found.versions[-1]
+        return model, model.versions[-1]
     if not (path / str(order.version)).is_dir():
-        there = ", ".join(map(str, found.versions))
-        raise NotFound(f"model '{found.name}' has no version {order.version}; its versions are: {there}")
-    if order.version in found.missing:
-        raise RunFailed(f"failed to load model '{found.name}' version {order.version}: {found.missing[order.version]}")
-    if order.version not in found.versions:
+        there = ", ".join(map(str, model.versions))
+        raise NotFound(f"model '{model.name}' has no version {order.version}; its versions are: {there}")
+    if order.version in model.missing:
+        raise RunFailed(f"failed to load model '{model.name}' version {order.version}: {model.missing[order.version]}")
+    if order.version not in model.versions:
         log_message(
-            f"version {order.version} of model '{found.name}' would not be served: its version policy", "warning"
+            f"version {order.version} of model '{model.name}' would not be served: its version policy", "warning"
         )
-    return found, order.version
+    return model, order.version

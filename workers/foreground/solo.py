@@ -210,13 +210,13 @@ def _loaded(order: RunOrder, chosen: Chosen, mapped: Mapped, terminal: Terminal)
 
 def _settings(order: RunOrder) -> dict[str, str]:
     """Parses BACKEND,KEY=VALUE, or KEY=VALUE for all backends, and adds the backend directory."""
-    found = {DIRECTORY: os.path.abspath(order.backend_directory)} if order.backend_directory else {}
+    settings = {DIRECTORY: os.path.abspath(order.backend_directory)} if order.backend_directory else {}
     for text in order.backend_config:
         key, separator, value = text.partition("=")
         if not separator or not key:
             raise Misuse(f"--backend-config {text}: write BACKEND,KEY=VALUE")
-        found[key if "," in key else f",{key}"] = value
-    return found
+        settings[key if "," in key else f",{key}"] = value
+    return settings
 
 
 def _heading(config: ModelConfig, version: int, loading: float) -> str:

@@ -78,19 +78,19 @@ class Terminal:
         if isinstance(error, bdb.BdbQuit):
             self.quit = QUIT
             return
-        found = _of_the_model(error.__traceback__)
-        if found is None and isinstance(error, ServeError):
+        first_frame = _of_the_model(error.__traceback__)
+        if first_frame is None and isinstance(error, ServeError):
             return  # its text is complete
-        if found is None and not isinstance(error, SyntaxError):  # its text has the location
-            found = error.__traceback__
+        if first_frame is None and not isinstance(error, SyntaxError):  # its text has the location
+            first_frame = error.__traceback__
         if sys.stdout is not None:
             sys.stdout.flush()
-        traceback.print_exception(type(error), error, found)
-        if self._debug and found is not None:
+        traceback.print_exception(type(error), error, first_frame)
+        if self._debug and first_frame is not None:
             import pdb  # slow to import and rarely needed
 
             print("in the debugger, where it was raised: w shows the way there, u and d go along it, q goes on")
-            pdb.post_mortem(found)
+            pdb.post_mortem(first_frame)
 
 
 def _of_the_model(trace: TracebackType | None) -> TracebackType | None:

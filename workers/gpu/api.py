@@ -201,13 +201,13 @@ def _driver() -> Any:
 def tensorrt() -> Any:
     """Imports TensorRT. Versions other than 10 and 11 are refused, because their functions differ."""
     try:
-        found: Any = importlib.import_module("tensorrt")
+        library: Any = importlib.import_module("tensorrt")
     except ImportError as error:
         raise _missing("tensorrt", error) from error
-    version = str(getattr(found, "__version__", "unknown"))
+    version = str(getattr(library, "__version__", "unknown"))
     if version.partition(".")[0] not in ("10", "11"):
         raise Unsupported(f"TensorRT {version} is installed; versions 10 and 11 are supported")
-    return found
+    return library
 
 
 def major(trt: Any) -> int:

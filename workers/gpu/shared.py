@@ -178,10 +178,10 @@ class DeviceMemory:
 
 def memory_of(mapped: Mapped) -> DeviceMemory:
     """Returns this process's device memory, created on first use. Raises HandleLost if its model is not on a GPU."""
-    found = mapped.device
+    memory = mapped.device
     if not mapped.on_gpu:
         raise HandleLost("the tensor is on a GPU, and the model's instance is not")
-    if found is None:
-        found = mapped.device = DeviceMemory(mapped)
-    assert isinstance(found, DeviceMemory)
-    return found
+    if memory is None:
+        memory = mapped.device = DeviceMemory(mapped)
+    assert isinstance(memory, DeviceMemory)
+    return memory

@@ -177,20 +177,20 @@ class OutgoingCalls:
     ) -> Work | None:
         """Returns the request that the call is made for. None if it is unknown and the reply's audience
         depends on it."""
-        found: Work | None = None
+        parent: Work | None = None
         for given, place in zip(inputs, places, strict=True):
             if place is not None and gift_of(given.array) is not None:
                 continue
             work = given.work if given.work in running else None
             if work is None and place is not None:
                 work = next((one for one in running if within(place, one)), None)
-            if work is None or work is found:
+            if work is None or work is parent:
                 continue
-            if found is not None and found.audience != work.audience:
+            if parent is not None and parent.audience != work.audience:
                 return None
-            found = found or work
-        if found is not None:
-            return found
+            parent = parent or work
+        if parent is not None:
+            return parent
         first = running[0] if running else None
         same = first is not None and all(work.audience == first.audience for work in running)
         return first if same else None
@@ -369,13 +369,13 @@ class OutgoingCalls:
 
     def _response(self, message: Reply | Part) -> Response:
         """Creates all arrays at once, so that no handle is lost if one of them fails."""
-        found = Response(parameters=message.parameters)
+        response = Response(parameters=message.parameters)
         for tensor in message.outputs:
             try:
-                found.outputs.append((tensor.name, self._array(tensor)))
+                response.outputs.append((tensor.name, self._array(tensor)))
             except (ServeError, ValueError, TypeError) as error:
-                found.code, found.text = InvalidRequest.code, f"output '{tensor.name}' cannot be read: {error}"
-        return found
+                response.code, response.text = InvalidRequest.code, f"output '{tensor.name}' cannot be read: {error}"
+        return response
 
     def _array(self, tensor: Tensor) -> Array:
         data: Any = tensor.data

@@ -40,11 +40,11 @@ def trace_of(error: BaseException) -> list[str]:
     """Returns the lines of a traceback without this package's frames, so that those of the model and its libraries
     remain. If none remains and the error is neither a ServeError nor a SyntaxError, the fault is in this package:
     keep all frames."""
-    found = traceback.TracebackException.from_exception(error)
-    parts = found.format()
-    if not _cut(found):
+    trace = traceback.TracebackException.from_exception(error)
+    parts = trace.format()
+    if not _cut(trace):
         if isinstance(error, (ServeError, SyntaxError)):
-            parts = found.format_exception_only()
+            parts = trace.format_exception_only()
         else:
             parts = traceback.TracebackException.from_exception(error).format()
     return [line for part in parts for line in part.rstrip("\n").split("\n")]

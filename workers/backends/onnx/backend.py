@@ -143,15 +143,15 @@ class Onnx(StackedBackend):
         places: list[Array | GpuTensor | None],
     ) -> None:
         assert self._binding is not None
-        given = [(spec, array) for spec, array in zip(self._inputs, arrays, strict=True) if array is not None]
+        bound_inputs = [(spec, array) for spec, array in zip(self._inputs, arrays, strict=True) if array is not None]
         targets = [OutputTarget(self._outputs[index], place) for index, place in zip(wanted, places, strict=True)]
         binding = self._binding
         if needs_own_binding(targets):
             binding = Binding(self._session, self._plan.on_host, once=True)
-        made = iter(binding.run(given, targets, self._options))
+        values = iter(binding.run(bound_inputs, targets, self._options))
         for index, target in zip(wanted, targets, strict=True):
             if target.array is None:
-                outputs.put(index, next(made))
+                outputs.put(index, next(values))
 
     def _place(self, outputs: Results, index: int, shape: tuple[int, ...] | None) -> Array | GpuTensor | None:
         """Returns the memory where readers read an output, on the host or on the GPU, if the engine can write there."""
@@ -178,17 +178,17 @@ class Onnx(StackedBackend):
         if self._session is None:
             path = self.context.model_file(config, _FILE, exists=_is_model)
             path = path / _FILE if path.is_dir() else path
-            self._plan = found = self.planned(config)
-            for note in found.notes:
+            self._plan = session_plan = self.planned(config)
+            for note in session_plan.notes:
                 log_message(f"model '{config.name}': {note}")
             libraries = config.model_operations.op_library_filename if config.model_operations is not None else ()
-            self._options = _run_options(found)
-            self._session = self._start(config.name, path, found, [self._library(name) for name in libraries])
+            self._options = _run_options(session_plan)
+            self._session = self._start(config.name, path, session_plan, [self._library(name) for name in libraries])
         return self._session
 
-    def _start(self, model: str, path: Path, found: SessionPlan, libraries: list[Path]) -> Any:
+    def _start(self, model: str, path: Path, session_plan: SessionPlan, libraries: list[Path]) -> Any:
         try:
-            options = _session_options(found)
+            options = _session_options(session_plan)
             for library in libraries:
                 options.register_custom_ops_library(os.fspath(library))
             data = _unreachable(path.parent)
@@ -196,13 +196,15 @@ class Onnx(StackedBackend):
                 sizes = [len(mapped) for mapped in data.values()]
                 options.add_external_initializers_from_files_in_memory([*data], [*data.values()], sizes)
             # Without this, a provider that does not start is silently replaced by another.
-            session = ort.InferenceSession(os.fspath(path), options, providers=list(found.providers), enable_fallback=0)
+            session = ort.InferenceSession(
+                os.fspath(path), options, providers=list(session_plan.providers), enable_fallback=0
+            )
         except Exception as error:
             raise ModelFailed(
                 f"unable to load model '{model}': {type(error).__name__}: {engine_text(error)}"
             ) from error
         running = session.get_providers()
-        for name in found.required:
+        for name in session_plan.required:
             if name not in running:
                 raise lost(model, name)
         return session
@@ -224,7 +226,7 @@ def _is_model(path: Path) -> bool:
 def _unreachable(folder: Path) -> dict[str, mmap.mmap]:
     """Maps files that were replaced in the repository and are kept by descriptor: ONNX Runtime looks for external data
     at the target of the link, which no longer exists."""
-    found = {}
+    contents = {}
     for directory, _, names in os.walk(folder):
         for path in (Path(directory, name) for name in names if not name.endswith(".onnx")):
             if (
@@ -234,14 +236,14 @@ def _unreachable(folder: Path) -> dict[str, mmap.mmap]:
                 and not os.path.exists(os.path.realpath(path))
             ):
                 with path.open("rb") as file:
-                    found[str(path.relative_to(folder))] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return found
+                    contents[str(path.relative_to(folder))] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return contents
 
 
-def _session_options(found: SessionPlan) -> Any:
+def _session_options(session_plan: SessionPlan) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    for key, value in found.attributes.items():
+    for key, value in session_plan.attributes.items():
         match key:
             case "execution_mode":
                 value = getattr(ort.ExecutionMode, str(value))
@@ -250,20 +252,20 @@ def _session_options(found: SessionPlan) -> Any:
             case "enable_cpu_mem_arena" | "enable_mem_pattern" | "use_per_session_threads":
                 value = bool(value)
         setattr(options, key, value)
-    for key, text in found.entries.items():
+    for key, text in session_plan.entries.items():
         options.add_session_config_entry(key, text)
-    if found.pool is not None:
-        ort.set_global_thread_pool_sizes(*found.pool)
-    if found.arena is not None:
+    if session_plan.pool is not None:
+        ort.set_global_thread_pool_sizes(*session_plan.pool)
+    if session_plan.arena is not None:
         memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-        ort.create_and_register_allocator(memory, ort.OrtArenaCfg(found.arena))
+        ort.create_and_register_allocator(memory, ort.OrtArenaCfg(session_plan.arena))
     return options
 
 
-def _run_options(found: SessionPlan) -> Any:
-    if not found.run:
+def _run_options(session_plan: SessionPlan) -> Any:
+    if not session_plan.run:
         return None
     options = ort.RunOptions()
-    for key, text in found.run.items():
+    for key, text in session_plan.run.items():
         options.add_run_config_entry(key, text)
     return options

@@ -40,15 +40,15 @@ def engine_text(error: Exception) -> str:
 
 def facts_of(nodes: Iterable[Any], needed: Collection[str] | None = None) -> list[TensorFacts]:
     """`needed`: tensors that must have a supported type; others are left out if they do not. None: all are needed."""
-    found = []
+    facts = []
     for node in nodes:
         dtype = DTYPES.get(node.type)
         if dtype is not None:
             dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape or ())
-            found.append(TensorFacts(node.name, dtype, dims))
+            facts.append(TensorFacts(node.name, dtype, dims))
         elif needed is None or node.name in needed:
             raise Unsupported(f"tensor '{node.name}' of the model is a {node.type}, not supported: {_why(node.type)}")
-    return found
+    return facts
 
 
 def _why(kind: str) -> str:

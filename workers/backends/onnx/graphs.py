@@ -73,17 +73,17 @@ class OnnxGraphs:
     def of(self, arrays: Sequence[Array | None], rows: int) -> Recorded | None:
         """Returns the recorded run for these shapes; None if there are too many shapes or an input is absent."""
         key = tuple(None if array is None else array.shape for array in arrays)
-        found = self._recorded.get(key)
-        if found is not None or None in key or len(self._recorded) >= MOST_SHAPES:
-            return found
+        recorded = self._recorded.get(key)
+        if recorded is not None or None in key or len(self._recorded) >= MOST_SHAPES:
+            return recorded
         if any(0 in shape for shape in key if shape is not None):
             return None
         inputs = list(zip(self._input_specs, key, strict=True))
         outputs = [(spec, (rows, *spec.shape) if spec.batched else spec.shape) for spec in self._output_specs]
         # Ids start at 1: -1 records nothing, and 0 is the engine's default.
         number = len(self._recorded) + 1
-        self._recorded[key] = found = Recorded(self._session, self._device, number, inputs, outputs)
-        return found
+        self._recorded[key] = recorded = Recorded(self._session, self._device, number, inputs, outputs)
+        return recorded
 
 
 def _tensor(spec: Spec, shape: tuple[int, ...], device: tuple[str, int]) -> Any:

@@ -142,10 +142,10 @@ def plan(
         int(values[key] if given.get(key) else _setting(setting, key) or "0")
         for key in ("intra_op_thread_count", "inter_op_thread_count")
     )
-    found = _providers(config, kind, device, available, values, intra or threads)
+    providers = _providers(config, kind, device, available, values, intra or threads)
     parallel = values["execution_mode"] == "1"
     attributes: dict[str, int | str] = {
-        "intra_op_num_threads": found.intra_op or intra or threads,
+        "intra_op_num_threads": providers.intra_op or intra or threads,
         "inter_op_num_threads": inter,
         "execution_mode": "ORT_PARALLEL" if parallel else "ORT_SEQUENTIAL",
         "enable_cpu_mem_arena": int(values["enable_mem_arena"]),
@@ -161,19 +161,19 @@ def plan(
     arena = _arena(values)
     if arena is not None:
         entries["session.use_env_allocators"] = "1"
-    run = _run(values[SHRINKAGE], found, values["enable_mem_arena"] == "1", device)
-    if found.captures:
+    run = _run(values[SHRINKAGE], providers, values["enable_mem_arena"] == "1", device)
+    if providers.captures:
         run["gpu_graph_id"] = "-1"
     return SessionPlan(
-        providers=found.listed,
-        required=found.required,
+        providers=providers.listed,
+        required=providers.required,
         attributes=attributes,
         entries=entries,
         run=run,
         pool=pool,
         arena=arena,
         device=device,
-        captures=found.captures,
+        captures=providers.captures,
         notes=tuple(_typos(given)),
     )
 
@@ -229,9 +229,9 @@ def _arena(values: dict[str, str]) -> dict[str, int] | None:
     return {"max_mem": limit, "arena_extend_strategy": grows}
 
 
-def _run(shrinkage: str, found: Providers, arena: bool, device: int) -> dict[str, str]:
+def _run(shrinkage: str, providers: Providers, arena: bool, device: int) -> dict[str, str]:
     """Returns the run options. An instance has at most one GPU, so any `gpu:` in the parameter means that one."""
-    on_gpu = any(name == CUDA for name, _ in found.listed)
+    on_gpu = any(name == CUDA for name, _ in providers.listed)
     parts = [part for part in shrinkage.split(";") if part.startswith("cpu:")]
     if parts and not arena:
         raise InvalidRequest(

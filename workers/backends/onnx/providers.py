@@ -125,15 +125,15 @@ def gpu_providers(
     """`old`: CUDA options given as parameters of the model. CUDA is always listed, after other providers."""
     options = _given(model, accelerators, _ON_GPU, "GPU")
     cuda = old | {key: _checked("cuda", CUDA_OPTIONS, key, text) for key, text in options.get("cuda", {}).items()}
-    found = [(CUDA, {"device_id": str(device)} | cuda)]
+    listed = [(CUDA, {"device_id": str(device)} | cuda)]
     if "tensorrt" in options:
-        found.insert(0, (TENSORRT, {"device_id": str(device)} | _tensorrt(options["tensorrt"])))
-    names = tuple(name for name, _ in found)
-    _there(model, names, available, "instance_group kind KIND_GPU" if len(found) == 1 else "it")
+        listed.insert(0, (TENSORRT, {"device_id": str(device)} | _tensorrt(options["tensorrt"])))
+    names = tuple(name for name, _ in listed)
+    _there(model, names, available, "instance_group kind KIND_GPU" if len(listed) == 1 else "it")
     captures = any(
-        options.get(key) == "1" for _, options in found for key in ("enable_cuda_graph", "trt_cuda_graph_enable")
+        options.get(key) == "1" for _, options in listed for key in ("enable_cuda_graph", "trt_cuda_graph_enable")
     )
-    return Providers((*found, (CPU, {})), names if required else (), captures)
+    return Providers((*listed, (CPU, {})), names if required else (), captures)
 
 
 def cpu_providers(
@@ -141,26 +141,26 @@ def cpu_providers(
 ) -> Providers:
     """`threads`: the CPU limit of this instance."""
     options = _given(model, accelerators, _ON_CPU, "CPU")
-    found = []
+    listed = []
     own_threads = 0
-    for name, given in options.items():
-        for key in given:
+    for name, parameters in options.items():
+        for key in parameters:
             _no_address(name, key)
         if name == "openvino":
-            given = {"device_type": "CPU", "num_of_threads": str(threads)} | given
+            parameters = {"device_type": "CPU", "num_of_threads": str(threads)} | parameters
         elif name == "xnnpack":
-            given = {"intra_op_num_threads": str(threads)} | given
+            parameters = {"intra_op_num_threads": str(threads)} | parameters
             own_threads = 1  # two thread pools would compete for the same CPUs
-        found.append((_ON_CPU[name], given))
-    names = tuple(name for name, _ in found)
+        listed.append((_ON_CPU[name], parameters))
+    names = tuple(name for name, _ in listed)
     _there(model, names, available, "it")
-    return Providers((*found, (CPU, {})), names, intra_op=own_threads)
+    return Providers((*listed, (CPU, {})), names, intra_op=own_threads)
 
 
 def _given(
     model: str, accelerators: Sequence[Accelerator], known: dict[str, str], where: str
 ) -> dict[str, dict[str, str]]:
-    given: dict[str, dict[str, str]] = {}
+    requested: dict[str, dict[str, str]] = {}
     for accelerator in accelerators:
         name = accelerator.name.lower()
         if name not in known:
@@ -168,10 +168,10 @@ def _given(
                 f"unable to load model '{model}': unknown Execution Accelerator '{accelerator.name}' is requested; on "
                 f"the {where} onnxruntime has: {', '.join(known)}"
             )
-        if name in given:
+        if name in requested:
             raise InvalidRequest(f"unable to load model '{model}': Execution Accelerator '{name}' is requested twice")
-        given[name] = accelerator.parameters
-    return given
+        requested[name] = accelerator.parameters
+    return requested
 
 
 def _there(model: str, names: Sequence[str], available: Collection[str], who: str) -> None:
@@ -205,13 +205,13 @@ def _tensorrt(given: dict[str, str]) -> dict[str, str]:
             if name:
                 options[name] = "1"
             continue
-        found = _RENAMED.get(key, key)
-        if not found.startswith("trt_"):
+        option = _RENAMED.get(key, key)
+        if not option.startswith("trt_"):
             raise InvalidRequest(
                 f"unknown parameter '{key}' is provided for TensorRT Execution Accelerator; it has precision_mode, "
                 f"{', '.join(_RENAMED)} and those of the provider, which begin with trt_"
             )
-        options[found] = _checked("tensorrt", TENSORRT_OPTIONS, found, text, key)
+        options[option] = _checked("tensorrt", TENSORRT_OPTIONS, option, text, key)
     return options
 
 

@@ -84,7 +84,7 @@ class Binding:
             if all(target.array is not None for target in targets):
                 return []
             values = self._bound.get_outputs()
-            made = [
+            outputs = [
                 view_of(value, t.spec, self._bound) for value, t in zip(values, targets, strict=True) if t.array is None
             ]
             if not self._once:
@@ -93,7 +93,7 @@ class Binding:
             self._forget()
             raise
         del held  # memory bound by address must stay valid until the run is over
-        return made
+        return outputs
 
     def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array | GpuTensor]]) -> list[Any]:
         known = self._inputs
@@ -101,17 +101,17 @@ class Binding:
             self._bound.clear_binding_inputs()
             known.clear()
         held: list[Any] = []
-        for spec, given in inputs:
-            if isinstance(given, GpuTensor):
-                self._bound.bind_input(spec.name, GPU, 0, element_of(spec), given.shape, given.address)
+        for spec, value in inputs:
+            if isinstance(value, GpuTensor):
+                self._bound.bind_input(spec.name, GPU, 0, element_of(spec), value.shape, value.address)
                 known[spec.name] = NOWHERE
                 continue
             if not spec.item:
-                held.append(strings_value(given))
+                held.append(strings_value(value))
                 self._bound.bind_ortvalue_input(spec.name, held[-1])
-                known[spec.name] = (0, given.shape)
+                known[spec.name] = (0, value.shape)
                 continue
-            array = contiguous(given)
+            array = contiguous(value)
             held.append(array)
             place = (address_of(array), array.shape)
             if not self._keeps or known.get(spec.name) != place:

@@ -91,8 +91,8 @@ class Python(PythonModel, SeparateBackend):
         try:
             if streams.decoupled:
                 return self._decoupled_answers(requests, *self._begin_decoupled(self._given(requests)))
-            given = self._given(requests)
-            responses = self._execute(given)
+            received = self._given(requests)
+            responses = self._execute(received)
             if responses is None:  # all responses were sent, or will be
                 responses = [None] * len(requests)
             elif type(responses) is not list and not isinstance(responses, (list, tuple)):
@@ -102,15 +102,15 @@ class Python(PythonModel, SeparateBackend):
                     f"number of InferenceResponse objects returned ({len(responses)}) from execute must match the "
                     f"number of requests ({len(requests)})"
                 )
-            for request, response in zip(given, responses, strict=True):
+            for request, response in zip(received, responses, strict=True):
                 if response is not None and getattr(request, "_again", False):
                     raise ModelFailed(
                         "Expected a None object in the execute function return list for reschduled request, found "
                         f"type '{type(response)}'."
                     )
             if streams.open or None in responses:
-                left = list(given)
-                del given  # so that a request that the model dropped is finalized
+                left = list(received)
+                del received  # so that a request that the model dropped is finalized
                 return self._collected(left, list(responses))
             return [self._answer(response) for response in responses]
         finally:
@@ -121,10 +121,10 @@ class Python(PythonModel, SeparateBackend):
     def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
         make, names, outputs = request_from, self._inputs, self._outputs
         model, version = self.context.model, self.context.version
-        made = [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
+        received = [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
         if self.on_device:
-            mark_device_inputs(made)
-        return made
+            mark_device_inputs(received)
+        return received
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
         streams = self.streams
@@ -132,15 +132,15 @@ class Python(PythonModel, SeparateBackend):
             return [answer if streams.take_over(request.work.request) else None for request in requests]
         return [streams.withdraw_sent(request.work.request) or answer for request in requests]
 
-    def _collected(self, given: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Answer | None]:
+    def _collected(self, received: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Answer | None]:
         """Returns the answers of a batch in which some responses were sent, or will be, instead of being returned."""
-        found: list[Answer | None] = []
-        while given:
-            request, response = given.pop(0), responses.pop(0)
+        answers: list[Answer | None] = []
+        while received:
+            request, response = received.pop(0), responses.pop(0)
             sender = getattr(request, "_sender", None)
             again = response is None and getattr(request, "_again", False)
             if sender is None:
-                found.append(self._again if again else self._answer(response))
+                answers.append(self._again if again else self._answer(response))
                 continue
             stream: ResponseSender = sender._stream
             del request, sender  # if these were the last references, no response can be sent
@@ -150,14 +150,14 @@ class Python(PythonModel, SeparateBackend):
                     log_message(
                         f"model instance '{self._instance}' returned a response that it had sent before: {ONE}", "error"
                     )
-                found.append(sent or self._answer(response))
+                answers.append(sent or self._answer(response))
             elif again and not stream.final:
                 self.streams.take_over(stream.work.request)
-                found.append(self._again)
+                answers.append(self._again)
             else:
                 answer = self.streams.collect(stream)
-                found.append(answer or self._failure(NONE))
-        return found
+                answers.append(answer or self._failure(NONE))
+        return answers
 
     # ------------------------------------------------------------------------------------ decoupled
 

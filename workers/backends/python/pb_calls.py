@@ -73,35 +73,35 @@ class Responses:
         return self
 
     def __next__(self) -> InferenceResponse:
-        found = self._again() if self._at >= 0 else self._took(_next(self._calls, self._pending))
-        if found is None:
+        response = self._again() if self._at >= 0 else self._took(_next(self._calls, self._pending))
+        if response is None:
             raise StopIteration
-        return found
+        return response
 
     def __aiter__(self) -> Responses:
         return iter(self)
 
     async def __anext__(self) -> InferenceResponse:
         if self._at >= 0:
-            found = self._again()
+            response = self._again()
         else:
             await _ready_soon(self._calls, self._pending, self._here())
-            found = self._took(self._calls.take(self._pending))
-        if found is None:
+            response = self._took(self._calls.take(self._pending))
+        if response is None:
             raise StopAsyncIteration
-        return found
+        return response
 
     def _took(self, response: Response | None) -> InferenceResponse | None:
         if response is None:
             self._at = len(self._taken or ())
             return None
-        found = response_from(response)
-        self._size += sum(tensor._array.nbytes for tensor in found._tensors)
+        taken = response_from(response)
+        self._size += sum(tensor._array.nbytes for tensor in taken._tensors)
         if self._size > REPLAYED_BYTES:
             self._taken = None
         if self._taken is not None:
-            self._taken.append(found)
-        return found
+            self._taken.append(taken)
+        return taken
 
     def _again(self) -> InferenceResponse | None:
         if self._taken is None or self._at >= len(self._taken):

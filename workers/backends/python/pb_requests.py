@@ -196,13 +196,13 @@ def _integer(value: Any, what: str) -> int:
 
 def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
     """Returns a copy of the list. As in Triton, None raises TritonModelException and other types raise TypeError."""
-    found = list(given)
-    for tensor in found:
+    tensors = list(given)
+    for tensor in tensors:
         if tensor is None:
             raise TritonModelException(f"{which} should not be empty.")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{what} must be pb_utils.Tensor objects, not {type(tensor).__name__}")
-    return found
+    return tensors
 
 
 def _request_host(request: InferenceRequest) -> RequestHost:

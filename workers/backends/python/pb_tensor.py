@@ -63,10 +63,10 @@ def text_of(value: Any, what: str = "name") -> str:
 
 
 def _named(name: Any) -> str:
-    found = text_of(name)
-    if not found:
+    text = text_of(name)
+    if not text:
         raise TritonModelException("Tensor name cannot be an empty string.")
-    return found
+    return text
 
 
 class Tensor:
@@ -208,12 +208,12 @@ def _on_gpu(name: str, source: Any) -> DeviceTensor | None:
         return None
     try:
         cupy = importlib.import_module("cupy")
-        made = cupy.from_dlpack(source)
+        array = cupy.from_dlpack(source)
     except (ImportError, BufferError, RuntimeError, TypeError, ValueError):  # the library may copy it to the host
         return None
-    check_contiguous(name, made)
+    check_contiguous(name, array)
     cupy.cuda.runtime.deviceSynchronize()  # a capsule does not name the stream that writes it
-    return DeviceTensor(name, OwnPiece(made), dtypes.from_numpy(made.dtype))
+    return DeviceTensor(name, OwnPiece(array), dtypes.from_numpy(array.dtype))
 
 
 def check_contiguous(name: str, array: Any) -> None:

@@ -44,12 +44,12 @@ class StackedPython(PythonModel, StackedBackend):
         inputs.computing()
         self._running = inputs.works
         try:
-            found = self._execute(arrays)
+            result = self._execute(arrays)
         finally:
             self._running = ()
-        if not isinstance(found, Mapping):
-            raise ModelFailed(f"expected a dict of arrays by name from execute, it returned {type(found).__name__}")
-        for name, array in found.items():
+        if not isinstance(result, Mapping):
+            raise ModelFailed(f"expected a dict of arrays by name from execute, it returned {type(result).__name__}")
+        for name, array in result.items():
             index = self._outputs.get(name)
             if index is None:
                 raise ModelFailed(f"unexpected output '{name}': the outputs are {', '.join(self._outputs)}")

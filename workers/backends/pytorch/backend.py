@@ -89,12 +89,12 @@ class Torch(StackedBackend):
         tensors = [self._given(index, spec, inputs) for index, spec in enumerate(self._inputs)]
         inputs.computing()
         if self._names is not None:
-            given: list[Any] = [
+            leaves: list[Any] = [
                 {name: tensor for name, tensor in zip(self._names, tensors, strict=True) if tensor is not None}
             ]
         else:
-            given = [None if place is None else tensors[place] for place in self._leaves]
-        values = self._pick(self._call(given))
+            leaves = [None if place is None else tensors[place] for place in self._leaves]
+        values = self._pick(self._call(leaves))
         try:
             for index, value in enumerate(values):
                 if outputs.needed(index) and not (self._near is not None and self._stays(index, value, outputs)):

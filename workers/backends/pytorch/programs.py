@@ -208,7 +208,7 @@ class Exported(_Tree):
 
 def _written(program: Any) -> set[str] | None:
     """Returns the inputs that an exported program may write to, also through views; None if unknown."""
-    found = {str(name) for name in program.graph_signature.user_inputs_to_mutate.values()}
+    written = {str(name) for name in program.graph_signature.user_inputs_to_mutate.values()}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
@@ -219,13 +219,13 @@ def _written(program: Any) -> set[str] | None:
             continue
         for given, taken in zip(node.args, schema.arguments, strict=False):
             if taken.alias_info is not None and taken.alias_info.is_write:
-                found |= _roots(given)
-    return found
+                written |= _roots(given)
+    return written
 
 
 def _roots(value: Any) -> set[str]:
     """Returns the inputs whose memory a value of the graph may share."""
-    found: set[str] = set()
+    roots: set[str] = set()
     seen: set[Any] = set()
     waiting = [value]
     while waiting:
@@ -236,11 +236,11 @@ def _roots(value: Any) -> set[str]:
             continue
         seen.add(node)
         if node.op == "placeholder":
-            found.add(node.name)
+            roots.add(node.name)
         schema = getattr(node.target, "_schema", None)
         if schema is None or schema.name in _THROUGH or any(made.alias_info is not None for made in schema.returns):
             waiting += node.all_input_nodes
-    return found
+    return roots
 
 
 class CompiledProgram(_Tree):
@@ -302,25 +302,25 @@ def arrange(model: str, program: Program, specs: Sequence[Spec]) -> list[int | N
     if program.whole_dict:
         return list(range(len(specs)))
     arguments = program.arguments
-    found: list[int | None] = [None] * len(arguments)
+    indices: list[int | None] = [None] * len(arguments)
     for index, place in enumerate(_places(specs, [argument.names for argument in arguments])):
-        if place is None or place >= len(arguments) or found[place] is not None:
+        if place is None or place >= len(arguments) or indices[place] is not None:
             listed = ", ".join(argument.names[-1] for argument in arguments)
             raise InvalidRequest(
                 f"unable to load model '{model}': input '{specs[index].name}' is no argument of its own; the model "
                 f"takes {len(arguments)}: {listed}"
             )
-        found[place] = index
-    for argument, given in zip(arguments, found, strict=True):
-        if given is None:
+        indices[place] = index
+    for argument, index_of_input in zip(arguments, indices, strict=True):
+        if index_of_input is None:
             if not argument.optional:
                 raise InvalidRequest(
                     f"unable to load model '{model}': the configuration has no input for argument "
                     f"'{argument.names[-1]}'"
                 )
             continue
-        _check(model, specs[given], argument)
-    return found
+        _check(model, specs[index_of_input], argument)
+    return indices
 
 
 def _check(model: str, spec: Spec, argument: Argument) -> None:
@@ -370,14 +370,14 @@ def picker(model: str, program: Program, specs: Sequence[Spec]) -> Callable[[Any
 
     if program.results is not None:
         there = len(program.results)
-        found = _places(specs, program.results)
-        missing = [name for name, place in zip(names, found, strict=True) if place is None or place >= there]
+        positions = _places(specs, program.results)
+        missing = [name for name, place in zip(names, positions, strict=True) if place is None or place >= there]
         if missing:
             raise InvalidRequest(
                 f"unable to load model '{model}': output '{missing[0]}' is no result of the model, which has "
                 f"{there}: {', '.join(own[-1] for own in program.results)}"
             )
-        chosen = [place for place in found if place is not None]
+        chosen = [place for place in positions if place is not None]
         return lambda value: pick(pytree.tree_leaves(value), chosen)
     numbered = [_BY_PLACE.fullmatch(name) for name in names]
     order = [int(match[1]) for match in numbered if match is not None]

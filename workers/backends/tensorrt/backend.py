@@ -260,13 +260,13 @@ class TensorRT(StackedBackend):
             raise
 
     def _shapes(self, inputs: GatherGroup) -> tuple[Shape, ...]:
-        found = []
+        shapes = []
         for index, spec in enumerate(self._inputs):
             shape = inputs.shape(index)
             if shape is None:
                 raise InvalidRequest(f"input '{spec.name}' is missing: the engine of model '{self._model}' needs it")
-            found.append(shape)
-        return tuple(found)
+            shapes.append(shape)
+        return tuple(shapes)
 
     def _choose(self, shapes: tuple[Shape, ...]) -> Profile:
         """Returns the profile that allows these shapes and is optimised for the most similar ones."""
@@ -287,9 +287,9 @@ class TensorRT(StackedBackend):
         graph = self._graphs.find(shapes, rows) if len(self._graphs) else None
         if graph is None:
             profile = self._choose(shapes)
-            made = list(profile.prepare(shapes))
+            output_shapes = list(profile.prepare(shapes))
         else:
-            made = [(rows, *shape[1:]) if rows else shape for shape in graph.outputs]
+            output_shapes = [(rows, *shape[1:]) if rows else shape for shape in graph.outputs]
         for index, spec in enumerate(self._inputs):
             if index in self._host:
                 continue
@@ -303,11 +303,11 @@ class TensorRT(StackedBackend):
         targets: dict[int, tuple[Array, bool]] = {}
         near: dict[int, int] = {}
         for index in wanted:
-            if -1 in made[index]:
+            if -1 in output_shapes[index]:
                 continue  # placed when the shape is known, after the run
-            address = outputs.near(index, made[index]) if index not in self._allocators else None
+            address = outputs.near(index, output_shapes[index]) if index not in self._allocators else None
             if address is None:
-                targets[index] = self._target(index, made[index], outputs)
+                targets[index] = self._target(index, output_shapes[index], outputs)
             else:
                 near[index] = address
         if graph is not None:
@@ -319,7 +319,7 @@ class TensorRT(StackedBackend):
             cuda.record(self._computed, stream)
             cuda.wait_for(self._copy_stream, self._computed)
         for index, address in near.items() if graph is not None else ():  # which writes where it always does
-            size = elements(made[index]) * self._outputs[index].item
+            size = elements(output_shapes[index]) * self._outputs[index].item
             cuda.copy(address, self._output_at[index], size, cuda.within, self._copy_stream)
         self._collect([index for index in wanted if index not in near], targets, outputs)
 

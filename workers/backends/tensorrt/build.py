@@ -110,18 +110,18 @@ def _source(order: BuildOptions) -> tuple[Path, ModelConfig | None]:
         return path, None
     if not path.is_dir():
         raise BadShapes(f"{path} is neither an ONNX file nor the directory of a model")
-    found = scan_model(Path(os.path.abspath(path)), gpus=discover().numbers)
-    if found.problems or found.given is None:
-        raise BadShapes("\n".join([f"the configuration of model '{found.name}' is wrong:", *found.problem_texts]))
-    versions = [order.version] if order.version is not None else list(found.versions[-1:])
+    model = scan_model(Path(os.path.abspath(path)), gpus=discover().numbers)
+    if model.problems or model.given is None:
+        raise BadShapes("\n".join([f"the configuration of model '{model.name}' is wrong:", *model.problem_texts]))
+    versions = [order.version] if order.version is not None else list(model.versions[-1:])
     for version in versions:
         file = path / str(version) / ONNX
         if (file / ONNX).is_file():
-            return file / ONNX, found.given
+            return file / ONNX, model.given
         if file.is_file():
-            return file, found.given
+            return file, model.given
     which = f"version {versions[0]}" if versions else "any version"
-    raise BadShapes(f"there is no file '{ONNX}' in {which} of model '{found.name}'")
+    raise BadShapes(f"there is no file '{ONNX}' in {which} of model '{model.name}'")
 
 
 def _built(
@@ -275,11 +275,11 @@ def _allowed(engine: LoadedEngine, name: str) -> str:
 
 
 def _input(engine: LoadedEngine, name: str, dtype: str, dims: tuple[int, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name, "datatype": dtype, "shape": list(dims)}
+    document: dict[str, Any] = {"name": name, "datatype": dtype, "shape": list(dims)}
     if name not in engine.on_host:
         ranges = [engine.range_of(name, profile) for profile in range(engine.profiles)]
-        found["profiles"] = [{"min": list(r.low), "opt": list(r.best), "max": list(r.high)} for r in ranges]
-    return found
+        document["profiles"] = [{"min": list(r.low), "opt": list(r.best), "max": list(r.high)} for r in ranges]
+    return document
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class BadShapes(Exception):
 
 def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
     """Parses one profile, `x=1x3:4x3:8x3 mask=1x5:4x5:8x5`. Inputs with only fixed dims may be left out."""
-    found: Ranges = {}
+    ranges: Ranges = {}
     for word in words:
         name, equals, text = word.rpartition("=")
         if not equals or not name:
@@ -40,11 +40,11 @@ def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
                 raise BadShapes(f"--profile: {_text(shape)} is not a shape of input '{name}', which is {list(dims)}")
         if not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
             raise BadShapes(f"--profile: '{word}' must not get smaller from MIN to BEST to MAX")
-        found[name] = low, best, high
-    missing = [name for name, dims in inputs.items() if -1 in dims and name not in found]
+        ranges[name] = low, best, high
+    missing = [name for name, dims in inputs.items() if -1 in dims and name not in ranges]
     if missing:
         raise BadShapes(f"--profile: inputs with dynamic dims are missing: {_listed(missing, inputs)}")
-    return found
+    return ranges
 
 
 def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
@@ -54,7 +54,7 @@ def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: in
     preferred = config.dynamic_batching.preferred_batch_size if config.dynamic_batching is not None else ()
     best = max((size for size in preferred if size <= most), default=most)
     entries = {entry.name: entry for entry in config.input}
-    found: Ranges = {}
+    ranges: Ranges = {}
     for name, dims in dynamic.items():
         entry = entries.get(name)
         tail = dims[1:] if most else dims
@@ -65,20 +65,20 @@ def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: in
         if -1 in tail or (most and dims[0] != -1):
             raise BadShapes(_ask(name, dims))
         if not most:
-            found[name] = tail, tail, tail
+            ranges[name] = tail, tail, tail
             continue
-        found[name] = (1, *tail), (best, *tail), (most, *tail)
-    return found
+        ranges[name] = (1, *tail), (best, *tail), (most, *tail)
+    return ranges
 
 
 def with_batch(dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
     """Returns batches up to `max_batch` rows, for inputs whose other dims are fixed."""
-    found: Ranges = {}
+    ranges: Ranges = {}
     for name, dims in dynamic.items():
         if not max_batch or dims[0] != -1 or -1 in dims[1:]:
             raise BadShapes(_ask(name, dims))
-        found[name] = (1, *dims[1:]), (max_batch, *dims[1:]), (max_batch, *dims[1:])
-    return found
+        ranges[name] = (1, *dims[1:]), (max_batch, *dims[1:]), (max_batch, *dims[1:])
+    return ranges
 
 
 def _shape(text: str, word: str) -> Shape:

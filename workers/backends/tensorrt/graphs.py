@@ -68,10 +68,10 @@ class CudaGraphs:
 
     def take_all(self) -> list[int]:
         """Removes and returns all graphs, for the caller to destroy."""
-        found = [graph.it for graph in self._exact.values()]
+        handles = [graph.it for graph in self._exact.values()]
         self._exact.clear()
         self._padding.clear()
-        return found
+        return handles
 
 
 def _tails(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:

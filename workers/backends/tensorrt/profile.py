@@ -64,17 +64,17 @@ class Profile:
 
     def largest(self, max_batch: int) -> tuple[Shape, ...]:
         """Returns the largest shapes that a batch can have."""
-        found = []
+        shapes = []
         for index, spec in enumerate(self._inputs):
             limits = self.ranges.get(index)
             if limits is None:
-                found.append(tuple(max(dim, 1) for dim in spec.shape))
+                shapes.append(tuple(max(dim, 1) for dim in spec.shape))
             elif spec.batched:
                 rows = max(limits.low[0], min(max_batch, limits.high[0]))
-                found.append((rows, *limits.high[1:]))
+                shapes.append((rows, *limits.high[1:]))
             else:
-                found.append(limits.high)
-        return tuple(found)
+                shapes.append(limits.high)
+        return tuple(shapes)
 
     def address(self, name: str, address: int) -> None:
         """Sets the address of a tensor, from the next run on."""
