@@ -20,7 +20,7 @@ from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.protocol.messages import Load, Loaded, LoadFailed
 from shmserve.system.process import NAME, NO_NEW_PRIVS, PDEATHSIG, keep_freed_memory, prctl
 from shmserve.workers.link import BrokerLink
-from shmserve.workers.process.exit_codes import Exit
+from shmserve.workers.process.exit_codes import Exit, exit_process
 from shmserve.workers.process.log import TRACE_LIMIT, log_message, log_traceback, trace_of
 
 if TYPE_CHECKING:
@@ -93,13 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> NoReturn:
     """Runs `main` as the whole process."""
-    code = main(argv, threads)
-    # Skip interpreter shutdown: threads that a model left running, and libraries that fail in their teardown, must
-    # neither delay the exit nor change its code.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+    exit_process(main(argv, threads))
 
 
 def _join_control_group(processes: str) -> None:

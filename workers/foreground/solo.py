@@ -40,6 +40,7 @@ from shmserve.workers.foreground.order import Chosen, RunFailed, RunOrder, find
 from shmserve.workers.foreground.terminal import Terminal
 from shmserve.workers.loading import LoadedModel, load
 from shmserve.workers.outbox import NullOutbox
+from shmserve.workers.process.exit_codes import exit_process
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
@@ -60,15 +61,7 @@ def resume(arguments: list[str]) -> NoReturn:
     """Continues in the model's interpreter; the argument is the descriptor of the order and the model."""
     with open(int(arguments[0]), "rb") as file:
         order, chosen = msgspec.msgpack.decode(file.read(), type=tuple[RunOrder, Chosen])
-    _exit(run(order, chosen))
-
-
-def _exit(code: int) -> NoReturn:
-    # Skip interpreter shutdown: threads that a model left running must not keep the process alive.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+    exit_process(run(order, chosen))
 
 
 def run(order: RunOrder, chosen: Chosen | None = None) -> int:
@@ -328,4 +321,4 @@ def _array(tensor: Tensor, mapped: Mapped) -> Array:
 
 
 if __name__ == "__main__":
-    _exit(main())
+    exit_process(main())

@@ -43,7 +43,8 @@ class Cuda:
         except ImportError as error:
             raise _missing("cupy", error) from error
         self._runtime = runtime
-        self._error: type[Exception] = runtime.CUDARuntimeError
+        self.errors: type[Exception] = runtime.CUDARuntimeError
+        """The exception type of the runtime."""
         try:
             count = runtime.getDeviceCount()
             runtime.setDevice(0)
@@ -52,7 +53,7 @@ class Cuda:
             )
             self._read_only = bool(runtime.deviceGetAttribute(_READ_ONLY_REGISTRATION, 0))
             self.uuid = device_id(runtime.getDeviceProperties(0)["uuid"])
-        except self._error as error:
+        except self.errors as error:
             raise Unavailable(f"no GPU can be used here: {error}") from error
         self._driver = _driver()
         self.devices = count
@@ -87,7 +88,7 @@ class Cuda:
         """Allocates device memory. Raises Unavailable, with the numbers, if there is not enough."""
         try:
             address: int = self._runtime.malloc(max(size, ALIGN))
-        except self._error as error:
+        except self.errors as error:
             if getattr(error, "status", 0) != _NO_MEMORY:
                 raise self.failure(error) from error
             free, total = self._runtime.memGetInfo()
@@ -98,7 +99,7 @@ class Cuda:
         """Allocates pinned host memory."""
         try:
             address: int = self._runtime.hostAlloc(max(size, ALIGN), 0)
-        except self._error as error:
+        except self.errors as error:
             raise Unavailable(f"no {size} bytes of host memory can be pinned for the GPU: {error}") from error
         return address
 
@@ -106,7 +107,7 @@ class Cuda:
         """Opens memory of another process on the same device. Raises HandleLost if it no longer exists."""
         try:
             address: int = self._runtime.ipcOpenMemHandle(exported)
-        except self._error as error:
+        except self.errors as error:
             raise HandleLost(f"memory of another process on the GPU can no longer be opened: {error}") from error
         return address
 
@@ -128,16 +129,11 @@ class Cuda:
         flags = _REGISTER_PORTABLE | (0 if writable else _REGISTER_READ_ONLY)
         try:
             self._runtime.hostRegister(address, size, flags)
-        except self._error as error:
+        except self.errors as error:
             if self.lost(error):
                 raise self.failure(error) from error
             return False
         return True
-
-    def memory(self) -> tuple[int, int]:
-        """Returns free and total bytes."""
-        free, total = self._runtime.memGetInfo()
-        return free, total
 
     # ------------------------------------------------------------------------------------ streams, events, graphs
 
@@ -167,7 +163,7 @@ class Cuda:
         """Ends a capture after an error and discards it."""
         try:
             graph = self._runtime.streamEndCapture(stream)
-        except self._error:
+        except self.errors:
             return  # the capture was invalid, so this call has ended it
         if graph:
             self._runtime.graphDestroy(graph)
@@ -177,17 +173,12 @@ class Cuda:
     def lost(self, error: BaseException) -> bool:
         """Whether this process can no longer use the device."""
         return isinstance(error, DeviceLost) or (
-            isinstance(error, self._error) and getattr(error, "status", 0) in _LOST
+            isinstance(error, self.errors) and getattr(error, "status", 0) in _LOST
         )
 
     def failure(self, error: BaseException) -> ModelFailed:
         """Converts an error of the runtime."""
         return (DeviceLost if self.lost(error) else ModelFailed)(f"the GPU failed: {error}")
-
-    @property
-    def errors(self) -> type[Exception]:
-        """The exception type of the runtime."""
-        return self._error
 
 
 def _driver() -> Any:

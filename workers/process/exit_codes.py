@@ -1,8 +1,11 @@
-"""Exit codes of a worker process. The broker can tell from the exit code alone what happened."""
+"""Exit codes of a worker process, and its exit. The broker can tell from the exit code alone what happened."""
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import IntEnum
+from typing import NoReturn
 
 
 class Exit(IntEnum):
@@ -24,3 +27,12 @@ class Exit(IntEnum):
     """A fault in the worker itself; stderr has the traceback."""
     DEVICE_LOST = 70
     """The GPU failed such that no process that used it can continue to use it; stderr has the details."""
+
+
+def exit_process(code: int) -> NoReturn:
+    """Skips interpreter shutdown: threads that a model left running, and libraries that fail in their teardown, must
+    neither delay the exit nor change its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)

@@ -92,7 +92,10 @@ class Logger:
     """Writes to the worker's stderr, which the server copies to its log."""
 
     LogLevel = Level
-    INFO, WARNING, ERROR, VERBOSE = Level
+    INFO = Level.INFO
+    WARNING = Level.WARNING
+    ERROR = Level.ERROR
+    VERBOSE = Level.VERBOSE
 
     @staticmethod
     def log(message: str, level: Level = Level.INFO) -> None:
