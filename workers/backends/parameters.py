@@ -13,8 +13,8 @@ from shmserve.errors import InvalidRequest
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
-_YES = frozenset({"true", "yes", "1", "on"})
-_NO = frozenset({"false", "no", "0", "off"})
+YES = frozenset({"true", "yes", "1", "on"})
+NO = frozenset({"false", "no", "0", "off"})
 
 
 class Parameters:
@@ -32,8 +32,8 @@ class Parameters:
         text = self.text(key).lower()
         if not text:
             return default
-        if text in _YES or text in _NO:
-            return text in _YES
+        if text in YES or text in NO:
+            return text in YES
         raise self.wrong(key, "true or false")
 
     def whole(self, key: str, default: int) -> int:

@@ -39,3 +39,8 @@ def group_of(config: ModelConfig, instance: str) -> tuple[ModelInstanceGroup, in
     ]
     index = int(number) if number.isdecimal() else len(instances)
     return instances[index] if index < len(instances) else None
+
+
+def visible_number(device: int, variable: str) -> int:
+    """Returns CUDA's number of a device: 0 if `variable`, CUDA_VISIBLE_DEVICES, shows this process only one."""
+    return 0 if len([name for name in variable.split(",") if name.strip()]) == 1 else device

@@ -2,5 +2,5 @@
 
 `options` turns the configuration into a plan, with execution providers from `providers` and checks from `values`.
 `backend` opens a session with that plan and runs batches: plainly, through a binding of inputs and outputs (`run`), or
-as CUDA graphs (`graphs`). `facts` reads the tensors of a model file, and `strings` creates string inputs for bindings.
+as CUDA graphs (`graphs`). `facts` reads the tensors of a model file.
 """

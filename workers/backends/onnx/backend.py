@@ -16,16 +16,17 @@ import onnxruntime as ort
 
 from shmserve.errors import ModelFailed, NotFound, ServeError
 from shmserve.repo.config.complete import with_scalars
+from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.device_inputs import DeviceInputs, GpuTensor
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
 from shmserve.workers.backends.onnx.graphs import OnnxGraphs
-from shmserve.workers.backends.onnx.options import SessionPlan, default_max_batch, plan, visible
+from shmserve.workers.backends.onnx.options import SessionPlan, default_max_batch, plan
 from shmserve.workers.backends.onnx.providers import lost
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding, runner_of
 from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import device_of, visible_number
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Onnx(StackedBackend):
     def planned(self, config: ModelConfig) -> SessionPlan:
         """Returns the plan for running the model on this instance."""
         kind, device = device_of(config, self.context.instance)
-        device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        device = visible_number(device, os.environ.get(VISIBLE, ""))
         providers, threads = ort.get_available_providers(), self.context.engine_threads
         return plan(config, f"KIND_{kind}", device, providers, threads, self._setting)
 

@@ -118,11 +118,6 @@ class SessionPlan(Struct, frozen=True):
         return not any(name in (CUDA, TENSORRT) for name, _ in self.providers)
 
 
-def visible(device: int, variable: str) -> int:
-    """Returns CUDA's number of a device: 0 if CUDA_VISIBLE_DEVICES shows this process only one."""
-    return 0 if len([name for name in variable.split(",") if name.strip()]) == 1 else device
-
-
 def plan(
     config: ModelConfig,
     kind: str,

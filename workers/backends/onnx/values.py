@@ -9,12 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 
 from shmserve.errors import InvalidRequest
+from shmserve.workers.backends.parameters import NO, YES
 
 Check = Callable[[str, str], str]
 """(name for errors, value) -> the value in the engine's form."""
-
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
 
 
 def whole(most: int, least: int = 0) -> Check:
@@ -32,9 +30,9 @@ def whole(most: int, least: int = 0) -> Check:
 
 def flag(what: str, value: str) -> str:
     word = value.strip().lower()
-    if word in _TRUE:
+    if word in YES:
         return "1"
-    if word in _FALSE:
+    if word in NO:
         return "0"
     raise InvalidRequest(f"{what} must be 0 or 1, not '{value}'")
 

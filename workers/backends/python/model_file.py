@@ -19,7 +19,7 @@ from shmserve.repo.backends import MODEL
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.python import pb_utils
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import device_of, visible_number
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -70,8 +70,7 @@ class ModelFile:
 
     def arguments(self, config: ModelConfig) -> dict[str, str]:
         kind, number = device_of(config, self.context.instance)
-        if kind == "GPU" and os.environ.get(VISIBLE, "").startswith("GPU-"):
-            number = 0  # this process sees only its own GPU, with number 0
+        number = visible_number(number, os.environ.get(VISIBLE, ""))
         return {
             "model_config": json.dumps(as_triton_json(config)),
             "model_instance_kind": kind,

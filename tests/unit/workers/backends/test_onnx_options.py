@@ -25,7 +25,6 @@ from shmserve.workers.backends.onnx.options import (
     SessionPlan,
     default_max_batch,
     plan,
-    visible,
 )
 from shmserve.workers.backends.onnx.providers import (
     CPU,
@@ -37,7 +36,7 @@ from shmserve.workers.backends.onnx.providers import (
     TENSORRT_OPTIONS,
     XNNPACK,
 )
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import device_of, visible_number
 from tests import ROOT
 from tests.support.hypothesis_profiles import examples
 
@@ -408,7 +407,7 @@ def test_the_place_of_an_instance() -> None:
 
 @pytest.mark.parametrize(("variable", "number"), [("", 3), ("0,1,2,3", 3), ("GPU-5f2c", 0), ("7", 0), ("7, ", 0)])
 def test_a_process_that_sees_one_device_only(variable: str, number: int) -> None:
-    assert visible(3, variable) == number
+    assert visible_number(3, variable) == number
 
 
 @pytest.mark.parametrize(
