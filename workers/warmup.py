@@ -72,13 +72,13 @@ def warm_up(
 
 def _run(name: str, works: list[Work], count: int, model: str, runner: Runner[Any]) -> None:
     started = time.monotonic()
-    for turn in range(1, count + 1):
+    for repetition in range(1, count + 1):
         rows, _, _ = runner.run(works)
         for row in rows:
             runner.discard(row)
         failure = next((row.error for row in rows if row.error is not None), None)
         if failure is not None:
-            where = f" in run {turn} of {count}" if count > 1 else ""
+            where = f" in run {repetition} of {count}" if count > 1 else ""
             raise from_wire(failure.code, f"{name} of model '{model}' failed{where}: {failure.text}")
     took = (time.monotonic() - started) * 1e3
     log_message(f"{name} of model '{model}' took {took:.1f} ms: {count} run(s) of {len(works)} request(s)", "info")

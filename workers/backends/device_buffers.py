@@ -132,7 +132,7 @@ class Feed:
         self._threshold = threshold
         self._stream = stream
         self._staging: dict[int, Staging] = {}
-        self.direct = 0
+        self.direct_bytes = 0
         """Bytes that were copied without a host copy first."""
 
     def address_on_device(self, group: GatherGroup, index: int) -> int:
@@ -166,7 +166,7 @@ class Feed:
                     self._send(target, buffer, begin, offset)
                 self._pinned.ensure(piece)
                 self._cuda.copy(target + offset, address_of(piece), length, self._cuda.to_device, self._stream)
-                self.direct += length
+                self.direct_bytes += length
                 begin = offset + length
             elif length:
                 if buffer is None:

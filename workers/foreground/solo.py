@@ -286,7 +286,7 @@ def _repeat(
         streams.connect(sent.append, model.runner.row, model.runner.discard)
     seconds = []
     outputs: list[dict[str, Array]] = []
-    for turn in range(1, times + 1):
+    for repetition in range(1, times + 1):
         started = time.perf_counter()
         rows, _, again = model.runner.run((work,))
         while again:
@@ -298,10 +298,10 @@ def _repeat(
         sent.clear()
         error = next((row.error for row in rows if row.error is not None), None)
         if error is not None:
-            where = f"run {turn} of {times}: " if times > 1 else ""
+            where = f"run {repetition} of {times}: " if times > 1 else ""
             raise from_wire(error.code, terminal.quit or f"{where}{error.text}")
         parts = [row for row in rows if row.outputs or not (streams is not None and streams.decoupled)]
-        if turn == times:
+        if repetition == times:
             outputs = [{tensor.name: _array(tensor, mapped) for tensor in row.outputs} for row in parts]
         for row in parts:
             model.runner.discard(row)

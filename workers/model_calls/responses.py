@@ -213,12 +213,12 @@ class OpenResponses:
         if self._forked:
             raise ConnectionLost(FORKED)
 
-    def wait_for(self, ready: Callable[[], bool], whatever: bool = False) -> None:
-        """Waits until `ready()`; `whatever`: also after the link is lost. Without the turn."""
+    def wait_for(self, ready: Callable[[], bool], even_if_lost: bool = False) -> None:
+        """Waits until `ready()`; `even_if_lost`: also after the link is lost. Without the turn."""
         with self.turn:
             self._make_bell()
             while not ready():
-                if not whatever:
+                if not even_if_lost:
                     self.check()
                 self._wait()
 

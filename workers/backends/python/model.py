@@ -170,7 +170,7 @@ class PythonModel(Backend, ABC):
         streams = self.streams
         if streams.listening:
             future.add_done_callback(lambda _: streams.wake())
-            streams.wait_for(future.done, whatever=True)
+            streams.wait_for(future.done, even_if_lost=True)
         return future.result()
 
     def _loop(self) -> Coroutines:

@@ -29,7 +29,7 @@ from shmserve.workers.backends.tensorrt.engine import (
     open_engine,
     profiles_of,
 )
-from shmserve.workers.backends.tensorrt.graphs import CudaGraph, CudaGraphs, wishes
+from shmserve.workers.backends.tensorrt.graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.tensorrt.profile import HostValues, Profile, allocator_of, no_profile
 from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of
 from shmserve.workers.gpu.api import PRIORITIES, Cuda, tensorrt
@@ -221,9 +221,9 @@ class TensorRT(StackedBackend):
         if self._allocators or self._host:
             log_message(f"model '{config.name}': no CUDA graphs, as shapes or memory depend on values", "warning")
             return
-        for wish in wishes(config, engine, self._inputs, self._profiles[0].number):
-            profile = self._choose(wish.shapes)
-            outputs = tuple(profile.prepare(wish.shapes))
+        for request in requested_graphs(config, engine, self._inputs, self._profiles[0].number):
+            profile = self._choose(request.shapes)
+            outputs = tuple(profile.prepare(request.shapes))
             if not profile.run(self._stream):
                 raise ModelFailed(f"the engine does not run: {self._logger.last}")
             cuda.synchronize_stream(self._stream)
@@ -239,7 +239,7 @@ class TensorRT(StackedBackend):
                     f"model '{config.name}': no CUDA graphs, the engine refuses: {self._logger.last}", "warning"
                 )
                 return
-            self._graphs.add(CudaGraph(cuda.end_capture(self._stream), wish.shapes, outputs, wish.least))
+            self._graphs.add(CudaGraph(cuda.end_capture(self._stream), request.shapes, outputs, request.least))
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -311,7 +311,7 @@ class TensorRT(StackedBackend):
             else:
                 near[index] = address
         if graph is not None:
-            cuda.launch(graph.it, stream)
+            cuda.launch(graph.handle, stream)
         elif not self._run_profile(profile, near):
             cuda.synchronize_stream(stream)  # raises if the device failed
             raise ModelFailed(f"the engine does not run: {self._logger.last or 'the library gives no reason'}")

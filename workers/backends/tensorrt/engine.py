@@ -59,7 +59,7 @@ class LoadedEngine:
 
     def __init__(self, trt: Any, runtime: Any, engine: Any) -> None:
         self.trt = trt
-        self.it = engine
+        self.engine = engine
         self._runtime = runtime  # must outlive the engine
         self.inputs: list[TensorFacts] = []
         self.outputs: list[TensorFacts] = []
@@ -70,7 +70,7 @@ class LoadedEngine:
             self._add_tensor(engine.get_tensor_name(index))
 
     def _add_tensor(self, name: str) -> None:
-        trt, engine = self.trt, self.it
+        trt, engine = self.trt, self.engine
         kind = engine.get_tensor_dtype(name).name
         dtype = DTYPES.get(kind)
         if dtype is None:
@@ -88,7 +88,7 @@ class LoadedEngine:
 
     def range_of(self, name: str, profile: int) -> Range:
         """Returns the range of an input in device memory."""
-        return Range(*(tuple(shape) for shape in self.it.get_tensor_profile_shape(name, profile)))
+        return Range(*(tuple(shape) for shape in self.engine.get_tensor_profile_shape(name, profile)))
 
     def largest_batch(self, profiles: Sequence[int]) -> int:
         """Returns the most rows that all inputs may have in one of these profiles."""

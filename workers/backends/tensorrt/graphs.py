@@ -29,7 +29,7 @@ class GraphRequest(Struct, frozen=True):
 class CudaGraph(Struct, frozen=True):
     """A captured graph. `outputs` are the shapes that it writes."""
 
-    it: int
+    handle: int
     shapes: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
     least: int
@@ -68,7 +68,7 @@ class CudaGraphs:
 
     def take_all(self) -> list[int]:
         """Removes and returns all graphs, for the caller to destroy."""
-        handles = [graph.it for graph in self._exact.values()]
+        handles = [graph.handle for graph in self._exact.values()]
         self._exact.clear()
         self._padding.clear()
         return handles
@@ -78,7 +78,9 @@ def _tails(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return tuple(shape[1:] for shape in shapes)
 
 
-def wishes(config: ModelConfig, engine: LoadedEngine, specs: Sequence[Spec], profile: int) -> list[GraphRequest]:
+def requested_graphs(
+    config: ModelConfig, engine: LoadedEngine, specs: Sequence[Spec], profile: int
+) -> list[GraphRequest]:
     """Returns the graphs of graph_spec; without it, one for one row, for each preferred batch size, and for the largest
     batch. Dims that the configuration leaves open get the optimum of the profile."""
     cuda = config.optimization.cuda if config.optimization is not None else None

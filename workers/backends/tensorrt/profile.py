@@ -39,7 +39,7 @@ class Profile:
         self._engine = engine
         self._inputs = inputs
         self._outputs = outputs
-        self.context = engine.it.create_execution_context(strategy)
+        self.context = engine.engine.create_execution_context(strategy)
         if self.context is None:
             free = "the device may have too little memory left"
             raise ModelFailed(f"an execution context of the engine for profile {number} cannot be made: {free}")

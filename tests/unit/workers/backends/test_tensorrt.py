@@ -59,7 +59,7 @@ def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None
         check(instance, 1, 2, 1, width=width)
         assert gpu.state.named("hostRegister") == []
         assert [call for call in gpu.trt.calls if call[0] != "execute_async_v3"] == []  # the same shapes as before
-        assert instance.backend._feed.direct == 8 * size
+        assert instance.backend._feed.direct_bytes == 8 * size
 
 
 def test_small_rows_go_in_one_copy(gpu: Gpu, tmp_path: Path) -> None:
