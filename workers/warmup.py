@@ -22,7 +22,7 @@ from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
-from shmserve.workers.batch.specs import controls_of, inputs_of, outputs_of
+from shmserve.workers.batch.specs import controls_of, inputs_of, matches, outputs_of
 from shmserve.workers.extended import extension_of
 from shmserve.workers.outbox import NullOutbox
 from shmserve.workers.output_arenas import INTERNAL, Arenas
@@ -131,7 +131,7 @@ def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Ten
     dims = tuple(given.dims)
     if any(dim < 0 for dim in dims):
         raise InvalidRequest(f"{what} has dims {list(dims)}: those of data must be known")
-    if len(dims) != len(spec.dims) or any(want not in (-1, dim) for want, dim in zip(spec.dims, dims, strict=True)):
+    if not matches(dims, spec.dims):
         raise InvalidRequest(
             f"{what} has dims {list(dims)}; the model's are {list(spec.dims)}"
             + (", without the dimension of the batch" if spec.batched else "")

@@ -18,7 +18,7 @@ from shmserve.protocol.messages import Tensor, Work
 from shmserve.repo.files.safe_paths import read_inside
 from shmserve.shm.strings import decode_bytes
 from shmserve.workers.batch.output_checks import as_state
-from shmserve.workers.batch.specs import control_of, controls_of, new_states_of, states_of
+from shmserve.workers.batch.specs import control_of, controls_of, matches, new_states_of, states_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -274,11 +274,7 @@ class States:
             if FROM_CONFIG.get(initial.data_type, spec.dtype) != spec.dtype:
                 raise InvalidRequest(f"{what} has data_type {initial.data_type}; the state's is {entry.data_type}")
             dims = tuple(initial.dims)
-            if (
-                len(dims) != len(spec.dims)
-                or any(dim < 1 for dim in dims)
-                or any(want not in (-1, dim) for want, dim in zip(spec.dims, dims, strict=True))
-            ):
+            if any(dim < 1 for dim in dims) or not matches(dims, spec.dims):
                 raise InvalidRequest(f"{what} has dims {list(dims)}; the state's are {list(spec.dims)}")
             file = initial.data_file or ""
         shape = (1, *dims) if self._batched else dims

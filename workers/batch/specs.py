@@ -89,6 +89,11 @@ class Spec(Struct, frozen=True):
         return [rows, *self.shape] if self.batched else list(self.shape)
 
 
+def matches(dims: Sequence[int], pattern: Sequence[int]) -> bool:
+    """Whether dims are those of a configuration or a model file, where -1 allows any size."""
+    return len(dims) == len(pattern) and all(want in (-1, dim) for want, dim in zip(pattern, dims, strict=True))
+
+
 def inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
     """The inputs that callers provide."""
     batched = config.max_batch_size > 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shmserve.workers.batch.specs import matches
+
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
@@ -36,7 +38,7 @@ def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
         low, best, high = shapes * 3 if len(shapes) == 1 else shapes
         dims = inputs[name]
         for shape in (low, best, high):
-            if len(shape) != len(dims) or any(dim not in (-1, have) for dim, have in zip(dims, shape, strict=True)):
+            if not matches(shape, dims):
                 raise BadShapes(f"--profile: {_text(shape)} is not a shape of input '{name}', which is {list(dims)}")
         if not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
             raise BadShapes(f"--profile: '{word}' must not get smaller from MIN to BEST to MAX")
