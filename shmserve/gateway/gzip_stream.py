@@ -29,22 +29,22 @@ def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -
     raises."""
     machine = zlib.decompressobj(wbits)
     most = FAST * SLICE_BYTES
-    found, at, full = bytearray(), 0, False
+    inflated, at, full = bytearray(), 0, False
     left: Buffer = b""
     while not machine.eof and (left or full or at < len(data)):
         if not left and not full:
             left, at = data[at : at + SLICE_BYTES], at + SLICE_BYTES
         piece = machine.decompress(left, most)
-        if len(found) + len(piece) > limit:
-            raise Overflow(len(found) + len(piece))
+        if len(inflated) + len(piece) > limit:
+            raise Overflow(len(inflated) + len(piece))
         hold(len(piece))
-        found += piece
+        inflated += piece
         left, full = machine.unconsumed_tail, len(piece) == most
         if left or full or at < len(data):
             yield
     if not machine.eof or machine.unused_data or at < len(data):
         raise Incomplete
-    return found
+    return inflated
 
 
 def deflate(encoding: str, level: int, parts: Sequence[Buffer], most: int) -> SlicedWork[bytes]:

@@ -120,28 +120,31 @@ class Opening(NamedTuple):
 def _openings(
     args: argparse.Namespace, link: GatewayLink, limits: HttpLimits, guards: Guards, zmq_listener: ZmqTcpListener | None
 ) -> list[Opening]:
-    made = []
+    openings = []
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
     budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
     guard = guards.http
     http = http_start.make_listener(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
     if args.allow_http:
-        made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
-    more: list[Callable[[], str]] = [link.shares.metrics, partial(http.metrics, "HTTP", "HTTP responses", "status")]
+        openings.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
+    providers: list[Callable[[], str]] = [
+        link.shares.metrics,
+        partial(http.metrics, "HTTP", "HTTP responses", "status"),
+    ]
     if zmq_listener is not None:
-        more.append(zmq_listener.metrics)
+        providers.append(zmq_listener.metrics)
     if args.allow_grpc:
         rpc = grpc_start.make_listener(args, link, guards.rpc, regions, budget)
-        more.append(partial(rpc.metrics, "gRPC", "Completed gRPC calls", "code"))
-        made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
+        providers.append(partial(rpc.metrics, "gRPC", "Completed gRPC calls", "code"))
+        openings.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
         metrics = http_start.make_listener(
-            link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in more])
+            link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in providers])
         )
         address = args.metrics_address or args.http_address
-        made.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
-    return made
+        openings.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
+    return openings
 
 
 async def _serve(

@@ -15,13 +15,13 @@ from shmserve.gateway_options import OPTIONS, Option
 from shmserve.protocol.roles import roles_of
 
 
-def add(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--new-token", metavar="NAME=ROLE,ROLE", type=_new_token,
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--new-token", metavar="NAME=ROLE,ROLE", type=_new_token,
                       help="create a token, print it and its line for --tokens-file, and exit")  # fmt: skip
-    made.add_argument("--ready-fd", metavar="N", type=int,
+    parser.add_argument("--ready-fd", metavar="N", type=int,
                       help="descriptor to which READY and NAME=PORT of each endpoint are written")  # fmt: skip
-    made.add_argument("--parent", metavar="PID", type=int, help=argparse.SUPPRESS)
-    groups = {name: made.add_argument_group(name) for name in dict.fromkeys(option.group for option in OPTIONS)}
+    parser.add_argument("--parent", metavar="PID", type=int, help=argparse.SUPPRESS)
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(option.group for option in OPTIONS)}
     for option in OPTIONS:
         more: dict[str, Any] = {"action": "append"} if option.repeatable else {}
         if option.kind == "boolean":
@@ -83,22 +83,22 @@ def _whole(option: Option, text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        found = float(text)
+        seconds = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < 1e9:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
         raise ValueError(f"{text!r} is not a number of seconds above 0")
-    return found
+    return seconds
 
 
 def _fraction(text: str) -> float:
     try:
-        found = float(text)
+        fraction = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= 1:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
         raise ValueError(f"{text!r} is not a fraction above 0 and up to 1")
-    return found
+    return fraction
 
 
 def _roles(text: str) -> str:

@@ -77,13 +77,13 @@ class EndpointAccess:
         name in lower case. Raises errors for the client."""
         roles, needs, tokens, name = self._roles, NEEDS[action], self.tokens, ""
         if tokens is not None and action not in OPEN:
-            given = header("authorization")
-            if given is not None:
-                found = tokens.holder(given)
-                if found is None:
+            authorization = header("authorization")
+            if authorization is not None:
+                holder = tokens.holder(authorization)
+                if holder is None:
                     raise Unauthenticated("unknown token; send Authorization: Bearer TOKEN")
-                roles = roles | found.roles
-                name = found.name
+                roles = roles | holder.roles
+                name = holder.name
             elif not roles.intersection(needs):
                 raise Unauthenticated("this request needs a token: Authorization: Bearer TOKEN")
         if not roles.intersection(needs) and not (tokens is not None and action in OPEN):

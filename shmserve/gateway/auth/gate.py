@@ -57,24 +57,24 @@ class Guards:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._tokens_file: str | None = args.tokens_file
-        found = self._read_tokens()
+        holders = self._read_tokens()
         common = _common(args)
         try:
             restricted = restricted_apis.Restrictions(args.http_restricted_api)
             rpc_restricted = restricted_apis.Restrictions(args.grpc_restricted_protocol, "protocol")
         except ValueError as error:
             raise Misuse(str(error)) from error
-        withheld = restricted.headers | rpc_restricted.headers | ({"authorization"} if found is not None else set())
+        withheld = restricted.headers | rpc_restricted.headers | ({"authorization"} if holders is not None else set())
         forward = _forward("--http-header-forward-pattern", args.http_header_forward_pattern, withheld)
         rpc_forward = _forward("--grpc-header-forward-pattern", args.grpc_header_forward_pattern, withheld)
-        roles, rpc_roles = _roles(args.http_roles, found), _roles(args.grpc_roles or args.http_roles, found)
+        roles, rpc_roles = _roles(args.http_roles, holders), _roles(args.grpc_roles or args.http_roles, holders)
         try:
-            self.http = Guard(EndpointAccess(roles, found, restricted), forward, common, "http/1.1")
+            self.http = Guard(EndpointAccess(roles, holders, restricted), forward, common, "http/1.1")
             self.metrics = Guard(
-                EndpointAccess(names(OBSERVE) if found is None else [], found), None, common, "http/1.1"
+                EndpointAccess(names(OBSERVE) if holders is None else [], holders), None, common, "http/1.1"
             )
             self.rpc = Guard(
-                EndpointAccess(rpc_roles, found, rpc_restricted, "--grpc-roles"),
+                EndpointAccess(rpc_roles, holders, rpc_restricted, "--grpc-roles"),
                 rpc_forward,
                 _rpc(args) or common,
                 "h2",
@@ -96,13 +96,13 @@ class Guards:
 
     def read_again(self) -> None:
         """Reloads certificates and tokens. Raises Failed, and changes nothing then."""
-        found = self._read_tokens()
+        holders = self._read_tokens()
         try:
             contexts = [guard.read_tls() for guard in self._all()]
         except tls.BadCertificate as error:
             raise Failed(str(error)) from error
         for guard, context in zip(self._all(), contexts, strict=True):
-            guard.tls, guard.access.tokens = context, found
+            guard.tls, guard.access.tokens = context, holders
         self._warn_of_exposed_keys()
 
     def _warn_of_exposed_keys(self) -> None:
@@ -110,11 +110,11 @@ class Guards:
             log.warning("%s", text)
 
 
-def _roles(given: str | None, found: tokens.Tokens | None) -> list[str]:
+def _roles(flag: str | None, holders: tokens.Tokens | None) -> list[str]:
     """Roles of clients without a token."""
-    if given is not None:
-        return given.split(",")
-    return names(INFER | OBSERVE) if found is None else []
+    if flag is not None:
+        return flag.split(",")
+    return names(INFER | OBSERVE) if holders is None else []
 
 
 def _common(args: argparse.Namespace) -> Files | None:

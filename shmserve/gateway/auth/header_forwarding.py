@@ -49,21 +49,21 @@ class Forward:
 
     def of(self, headers: Iterable[tuple[str, str]]) -> dict[str, str] | None:
         """Joins headers of the same name, as in HTTP, under the spelling of the first."""
-        found: dict[str, str] = {}
-        written: dict[str, str] = {}
+        forwarded: dict[str, str] = {}
+        spellings: dict[str, str] = {}
         for name, value in headers:
             wanted = self._cache.get(name)
             if wanted is None:
                 wanted = self._wants(name)
             if not wanted:
                 continue
-            first = written.setdefault(name.lower(), name)
-            found[first] = f"{found[first]}, {value}" if first in found else value
-        if len(found) > PARAMETERS:
+            first = spellings.setdefault(name.lower(), name)
+            forwarded[first] = f"{forwarded[first]}, {value}" if first in forwarded else value
+        if len(forwarded) > PARAMETERS:
             raise InvalidRequest(
-                f"{len(found)} headers would be forwarded to the model as parameters; the limit is {PARAMETERS}"
+                f"{len(forwarded)} headers would be forwarded to the model as parameters; the limit is {PARAMETERS}"
             )
-        return found or None
+        return forwarded or None
 
     def _wants(self, name: str) -> bool:
         low = name.lower()
@@ -87,12 +87,12 @@ def merged(parameters: Mapping[str, Value] | None, forwarded: dict[str, str] | N
     name."""
     if not forwarded:
         return parameters
-    found: dict[str, Value] = dict(forwarded)
+    together: dict[str, Value] = dict(forwarded)
     if parameters:
         taken = {name.lower() for name in forwarded}
-        found.update((name, value) for name, value in parameters.items() if name.lower() not in taken)
-        if len(found) > PARAMETERS:
+        together.update((name, value) for name, value in parameters.items() if name.lower() not in taken)
+        if len(together) > PARAMETERS:
             raise InvalidRequest(
-                f"the request has {len(found)} parameters, including forwarded headers; the limit is {PARAMETERS}"
+                f"the request has {len(together)} parameters, including forwarded headers; the limit is {PARAMETERS}"
             )
-    return found
+    return together

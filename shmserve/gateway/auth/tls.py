@@ -34,17 +34,17 @@ class Files(NamedTuple):
 
 def context(files: Files, alpn: str) -> ssl.SSLContext:
     """`alpn`: the only protocol, http/1.1 or h2."""
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    made.minimum_version = ssl.TLSVersion.TLSv1_2
-    made.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
-    made.set_alpn_protocols([alpn])
-    for given in files:
-        if given is not None:
-            _readable(given)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.minimum_version = ssl.TLSVersion.TLSv1_2
+    tls.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    tls.set_alpn_protocols([alpn])
+    for file in files:
+        if file is not None:
+            _readable(file)
     key = files.key or files.certificate
     _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files.certificate)  # its error is more precise
     try:
-        made.load_cert_chain(files.certificate.path, key.path, password=_no_password)
+        tls.load_cert_chain(files.certificate.path, key.path, password=_no_password)
     except _Encrypted:
         raise BadCertificate(
             f"{key}: the private key is encrypted; decrypt it, as no password can be entered"
@@ -52,9 +52,9 @@ def context(files: Files, alpn: str) -> ssl.SSLContext:
     except (ssl.SSLError, ValueError) as error:
         raise BadCertificate(f"{key}: {_reason(error, 'no readable private key in it')}") from None
     if files.client_ca is not None:
-        _load_authorities(made, files.client_ca)
-        made.verify_mode = ssl.CERT_REQUIRED
-    return made
+        _load_authorities(tls, files.client_ca)
+        tls.verify_mode = ssl.CERT_REQUIRED
+    return tls
 
 
 def exposed(files: Files) -> str | None:

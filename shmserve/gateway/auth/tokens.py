@@ -95,15 +95,15 @@ def load(path: str) -> Tokens:
     """Loads the file. It grants roles, so only its owner may have write access."""
     try:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
+            state = os.fstat(file.fileno())
             content = file.read(FILE_BYTES + 1)
     except OSError as error:
         raise BadTokens(error.strerror or str(error)) from error
-    if stat.S_ISREG(found.st_mode):
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if stat.S_ISREG(state.st_mode):
+        if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise BadTokens("it is writable by other users: chmod go-w")
-        if found.st_uid not in (0, os.geteuid()):
-            raise BadTokens(f"it is owned by user {found.st_uid}, which is neither root nor the gateway's user")
+        if state.st_uid not in (0, os.geteuid()):
+            raise BadTokens(f"it is owned by user {state.st_uid}, which is neither root nor the gateway's user")
     if len(content) > FILE_BYTES:
         raise BadTokens(f"it exceeds {FILE_BYTES} bytes")
     try:

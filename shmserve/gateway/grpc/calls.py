@@ -44,13 +44,13 @@ def answer_of(
     """A ModelInferResponse in pieces. `more`: encoded fields to add. Outputs with a place are written there instead."""
     buffers: list[list[Buffer]] | None
     if isinstance(answer, Held):
-        found, buffers = answer.reply, answer.buffers
+        reply, buffers = answer.reply, answer.buffers
     else:
-        found, buffers = answer, None
+        reply, buffers = answer, None
     if targets is not None:
         places = plan.plan.places
         left: list[list[Buffer]] = []
-        for index, tensor in enumerate(found.outputs):
+        for index, tensor in enumerate(reply.outputs):
             parts: Any = [tensor.data] if buffers is None else buffers[index]
             if tensor.name in targets:
                 check_room(plan.plan, tensor.name, sum([len(part) for part in parts]))
@@ -58,9 +58,9 @@ def answer_of(
                 parts = []
             left.append(parts)
         buffers = left
-    if found.parameters:
-        more = parameters_of(found.parameters) + more
-    return answers.infer(plan.model, found.version, request_id, more, found.outputs, buffers)
+    if reply.parameters:
+        more = parameters_of(reply.parameters) + more
+    return answers.infer(plan.model, reply.version, request_id, more, reply.outputs, buffers)
 
 
 class _InferTicket(PendingCall):
@@ -139,9 +139,9 @@ class InferCall(Unary):
         self._job: Job | None = None
 
     def room(self, size: int, first: Buffer) -> Room | None:
-        found = self._services.room(size, first)
-        self._room = None if found is None else found.memory
-        return found
+        room = self._services.room(size, first)
+        self._room = None if room is None else room.memory
+        return room
 
     def begin(self, data: Buffer) -> None:
         services, stream = self._services, self._stream
@@ -194,15 +194,15 @@ class AskCall(Unary):
         try:
             if len(data) > ASKED_BYTES and rpc.action is not Action.LOAD:
                 raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
-            route, given = rpc.query(read(rpc.request, bytes(data)))
+            route, arguments = rpc.query(read(rpc.request, bytes(data)))
             if route.action is not rpc.action:
                 services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
-            found = question_of(route, given, services.sender.regions)
-            if isinstance(found, FixedDocument):
-                self._answer(found.document)
+            question = question_of(route, arguments, services.sender.regions)
+            if isinstance(question, FixedDocument):
+                self._answer(question.document)
             else:
-                self._ticket = PendingQuery(found, self._answer, self._fail)
-                ask(services.link, self._payer, self._ticket, found)
+                self._ticket = PendingQuery(question, self._answer, self._fail)
+                ask(services.link, self._payer, self._ticket, question)
         except ServeError as error:
             raise rpc_error(error) from error
 

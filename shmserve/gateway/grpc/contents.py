@@ -38,22 +38,22 @@ class CutRequest(Struct):
 
 def cut(head: bytes) -> CutRequest:
     """Separates the contents of the inputs from the request."""
-    found = CutRequest(b"", [])
+    request = CutRequest(b"", [])
     parts: list[bytes] = []
     try:
         for tag, begin, start, end in _fields(head, 0, len(head), _FIELDS):
             if tag == _INPUT:
                 field, contents = _without_contents(head, start, end)
                 parts.append(field)
-                found.contents.append(contents)
+                request.contents.append(contents)
             else:
                 parts.append(head[begin:end])
     except IndexError:
         raise unreadable(_REQUEST) from None
-    found.around = b"".join(parts)
-    if len(found.around) > AROUND_BYTES:
+    request.around = b"".join(parts)
+    if len(request.around) > AROUND_BYTES:
         raise InvalidRequest(f"a request may have at most {AROUND_BYTES} bytes in addition to its tensors")
-    return found
+    return request
 
 
 def _without_contents(head: bytes, start: int, end: int) -> tuple[bytes, memoryview | None]:
@@ -91,7 +91,7 @@ def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> SlicedWo
     """The elements as the bytes of the tensor: up to `most` bytes of numbers; strings take at most twice as much as in
     the message."""
     field = contents_field(name, dtype)
-    found = bytearray()
+    converted = bytearray()
     at = due = 0
     try:
         while at < len(contents):
@@ -106,28 +106,28 @@ def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> SlicedWo
             if other != field:
                 raise wrong_contents(name, dtype, other)
             if field == "bytes_contents":
-                found += size.to_bytes(4, "little") + contents[value:at]
-                if len(found) > due:
-                    due = len(found) + SLICE_BYTES // 4  # short strings take thousands of steps per slice
+                converted += size.to_bytes(4, "little") + contents[value:at]
+                if len(converted) > due:
+                    due = len(converted) + SLICE_BYTES // 4  # short strings take thousands of steps per slice
                     yield
             else:
-                for _ in _packed(name, dtype, field, contents[value:at], found):
-                    if len(found) > most:
+                for _ in _packed(name, dtype, field, contents[value:at], converted):
+                    if len(converted) > most:
                         raise InvalidRequest(
                             f"input '{name}' exceeds {most} bytes of {dtype}; raise --grpc-max-input-size"
                         )
                     yield
     except IndexError:
         raise unreadable(_REQUEST) from None
-    return found
+    return converted
 
 
-def _packed(name: str, dtype: str, field: str, data: memoryview, found: bytearray) -> SlicedWork[None]:
+def _packed(name: str, dtype: str, field: str, data: memoryview, converted: bytearray) -> SlicedWork[None]:
     kind = to_numpy(dtype)
     if field in ("fp32_contents", "fp64_contents"):
         if len(data) % kind.itemsize:
             raise unreadable(_REQUEST)
-        found += data
+        converted += data
         return
     wide = _WIDE.get(field, kind)
     at = 0
@@ -141,7 +141,7 @@ def _packed(name: str, dtype: str, field: str, data: memoryview, found: bytearra
         narrow = array.astype(kind)
         if not np.array_equal(narrow, array):
             raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype}")
-        found += narrow.tobytes()
+        converted += narrow.tobytes()
         at += int(ends[-1]) + 1
         yield
 

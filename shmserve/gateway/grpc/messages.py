@@ -40,9 +40,9 @@ def unreadable(name: str) -> InvalidRequest:
 
 def filled(kind: Any, document: Any) -> bytes:
     """Encodes a document of the server as a message. Fields that the message does not have are left out."""
-    made: Message = kind()
+    message: Message = kind()
     try:
-        json_format.ParseDict(document, made, ignore_unknown_fields=True, descriptor_pool=POOL)
+        json_format.ParseDict(document, message, ignore_unknown_fields=True, descriptor_pool=POOL)
     except json_format.ParseError as error:
         raise Internal(f"the server's response does not fit into {kind.DESCRIPTOR.name}: {error}") from error
-    return made.SerializeToString()
+    return message.SerializeToString()

@@ -38,11 +38,11 @@ class Methods:
         return lambda stream, payer: AskCall(self._services, stream, payer, rpc)
 
     def __call__(self, stream: TransportStream) -> ServiceCall:
-        found = self._paths.get(stream.path)
-        if found is None:
+        method = self._paths.get(stream.path)
+        if method is None:
             raise RpcError(Code.UNIMPLEMENTED, f"unknown method {stream.path[:200]}")
         try:
-            token = self._access.check(found[0], stream.metadata.get)
+            token = self._access.check(method[0], stream.metadata.get)
         except ServeError as error:
             raise rpc_error(error) from error
-        return found[1](stream, stream.payer(token))
+        return method[1](stream, stream.payer(token))

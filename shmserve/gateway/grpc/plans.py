@@ -70,17 +70,17 @@ def plan_of(head: bytes) -> RpcPlan:
 def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> SlicedWork[RpcPlan]:
     """The same, in slices; protobuf does not decode the contents. `most`: bytes of a numeric tensor, which may take
     eight times its size in the message."""
-    found = contents.cut(head)
-    request = _request_of(found.around)
+    split = contents.cut(head)
+    request = _request_of(split.around)
     specs = []
-    for one, data in zip(request.inputs, found.contents, strict=True):
+    for tensor, data in zip(request.inputs, split.contents, strict=True):
         if data is None:
-            specs.append(_spec(one))
+            specs.append(_spec(tensor))
         else:
-            name, dtype, shape = _described(one)
-            _place(one)
-            made = yield from contents.to_bytes(name, dtype, data, most)
-            specs.append(InputPlan(name, dtype, shape, len(made), made))
+            name, dtype, shape = _described(tensor)
+            _place(tensor)
+            converted = yield from contents.to_bytes(name, dtype, data, most)
+            specs.append(InputPlan(name, dtype, shape, len(converted), converted))
     return _plan(request, specs)
 
 
@@ -92,12 +92,12 @@ def _request_of(head: bytes) -> Any:
 
 
 def _plan(request: Any, specs: list[InputPlan]) -> RpcPlan:
-    given = parameters_of("the request", request.parameters)
-    empty_final = given.pop(_EMPTY_FINAL, False)
+    parameters = parameters_of("the request", request.parameters)
+    empty_final = parameters.pop(_EMPTY_FINAL, False)
     if type(empty_final) is not bool:
         raise InvalidRequest(f"'{_EMPTY_FINAL}' must be true or false, not {empty_final!r:.40}")
     with_contents = next((one.name for one in request.inputs if one.HasField("contents")), "")
-    plan = RequestPlan(tuple(specs), 0, options_of("", given))
+    plan = RequestPlan(tuple(specs), 0, options_of("", parameters))
     if len(request.outputs):
         add_outputs(plan, [_output(one) for one in request.outputs[: TENSORS + 1]])
     raw = sum([spec.follows for spec in specs])
@@ -140,10 +140,10 @@ def parameters_of(what: str, given: Any) -> dict[str, Value]:
     """Decodes a map of InferParameter."""
     if len(given) > _PARAMETERS:
         raise InvalidRequest(f"{what} has {len(given)} parameters; the limit is {PARAMETERS}")
-    found: dict[str, Value] = {}
+    parameters: dict[str, Value] = {}
     for name, parameter in given.items():
         kind = parameter.WhichOneof("parameter_choice")
         if kind is None:
             raise InvalidRequest(f"parameter '{name[:80]}' of {what} has no value")
-        found[name] = getattr(parameter, kind)
-    return found
+        parameters[name] = getattr(parameter, kind)
+    return parameters

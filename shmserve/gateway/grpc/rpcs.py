@@ -50,35 +50,35 @@ def _index(message: Any) -> RpcQuery:
 def _load(message: Any) -> RpcQuery:
     if message.repository_name:
         return Route(Action.NAMED_REPOSITORY), Arguments()
-    found = Arguments(files={})
+    arguments = Arguments(files={})
     for name, parameter in message.parameters.items():
         if name == "config":
-            found.config = _value(name, parameter, "string_param")
+            arguments.config = _value(name, parameter, "string_param")
         elif name.startswith("file:"):
-            found.files[name.removeprefix("file:")] = _value(name, parameter, "bytes_param")
+            arguments.files[name.removeprefix("file:")] = _value(name, parameter, "bytes_param")
         elif name == "previous":
-            found.previous = _value(name, parameter, "bool_param")
+            arguments.previous = _value(name, parameter, "bool_param")
         else:
             raise unknown_of_load(name)
-    return Route(Action.LOAD, message.model_name), found
+    return Route(Action.LOAD, message.model_name), arguments
 
 
 def _unload(message: Any) -> RpcQuery:
     if message.repository_name:
         return Route(Action.NAMED_REPOSITORY), Arguments()
-    found = Arguments()
+    arguments = Arguments()
     for name, parameter in message.parameters.items():
         if name not in ("unload_dependents", "force"):
             known = "supported are 'unload_dependents' and 'force'"
             raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
-        setattr(found, name, _value(name, parameter, "bool_param"))
-    return Route(Action.UNLOAD, message.model_name), found
+        setattr(arguments, name, _value(name, parameter, "bool_param"))
+    return Route(Action.UNLOAD, message.model_name), arguments
 
 
 def _value(name: str, parameter: Any, kind: str) -> Any:
-    found = parameter.WhichOneof("parameter_choice")
-    if found != kind:
-        raise InvalidRequest(f"parameter '{name[:80]}' is given as {found or 'nothing'}; expected a {kind}")
+    given = parameter.WhichOneof("parameter_choice")
+    if given != kind:
+        raise InvalidRequest(f"parameter '{name[:80]}' is given as {given or 'nothing'}; expected a {kind}")
     return getattr(parameter, kind)
 
 
@@ -179,13 +179,13 @@ _TABLE: dict[str, tuple[Action, Callable[[Any], RpcQuery], Callable[[Any], dict[
 
 
 def _rpcs() -> dict[str, Rpc]:
-    found = {}
-    known = methods(INFERENCE)
+    rpcs = {}
+    descriptors = methods(INFERENCE)
     for name, (action, query, shown) in _TABLE.items():
-        method = known[name]
+        method = descriptors[name]
         request, response = message_class(method.input_type.full_name), message_class(method.output_type.full_name)
-        found[name] = Rpc(action, request, response, query, shown)
-    return found
+        rpcs[name] = Rpc(action, request, response, query, shown)
+    return rpcs
 
 
 RPCS = _rpcs()

@@ -74,14 +74,14 @@ class Services:
 
     def in_room(self, raw: list[Piece]) -> list[Piece]:
         """Passes on without a copy the tensors that are aligned."""
-        found = []
+        pieces = []
         for piece in raw:
             if len(piece) > INLINE_BYTES:
                 array = np.frombuffer(piece, np.uint8)
                 if array.__array_interface__["data"][0] % ALIGN == 0:
                     piece = array
-            found.append(piece)
-        return found
+            pieces.append(piece)
+        return pieces
 
     def pieces(self, plan: RpcPlan, raw: list[Piece]) -> list[Piece]:
         """The bytes of each input."""

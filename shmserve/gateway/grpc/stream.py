@@ -145,9 +145,9 @@ class StreamCall:
         ticket.fail(error)
 
     def room(self, size: int, first: Buffer) -> Room | None:
-        found = self._services.room(size, first)
-        self._room = None if found is None else found.memory
-        return found
+        room = self._services.room(size, first)
+        self._room = None if room is None else room.memory
+        return room
 
     def half_closed(self) -> None:
         self._no_more = True

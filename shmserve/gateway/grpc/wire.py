@@ -136,12 +136,12 @@ def _end_of_unknown(data: Buffer, at: int) -> int:
 def varint(number: int) -> bytes:
     if number < 128:
         return b"%c" % number
-    found = bytearray()
+    encoded = bytearray()
     while number > 127:
-        found.append(number & 127 | 128)
+        encoded.append(number & 127 | 128)
         number >>= 7
-    found.append(number)
-    return bytes(found)
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def _field(number: int, data: bytes) -> bytes:
@@ -150,9 +150,9 @@ def _field(number: int, data: bytes) -> bytes:
 
 def parameters_of(given: dict[str, Value]) -> bytes:
     """The encoded field `parameters` of a response."""
-    made = _RESPONSE()
+    response = _RESPONSE()
     for name, value in given.items():
-        parameter = made.parameters[name]
+        parameter = response.parameters[name]
         if type(value) is bool:
             parameter.bool_param = value
         elif type(value) is int:
@@ -164,8 +164,8 @@ def parameters_of(given: dict[str, Value]) -> bytes:
             parameter.string_param = value
         else:
             parameter.double_param = value
-    found: bytes = made.SerializeToString()
-    return found
+    encoded: bytes = response.SerializeToString()
+    return encoded
 
 
 FINAL = "triton_final_response"
@@ -228,7 +228,7 @@ def streamed(answer: list[Buffer]) -> list[Buffer]:
 
 
 def stream_error(text: str, request_id: str) -> bytes:
-    found: bytes = _STREAMED(
+    encoded: bytes = _STREAMED(
         error_message=text.encode(errors="replace").decode(), infer_response={"id": request_id} if request_id else None
     ).SerializeToString()
-    return found
+    return encoded

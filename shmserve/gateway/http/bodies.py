@@ -82,10 +82,10 @@ class Chunks:
         if self._ending:
             self._skip_trailer(line)
             return
-        found = _CHUNK.fullmatch(line)
-        if found is None:
+        header = _CHUNK.fullmatch(line)
+        if header is None:
             raise InvalidRequest("a chunk of the body does not begin with a valid size")
-        size = int(found[1], 16)
+        size = int(header[1], 16)
         self._count += size > 0
         if self._count > CHUNKS:
             raise InvalidRequest(

@@ -140,17 +140,17 @@ def parse(
         raise BadHead(400, "the request is not valid HTTP")
     if http not in ("1.1", "1.0"):
         raise BadHead(505, "only HTTP/1.1 is supported")
-    found = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
-    if found.refusal is None and (access is not None or forward is not None):
-        _guard(found, lines.headers, access, forward)
-    return found
+    head = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
+    if head.refusal is None and (access is not None or forward is not None):
+        _guard(head, lines.headers, access, forward)
+    return head
 
 
 def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forward: Forward | None) -> None:
     def header(name: str) -> str | None:
         raw = name.encode()
-        found = [_text(value).strip() for written, value in headers if written.lower() == raw]
-        return ", ".join(found) if found else None
+        values = [_text(value).strip() for written, value in headers if written.lower() == raw]
+        return ", ".join(values) if values else None
 
     try:
         if access is not None:
@@ -180,7 +180,7 @@ def _path(target: bytes) -> str:
 
 def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, metrics: bool) -> HttpHead:
     route = resolve(method, target, metrics)
-    found = HttpHead(
+    head = HttpHead(
         _NO_ROUTE if isinstance(route, NoRoute) else route,
         keep_alive and http == "1.1",
         old=http == "1.0",
@@ -201,26 +201,26 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
                 if _HOST.fullmatch(value.strip(b" \t")) is None:
                     raise BadHead(400, "the header host is not HOST or HOST:PORT")
             case b"content-length":
-                found.length = _number(name, value)
+                head.length = _number(name, value)
             case b"transfer-encoding":
                 if value.strip().lower() != b"chunked":
                     raise BadHead(501, "the only supported transfer encoding is chunked")
-                found.chunked = True
+                head.chunked = True
             case b"inference-header-content-length":
-                found.json_length = _number(name, value)
+                head.json_length = _number(name, value)
             case b"content-encoding":
-                found.encoding = _encoding(value)
+                head.encoding = _encoding(value)
             case b"accept-encoding":
-                found.accepts = found.accepts or _accepted(value)
+                head.accepts = head.accepts or _accepted(value)
             case b"expect":
                 if value.strip().lower() != b"100-continue":
                     raise BadHead(417, "the only supported expectation is 100-continue")
-                found.expects = http == "1.1"
+                head.expects = http == "1.1"
     if b"host" not in seen and http == "1.1":
         raise BadHead(400, "the request has no host header, which HTTP/1.1 requires")
-    if found.chunked and (b"content-length" in seen or http == "1.0"):
+    if head.chunked and (b"content-length" in seen or http == "1.0"):
         raise BadHead(400, "the request has conflicting body lengths")
-    return found
+    return head
 
 
 def _number(name: bytes, value: bytes) -> int:

@@ -99,7 +99,7 @@ def _ref(name: str) -> _Schema:
 def _operation(path: Path, method: str, action: Action) -> _Schema:
     operation = OPERATIONS[action]
     names = re.findall(r"{(\w+)}", path.template)
-    made: _Schema = {
+    described: _Schema = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path.template)]),
         "summary": operation.summary,
         "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
@@ -110,24 +110,24 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
         content: _Schema = {JSON: {"schema": _ref(takes)}}
         if operation.binary:
             content[BYTES] = {}
-            made["parameters"].append(
+            described["parameters"].append(
                 {"name": _HEADER_LENGTH, "in": "header", "schema": {"type": "integer", "minimum": 0},
                  "description": "Length of the JSON part of the body, which tensors follow"}
             )  # fmt: skip
-        made["requestBody"] = {"content": content, "required": action in TO_MODELS}
-    return made
+        described["requestBody"] = {"content": content, "required": action in TO_MODELS}
+    return described
 
 
 def _answer(operation: ApiOperation) -> _Schema:
-    made: _Schema = {"description": operation.summary}
+    described: _Schema = {"description": operation.summary}
     if operation.events:
-        made["content"] = {EVENTS: {"schema": {"type": "string"}}}
+        described["content"] = {EVENTS: {"schema": {"type": "string"}}}
     elif operation.gives:
-        made["content"] = {JSON: {"schema": _ref(operation.gives)}}
+        described["content"] = {JSON: {"schema": _ref(operation.gives)}}
         if operation.binary:
-            made["content"][BYTES] = {}
-            made["headers"] = {_HEADER_LENGTH: {"schema": {"type": "integer"}}}
-    return made
+            described["content"][BYTES] = {}
+            described["headers"] = {_HEADER_LENGTH: {"schema": {"type": "integer"}}}
+    return described
 
 
 # ---------------------------------------------------------------------------------------- schemas
@@ -136,10 +136,10 @@ _NAMES = {"model": "Name", "repository": "Name", "region": "Name", "version": "V
 
 
 def _object(required: tuple[str, ...] = (), /, **properties: _Schema) -> _Schema:
-    made: _Schema = {"type": "object", "properties": properties}
+    schema: _Schema = {"type": "object", "properties": properties}
     if required:
-        made["required"] = list(required)
-    return made
+        schema["required"] = list(required)
+    return schema
 
 
 def _list(of: _Schema, most: int | None = None) -> _Schema:

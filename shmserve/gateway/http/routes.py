@@ -30,7 +30,7 @@ _GET, _POST = "GET", "POST"
 
 def _paths() -> list[Path]:
     """All paths; the first match wins."""
-    found = [
+    paths = [
         Path("/v2", {_GET: Action.METADATA}),
         Path("/v2/openapi.json", {_GET: Action.OPENAPI}),
         Path("/v2/health/live", {_GET: Action.LIVE}),
@@ -39,7 +39,7 @@ def _paths() -> list[Path]:
         Path("/v2/models/{model}/trace/setting", {_GET: Action.TRACE, _POST: Action.SET_TRACE}),
     ]
     for model in _MODEL:
-        found += [
+        paths += [
             Path(model, {_GET: Action.MODEL_METADATA}),
             Path(f"{model}/ready", {_GET: Action.MODEL_READY}),
             Path(f"{model}/config", {_GET: Action.CONFIG}),
@@ -48,7 +48,7 @@ def _paths() -> list[Path]:
             Path(f"{model}/generate", {_POST: Action.GENERATE}),
             Path(f"{model}/generate_stream", {_POST: Action.GENERATE_STREAM}),
         ]
-    found += [
+    paths += [
         Path("/v2/trace/setting", {_GET: Action.TRACE, _POST: Action.SET_TRACE}),
         Path("/v2/logging", {_GET: Action.LOG, _POST: Action.SET_LOG}),
         Path("/v2/repository/index", {_POST: Action.INDEX}),
@@ -60,14 +60,14 @@ def _paths() -> list[Path]:
     ]
     for kind in ("system", "cuda"):
         memory = f"/v2/{kind}sharedmemory"
-        found += [
+        paths += [
             Path(f"{memory}/status", {_GET: Action.MEMORY_STATUS}, kind),
             Path(f"{memory}/unregister", {_POST: Action.MEMORY_UNREGISTER}, kind),
             Path(f"{memory}/region/{{region}}/status", {_GET: Action.MEMORY_STATUS}, kind),
             Path(f"{memory}/region/{{region}}/register", {_POST: Action.MEMORY_REGISTER}, kind),
             Path(f"{memory}/region/{{region}}/unregister", {_POST: Action.MEMORY_UNREGISTER}, kind),
         ]
-    return found
+    return paths
 
 
 PATHS = _paths()
@@ -89,11 +89,11 @@ _Table = dict[int, list[tuple[list[str], Path]]]
 
 
 def _by_length(paths: list[Path]) -> _Table:
-    found: _Table = defaultdict(list)
+    table: _Table = defaultdict(list)
     for path in paths:
         words = path.template.strip("/").split("/")
-        found[len(words)].append((words, path))
-    return dict(found)
+        table[len(words)].append((words, path))
+    return dict(table)
 
 
 _PATHS, _METRICS = _by_length(PATHS), _by_length(METRICS)

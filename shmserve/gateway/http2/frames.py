@@ -83,12 +83,12 @@ def number(payload: bytes) -> int:
 
 def settings_of(payload: bytes) -> dict[int, int]:
     """Decodes SETTINGS. The last value of a repeated setting counts."""
-    found = dict(_SETTING.iter_unpack(payload))
-    for name, value in found.items():
+    values = dict(_SETTING.iter_unpack(payload))
+    for name, value in values.items():
         if name == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
             raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
         if name == MAX_FRAME_SIZE and not DEFAULT_FRAME <= value <= LARGEST_FRAME:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "invalid SETTINGS_MAX_FRAME_SIZE")
         if name == ENABLE_PUSH and value > 1:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is neither 0 nor 1")
-    return found
+    return values

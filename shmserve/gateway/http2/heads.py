@@ -42,6 +42,10 @@ _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _CONNECTION = {b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"}
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
 _VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
+_OF_PROTOCOL = frozenset(
+    ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "grpc-message-type")
+)
+"""Headers that services do not see."""
 _PSEUDO = {b":method", b":scheme", b":path", b":authority"}
 
 
@@ -181,10 +185,10 @@ def _check_sizes(block: bytes) -> None:
 
 def _head(pairs: list[tuple[bytes, bytes]]) -> Http2Head:
     pseudo: dict[bytes, bytes] = {}
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for name, value in pairs:
         if name.startswith(b":"):
-            if name in pseudo or found or name not in _PSEUDO:
+            if name in pseudo or fields or name not in _PSEUDO:
                 return Http2Head(malformed="misplaced pseudo-header")
             if not _VALUE.fullmatch(value):
                 return Http2Head(malformed="invalid value of a pseudo-header")
@@ -193,24 +197,24 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Http2Head:
             return Http2Head(malformed=wrong)
         else:
             key, text = name.decode("latin-1"), value.decode("latin-1")
-            found[key] = f"{found[key]},{text}" if key in found else text
+            fields[key] = f"{fields[key]},{text}" if key in fields else text
     if (
         not pseudo.get(b":method")
         or not pseudo.get(b":scheme")
         or not pseudo.get(b":path", b"").startswith((b"/", b"*"))
     ):
         return Http2Head(malformed="missing method, scheme or path")
-    length, digits = None, found.pop("content-length", None)
+    length, digits = None, fields.pop("content-length", None)
     if digits is not None:
         if not digits.isascii() or not digits.isdecimal() or len(digits) > 18:
             return Http2Head(malformed="content-length is not a number")
         length = int(digits)
     if pseudo[b":method"] != b"POST":
         return Http2Head(status=405)
-    kind = found.get("content-type", "")
+    kind = fields.get("content-type", "")
     if kind != "application/grpc" and not kind.startswith(("application/grpc+", "application/grpc;")):
         return Http2Head(status=415)
-    return _call(pseudo[b":path"].decode("latin-1"), found, length)
+    return _call(pseudo[b":path"].decode("latin-1"), fields, length)
 
 
 def _wrong_field(name: bytes, value: bytes) -> str:
@@ -224,25 +228,20 @@ def _wrong_field(name: bytes, value: bytes) -> str:
     return ""
 
 
-def _call(path: str, found: dict[str, str], length: int | None) -> Http2Head:
-    timeout, wrong = None, ""
-    written = found.get("grpc-timeout")
-    if written is not None:
-        digits, unit = written[:-1], written[-1:]
+def _call(path: str, fields: dict[str, str], length: int | None) -> Http2Head:
+    timeout, error = None, ""
+    timeout_text = fields.get("grpc-timeout")
+    if timeout_text is not None:
+        digits, unit = timeout_text[:-1], timeout_text[-1:]
         if unit in _UNITS and digits.isascii() and digits.isdecimal() and len(digits) <= 8:
             timeout = int(digits) * _UNITS[unit]
         else:
-            wrong = f"invalid grpc-timeout {written[:20]!r}"
-    encoding = found.get("grpc-encoding", "identity")
-    accepted = [name.strip() for name in found.get("grpc-accept-encoding", "").split(",")]
+            error = f"invalid grpc-timeout {timeout_text[:20]!r}"
+    encoding = fields.get("grpc-encoding", "identity")
+    accepted = [name.strip() for name in fields.get("grpc-accept-encoding", "").split(",")]
     accepts = next((name for name in ENCODINGS if name in accepted), "")
-    metadata = {name: text for name, text in found.items() if name not in ("te", "content-type") and not _of_grpc(name)}
-    return Http2Head(path, metadata, timeout, "" if encoding == "identity" else encoding, accepts, length, wrong=wrong)
-
-
-def _of_grpc(name: str) -> bool:
-    """Names reserved for the protocol."""
-    return name in ("grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "grpc-message-type")
+    metadata = {name: text for name, text in fields.items() if name not in _OF_PROTOCOL}
+    return Http2Head(path, metadata, timeout, "" if encoding == "identity" else encoding, accepts, length, wrong=error)
 
 
 class HeaderBlock:

@@ -56,10 +56,10 @@ class RpcListener(Callers):
     def keep(self, stream: Expiring) -> None:
         assert stream.expires is not None
         bucket = _bucket(stream.expires)
-        found = self._due.get(bucket)
-        if found is not None:
-            found.discard(stream)
-            if not found:
+        streams = self._due.get(bucket)
+        if streams is not None:
+            streams.discard(stream)
+            if not streams:
                 del self._due[bucket]
 
     def _set_alarm(self, bucket: int) -> None:

@@ -252,10 +252,10 @@ class Http2(Http2Streams):
             self.abuse.idle()
             return
         self.abuse.idle(most.SETTINGS_WEIGHT)
-        found = frames.settings_of(payload)
-        self.frame_bytes = found.get(frames.MAX_FRAME_SIZE, self.frame_bytes)
-        if frames.INITIAL_WINDOW_SIZE in found:
-            self._initial_window(found[frames.INITIAL_WINDOW_SIZE])
+        values = frames.settings_of(payload)
+        self.frame_bytes = values.get(frames.MAX_FRAME_SIZE, self.frame_bytes)
+        if frames.INITIAL_WINDOW_SIZE in values:
+            self._initial_window(values[frames.INITIAL_WINDOW_SIZE])
         self._reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self.pump()
 

@@ -98,10 +98,10 @@ def as_json(plan: RequestPlan, answer: Reply | Held) -> list[tuple[Tensor, list[
 
 
 def texts_in_slices(outputs: list[tuple[Tensor, list[Buffer]]]) -> SlicedWork[dict[str, msgspec.Raw]]:
-    found = {}
+    texts = {}
     for tensor, parts in outputs:
-        found[tensor.name] = yield from to_json_in_slices(tensor.name, tensor.dtype, tensor.shape, joined(parts))
-    return found
+        texts[tensor.name] = yield from to_json_in_slices(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+    return texts
 
 
 def check_room(plan: RequestPlan, name: str, size: int) -> None:

@@ -43,11 +43,11 @@ def generate_plan(text: bytes, config: Mapping[str, Any]) -> RequestPlan:
     """`config`: the model's configuration."""
     lead = (1,) if config.get("max_batch_size", 0) else ()
     inputs = {one["name"]: one for one in config.get("input", [])}
-    given = _read(text, inputs)
+    document = _read(text, inputs)
     specs: list[InputPlan] = []
     parameters: dict[str, Value] = {}
     request_id = ""
-    for name, value in given.items():
+    for name, value in document.items():
         if name in inputs:
             specs.append(_spec(name, inputs[name], lead, value))
         elif name == "id":
@@ -70,12 +70,12 @@ def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     check_depth(text)
     try:
-        given = json.loads(text, object_pairs_hook=once)
+        document = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise unreadable(error) from None
-    if type(given) is not dict:
+    if type(document) is not dict:
         raise unreadable("it is not an object")
-    return given
+    return document
 
 
 def _scalar(name: str, value: Any) -> Value:
@@ -84,8 +84,8 @@ def _scalar(name: str, value: Any) -> Value:
             f"parameter '{name[:80]}' has invalid type. It is not an input of the model, so it must be a string, a "
             "number or a boolean"
         )
-    found: Value = value
-    return found
+    scalar: Value = value
+    return scalar
 
 
 def _add_all(parameters: dict[str, Value], given: Any) -> None:
@@ -123,15 +123,15 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
 
 def generated(model: str, plan: RequestPlan, answer: Held) -> bytes:
     """One response as an object: an output of one element as a value, others as flat lists."""
-    found: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
+    document: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
     if plan.options.id:
-        found["id"] = plan.options.id
+        document["id"] = plan.options.id
     for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True):
         text = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
         if elements(tensor.shape) == 1:
             text = msgspec.Raw(bytes(text)[1:-1])
-        found[tensor.name] = text
-    return _encode(found)
+        document[tensor.name] = text
+    return _encode(document)
 
 
 def event(text: bytes) -> bytes:

@@ -109,8 +109,8 @@ class JsonScan:
 
 def commas_of(text: bytes) -> SlicedWork[int]:
     """Number of commas outside of strings."""
-    found = 0
+    count = 0
     for chunk in JsonScan(text, 0, len(text)).slices():
-        found += int(np.count_nonzero((chunk.data == COMMA) & ~chunk.inside))
+        count += int(np.count_nonzero((chunk.data == COMMA) & ~chunk.inside))
         yield
-    return found
+    return count

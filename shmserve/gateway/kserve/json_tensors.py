@@ -44,30 +44,30 @@ def cut_to_bytes(
     if count * size > most:
         why = json_size_text(count * size, most, "--http-max-input-size")
         raise InvalidRequest(f"{why} Input '{name}' has the shape {list(shape)} and the data-type {dtype}.")
-    found, data = 0, bytearray()
-    begin = -1
+    decoded, data = 0, bytearray()
+    string_at = -1
     """Offset in `data` of a string that arrives in parts."""
     for values in json_values.flat(name, text, cut):
         if values and type(values[0]) is json_values.StringPart:
             part = values[0]
             if dtype != "BYTES":
                 raise _other_kind(name, dtype, {str})
-            if begin < 0:
-                begin = len(data)
+            if string_at < 0:
+                string_at = len(data)
                 data += bytes(4)
             data += part.text.encode()
             if part.last:
-                data[begin : begin + 4] = (len(data) - begin - 4).to_bytes(4, "little")
-                begin = -1
-            found += part.last
+                data[string_at : string_at + 4] = (len(data) - string_at - 4).to_bytes(4, "little")
+                string_at = -1
+            decoded += part.last
         else:
-            found += len(values)
+            decoded += len(values)
             data += _converted(name, dtype, values)
-        if found > count:
-            raise _other_count(name, shape, f"{found} or more")
+        if decoded > count:
+            raise _other_count(name, shape, f"{decoded} or more")
         yield
-    if found != count:
-        raise _other_count(name, shape, str(found))
+    if decoded != count:
+        raise _other_count(name, shape, str(decoded))
     return data
 
 

@@ -158,9 +158,9 @@ def plan_in_slices(text: Text, most: int) -> SlicedWork[RequestPlan]:
     request = _request_of(outline.around)
     yield
     specs = []
-    for given in request.inputs:
-        cut = json_outline.cut_of(given.data, outline)
-        specs.append(_spec(given) if cut is None else (yield from _cut_spec(given, text, cut, most)))
+    for tensor in request.inputs:
+        cut = json_outline.cut_of(tensor.data, outline)
+        specs.append(_spec(tensor) if cut is None else (yield from _cut_spec(tensor, text, cut, most)))
     return _plan(request, specs)
 
 
@@ -174,14 +174,14 @@ def _plan(request: _JsonRequest, specs: Sequence[InputPlan]) -> RequestPlan:
 
 def _request_of(text: bytes) -> _JsonRequest:
     try:
-        found = _decode(text)
+        request = _decode(text)
     except _UNREADABLE as error:
         if b"NaN" not in text and b"Infinity" not in text:
             raise unreadable(error) from None
-        found = _decode_non_finite(text)
-    if len(found.inputs) > TENSORS:
-        raise InvalidRequest(f"the request has {len(found.inputs)} inputs; the limit is {TENSORS}")
-    return found
+        request = _decode_non_finite(text)
+    if len(request.inputs) > TENSORS:
+        raise InvalidRequest(f"the request has {len(request.inputs)} inputs; the limit is {TENSORS}")
+    return request
 
 
 def _decode_non_finite(text: bytes) -> _JsonRequest:
@@ -200,64 +200,64 @@ def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]
     check_text("input name", name)
     if len(shape) > DIMS:
         raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
-    found = tuple(shape)
-    if any(not 0 <= dim <= INT64_MAX for dim in found):
-        raise InvalidRequest(f"input '{name}' of shape {list(found)}: dims must be from 0 to {INT64_MAX}")
+    dims = tuple(shape)
+    if any(not 0 <= dim <= INT64_MAX for dim in dims):
+        raise InvalidRequest(f"input '{name}' of shape {list(dims)}: dims must be from 0 to {INT64_MAX}")
     if dtype not in ITEM_BYTES:
         raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype[:40]}'")
-    count = elements_of(found)
+    count = elements_of(dims)
     if count > INT64_MAX:
         raise InvalidRequest(
-            f"shape {list(found)} of input '{name}' causes total element count to exceed maximum size of {INT64_MAX}"
+            f"shape {list(dims)} of input '{name}' causes total element count to exceed maximum size of {INT64_MAX}"
         )
     if count * (ITEM_BYTES[dtype] or 1) > INT64_MAX:
-        raise InvalidRequest(f"byte size overflow for input '{name}' of shape {list(found)} and data-type {dtype}")
-    return found
+        raise InvalidRequest(f"byte size overflow for input '{name}' of shape {list(dims)} and data-type {dtype}")
+    return dims
 
 
-def _shape_of(given: _Input) -> tuple[int, ...]:
-    if any(dim < 0 for dim in given.shape):  # Triton's parser answers this with status 500
+def _shape_of(tensor: _Input) -> tuple[int, ...]:
+    if any(dim < 0 for dim in tensor.shape):  # Triton's parser answers this with status 500
         raise Internal(
             "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer: input "
-            f"'{given.name[:80]}' has the shape {given.shape[:DIMS]}"
+            f"'{tensor.name[:80]}' has the shape {tensor.shape[:DIMS]}"
         )
-    return check_tensor(given.name, given.datatype, given.shape)
+    return check_tensor(tensor.name, tensor.datatype, tensor.shape)
 
 
-def _spec(given: _Input) -> InputPlan:
-    name, parameters = given.name, given.parameters
-    shape = _shape_of(given)
+def _spec(tensor: _Input) -> InputPlan:
+    name, parameters = tensor.name, tensor.parameters
+    shape = _shape_of(tensor)
     size = parameters.get("binary_data_size")
     place = region_slice_of(f"input '{name}'", parameters) if parameters else None
     if place is not None:
-        if size is not None or given.data is not UNSET:
+        if size is not None or tensor.data is not UNSET:
             raise InvalidRequest(f"input '{name}' is in a shared memory region, but also has data")
-        return InputPlan(name, given.datatype, shape, place.size, None, place)
+        return InputPlan(name, tensor.datatype, shape, place.size, None, place)
     if size is None:
-        if given.data is UNSET:
+        if tensor.data is UNSET:
             raise InvalidRequest(f"input '{name}' has neither 'data' nor the parameter 'binary_data_size'")
-        data = json_tensors.to_bytes(name, given.datatype, shape, given.data)
-        return InputPlan(name, given.datatype, shape, len(data), data)
-    if given.data is not UNSET:
+        data = json_tensors.to_bytes(name, tensor.datatype, shape, tensor.data)
+        return InputPlan(name, tensor.datatype, shape, len(data), data)
+    if tensor.data is not UNSET:
         raise InvalidRequest(f"input '{name}' has both 'data' and the parameter 'binary_data_size'")
-    return InputPlan(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
+    return InputPlan(name, tensor.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
-def _cut_spec(given: _Input, text: Text, cut: CutList, most: int) -> SlicedWork[InputPlan]:
-    if "binary_data_size" in given.parameters or "shared_memory_region" in given.parameters:
-        return _spec(given)  # raises
-    shape = _shape_of(given)
-    data = yield from json_tensors.cut_to_bytes(given.name, given.datatype, shape, text, cut, most)
-    return InputPlan(given.name, given.datatype, shape, len(data), data)
+def _cut_spec(tensor: _Input, text: Text, cut: CutList, most: int) -> SlicedWork[InputPlan]:
+    if "binary_data_size" in tensor.parameters or "shared_memory_region" in tensor.parameters:
+        return _spec(tensor)  # raises
+    shape = _shape_of(tensor)
+    data = yield from json_tensors.cut_to_bytes(tensor.name, tensor.datatype, shape, text, cut, most)
+    return InputPlan(tensor.name, tensor.datatype, shape, len(data), data)
 
 
-def add_outputs(plan: RequestPlan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
-    """Set the requested outputs of `plan`. `given`: their names and parameters."""
-    if len(given) > TENSORS:
-        raise InvalidRequest(f"the request names {len(given)} outputs; the limit is {TENSORS}")
+def add_outputs(plan: RequestPlan, outputs: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
+    """Set the requested outputs of `plan`. `outputs`: their names and parameters."""
+    if len(outputs) > TENSORS:
+        raise InvalidRequest(f"the request names {len(outputs)} outputs; the limit is {TENSORS}")
     wanted: dict[str, TopK | None] = {}
     plan.binary, plan.places = {}, {}
-    for name, parameters in given:
+    for name, parameters in outputs:
         check_text("output name", name)
         if name in wanted:
             raise InvalidRequest(f"output '{name}' already exists in request")
@@ -297,34 +297,34 @@ def region_slice_of(what: str, parameters: Mapping[str, Value]) -> RegionSlice |
 # ---------------------------------------------------------------------------------------- parameters
 
 
-def options_of(request_id: str, given: Mapping[str, Value]) -> RequestOptions:
+def options_of(request_id: str, parameters: Mapping[str, Value]) -> RequestOptions:
     """Separate the parameters of the server from those of the model. `timeout` stays among the latter, because the
     session interprets it."""
-    found = RequestOptions(check_text("request id", request_id) if request_id else "")
-    if not given:
-        return found
+    options = RequestOptions(check_text("request id", request_id) if request_id else "")
+    if not parameters:
+        return options
     rest: dict[str, Value] = {}
-    for name, value in given.items():
+    for name, value in parameters.items():
         match name:
             case "sequence_id":
-                found.sequence = _sequence(value)
+                options.sequence = _sequence(value)
             case "sequence_start":
-                found.sequence_start = _bool(f"'{name}'", value)
+                options.sequence_start = _bool(f"'{name}'", value)
             case "sequence_end":
-                found.sequence_end = _bool(f"'{name}'", value)
+                options.sequence_end = _bool(f"'{name}'", value)
             case "priority":
-                found.priority = _count(f"'{name}'", value, UINT64_MAX)
+                options.priority = _count(f"'{name}'", value, UINT64_MAX)
             case "binary_data_output":
-                found.binary = _bool(f"'{name}'", value)
+                options.binary = _bool(f"'{name}'", value)
             case _:
                 rest[check_text("parameter name", name)] = _parameter(name, value)
     if len(rest) > PARAMETERS:
         raise InvalidRequest(f"the request has {len(rest)} parameters; the limit is {PARAMETERS}")
-    if not found.sequence:  # no sequence id, or 0 or "": not in a sequence, so ignore the flags
-        found.sequence_start = found.sequence_end = False
+    if not options.sequence:  # no sequence id, or 0 or "": not in a sequence, so ignore the flags
+        options.sequence_start = options.sequence_end = False
     if rest:
-        found.parameters = rest
-    return found
+        options.parameters = rest
+    return options
 
 
 def _parameter(name: str, value: Value) -> Value:
@@ -415,8 +415,8 @@ def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[RequestP
 
 def tensor_type(config: Mapping[str, Any]) -> str:
     """The data type of an input in a model's configuration."""
-    found: str = config["data_type"].removeprefix("TYPE_")
-    return "BYTES" if found == "STRING" else found
+    dtype: str = config["data_type"].removeprefix("TYPE_")
+    return "BYTES" if dtype == "STRING" else dtype
 
 
 def _fitted(name: str, dims: list[int], size: int, item: int) -> list[int]:

@@ -51,10 +51,10 @@ class Budget:
         address = network_of(address)
         if not address:
             return BudgetAccount(self, None)
-        found = self._addresses.get(address)
-        if found is None:
-            found = self._addresses[address] = _Address()
-        return BudgetAccount(self, found)
+        party = self._addresses.get(address)
+        if party is None:
+            party = self._addresses[address] = _Address()
+        return BudgetAccount(self, party)
 
     def share_of(self, share: float, held: int, parties: int) -> float:
         """Maximum bytes for one of `parties`, which holds `held` bytes now."""

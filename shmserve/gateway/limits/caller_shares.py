@@ -201,13 +201,13 @@ class ConnectionShares:
 
     def payer(self, token: str) -> Payer:
         """`token`: its name; "" for a call without one."""
-        found = self._payers.get(token)
-        if found is None:
+        payer = self._payers.get(token)
+        if payer is None:
             shares, address, (requests, questions) = self._shares, self._address, self._accounts
-            asks = Payer(shares.questions, shares.questions.enter(questions, address, token))
-            found = Payer(shares.requests, shares.requests.enter(requests, address, token), asks, token)
-            self._payers[token] = found
-        return found
+            query_payer = Payer(shares.questions, shares.questions.enter(questions, address, token))
+            payer = Payer(shares.requests, shares.requests.enter(requests, address, token), query_payer, token)
+            self._payers[token] = payer
+        return payer
 
     def close(self) -> None:
         for token in self._payers:
@@ -270,11 +270,11 @@ def _is_over(account: ShareAccount, used: int, part: int, total: int, most: int,
 
 
 def _entered(accounts: dict[str, ShareAccount], key: str, kind: str, share: float) -> ShareAccount:
-    found = accounts.get(key)
-    if found is None:
-        found = accounts[key] = ShareAccount(kind, share)
-    found.connections += 1
-    return found
+    account = accounts.get(key)
+    if account is None:
+        account = accounts[key] = ShareAccount(kind, share)
+    account.connections += 1
+    return account
 
 
 def _left(accounts: dict[str, ShareAccount], key: str) -> None:
@@ -288,11 +288,11 @@ def network_of(address: str) -> str:
     """The key that clients are counted by: with IPv6 the /64 network, since a host usually has a whole one. "" for a
     loopback address, which is shared by all clients on this machine, and all behind a proxy on it."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return ""
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is None:
-            return "" if found.is_loopback else str(ipaddress.IPv6Network((found, 64), strict=False))
-        found = found.ipv4_mapped
-    return "" if found.is_loopback else str(found)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            return "" if parsed.is_loopback else str(ipaddress.IPv6Network((parsed, 64), strict=False))
+        parsed = parsed.ipv4_mapped
+    return "" if parsed.is_loopback else str(parsed)

@@ -78,12 +78,12 @@ def _uuid_of(device: int) -> str:
     try:
         if not 0 <= device < nvml.nvmlDeviceGetCount():
             return ""
-        found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(device))
+        uuid = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(device))
     except nvml.NVMLError:
         return ""
     finally:
         nvml.nvmlShutdown()
-    return found.decode() if isinstance(found, bytes) else str(found)
+    return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
 
 
 def handle_of(text: str) -> bytes:

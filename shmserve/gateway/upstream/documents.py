@@ -296,23 +296,23 @@ def _only_ready(body: bytes) -> bool:
 
 def _of_load(parameters: dict[str, str | bool]) -> Arguments:
     """`config`; files in base64 under the names "file:PATH"; and `previous`."""
-    found = Arguments(files={})
+    arguments = Arguments(files={})
     for name, value in parameters.items():
         if isinstance(value, bool) is not (name == "previous"):
             kind = "a string" if isinstance(value, bool) else "true or false"
             raise InvalidRequest(f"load parameter '{name[:80]}' must be {kind}")
         if isinstance(value, bool):
-            found.previous = value
+            arguments.previous = value
         elif name == "config":
-            found.config = value
+            arguments.config = value
         elif name.startswith(_FILE):
             try:
-                found.files[name.removeprefix(_FILE)] = binascii.a2b_base64(value, strict_mode=True)
+                arguments.files[name.removeprefix(_FILE)] = binascii.a2b_base64(value, strict_mode=True)
             except (binascii.Error, ValueError):
                 raise InvalidRequest(f"load parameter '{name[:80]}' is not base64") from None
         else:
             raise unknown_of_load(name)
-    return found
+    return arguments
 
 
 def unknown_of_load(name: str) -> InvalidRequest:

@@ -76,18 +76,18 @@ def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
     if len(data) == 1 and memory.is_own(data[0]):
         return []  # it is in the client's region
     dropped = memory.drops.dropped
-    found: list[Buffer] = []
+    buffers: list[Buffer] = []
     left = list(data)
     try:
         while left:
             handle = left[0]
-            found.append(memory.mapped.view(handle, _BYTE, (handle.size,), on_drop=dropped).data)
+            buffers.append(memory.mapped.view(handle, _BYTE, (handle.size,), on_drop=dropped).data)
             del left[0]
     except BaseException:
         for handle in left:
             dropped(handle)
         raise
-    return found
+    return buffers
 
 
 class Inputs:
@@ -115,13 +115,13 @@ class Inputs:
             place = allocate(self._memory, size)
             place.data[:] = piece
             piece = place
-        found = self._memory.locate(piece)
-        if found is None:
+        located = self._memory.locate(piece)
+        if located is None:
             raise Internal("the location of an input is not in this process's arena")
         if self._kept is None:
             self._kept = KeptInputs()
         self._kept.arrays.append(piece)
-        self._tensors.append(Tensor(name, dtype, shape, (found[0],)))
+        self._tensors.append(Tensor(name, dtype, shape, (located[0],)))
 
     def encoded(self) -> Any:
         """The argument of `session.infer`."""
@@ -144,10 +144,10 @@ def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | Non
     if memory.used >= PARTIAL_SHARE:
         return None
     try:
-        found = memory.empty((size + shift,), _BYTE, cold=True)[shift:]
+        array = memory.empty((size + shift,), _BYTE, cold=True)[shift:]
     except Unavailable:
         return None
-    return Room(found.data, partial(memory.warm, found))
+    return Room(array.data, partial(memory.warm, array))
 
 
 class GatewayLink(LoopLink):

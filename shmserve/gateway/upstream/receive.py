@@ -95,10 +95,10 @@ class ReceiveBuffer:
                 self._warm(self.filled, self._end)
 
     def _reserve_all(self, arrived: Buffer) -> None:
-        found = self._allocate(arrived) if self._allocate is not None else None
-        self.placed = found is not None
+        room = self._allocate(arrived) if self._allocate is not None else None
+        self.placed = room is not None
         # The kernel commits pages of private memory as they are written.
-        self.memory, self._warm = (np.empty(self.size, np.uint8).data, None) if found is None else found
+        self.memory, self._warm = (np.empty(self.size, np.uint8).data, None) if room is None else room
         self._arrived, self._end = arrived, 0
 
     def _copy(self, end: int) -> None:

@@ -174,10 +174,10 @@ class Regions:
         return True
 
     def use(self, payer: Creditor, names: Iterable[str]) -> Use:
-        found = [self._regions[name] for name in names if name in self._regions]
-        for region in found:
+        used = [self._regions[name] for name in names if name in self._regions]
+        for region in used:
             region.users += 1
-        return Use(self, found, payer)
+        return Use(self, used, payer)
 
     def release(self, used: list[Region | DeviceRegion]) -> None:
         for region in used:
@@ -190,12 +190,12 @@ class Regions:
         return [region for region in self._regions.values() if isinstance(region, DeviceRegion) == (kind == "cuda")]
 
     def status(self, kind: str, name: str) -> list[dict[str, Any]]:
-        found = self._of(kind)
+        regions = self._of(kind)
         if name:
-            found = [region for region in found if region.name == name]
-            if not found:
+            regions = [region for region in regions if region.name == name]
+            if not regions:
                 raise NotFound(f"Unable to find {kind} shared memory region: '{name}'")
-        return [region.status() for region in found]
+        return [region.status() for region in regions]
 
     def find(self, place: RegionSlice) -> Region | DeviceRegion:
         """The region of `place`. Raises errors for the client, also if the place is not entirely inside the region."""
@@ -207,25 +207,25 @@ class Regions:
 
 
 def _opened(name: str, order: Registration) -> int:
-    key, given = order.key, order.key.lstrip("/")
+    key, bare_key = order.key, order.key.lstrip("/")
     for prefix in (PREFIX.lstrip("/"), _TRITON_PREFIX):
-        if given.startswith(prefix):
+        if bare_key.startswith(prefix):
             raise InvalidRequest(
                 f"cannot register shared memory region '{name}' with key '{key[:80]}' as the key contains the reserved "
                 f"prefix '{prefix}'"
             )
-    if not _KEY.fullmatch(key) or given in (".", ".."):
+    if not _KEY.fullmatch(key) or bare_key in (".", ".."):
         raise InvalidRequest(
             f"cannot register shared memory region '{name}' - invalid shm key '{key[:80]}': a key is up to 250 of A-Z, "
             "a-z, 0-9, '_', '.' and '-', optionally after a '/'"
         )
     try:
-        descriptor: int = posix_ipc.SharedMemory(f"/{given}").fd
+        descriptor: int = posix_ipc.SharedMemory(f"/{bare_key}").fd
     except (posix_ipc.Error, OSError, ValueError):
         raise Internal(f"Unable to open shared memory region: '{key}'") from None
-    found = os.fstat(descriptor)
-    fits = order.offset >= 0 and 0 < order.byte_size <= found.st_size - order.offset
-    if not fits or not stat.S_ISREG(found.st_mode):
+    state = os.fstat(descriptor)
+    fits = order.offset >= 0 and 0 < order.byte_size <= state.st_size - order.offset
+    if not fits or not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
         raise _invalid(name)
     return descriptor

@@ -174,15 +174,15 @@ class RequestSender:
 
     def _outputs(self, plan: RequestPlan, model: str, version: str, window: int) -> Any:
         """The requested outputs; one with a place gets the part that the worker writes, if possible."""
-        found = {}
+        parts = {}
         for name, place in plan.places.items():
             region = self.regions.find(place)
             on_gpu = isinstance(region, DeviceRegion)
             part = region.part(place) if on_gpu or not window else None
             if part is not None and (on_gpu or self._written_by_workers(model, version)):
-                found[name] = part
+                parts[name] = part
         outputs = plan.outputs or ()
-        return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **found}
+        return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **parts}
 
     def _written_by_workers(self, model: str, version: str) -> bool:
         """Not every output of an ensemble can be. The first request of a model queries its configuration, for later

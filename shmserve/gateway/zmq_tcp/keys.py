@@ -34,7 +34,7 @@ class KeyEntry(Struct, frozen=True):
 
 def parse(text: str, shown: str) -> dict[str, KeyEntry]:
     """Parses lines of PUBLIC-KEY ROLE,ROLE NAME. InvalidRequest names the line."""
-    found: dict[str, KeyEntry] = {}
+    entries: dict[str, KeyEntry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split(None, 2)
         if not words or words[0] == keys.COMMENT.strip():
@@ -44,14 +44,14 @@ def parse(text: str, shown: str) -> dict[str, KeyEntry]:
             raise InvalidRequest(f"{where}: expected a public key of 40 characters, then its roles")
         if len(words) < 2:
             raise InvalidRequest(f"{where}: the key has no roles; they are {', '.join(ROLES)}, with commas between")
-        if words[0] in found:
+        if words[0] in entries:
             raise InvalidRequest(f"{where}: duplicate key")
         try:
             roles = roles_of(words[1])
         except ValueError as error:
             raise InvalidRequest(f"{where}: {error}") from None
-        found[words[0]] = KeyEntry(roles, words[2].strip() if len(words) > 2 else "")
-    return found
+        entries[words[0]] = KeyEntry(roles, words[2].strip() if len(words) > 2 else "")
+    return entries
 
 
 class Allowed:
@@ -64,10 +64,10 @@ class Allowed:
 
     def _state(self) -> tuple[int, ...]:
         try:
-            found = os.stat(self._path)
+            state = os.stat(self._path)
         except OSError:
             return ()
-        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+        return state.st_mtime_ns, state.st_size, state.st_ino, state.st_mode
 
     def reload_if_changed(self) -> bool:
         """Reloads the file if it has changed. Returns whether the keys were replaced."""

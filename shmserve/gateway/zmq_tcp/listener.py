@@ -90,21 +90,21 @@ class ZmqTcpListener(PeerHost):
         self._clock = self._loop.call_later(FILE_S, self._tick)
 
     def _make(self, pair: Pair) -> zmq.Socket[bytes]:
-        made: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        made.setsockopt(zmq.CURVE_SERVER, 1)
-        made.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-        made.setsockopt(zmq.ZAP_DOMAIN, b"shmserve")
-        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+        router.setsockopt(zmq.ZAP_DOMAIN, b"shmserve")
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # libzmq can only close the connection for a frame above this size; a smaller one can be refused with a text.
         most = max(TCP_FRAME_BYTES, self.limits.input_bytes) + PACKET_BYTES
-        made.setsockopt(zmq.MAXMSGSIZE, most)
-        made.setsockopt(zmq.SNDHWM, QUEUE)
-        made.setsockopt(zmq.RCVHWM, QUEUE)
-        made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
-        made.setsockopt(zmq.LINGER, LINGER_MS)
-        return made
+        router.setsockopt(zmq.MAXMSGSIZE, most)
+        router.setsockopt(zmq.SNDHWM, QUEUE)
+        router.setsockopt(zmq.RCVHWM, QUEUE)
+        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
+        router.setsockopt(zmq.LINGER, LINGER_MS)
+        return router
 
     @staticmethod
     def _descriptor(of: zmq.Socket[bytes]) -> int:
@@ -115,15 +115,15 @@ class ZmqTcpListener(PeerHost):
         too; libzmq has no option for that, so the socket is created here."""
         host, port = host_of(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=share) as made:
-            made.setblocking(False)
-            found: int = made.getsockname()[1]
+        with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=share) as listening:
+            listening.setblocking(False)
+            bound_port: int = listening.getsockname()[1]
             self._socket.setsockopt(zmq.IPV6, family == socket.AF_INET6)
-            self._socket.setsockopt(zmq.USE_FD, made.fileno())
-            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else '127.0.0.1'}:{found}")
-            made.detach()
-        self._port = found
-        return found
+            self._socket.setsockopt(zmq.USE_FD, listening.fileno())
+            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else '127.0.0.1'}:{bound_port}")
+            listening.detach()
+        self._port = bound_port
+        return bound_port
 
     @property
     def keys(self) -> int:

@@ -291,20 +291,20 @@ class Peer:
             self._put(message, b"")
 
     def _go_on(self, message: Ask) -> None:
-        found = self._bodies.get(message.request)
-        if found is None:
+        operation = self._bodies.get(message.request)
+        if operation is None:
             return  # refused or cancelled
         self._body_bytes += len(message.body)
         if self._body_bytes > self._limits.input_bytes:
             self._drop_body(message.request)
             raise InvalidRequest(
-                f"the body of '{found[0].what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
+                f"the body of '{operation[0].what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
                 "server's repository, or raise --zmq-max-input-size of the gateway"
             )
-        found[1].append(message.body)
+        operation[1].append(message.body)
         if not message.more:
             self._drop_body(message.request)
-            self._put(found[0], b"".join(found[1]))
+            self._put(operation[0], b"".join(operation[1]))
 
     def _drop_body(self, number: int) -> None:
         if self._bodies.pop(number, None) is not None:

@@ -109,13 +109,13 @@ def piece_of(tensor: Tensor, frames: Sequence[Buffer]) -> Buffer:
 def outputs_of(infer: Infer) -> dict[str, TopK | None] | None:
     if infer.outputs is None:
         return None
-    found: dict[str, TopK | None] = {}
+    outputs: dict[str, TopK | None] = {}
     for wanted in infer.outputs:
         if wanted.place is not None:
             raise InvalidRequest(
                 f"output '{wanted.name}' is requested in shared memory, which is not supported over tcp"
             )
-        if wanted.name in found:
+        if wanted.name in outputs:
             raise InvalidRequest(f"output '{wanted.name}' is requested twice")
-        found[wanted.name] = TopK(wanted.classes) if wanted.classes else None
-    return found
+        outputs[wanted.name] = TopK(wanted.classes) if wanted.classes else None
+    return outputs

@@ -37,8 +37,8 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] |
             "--zmq-address needs --zmq-server-key and --zmq-keys: every client needs a key; "
             "`shmserve keygen` creates keys"
         )
-    found = _ADDRESS.fullmatch(args.zmq_address)
-    if found is None or int(found[2]) > 65535:
+    address = _ADDRESS.fullmatch(args.zmq_address)
+    if address is None or int(address[2]) > 65535:
         raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
     from shmserve.clients.transport.keys import check_curve, read_pair
     from shmserve.gateway.zmq_tcp.keys import Allowed
