@@ -17,7 +17,7 @@ from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.actions import TO_MODELS, Action
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.http.limits import HEADERS
-from shmserve.gateway.http.routes import NoRoute, resolve
+from shmserve.gateway.http.routes import API_ROUTES, NoRoute, RouteTable, resolve
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.upstream.documents import Route
 
@@ -95,10 +95,10 @@ class _Lines:
 
 
 class HttpHeads:
-    """Parser and cache of heads. `metrics`: resolve the paths of the metrics endpoint."""
+    """Parser and cache of heads. `routes`: the table of the endpoint."""
 
-    def __init__(self, access: EndpointAccess, metrics: bool = False, forward: Forward | None = None) -> None:
-        self._metrics = metrics
+    def __init__(self, access: EndpointAccess, routes: RouteTable = API_ROUTES, forward: Forward | None = None) -> None:
+        self._routes = routes
         self._access = access
         self._forward = forward
         self._cache: BoundedCache[bytes, HttpHead] = BoundedCache(_CACHED_HEADS)
@@ -107,7 +107,7 @@ class HttpHeads:
         """`block`: the bytes of the head, including the empty line."""
         head = self._cache.get(block)
         if head is None:
-            head = parse(block, self._metrics, self._access, self._forward)
+            head = parse(block, self._routes, self._access, self._forward)
             if len(block) <= _CACHED_BYTES and not isinstance(head.refusal, Unauthenticated):
                 self._cache.put(block, head)
         return head
@@ -118,7 +118,7 @@ class HttpHeads:
 
 
 def parse(
-    block: bytes, metrics: bool = False, access: EndpointAccess | None = None, forward: Forward | None = None
+    block: bytes, routes: RouteTable = API_ROUTES, access: EndpointAccess | None = None, forward: Forward | None = None
 ) -> HttpHead:  # fmt: skip
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP requires")
@@ -140,7 +140,7 @@ def parse(
         raise BadHead(400, "the request is not valid HTTP")
     if http not in ("1.1", "1.0"):
         raise BadHead(505, "only HTTP/1.1 is supported")
-    head = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
+    head = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, routes)
     if head.refusal is None and (access is not None or forward is not None):
         _guard(head, lines.headers, access, forward)
     return head
@@ -178,8 +178,8 @@ def _path(target: bytes) -> str:
     return text
 
 
-def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, metrics: bool) -> HttpHead:
-    route = resolve(method, target, metrics)
+def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, routes: RouteTable) -> HttpHead:
+    route = resolve(method, target, routes)
     head = HttpHead(
         _NO_ROUTE if isinstance(route, NoRoute) else route,
         keep_alive and http == "1.1",

@@ -11,6 +11,7 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
+from shmserve.gateway.http.routes import API_ROUTES, METRICS_ROUTES
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.listeners.callers import TURNS, Callers
 from shmserve.gateway.upstream.link import GatewayLink
@@ -35,7 +36,7 @@ class HttpListener(Callers):
         )
         self.link = link
         self.limits = limits
-        self.heads = HttpHeads(access, metrics, forward)
+        self.heads = HttpHeads(access, METRICS_ROUTES if metrics else API_ROUTES, forward)
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         self.heads.forget()

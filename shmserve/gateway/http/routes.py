@@ -84,30 +84,29 @@ class NoRoute(Struct, frozen=True):
 
 
 UNKNOWN = NoRoute(404, "Not Found")
-_Table = dict[int, list[tuple[list[str], Path]]]
+RouteTable = dict[int, list[tuple[list[str], Path]]]
 """Number of segments -> the paths with that many, each with its segments."""
 
 
-def _by_length(paths: list[Path]) -> _Table:
-    table: _Table = defaultdict(list)
+def _by_length(paths: list[Path]) -> RouteTable:
+    table: RouteTable = defaultdict(list)
     for path in paths:
         words = path.template.strip("/").split("/")
         table[len(words)].append((words, path))
     return dict(table)
 
 
-_PATHS, _METRICS = _by_length(PATHS), _by_length(METRICS)
+API_ROUTES, METRICS_ROUTES = _by_length(PATHS), _by_length(METRICS)
 
 
-def resolve(method: str, target: str, metrics: bool = False) -> Route | NoRoute:
-    """Finds the route of a request. `target`: as received, percent-encoded. `metrics`: the request came to the metrics
-    endpoint."""
+def resolve(method: str, target: str, routes: RouteTable = API_ROUTES) -> Route | NoRoute:
+    """Finds the route of a request. `target`: as received, percent-encoded."""
     path = target.partition("?")[0].partition("#")[0]
     try:
         words = [unquote(word, errors="strict") for word in path.strip("/").split("/")]
     except UnicodeDecodeError:
         return NoRoute(400, "the path is not UTF-8")
-    for template, found in (_METRICS if metrics else _PATHS).get(len(words), ()):
+    for template, found in routes.get(len(words), ()):
         if all(wanted == word or wanted[0] == "{" for wanted, word in zip(template, words, strict=True)):
             return _route(method, found, dict(zip(template, words, strict=True)))
     return UNKNOWN

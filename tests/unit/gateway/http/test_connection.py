@@ -16,6 +16,7 @@ from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
+from shmserve.gateway.http.routes import METRICS_ROUTES
 from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
@@ -291,7 +292,7 @@ def test_frequent_scrapes_share_a_page_of_metrics() -> None:
     def scrape() -> tuple[HttpConnection, Transport]:
         connection, transport, _, _ = connected()
         connection._handler = requests
-        connection._listener.heads = HttpHeads(EndpointAccess(ROLES), True)
+        connection._listener.heads = HttpHeads(EndpointAccess(ROLES), METRICS_ROUTES)
         receive(connection, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         return connection, transport
 
