@@ -1,6 +1,6 @@
 """Draws picture.png, an image of a line of text for the OCR sample. Needs Pillow; the image is committed.
 
-Invariant: the PNG contains unfiltered 8-bit RGB rows, so that `shmserve.repo.samples` can read it with zlib.
+Invariant: the PNG contains unfiltered 8-bit RGB rows, so that `shmserve.repo.ocr` can read it with zlib.
 """
 
 from __future__ import annotations

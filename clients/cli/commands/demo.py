@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.clients.cli.commands.base import connected, print_json
 from shmserve.errors import ServeError
-from shmserve.repo import samples
+from shmserve.repo import ocr, samples
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.tables import duration_text
 
@@ -78,7 +78,7 @@ def _hush(text: str) -> None:
 
 
 def _absent(name: str, entry: Mapping[str, Any] | None) -> str:
-    if entry is None and name == samples.OCR_MODEL and samples.ocr_model_file() is None:
+    if entry is None and name == ocr.MODEL and ocr.model_file() is None:
         return "not served: `pip install --no-deps rapidocr-onnxruntime` adds its network to the samples"
     if entry is None:
         return "not served"
@@ -161,10 +161,10 @@ def cnn(client: Client, say: Say) -> Found:
 
 
 def ocr_rec(client: Client, say: Say) -> Found:
-    picture = samples.sample_picture()
-    characters = samples.ocr_characters()
-    result, took = _timed(client, samples.OCR_MODEL, {samples.OCR_INPUT: samples.ocr_input(picture)})
-    text = samples.ocr_text(result[samples.OCR_OUTPUT], characters)
+    picture = ocr.sample_picture()
+    characters = ocr.read_characters()
+    result, took = _timed(client, ocr.MODEL, {ocr.INPUT: ocr.to_input(picture)})
+    text = ocr.to_text(result[ocr.OUTPUT], characters)
     height, width = picture.shape[:2]
     say(f"text found in {samples.EXAMPLES.name}/picture.png, {width} x {height} pixels ({took}):")
     say(f'  "{text}"')

@@ -23,7 +23,7 @@ import pytest
 
 from shmserve.clients.cli import main, parser
 from shmserve.dtypes import ITEM_BYTES, TO_CONFIG, to_numpy
-from shmserve.repo import samples
+from shmserve.repo import ocr, samples
 from shmserve.testing import Server
 from tests import ROOT
 from tests.support import pages
@@ -302,7 +302,7 @@ def test_demo(server: Server) -> None:
     found = run_json(server, "demo")
     assert found["add_sub"] == {"sum": [11, 22, 33, 44], "difference": [9, 18, 27, 36]}
     assert 2000 / 32 <= found["mlp"]["batches"] <= 2000
-    if samples.ocr_model_file() is None:
+    if ocr.model_file() is None:
         assert "pip install --no-deps rapidocr-onnxruntime" in said
     else:
         assert '"Handles travel, tensors stay: 64 MiB, 0 copies"' in said

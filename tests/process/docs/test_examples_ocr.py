@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import shmserve
-from shmserve.repo import samples
+from shmserve.repo import ocr, samples
 from shmserve.testing import Server
 
 for module in ("onnxruntime", "cv2", "pyclipper", "PIL", "shapely", "yaml", "rapidocr_onnxruntime"):
@@ -110,8 +110,8 @@ def step_by_step(client: shmserve.Client, data: bytes) -> Found:
     prepared = client.infer("ocr_prepare", {"IMAGE": np.array([data], object)})
     found = client.infer("ocr_det", {"x": prepared["X"][None]})["sigmoid_0.tmp_0"][0]
     cut = client.infer("ocr_boxes", {"MAP": found, "PICTURE": prepared["PICTURE"], "PLACE": prepared["PLACE"]})
-    futures = [client.submit(samples.OCR_MODEL, {samples.OCR_INPUT: crop[None]}) for crop in cut["CROPS"]]
-    steps = [future.result()[samples.OCR_OUTPUT] for future in futures]
+    futures = [client.submit(ocr.MODEL, {ocr.INPUT: crop[None]}) for crop in cut["CROPS"]]
+    steps = [future.result()[ocr.OUTPUT] for future in futures]
     read = np.concatenate(steps or [np.zeros((0, 0, 6625), np.float32)])
     answer = client.infer("ocr_text", {"STEPS": read, "BOXES": cut["BOXES"]})
     return Found([text.decode() for text in answer["TEXT"]], answer["SCORE"].copy(), answer["BOX"].copy())
@@ -192,7 +192,7 @@ def test_pages_at_once(server: Server, oracle: Oracle) -> None:
 
 
 def counts(client: shmserve.Client) -> tuple[int, int]:
-    (found,) = client.statistics(samples.OCR_MODEL)["model_stats"]
+    (found,) = client.statistics(ocr.MODEL)["model_stats"]
     return int(found["inference_count"]), int(found["execution_count"])
 
 

@@ -28,10 +28,10 @@ print(json.dumps({"file": shmserve.__file__, "version": shmserve.__version__, "m
 SAMPLES = """
 import sys
 from pathlib import Path
-from shmserve.repo import samples
+from shmserve.repo import ocr, samples
 print(samples.EXAMPLES)
 print(*samples.build(Path(sys.argv[1]), lambda line: None))
-print(samples.sample_picture().shape)
+print(ocr.sample_picture().shape)
 assert "onnx" not in sys.modules
 """
 CONFIG = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.repo import samples
+from shmserve.repo import ocr
 from tests import ROOT
 
 MADE = ROOT / ".venv" / ".serve"
@@ -62,7 +62,7 @@ def served(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str],
 def test_serve_demo_and_ctrl_c(served: tuple[subprocess.Popen[str], list[str]], environment: dict[str, str]) -> None:
     process, said = served
     text = "\n".join(said)
-    names = ["add_sub", "cnn", "mlp"] + ([samples.OCR_MODEL] if samples.ocr_model_file() else [])
+    names = ["add_sub", "cnn", "mlp"] + ([ocr.MODEL] if ocr.model_file() else [])
     for name in names:
         assert f"'{name}' version 1 READY" in text
     assert "demo" in text
@@ -77,8 +77,8 @@ def test_serve_demo_and_ctrl_c(served: tuple[subprocess.Popen[str], list[str]], 
     found = json.loads(demo.stdout)
     assert sorted(found) == names
     assert found["add_sub"]["sum"] == [11, 22, 33, 44]
-    if samples.OCR_MODEL in found:
-        assert found[samples.OCR_MODEL]["text"] == "Handles travel, tensors stay: 64 MiB, 0 copies"
+    if ocr.MODEL in found:
+        assert found[ocr.MODEL]["text"] == "Handles travel, tensors stay: 64 MiB, 0 copies"
 
     os.killpg(process.pid, signal.SIGINT)  # what the terminal does
     assert process.stdout

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shmserve.repo import samples
+from shmserve.repo import ocr, samples
 
 TEXT = "Handles travel, tensors stay: 64 MiB, 0 copies"
-OCR_MISSING = samples.ocr_model_file() is None
+OCR_MISSING = ocr.model_file() is None
 
 
 def session(model: Path) -> Any:
@@ -81,7 +81,7 @@ def test_sets_share_models(tmp_path: Path) -> None:
 
 
 def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "OCR_PACKAGE", "surely_not_installed")
+    monkeypatch.setattr(ocr, "PACKAGE", "surely_not_installed")
     monkeypatch.setattr(samples, "VAD_PACKAGE", "surely_not_installed")
     monkeypatch.setattr(samples, "_PICTURES", {"surely_not_installed": "pictures", "numpy": "numpy"})
     log: list[str] = []
@@ -93,7 +93,7 @@ def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest
     assert samples.build(tmp_path, log.append) == ["add_sub", "cnn", "mlp"]
     assert any("ocr_rec: skipped; `pip install --no-deps rapidocr-onnxruntime`" in line for line in log)
     with pytest.raises(FileNotFoundError, match="the OCR sample is not installed"):
-        samples.ocr_characters()
+        ocr.read_characters()
 
 
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_sample_picture() -> None:
-    picture = samples.sample_picture()
+    picture = ocr.sample_picture()
     assert picture.dtype == np.uint8
     assert picture.shape == (48, 800, 3)
     assert picture.std() > 20
@@ -121,7 +121,7 @@ def test_sample_picture() -> None:
 @pytest.mark.parametrize(("height", "width"), [(48, 800), (24, 30), (96, 1000), (7, 3)])
 def test_input_has_the_height_of_the_model(height: int, width: int) -> None:
     picture = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
-    made = samples.ocr_input(picture)
+    made = ocr.to_input(picture)
     scaled = -(-48 * width // height)
     assert made.dtype == np.float32
     assert made.shape == (1, 3, 48, max(320, scaled))
@@ -133,14 +133,14 @@ def test_input_has_the_height_of_the_model(height: int, width: int) -> None:
 def test_input_of_the_right_height_is_not_resampled() -> None:
     picture = np.random.default_rng(2).integers(0, 256, (48, 400, 3), np.uint8)
     expected = picture[:, :, ::-1].transpose(2, 0, 1).astype(np.float32) / 127.5 - 1
-    np.testing.assert_allclose(samples.ocr_input(picture)[0], expected, atol=1e-6)
+    np.testing.assert_allclose(ocr.to_input(picture)[0], expected, atol=1e-6)
 
 
 def test_resizing_is_exact_on_a_plane() -> None:
     """Away from the border, where bilinear sampling needs no other library as oracle."""
     rows, columns = np.mgrid[0:24, 0:40].astype(np.float32)
     plane = np.repeat((2 * rows + 3 * columns)[:, :, None], 3, 2)
-    made = samples._resize(plane, 48, 80)
+    made = ocr._resize(plane, 48, 80)
     rows, columns = (np.mgrid[0:48, 0:80] + 0.5) / 2 - 0.5
     expected = 2 * rows + 3 * columns
     np.testing.assert_allclose(made[1:-1, 1:-1, 0], expected[1:-1, 1:-1], atol=1e-3)
@@ -153,20 +153,23 @@ def test_resizing_is_exact_on_a_plane() -> None:
 def test_text_is_greedy_ctc(classes: list[int], text: str) -> None:
     probabilities: NDArray[Any] = np.eye(4, dtype=np.float32)[classes]
     characters = ["", "a", "b", " "]
-    assert samples.ocr_text(probabilities, characters) == text
-    assert samples.ocr_text(probabilities[None], characters) == text
+    assert ocr.to_text(probabilities, characters) == text
+    assert ocr.to_text(probabilities[None], characters) == text
 
 
 @pytest.mark.skipif(OCR_MISSING, reason="rapidocr-onnxruntime is not installed")
 def test_the_engine_reads_the_picture() -> None:
-    model = samples.ocr_model_file()
+    model = ocr.model_file()
     assert model
     reader = session(model)
-    characters = samples.ocr_characters()
+    characters = ocr.read_characters()
     assert characters[1:-1] == reader.get_modelmeta().custom_metadata_map["character"].splitlines()
-    answer = reader.run([samples.OCR_OUTPUT], {samples.OCR_INPUT: samples.ocr_input(samples.sample_picture())})[0]
+    answer = reader.run(
+        [ocr.OUTPUT],
+        {ocr.INPUT: ocr.to_input(ocr.sample_picture())},
+    )[0]
     assert answer.shape[-1] == len(characters)
-    assert samples.ocr_text(answer, characters) == TEXT
+    assert ocr.to_text(answer, characters) == TEXT
 
 
 @pytest.mark.parametrize("data", [b"\x0f", b"\x12\x05abc", b"\x0b"])
@@ -174,4 +177,4 @@ def test_invalid_model_files(data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.onnx"
     file.write_bytes(data)
     with pytest.raises(ValueError):
-        samples.ocr_characters(file)
+        ocr.read_characters(file)
