@@ -23,6 +23,7 @@ VALUE_BYTES = 1 << 20
 _PLAIN = np.ones(256, bool)
 _PLAIN[list(b" \t\r\n[],")] = False
 """Bytes that belong to values: everything but white space, commas and the brackets of lists."""
+_BLANK = ord(" ")
 _TAIL_BYTES = 12
 """A truncated escape sequence is shorter than this: at most 11 of the 12 bytes of a surrogate pair."""
 _ESCAPED = re.compile(
@@ -116,10 +117,19 @@ def _whole(data: bytes) -> int:
 def _string(data: bytes) -> str:
     """Decodes the content of a JSON string."""
     try:
-        found: str = msgspec.json.decode(b'"%b"' % data, type=str)
+        text: str = msgspec.json.decode(b'"%b"' % data, type=str)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise unreadable(error) from None
-    return found
+    return text
+
+
+def _without_list_brackets(chunk: JsonChunk) -> bytes:
+    """The slice with spaces instead of [ and ]."""
+    if not len(chunk.brackets):
+        return chunk.data.tobytes()
+    copy = chunk.data.copy()
+    copy[chunk.brackets[is_list_bracket(chunk.data[chunk.brackets])]] = _BLANK
+    return copy.tobytes()
 
 
 def flat(name: str, text: Text, cut: CutList) -> Iterator[list[Any]]:
@@ -128,59 +138,54 @@ def flat(name: str, text: Text, cut: CutList) -> Iterator[list[Any]]:
     scan, nesting = JsonScan(text, cut.begin + 1, cut.end, 1), _NestingCheck(name)
     rest: list[bytes] = []
     """The bytes after the last comma, with spaces instead of brackets. They are decoded with the next slice."""
-    found = missing = skip = False
-    """`found`: there was a value. `missing`: there was none where one must be. `skip`: the next value decoded is the
-    placeholder of a string that was yielded in parts."""
+    has_values = value_missing = False
+    placeholder = False
+    """The next value decoded stands for a string that was yielded in parts."""
     string: _LongString | None = None
     """The string that is being yielded in parts."""
     depth = 1
     for chunk in scan.slices():
         nesting.check(chunk, depth)
         depth = scan.depth
-        blanked = chunk.data.tobytes()
+        spaced = _without_list_brackets(chunk)
         begin = 0
         if string is not None:
             outer = np.flatnonzero(~chunk.inside)
-            begin = int(outer[0]) + 1 if len(outer) else len(blanked)
-            yield [string.part(blanked[: begin - 1] if len(outer) else blanked, bool(len(outer)))]
+            begin = int(outer[0]) + 1 if len(outer) else len(spaced)
+            yield [string.part(spaced[: begin - 1] if len(outer) else spaced, bool(len(outer)))]
             if not len(outer):
                 continue
             string = None
-        if len(chunk.brackets):
-            lists = chunk.brackets[is_list_bracket(chunk.data[chunk.brackets])]
-            copy = chunk.data.copy()
-            copy[lists] = 32
-            blanked = copy.tobytes()
         commas = np.flatnonzero((chunk.data == COMMA) & ~chunk.inside)
-        last = chunk.at + len(blanked) == cut.end
-        end = len(blanked) if last else int(commas[-1]) if len(commas) else -1
+        last = chunk.at + len(spaced) == cut.end
+        end = len(spaced) if last else int(commas[-1]) if len(commas) else -1
         values: list[Any] = []
         if end < begin and not last:
-            rest.append(blanked[begin:])
+            rest.append(spaced[begin:])
         else:
-            piece = b"".join([*rest, blanked[begin:end]])
-            rest = [blanked[end + 1 :]]
+            piece = b"".join([*rest, spaced[begin:end]])
+            rest = [spaced[end + 1 :]]
             if piece.strip(b" \t\r\n,"):
-                found = True
+                has_values = True
                 values = _decoded(piece)
-                if skip:
+                if placeholder:
                     del values[0]
-                skip = False
+                placeholder = False
             else:
-                missing = True
+                value_missing = True
         yield values
         size = sum(map(len, rest))
         if size >= SLICE_BYTES and len(chunk.inside) and chunk.inside[-1]:
             before, _, content = b"".join(rest).partition(b'"')
             string = _LongString(content)
-            rest, skip = [before, b'""'], True
+            rest, placeholder = [before, b'""'], True
         elif size > VALUE_BYTES:
             raise InvalidRequest(f"input '{name}': a value of its 'data' exceeds {VALUE_BYTES} bytes")
-    if not found:
+    if not has_values:
         if cut.end - cut.begin > VALUE_BYTES:
             raise InvalidRequest(f"input '{name}': its 'data' has more than {VALUE_BYTES} bytes without a value")
         _checked(bytes(text[cut.begin : cut.end + 1]))
-    elif missing:
+    elif value_missing:
         raise unreadable("missing value in a list")
 
 
