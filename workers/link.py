@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from time import monotonic_ns
 from typing import Any
 
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.protocol import codec
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
 from shmserve.protocol.messages import PACKET_BYTES, Counted, Load, Loaded, Map, WorkerOrder
+from shmserve.system.busy_poll import PollBudget, core_is_free
 
 SEND_BUFFER = 4 * 1024 * 1024
 
@@ -26,7 +28,7 @@ _CTRUNC = int(socket.MSG_CTRUNC)
 class BrokerLink:
     """Blocking sends and receives. The messages of one `send` arrive in order, in as few packets as they fit."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, busy_poll_ns: int = 0) -> None:
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._sock = sock
@@ -34,6 +36,7 @@ class BrokerLink:
         self._view = memoryview(self._buffer)
         self._into = [self._buffer]
         self._decode = codec.Codec(WorkerOrder).decode
+        self._polling = PollBudget(busy_poll_ns) if busy_poll_ns else None
 
     def fileno(self) -> int:
         """For callers that poll several descriptors."""
@@ -41,7 +44,28 @@ class BrokerLink:
 
     def receive(self) -> tuple[list[Any], list[int]]:
         """Waits for a packet and returns its messages and descriptors. Raises ConnectionLost at the end of the link."""
-        return self._take(_WAIT)
+        polling = self._polling
+        if polling is None:
+            return self._take(_WAIT)
+        since = monotonic_ns()
+        packet = self._poll(polling, since + polling.ns) if polling.ns else None
+        if packet is None:
+            packet = self._take(_WAIT)
+        now = monotonic_ns()
+        polling.waited(now - since, now)
+        return packet
+
+    def _poll(self, polling: PollBudget, until: int) -> tuple[list[Any], list[int]] | None:
+        while True:
+            try:
+                return self._take(_NO_WAIT)
+            except BlockingIOError:
+                now = monotonic_ns()
+            if now >= until:
+                return None
+            if not core_is_free(now):
+                polling.preempted(now)
+                return None
 
     def drain(self) -> tuple[list[Any], list[int]] | None:
         """Returns a packet that has already arrived, or None."""

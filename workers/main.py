@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
     except (OSError, ValueError) as error:
         log_message(f"cannot start on cores '{arguments.cpus}' and link {arguments.link}: {error}")
         return Exit.USAGE
-    link = BrokerLink(sock)
+    link = BrokerLink(sock, arguments.busy_poll_ns)
     try:
         if arguments.environment:
             return _replace_interpreter(link, arguments, words)
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variable", default="", help="NAME=VALUE, for the environment of this process")
     parser.add_argument("--environment", default="", help="where the interpreter is that the model brings, if it does")
     parser.add_argument("--unpacked", default="", help="where archives of interpreters are unpacked to")
+    parser.add_argument("--busy-poll-ns", type=int, default=0, help="longest time to poll for orders before sleeping")
     return parser
 
 

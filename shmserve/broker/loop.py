@@ -28,6 +28,7 @@ from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, room_for
 from shmserve.broker.listeners.output_backlog import OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
+from shmserve.broker.loop_polling import LoopPolling
 from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.observability import logs
@@ -90,6 +91,7 @@ class Broker:
         overrides_dir: Path,
         override_bytes: int,
         other_children: Set[int],
+        busy_poll_ns: int = 0,
     ) -> None:
         """`mode`, `overrides_dir`, `override_bytes`: of load calls. `other_children`: a live set of pids of children
         that other code reaps."""
@@ -102,6 +104,7 @@ class Broker:
         self.on_turn: Callable[[], None] | None = None
         """Called after each turn until the initial loading has finished."""
         self._loop = loop
+        self._polling = LoopPolling(loop, busy_poll_ns)
         self._catalog = catalog
         self._segments = Segments()
         limits = core.state.limits

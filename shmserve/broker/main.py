@@ -127,10 +127,12 @@ class ServerProcess:
         self._mode: str = settings.model_control_mode
         gpus = _gpus()
         generations = _generations(settings)
+        cores = survey(setting.host_policies(settings), gpus.places())
+        busy_poll_ns = setting.busy_poll_ns(settings, cores)
         self._catalog = Catalog(
             settings.model_repository,
             setting.backend_settings(settings),
-            survey(setting.host_policies(settings), gpus.places()),
+            cores,
             settings.model_config_name,
             generations=generations,
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
@@ -163,12 +165,14 @@ class ServerProcess:
                 settings.model_environment,
                 gpus.uuids(),
                 self._gpu_metrics.used_by,
+                busy_poll_ns,
             ),
             metrics=setting.metrics(settings),
             mode=self._mode,
             overrides_dir=settings.runtime_dir / GENERATIONS,
             override_bytes=settings.override_bytes,
             other_children=self._gateways.pids,
+            busy_poll_ns=busy_poll_ns,
         )
         self._operations = self._broker.operations
         generations.discard = self._operations.discard

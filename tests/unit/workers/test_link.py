@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -29,6 +30,7 @@ from shmserve.protocol.messages import (
     Tensor,
     WorkerReport,
 )
+from shmserve.workers import link as workers_link
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
 from shmserve.workers.process import log as saying
@@ -264,3 +266,33 @@ def test_texts_for_callers() -> None:
     long = public("x" * (TEXT_LIMIT + 5))
     assert long.endswith(f"... ({TEXT_LIMIT + 5} characters in all)")
     assert len(long) < TEXT_LIMIT + 50
+
+
+def test_polls_for_an_order_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeps only after the budget, or if another process wants the core."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, contextlib.closing(BrokerLink(ours, busy_poll_ns=10**12)) as link:
+        for number in range(100):  # short waits, so that the budget grows
+            theirs.send(codec.encode([Ping(number)]))
+            assert link.receive() == ([Ping(number)], [])
+            link._polling.waited(link._polling.ns + 1, 0)  # type: ignore[union-attr]
+        polls = iter(range(3))
+
+        def core_is_free(since: int) -> bool:
+            if next(polls) == 1:
+                theirs.send(codec.encode([Ping(7)]))
+            return True
+
+        monkeypatch.setattr(workers_link, "core_is_free", core_is_free)
+        assert link.receive() == ([Ping(7)], [])
+        assert next(polls) == 2
+
+        def core_is_taken(since: int) -> bool:
+            theirs.send(codec.encode([Ping(8)]))
+            return False
+
+        monkeypatch.setattr(workers_link, "core_is_free", core_is_taken)
+        assert link.receive() == ([Ping(8)], [])
+        monkeypatch.setattr(workers_link, "core_is_free", None)  # polling is suspended: not called
+        theirs.send(codec.encode([Ping(9)]))
+        assert link.receive() == ([Ping(9)], [])

@@ -1,0 +1,56 @@
+"""Keeps the event loop polling for a moment after a turn instead of sleeping, while that pays off."""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import Any
+
+from shmserve.system.busy_poll import PollBudget, core_is_free
+
+
+class LoopPolling:
+    """An event loop with a scheduled callback polls its descriptors without waiting. So polling is a callback that
+    schedules itself until a turn comes or the budget is used up.
+
+    There are two budgets, because waits while requests are in flight are shorter than those between requests.
+    """
+
+    def __init__(self, loop: Any, longest_ns: int) -> None:
+        self._call_soon = loop.call_soon
+        self._in_flight = PollBudget(longest_ns)
+        self._idle = PollBudget(longest_ns)
+        self._budget = self._idle
+        self._since = 0
+        self._polled = 0
+        """`_since` at the last poll: unchanged if no turn has come in between."""
+        self._scheduled = False
+        self._on = longest_ns > 0
+
+    def wait(self, in_flight: bool) -> None:
+        """At the end of a turn: the loop is about to wait for input."""
+        if not self._on:
+            return
+        self._since = monotonic_ns()
+        budget = self._budget = self._in_flight if in_flight else self._idle
+        if budget.ns and not self._scheduled:
+            self._scheduled = True
+            self._call_soon(self._poll)
+
+    def wake(self, now: int) -> None:
+        """At the start of a turn."""
+        if self._on:
+            self._budget.waited(now - self._since, now)
+
+    def _poll(self) -> None:
+        now = monotonic_ns()
+        since = self._since
+        if since == self._polled:
+            if now - since >= self._budget.ns:
+                self._scheduled = False
+                return
+            if not core_is_free(now):
+                self._budget.preempted(now)
+                self._scheduled = False
+                return
+        self._polled = since
+        self._call_soon(self._poll)

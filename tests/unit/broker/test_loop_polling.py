@@ -1,0 +1,100 @@
+"""The event loop polls after a turn while its budget lasts, and sleeps otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shmserve.broker import loop_polling
+from shmserve.broker.loop_polling import LoopPolling
+
+LONGEST = 200_000
+
+
+class Clock:
+    """A clock, a scheduler and an event loop in one: `step` is what a poll takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0
+        self.is_free = True
+        self.ready: list[Callable[[], Any]] = []
+        monkeypatch.setattr(loop_polling, "monotonic_ns", lambda: self.now)
+        monkeypatch.setattr(loop_polling, "core_is_free", lambda since: self.is_free)
+
+    def call_soon(self, callback: Callable[[], Any]) -> None:
+        self.ready.append(callback)
+
+    def poll(self, ns: int = 10_000) -> None:
+        """One iteration of the event loop."""
+        self.now += ns
+        ready, self.ready = self.ready, []
+        for callback in ready:
+            callback()
+
+    def exchange(self, polling: LoopPolling, in_flight: bool, ns: int) -> None:
+        """The end of a turn, a wait, and the start of the next turn."""
+        polling.wait(in_flight)
+        for _ in range(ns // 10_000):
+            self.poll()
+        polling.wake(self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def polling(clock: Clock) -> LoopPolling:
+    found = LoopPolling(clock, LONGEST)
+    for _ in range(10):
+        clock.exchange(found, True, 100_000)
+    return found
+
+
+def test_polls_until_the_budget_is_used_up(clock: Clock, polling: LoopPolling) -> None:
+    polling.wait(True)
+    iterations = 0
+    while clock.ready:
+        clock.poll()
+        iterations += 1
+    assert 100_000 <= iterations * 10_000 <= LONGEST + 20_000
+
+
+def test_waits_between_requests_have_a_budget_of_their_own(clock: Clock, polling: LoopPolling) -> None:
+    while clock.ready:
+        clock.poll()
+    for _ in range(10):
+        clock.exchange(polling, False, 5_000_000)
+    polling.wait(False)
+    assert not clock.ready
+    polling.wait(True)
+    assert clock.ready
+
+
+def test_a_turn_prolongs_polling_without_a_second_callback(clock: Clock, polling: LoopPolling) -> None:
+    for _ in range(5):
+        polling.wait(True)
+        clock.poll(50_000)
+        polling.wake(clock.now)
+        assert len(clock.ready) == 1
+
+
+def test_stops_when_another_process_wants_the_core(clock: Clock, polling: LoopPolling) -> None:
+    polling.wait(True)
+    clock.poll()
+    clock.is_free = False
+    clock.poll()
+    assert not clock.ready
+    polling.wake(clock.now)
+    polling.wait(True)
+    assert not clock.ready
+
+
+def test_a_limit_of_zero_turns_polling_off(clock: Clock) -> None:
+    polling = LoopPolling(clock, 0)
+    for _ in range(10):
+        clock.exchange(polling, True, 50_000)
+        assert not clock.ready
