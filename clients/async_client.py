@@ -21,7 +21,7 @@ from shmserve.clients.transport.event_loop import LoopLink, monotonic
 from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
-from shmserve.session import WINDOW, Result, Ticket, inline_result
+from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload
@@ -40,7 +40,7 @@ class _Ticket(Ticket):
         future, self.future = self.future, None
         if future is None or future.done():
             return
-        if type(answer) is Reply:
+        if type(answer) is RowReply or type(answer) is Reply:
             try:
                 answer = inline_result(answer)
             except ServeError as error:

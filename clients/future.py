@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Reply
-from shmserve.session import Ticket, inline_result
+from shmserve.session import RowReply, Ticket, inline_result
 
 log = logging.getLogger("shmserve")
 
@@ -97,7 +97,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         if self._state is not FINISHED:
             self._wait(timeout)
         answer = self._answer
-        if type(answer) is Reply:
+        if type(answer) is RowReply or type(answer) is Reply:
             reader = self._reader
             reader.uncollected -= 1
             reader.result_collected = True

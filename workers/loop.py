@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmserve.protocol.messages import (
+    Columns,
     Done,
     EndSequences,
     Execute,
@@ -23,6 +24,7 @@ from shmserve.protocol.messages import (
     Stop,
     Streamed,
     Withdraw,
+    rows_of,
 )
 from shmserve.protocol.messages import Withdrawn as WithdrawnReport
 from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
@@ -108,18 +110,21 @@ class Loop:
     def _run(self, batch: QueuedBatch) -> QueuedBatch | None:
         """Runs a batch and reports its results. Returns the next batch, whose start the same report announces."""
         self._outbox.flush()
-        rows, times, again = self._runner.run(batch.works)
+        results, times, again = self._runner.run_batch(batch.works)
         # Orders that arrived meanwhile may extend the next batch or withdraw requests from it.
         self._drain()
         if self._streams is not None:
             self._streams.read()
         following = self._waiting.start(last=self._stopping)
-        done = Done(batch.number, tuple(rows), times, again=again)
+        if isinstance(results, Columns):
+            done = Done(batch.number, (), times, columns=results)
+        else:
+            done = Done(batch.number, tuple(results), times, again=again)
         if following is not None:
             done.next, done.through = following.number, following.through
         self._outbox.add(done)
         if self._calls is not None:
-            self._calls.sent(rows)
+            self._calls.sent(rows_of(results))
         return following
 
     # ------------------------------------------------------------------------------------ orders

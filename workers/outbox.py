@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from shmserve.protocol.codec import encode
-from shmserve.protocol.messages import CHUNK_BYTES, Cancel, Done, Handle, Return, Row, Rows
+from shmserve.protocol.messages import CHUNK_BYTES, Cancel, Done, Handle, Return, Row, Rows, rows_of
 
 if TYPE_CHECKING:
     from shmserve.workers.link import BrokerLink
@@ -89,7 +89,7 @@ def in_chunks(messages: list[Any]) -> list[Any]:
         if not isinstance(message, Done):
             chunks.append(message)
             continue
-        rows = message.rows
+        rows = message.rows if message.columns is None else tuple(rows_of(message.columns))
         size = start = 0
         for index, row in enumerate(rows):
             taken = row_bytes(row)
@@ -97,7 +97,7 @@ def in_chunks(messages: list[Any]) -> list[Any]:
             if size > CHUNK_BYTES and index > start:
                 chunks.append(Rows(message.batch, rows[start:index]))
                 start, size = index, taken
-        chunks.append(replace(message, rows=rows[start:]))
+        chunks.append(replace(message, rows=rows[start:], columns=None))
     return chunks
 
 

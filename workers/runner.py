@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.protocol.messages import Failure, Row, Work
+from shmserve.protocol.messages import Columns, Failure, Row, Work, rows_of
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.model_calls.answer import Answer, Request, Trace, failure_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Times = tuple[int, int, int, int]
 """When the batch was taken, inputs were ready, outputs were computed, and outputs were placed (ns)."""
-Ran = tuple[list[Row], Times, tuple[int, ...]]
+Ran = tuple["list[Row] | Columns", Times, tuple[int, ...]]
 """The results of the answered requests, the times, and the ids of the requests to run again."""
 clock = time.monotonic_ns
 B = TypeVar("B", StackedBackend, SeparateBackend)
@@ -61,7 +61,12 @@ class Runner(ABC, Generic[B]):
     def _run(self, works: Sequence[Work]) -> Ran:
         """Runs requests that may share one call of the backend."""
 
-    def run(self, works: Sequence[Work]) -> Ran:
+    def run(self, works: Sequence[Work]) -> tuple[list[Row], Times, tuple[int, ...]]:
+        """Runs one batch, and returns a Row for each result."""
+        results, times, again = self.run_batch(works)
+        return list(rows_of(results)), times, again
+
+    def run_batch(self, works: Sequence[Work]) -> Ran:
         """Runs one batch. Exceptions of the backend become errors of its requests."""
         return self._run(works) if self._extension is None else self._run_in_parts(works, self._extension)
 
@@ -76,10 +81,11 @@ class Runner(ABC, Generic[B]):
         again: tuple[int, ...] = ()
         by_request = {work.request: failed(work, error) for work, error in extension.begin(works)}
         for part in extension.parts():
-            rows, (_, ready, computed, _), more = self._run(part)
+            results, (_, ready, computed, _), more = self._run(part)
+            rows = rows_of(results)
             if len(part) == len(works) and not (extension.stacked and part[0].slot >= 0):
                 extension.end()  # the whole batch at once, in its order
-                return rows, (taken, ready, computed, clock()), more
+                return results, (taken, ready, computed, clock()), more
             first = first or ready
             again += more
             by_request.update((row.request, row) for row in rows)
@@ -120,18 +126,18 @@ class StackedRunner(Runner[StackedBackend]):
         taken = clock()
         groups, failures = self._gather.groups(works)
         if len(groups) == 1 and not failures:
-            rows, ready, computed = self._run_group(groups[0])
-            return rows, (taken, ready, computed, clock()), ()
+            results, ready, computed = self._run_group(groups[0])
+            return results, (taken, ready, computed, clock()), ()
         by_request = {works[index].request: failed(works[index], error) for index, error in failures}
         ready = computed = clock()
         first = 0
         for group in groups:
-            rows, ready, computed = self._run_group(group)
+            results, ready, computed = self._run_group(group)
             first = first or ready
-            by_request.update((row.request, row) for row in rows)
+            by_request.update((row.request, row) for row in rows_of(results))
         return [by_request[work.request] for work in works], (taken, first or ready, computed, clock()), ()
 
-    def _run_group(self, group: GatherGroup) -> tuple[list[Row], int, int]:
+    def _run_group(self, group: GatherGroup) -> tuple[list[Row] | Columns, int, int]:
         """Returns the results, when the inputs were ready, and when the outputs were computed."""
         extension = self._extension
         if extension is not None:
@@ -146,6 +152,8 @@ class StackedRunner(Runner[StackedBackend]):
                 extension.before(group)
             self._backend.execute(group, results)
             computed = clock()
+            if extension is None and len(group.works) > 1:
+                return results.in_columns(), group.ready or computed, computed
             rows, ran = results.rows(), True
         except Exception as error:
             results.abandon()

@@ -330,7 +330,10 @@ class Broker:
         self._turn_is_due = False
         if again:
             self._schedule()
-        self._carry_out(self.core.handle(inbox, time.monotonic_ns()))
+        now = time.monotonic_ns()
+        self._polling.wake(now)
+        self._carry_out(self.core.handle(inbox, now))
+        self._polling.wait(bool(self.core.state.requests))
 
     def _tick(self) -> None:
         self._timer = None

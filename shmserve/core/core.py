@@ -43,6 +43,7 @@ from shmserve.protocol.messages import (
     Done,
     Hello,
     Infer,
+    InferBatch,
     LoadFailed,
     Map,
     More,
@@ -98,6 +99,7 @@ class Core:
         state, admission, lifecycle = self.state, self._admission, self._lifecycle
         return {
             Infer: admission.infer,
+            InferBatch: admission.infer_batch,
             events.Framed: admission.framed,
             Return: admission.give_back,
             Cancel: admission.cancel,

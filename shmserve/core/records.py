@@ -18,7 +18,7 @@ from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.ensembles.graph import EnsembleGraph
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, PaddingPolicy, QueuePolicy, SequencePolicy
 from shmserve.core.requests.client import CallingWorker, ClientState
-from shmserve.core.requests.validation import Checker
+from shmserve.core.requests.validation import CheckedForm, Checker
 from shmserve.core.states import (
     BATCH_MOVES,
     INSTANCE_MOVES,
@@ -34,7 +34,17 @@ from shmserve.core.states import (
     legal,
 )
 from shmserve.core.stats.statistics import Statistics
-from shmserve.protocol.messages import OWNER_SHIFT, Fail, Handle, LabelFile, Options, Reply, Tensor, WantedOutputs
+from shmserve.protocol.messages import (
+    OWNER_SHIFT,
+    Fail,
+    Handle,
+    LabelFile,
+    Options,
+    Reply,
+    Tensor,
+    WantedOutputs,
+    tensors_of,
+)
 
 _AT_WORK = (RequestState.SENT, RequestState.LINGERING)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
@@ -110,6 +120,13 @@ class Request(Struct, eq=False, gc=False):
     """Rows of later requests that the batcher has taken first, to reduce padding."""
     held: bool = False
     """Its client is an instance that blocks until it is answered."""
+    form: CheckedForm | None = None
+    """Set for a request that came in an InferBatch: `inputs` is empty, and `data` has the bytes of each input."""
+    data: tuple[bytes, ...] = ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its inputs, whichever way it came."""
+        return self.inputs if self.form is None else tensors_of(self.form.forms, self.rows, self.data)
 
     @property
     def on_loan(self) -> bool:

@@ -9,6 +9,7 @@ Invariant: fields are only added, at the end and with a default. This module imp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -28,6 +29,8 @@ FRAME_BYTES = 1024 * 1024
 """The most bytes of frames in one ZeroMQ message, besides its packet."""
 CHUNK_BYTES = 96 * 1024
 """Batched messages (Execute, Rows) are split when they reach this many inline bytes."""
+BATCH_REQUESTS = 64
+"""The most requests in an InferBatch: they are admitted in one go."""
 NAME_LENGTH = 128
 TENSORS = 256
 DIMS = 32
@@ -89,6 +92,42 @@ class Wanted(Struct, array_like=True, gc=False):
 
 
 WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]
+
+
+class TensorForm(Struct, array_like=True, frozen=True, gc=False):
+    """What the tensors of a column have in common. `dims`: the shape without axis 0."""
+
+    name: Name
+    dtype: Annotated[str, Meta(max_length=8)]
+    dims: Annotated[tuple[int, ...], Meta(max_length=DIMS - 1)]
+
+
+class Columns(Struct, array_like=True, gc=False):
+    """Requests, or their results, whose tensors are of the same form and inside the message.
+
+    The n-th request has the number `requests[n]`; its tensors have `rows[n]` as axis 0 and the bytes `data[n]`, one for
+    each form."""
+
+    forms: Annotated[tuple[TensorForm, ...], Meta(max_length=TENSORS)]
+    requests: Annotated[tuple[Id, ...], Meta(max_length=PACKET_MESSAGES)]
+    rows: Annotated[tuple[Id, ...], Meta(max_length=PACKET_MESSAGES)]
+    data: Annotated[tuple[tuple[Inline, ...], ...], Meta(max_length=PACKET_MESSAGES)]
+
+    @property
+    def regular(self) -> bool:
+        """Whether the columns are equally long and not empty. Check it before use."""
+        count, width = len(self.requests), len(self.forms)
+        return 0 < count == len(self.rows) == len(self.data) and list(map(len, self.data)).count(width) == count
+
+    def tensors(self, index: int) -> tuple[Tensor, ...]:
+        """The tensors of one request."""
+        return tensors_of(self.forms, self.rows[index], self.data[index])
+
+
+def tensors_of(forms: tuple[TensorForm, ...], rows: int, data: tuple[bytes, ...]) -> tuple[Tensor, ...]:
+    return tuple(
+        [Tensor(form.name, form.dtype, (rows, *form.dims), blob) for form, blob in zip(forms, data, strict=True)]
+    )
 
 
 class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
@@ -181,6 +220,16 @@ class Infer(Struct, array_like=True, tag=7, gc=False):
     options: Options | None = None
 
 
+class InferBatch(Struct, array_like=True, tag=12, gc=False):
+    """Up to BATCH_REQUESTS requests like Infer, without wanted outputs or options, whose inputs are of the same form.
+    Each is independent of the others; `timeout_us` applies to each."""
+
+    model: Name
+    version: Id
+    columns: Columns
+    timeout_us: Id = 0
+
+
 class Cancel(Struct, array_like=True, tag=8, gc=False):
     request: Id
 
@@ -205,7 +254,7 @@ class Bye(Struct, array_like=True, tag=10, gc=False):
     """The client disconnects; its requests in flight are cancelled."""
 
 
-ClientMessage = Hello | Infer | Cancel | Ask | Bye | Map | Unmap | Return | Ping | Pong | More
+ClientMessage = Hello | Infer | InferBatch | Cancel | Ask | Bye | Map | Unmap | Return | Ping | Pong | More
 
 # ------------------------------------------------------------------------------------------- broker -> client
 
@@ -279,8 +328,28 @@ class Part(Struct, array_like=True, tag=40, gc=False):
     last: bool = False
 
 
+class ReplyBatch(Struct, array_like=True, tag=41, gc=False):
+    """Results of requests that were sent by InferBatch, in any order. Others of them are answered by Reply or Fail."""
+
+    version: Id
+    columns: Columns
+
+
 BrokerMessage = (
-    Welcome | Reply | Fail | FailHeld | Released | Answer | Reclaim | Goodbye | Part | Map | Unmap | Ping | Pong
+    Welcome
+    | Reply
+    | ReplyBatch
+    | Fail
+    | FailHeld
+    | Released
+    | Answer
+    | Reclaim
+    | Goodbye
+    | Part
+    | Map
+    | Unmap
+    | Ping
+    | Pong
 )
 
 # ------------------------------------------------------------------------------------------- broker -> worker
@@ -332,6 +401,8 @@ class Execute(Struct, array_like=True, tag=65, gc=False):
 
     `join` 0 starts a new batch; otherwise the works extend the batch that waits at the worker. If that has already
     started, they form a new waiting batch with this Execute's number.
+    `columns`, with an audience for each of its requests, replaces `works` if all of them are plain: all outputs, no
+    options, inputs inside the message and of the same form.
     `more`: do not start before the next Execute, which joins. `open`: the broker assumes that the worker is busy, so
     the batch may be extended, and the worker must report its start (Done.next or Started)."""
 
@@ -340,6 +411,8 @@ class Execute(Struct, array_like=True, tag=65, gc=False):
     works: tuple[Work, ...]
     more: bool = False
     open: bool = False
+    columns: Columns | None = None
+    audiences: tuple[Name, ...] = ()
 
 
 class Withdraw(Struct, array_like=True, tag=66, gc=False):
@@ -414,6 +487,8 @@ class Done(Struct, array_like=True, tag=99, gc=False):
     `next` is the batch that the worker has started after this one, 0 for none; `through` is the last Execute number
     that is part of it. Later Executes that should have joined it form a new waiting batch together.
 
+    `columns` replaces `rows` if all outputs are of the same form and inside the message.
+
     `again`: requests of an iterative model that are to be run once more. For decoupled models, Done omits requests
     whose last response has not been sent."""
 
@@ -423,6 +498,14 @@ class Done(Struct, array_like=True, tag=99, gc=False):
     next: Id = 0
     through: Id = 0
     again: tuple[Id, ...] = ()
+    columns: Columns | None = None
+
+
+def rows_of(results: Sequence[Row] | Columns) -> Sequence[Row]:
+    """Results of a batch one by one."""
+    if isinstance(results, Columns):
+        return [Row(request, results.tensors(index)) for index, request in enumerate(results.requests)]
+    return results
 
 
 class Streamed(Struct, array_like=True, tag=102, gc=False):

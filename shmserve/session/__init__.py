@@ -10,6 +10,7 @@ memory.
 
 from __future__ import annotations
 
+from shmserve.session.columns import RowReply
 from shmserve.session.decode import Result, inline_result
 from shmserve.session.encode import Raw
 from shmserve.session.outbox import Incoming, Packet
@@ -17,4 +18,15 @@ from shmserve.session.session import Session
 from shmserve.session.streams import WINDOW, StreamTicket
 from shmserve.session.ticket import Ticket
 
-__all__ = ["WINDOW", "Incoming", "Packet", "Raw", "Result", "Session", "StreamTicket", "Ticket", "inline_result"]
+__all__ = [
+    "WINDOW",
+    "Incoming",
+    "Packet",
+    "Raw",
+    "Result",
+    "RowReply",
+    "Session",
+    "StreamTicket",
+    "Ticket",
+    "inline_result",
+]

@@ -15,6 +15,7 @@ from msgspec import Struct
 from shmserve.dtypes import ITEM_BYTES, elements, to_numpy
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.protocol.messages import Part, Reply, Tensor
+from shmserve.session.columns import RowReply
 from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.session.memory import SessionMemory
 from shmserve.shm import strings
@@ -38,10 +39,25 @@ class Result(dict[str, Array]):
     """The model version that answered."""
 
 
-def inline_result(reply: Reply) -> Result:
+def inline_result(reply: Reply | RowReply) -> Result:
     """The result of a reply whose tensors are all inline."""
     result = Result()
     result.version = reply.version
+    if type(reply) is RowReply:
+        result.parameters = {}
+        shapes, blobs = reply.shapes, reply.data
+        for index, form in enumerate(reply.forms):
+            dtype = NUMPY.get(form.dtype)
+            if dtype is not None:
+                try:
+                    result[form.name] = _ndarray(shapes[index], dtype, blobs[index])
+                    continue
+                except (TypeError, ValueError):
+                    dtype = None  # `_from_bytes` names the tensor in its error
+            tensor = Tensor(form.name, form.dtype, shapes[index], blobs[index])
+            result[form.name] = _from_bytes(tensor, tensor.data)
+        return result
+    assert isinstance(reply, Reply)
     result.parameters = reply.parameters or {}
     for tensor in reply.outputs:
         dtype = NUMPY.get(tensor.dtype)

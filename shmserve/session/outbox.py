@@ -13,6 +13,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_BYTES, PACKET_MESSAGES, Infer, Return, Unmap
+from shmserve.session.columns import in_batches
 from shmserve.session.memory import SessionMemory
 from shmserve.session.tickets import Tickets
 
@@ -35,7 +36,7 @@ Incoming = tuple[Any, "list[int]", "list[Any]"]
 
 
 class SessionOutbox:
-    __slots__ = ("_announcements", "_memory", "_tickets", "framed", "messages", "size")
+    __slots__ = ("_announcements", "_memory", "_tickets", "batch_requests", "framed", "messages", "size")
 
     def __init__(self, memory: SessionMemory, tickets: Tickets) -> None:
         self._announcements = memory.announcements
@@ -46,6 +47,8 @@ class SessionOutbox:
         """Approximate encoded size of `messages`."""
         self.framed = False
         """Whether one of `messages` has frames."""
+        self.batch_requests = 0
+        """Limit of requests in an InferBatch; 0: the server does not accept it."""
 
     def queue(self, message: Any) -> None:
         self.messages.append(message)
@@ -73,7 +76,9 @@ class SessionOutbox:
             return packets + self._with_frames(batch)
         if batch:
             try:
-                data = codec.encode(batch)
+                batched = in_batches(batch, self.batch_requests) if self.batch_requests and len(batch) > 1 else batch
+                data = codec.encode(batched)
+                batch = batched
             except _UNWRITABLE:
                 batch = self._writable(batch)
                 data = codec.encode(batch)

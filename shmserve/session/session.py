@@ -48,10 +48,13 @@ from shmserve.protocol.messages import (
     Reclaim,
     Released,
     Reply,
+    ReplyBatch,
     Tensor,
+    TensorForm,
     Unmap,
     Welcome,
 )
+from shmserve.session.columns import RowReply, reply_of
 from shmserve.session.decode import Result, result_of, return_handles
 from shmserve.session.encode import (
     check_name,
@@ -74,6 +77,7 @@ from shmserve.session.uploads import Body
 
 log = logging.getLogger("shmserve")
 
+Shapes = tuple[tuple[int, ...], ...]
 GRACE_S = 0.1
 """The server enforces the deadline of a request; the client itself gives up this much later."""
 
@@ -97,6 +101,7 @@ class Session:
         cold: bool = False,
         encode: Callable[[Any, SessionMemory], tuple[tuple[Tensor, ...], KeptInputs | None, int]] = encode_inputs,
         decode: Callable[[Reply | Part, Sequence[Any], Mapping[str, Any], SessionMemory], Any] = result_of,
+        row_reply: Callable[[int, int, tuple[TensorForm, ...], Shapes, tuple[bytes, ...]], Any] = RowReply,
         on_limits: Callable[[dict[str, int]], object] | None = None,
         explain_lost: Callable[[Fail, Ticket, SessionMemory], Fail] | None = None,
     ) -> None:
@@ -115,6 +120,8 @@ class Session:
         self._encode = encode
         self._decode = decode
         """`receive` handles replies whose outputs are all inline without it."""
+        self._row_reply = row_reply
+        """Makes the answer of one request of a ReplyBatch."""
         self._on_limits = on_limits
         self._explain_lost = explain_lost
         self._decode_packet = codec.Codec(BrokerMessage).decode
@@ -297,10 +304,33 @@ class Session:
                 else:
                     ticket.message = None
                     ticket.settle(message)
+            elif type(message) is ReplyBatch:
+                settled += self._on_reply_batch(message)
             elif type(message) is Part:
                 self._on_part(message, frames)
             else:
                 settled += _HANDLERS[type(message)](self, message)
+        return settled
+
+    def _on_reply_batch(self, message: ReplyBatch) -> int:
+        columns, version, row_reply = message.columns, message.version, self._row_reply
+        if not columns.regular:
+            raise ProtocolError(f"the server sent an irregular ReplyBatch of {len(columns.requests)} results")
+        pop, forms = self.tickets.pop, columns.forms
+        settled = last = 0
+        shapes: Shapes = ()
+        for number, rows, data in zip(columns.requests, columns.rows, columns.data, strict=True):
+            ticket = pop(number, None)
+            if ticket is None:
+                continue
+            settled += 1
+            if rows != last or not shapes:
+                shapes, last = tuple([(rows, *form.dims) for form in forms]), rows
+            if ticket.kept is not None:
+                self._settle_slowly(ticket, reply_of(number, version, forms, shapes, data), ())
+                continue
+            ticket.message = None
+            ticket.settle(row_reply(number, version, forms, shapes, data))
         return settled
 
     def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
@@ -418,6 +448,7 @@ class Session:
         if self._on_limits is not None:
             self._on_limits(message.limits)
         numbers = self.memory.connected(message.owner, message.limits)
+        self.outbox.batch_requests = message.limits.get("batch_requests", 0)
         self.connected = True
         self.outbox.clear()
         for ticket in [self.tickets[number] for number in sorted(self.tickets)]:

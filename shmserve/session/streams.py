@@ -67,7 +67,7 @@ class StreamTicket(Ticket):
     def settle(self, answer: Any) -> None:
         """Handle a single Reply instead of parts."""
         try:
-            self.part(inline_result(answer) if type(answer) is Reply else answer, True)
+            self.part(inline_result(answer) if isinstance(answer, Reply) else answer, True)
         except ServeError as error:
             self.fail(error)
 

@@ -7,11 +7,14 @@ numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import ProtocolError
 from shmserve.protocol.messages import Execute, Work
+from shmserve.workers.batch.columns import joined, works_of
 
 
 class QueuedBatch(Struct):
@@ -19,7 +22,7 @@ class QueuedBatch(Struct):
 
     number: int
     through: int
-    works: list[Work]
+    works: Sequence[Work]
     more: bool
     open: bool
 
@@ -41,22 +44,23 @@ class BatchQueue:
         """Adds an Execute as a new batch or as part of the newest one."""
         if order.batch <= self._last:
             raise ProtocolError(f"batch numbers must rise: {order.batch} came after {self._last}")
-        if not order.works:
+        works = works_of(order)
+        if not works:
             raise ProtocolError(f"Execute {order.batch} has no requests")
         self._last = order.batch
         batches = self._batches
         if not batches:
-            batches.append(QueuedBatch(order.batch, order.batch, list(order.works), order.more, order.open))
+            batches.append(QueuedBatch(order.batch, order.batch, works, order.more, order.open))
             return
         newest = batches[-1]
         if order.join or newest.more:  # after `more`, this Execute is the continuation even without `join`
-            newest.works.extend(order.works)
+            newest.works = joined(newest.works, works)
             newest.through = order.batch
             newest.more = order.more
             newest.open = newest.open or order.open
             return
         batches[:] = [batch for batch in batches if batch.works]
-        batches.append(QueuedBatch(order.batch, order.batch, list(order.works), order.more, order.open))
+        batches.append(QueuedBatch(order.batch, order.batch, works, order.more, order.open))
 
     @property
     def complete(self) -> bool:
@@ -85,7 +89,10 @@ class BatchQueue:
             for index, work in enumerate(batch.works):
                 options = work.options
                 if work.request == request and options is not None:
-                    batch.works[index] = replace(work, options=replace(options, window=options.window + count))
+                    works = list(batch.works)
+                    works[index] = replace(work, options=replace(options, window=options.window + count))
+                    batch.works = works
+                    return
 
     def start(self, *, last: bool = False) -> QueuedBatch | None:
         """Returns the batch to run now, or None. `last`: no more orders will come, so run an unfinished batch."""

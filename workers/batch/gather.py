@@ -19,10 +19,11 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.shm.mapped import OnDevice
 from shmserve.shm.strings import decode_bytes
+from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.gpu.shared import memory_of
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Handle, Tensor, Work
+    from shmserve.protocol.messages import Handle, Tensor, TensorForm, Work
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.batch.specs import Pad, Spec
 
@@ -49,7 +50,7 @@ class GatherGroup:
         works: Sequence[Work],
         rows: int,
         shapes: list[tuple[int, ...] | None],
-        blobs: list[list[bytes]] | None,
+        blobs: Sequence[Sequence[bytes]] | None,
         pieces: list[list[Array]] | None,
         lengths: Sequence[int] = (),
         length: int = 0,
@@ -149,6 +150,8 @@ class Gather:
             (index, spec.pad) for index, spec in enumerate(self.specs) if spec.pad is not None
         ]
         self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
+        self._last_forms: tuple[tuple[TensorForm, ...] | None, list[int] | None] = (None, None)
+        """The forms of the last batch in columns, and the place of each input among them."""
 
     def buffer(self, index: int, size: int) -> Array:
         """Returns `size` bytes of the batch buffer of an input."""
@@ -159,7 +162,7 @@ class Gather:
 
     def groups(self, works: Sequence[Work]) -> tuple[list[GatherGroup], list[tuple[int, ServeError]]]:
         """Returns the batch as groups that stack, nearly always one, and errors of unreadable requests by position."""
-        uniform = self._uniform(works)
+        uniform = self._in_columns(works) if type(works) is ColumnWorks else self._uniform(works)
         if uniform is not None:
             return [uniform], []
         failures: list[tuple[int, ServeError]] = []
@@ -246,6 +249,44 @@ class Gather:
                     )
                 length = own
         return length or 0
+
+    # ---------------------------------------------------------------------------------- in columns
+
+    def _in_columns(self, works: ColumnWorks) -> GatherGroup | None:
+        """Returns the group of a batch that came in columns; None if requests must be checked one by one."""
+        order = self._order_of(works.forms)
+        if order is None or 0 in works.rows:
+            return None
+        rows = sum(works.rows)
+        given = list(zip(*works.data, strict=True))
+        blobs: list[Sequence[bytes]] = []
+        shapes: list[tuple[int, ...] | None] = []
+        for spec, index in zip(self.specs, order, strict=True):
+            dims = works.forms[index].dims
+            row_bytes = elements(dims) * spec.item
+            sizes = list(map(len, given[index]))
+            if sizes.count(row_bytes) != rows and sizes != [share * row_bytes for share in works.rows]:
+                return None
+            blobs.append(given[index])
+            shapes.append(spec.inner((rows, *dims)))
+        return GatherGroup(self, works, rows, shapes, blobs, None)
+
+    def _order_of(self, forms: tuple[TensorForm, ...]) -> list[int] | None:
+        """Returns the place of each input's form. None: some are absent, or of another type, or need more than
+        joining."""
+        if forms == self._last_forms[0]:
+            return self._last_forms[1]
+        places = {form.name: place for place, form in enumerate(forms)}
+        order: list[int] | None = [places.get(spec.name, -1) for spec in self.specs]
+        assert order is not None
+        usual = len(forms) == len(self.specs) and -1 not in order and not self._ragged and not self._pads
+        if not usual or any(
+            not spec.item or forms[place].dtype != spec.dtype or min(forms[place].dims, default=0) < 0
+            for spec, place in zip(self.specs, order, strict=True)
+        ):
+            order = None
+        self._last_forms = forms, order
+        return order
 
     # ---------------------------------------------------------------------------------- all inline, all alike
 

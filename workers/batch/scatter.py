@@ -9,6 +9,7 @@ message: conditions of ensembles, which the broker reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import lt
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,20 @@ import numpy as np
 
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
-from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor, Wanted
+from shmserve.protocol.messages import (
+    FIELD_BYTES,
+    INLINE_BYTES,
+    OWNER_SHIFT,
+    Columns,
+    Failure,
+    Handle,
+    Row,
+    Tensor,
+    TensorForm,
+    Wanted,
+)
 from shmserve.workers.batch.classification import Top, classify, refusal, top
+from shmserve.workers.batch.columns import ColumnWorks, InlineColumn, shares_of
 from shmserve.workers.batch.output_checks import OutputChecks, check_shape, strings
 from shmserve.workers.batch.placement import Placing
 from shmserve.workers.output_arenas import INTERNAL
@@ -116,10 +129,12 @@ class Results:
         self._holes = False  # some row lacks some output
         self._failures: dict[int, ServeError] = {}
         self._inline = 0  # bytes in each row's message so far
-        self._inlined = [work.inline for work in works].count(True) == len(works)
+        self._inlined = True
         self._places: list[list[_Place]] | None = None
-        if [work.outputs for work in works].count(None) != len(works):
-            self._places = self._wanted(works)
+        if type(works) is not ColumnWorks:
+            self._inlined = [work.inline for work in works].count(True) == len(works)
+            if [work.outputs for work in works].count(None) != len(works):
+                self._places = self._wanted(works)
 
     def _wanted(self, works: Sequence[Work]) -> list[list[_Place]]:
         names, specs = self._scatter.names, self._scatter.specs
@@ -194,7 +209,11 @@ class Results:
         place = self._place(index, 0)
         if isinstance(place, Handle):
             return self._near_places(index, shape)
-        if [spec.name in work.near for work in works].count(True) != len(works) or not spec.item:
+        if (
+            type(works) is ColumnWorks
+            or [spec.name in work.near for work in works].count(True) != len(works)
+            or not spec.item
+        ):
             return None
         check_shape(self._scatter.model, spec, shape, self._rows)
         size = elements(shape) * spec.item
@@ -277,6 +296,8 @@ class Results:
         """Uses an input as the output without a copy, if only workers read it. False: it must be copied."""
         spec, arenas = self._scatter.specs[index], self._scatter.arenas
         check_shape(self._scatter.model, spec, shape, self._rows)
+        if type(self._works) is ColumnWorks:  # inside the messages
+            return False
         column = []
         for position, work in enumerate(self._works):
             tensor = next((tensor for tensor in work.inputs if tensor.name == source), None)
@@ -304,6 +325,32 @@ class Results:
 
     def rows(self, parameters: dict[str, Value] | None = None) -> list[Row]:
         """Returns the row of each request, in the order of the works."""
+        columns = self._finished()
+        works = self._works
+        if columns and self._places is None and not (self._failures or self._holes or parameters):
+            each: Any = zip(*columns, strict=True)
+            return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
+        return [self._row(position, columns, parameters) for position in range(len(works))]
+
+    def in_columns(self) -> Columns | list[Row]:
+        """Returns the results in columns, if all outputs are inside the message; else as `rows`."""
+        columns = self._finished()
+        if not columns or self._failures or self._holes:
+            return self.rows()
+        forms: list[TensorForm] = []
+        blobs: list[list[bytes]] = []
+        for column in columns:
+            if type(column) is not InlineColumn:
+                return self.rows()
+            forms.append(column.form)
+            blobs.append(column.blobs)
+        works = self._works
+        requests = works.requests if type(works) is ColumnWorks else [work.request for work in works]
+        each: Any = zip(*blobs, strict=True)
+        return Columns(tuple(forms), tuple(requests), tuple(shares_of(works)), tuple(each))
+
+    def _finished(self) -> list[Sequence[Tensor | None]]:
+        """Returns the tensors of each output."""
         columns: list[Sequence[Tensor | None]] = []
         for index, spec in enumerate(self._scatter.specs):
             array, column = self._ready[index], self._columns[index]
@@ -315,11 +362,8 @@ class Results:
                 column = [None] * len(self._works)
             columns.append(column)
             self._columns[index] = column
-        works = self._works
-        if columns and self._places is None and not (self._failures or self._holes or parameters):
-            each: Any = zip(*columns, strict=True)
-            return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
-        return [self._row(position, columns, parameters) for position in range(len(works))]
+            self._ready[index] = None
+        return columns
 
     def _missing(self, index: int) -> None:
         """Handles a missing output. Unless outputs are strict, only the requests that name it fail."""
@@ -368,11 +412,11 @@ class Results:
         if self._places is not None and any(place is not None for place in self._places[index]):
             return None
         row_bytes = elements(shape[1:]) * self._scatter.specs[index].item
-        sizes = [row_bytes] * len(works) if self._one_each else [work.rows * row_bytes for work in works]
-        audience = works[0].audience
-        if min(sizes) <= INLINE_BYTES or any(work.audience != audience for work in works):
+        sizes = [row_bytes * share for share in shares_of(works)]
+        if min(sizes) <= INLINE_BYTES:
             return None
-        return sizes
+        audience = works[0].audience
+        return None if any(work.audience != audience for work in works) else sizes
 
     def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
         size = elements(shape) * spec.item
@@ -420,16 +464,13 @@ class Results:
             return self._split_block(index, spec, array, shape)
         if len(works) == 1:
             return [self._one(index, spec, 0, array, shape)]
-        if self._one_each and self._places is None and spec.item and self._inlined:
-            # Many small shares: copy all at once, then slice the bytes.
-            step = array.nbytes // len(works)
-            if step <= INLINE_BYTES and self._inline + step <= FIELD_BYTES:
-                self._inline += step
-                name, dtype, blob = spec.name, spec.dtype, array.tobytes()
-                shape = (1, *shape[1:])
-                if not step:
-                    return [Tensor(name, dtype, shape, b"") for _ in works]
-                return [Tensor(name, dtype, shape, blob[at : at + step]) for at in range(0, len(blob), step)]
+        if self._places is None and spec.item and self._inlined:
+            shares = shares_of(works)
+            step = array.nbytes // self._rows
+            largest = step if self._one_each else step * max(shares)
+            if largest <= INLINE_BYTES and self._inline + largest <= FIELD_BYTES:
+                self._inline += largest
+                return InlineColumn(spec, shape[1:], shares, _sliced(array.tobytes(), step, shares, self._one_each))
         tensors = []
         start = 0
         for position, work in enumerate(works):
@@ -512,3 +553,13 @@ class Results:
             return None
         np.copyto(block.array(source.dtype, source.shape), source)
         return Tensor(spec.name, dtype, shape, (Handle(block.segment, block.offset, size),))
+
+
+def _sliced(data: bytes, step: int, shares: Sequence[int], one_each: bool) -> list[bytes]:
+    """Returns the bytes of each request; a row has `step` bytes."""
+    if not step:
+        return [b""] * len(shares)
+    if one_each:
+        return [data[at : at + step] for at in range(0, len(data), step)]
+    ends = list(accumulate(shares))
+    return [data[(end - share) * step : end * step] for share, end in zip(shares, ends, strict=True)]

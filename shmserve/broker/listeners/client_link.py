@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.broker.link import MANY, PeerLink
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, ClientTurns, InputPause
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, ClientTurns, InputPause, split, weight
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.errors import Unavailable
 from shmserve.protocol import codec as wire
@@ -77,7 +77,7 @@ class ClientLink(PeerLink):
         for _ in range(PACKETS):
             descriptors: list[int] = []
             if self._left_over:
-                messages, self._left_over = self._left_over[:share], self._left_over[share:]
+                messages, self._left_over = split(self._left_over, share)
             else:
                 draining, self._draining = self._draining, False
                 packet = self._receive()  # sets _draining if the peer has closed
@@ -86,10 +86,11 @@ class ClientLink(PeerLink):
                 self._draining = draining
                 messages, descriptors = packet
                 turns.charge(self._size // BYTES)
-                if len(messages) > share and not descriptors:  # the Maps that need them may be anywhere in the packet
-                    messages, self._left_over = messages[:share], messages[share:]
-            turns.charge(len(messages))
-            share -= len(messages)
+                if not descriptors and weight(messages) > share:  # the Maps that need them may be anywhere
+                    messages, self._left_over = split(messages, share)
+            cost = weight(messages)
+            turns.charge(cost)
+            share -= cost
             self._deliver(self.peer, messages, descriptors)
             if not self._may_read():
                 return False
@@ -97,7 +98,7 @@ class ClientLink(PeerLink):
                 return True
             if share <= 0 and crowded:
                 return True  # do not check: registering with the event loop again costs more than a turn without input
-            if len(messages) < MANY or share <= 0:
+            if cost < MANY or share <= 0:
                 return False
         return False
 

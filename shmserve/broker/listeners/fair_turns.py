@@ -13,10 +13,11 @@ the error texts that tell them what is wrong. On the lane a paused client's own 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmserve.core.fair_queue import FairQueue
+from shmserve.protocol.messages import InferBatch
 
 MESSAGES = 256
 """Per turn, for all clients: about 3 ms of work. A request needs two or three turns."""
@@ -26,6 +27,23 @@ BYTES = 2048
 """Decoding this many bytes costs about as much as processing a message, and is charged as one."""
 CHEAP_BYTES = 4096
 """A link whose next packet is at most this large is served before other links of its user."""
+
+
+def weight(messages: Sequence[Any]) -> int:
+    """What processing these messages costs: each request of an InferBatch counts."""
+    return len(messages) + sum(
+        [len(message.columns.requests) - 1 for message in messages if type(message) is InferBatch]
+    )
+
+
+def split(messages: list[Any], share: int) -> tuple[list[Any], list[Any]]:
+    """The first messages, at least one, with a total weight of about `share`; and the others."""
+    total = 0
+    for index, message in enumerate(messages):
+        if total >= share:
+            return messages[:index], messages[index:]
+        total += len(message.columns.requests) if type(message) is InferBatch else 1
+    return messages, []
 
 
 class ClientInput(Protocol):

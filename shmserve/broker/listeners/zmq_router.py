@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns, InputPause
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns, InputPause, split, weight
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
@@ -240,12 +240,12 @@ class ZmqRouter:
             frames = parts[2:]
             messages = [self._with_frames(message, frames) if isinstance(message, Infer) else message
                         for message in messages]  # fmt: skip
-        elif len(messages) > share:
-            messages, outbox.left_over = messages[:share], messages[share:]
+        elif weight(messages) > share:
+            messages, outbox.left_over = split(messages, share)
         self._pass_on(outbox, messages)
 
     def _pass_on(self, outbox: ZmqOutbox, messages: list[Any]) -> None:
-        self._turns.charge(len(messages))
+        self._turns.charge(weight(messages))
         self._deliver(outbox.peer, messages, [])
         self.wait_for_turn(outbox)
 
@@ -265,7 +265,7 @@ class ZmqRouter:
             return
         share = self._turns.share()
         if outbox.left_over:
-            messages, outbox.left_over = outbox.left_over[:share], outbox.left_over[share:]
+            messages, outbox.left_over = split(outbox.left_over, share)
             self._pass_on(outbox, messages)
         elif outbox.pending:
             parts = outbox.pending.popleft()

@@ -10,18 +10,23 @@ from shmserve.core.effects import Send
 from shmserve.core.models.termination import kill, kill_for_protocol_error
 from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.requests import completion, responses
+from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
+    Columns,
     Done,
     Execute,
     Reply,
+    ReplyBatch,
     Row,
     Rows,
     Started,
     Withdrawn,
     Work,
+    rows_of,
+    tensors_of,
 )
 
 _READY = VersionState.READY
@@ -222,6 +227,15 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch, no
 
 def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
+    form = requests[0].form
+    if (
+        form is not None
+        and len(requests) > 1
+        and [request.form for request in requests].count(form) == len(requests)
+        and sum([request.inline for request in requests]) <= CHUNK_BYTES
+    ):
+        _send_columns(state, instance, batch, requests, join)
+        return
     peer = instance.peer
     is_open = batch.state is BatchState.OPEN
     works: list[Work] = []
@@ -239,7 +253,7 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
             state.ledger.show(segment, peer)
         works.append(
             Work(
-                request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
+                request.number, request.rows, request.tensors(), request.outputs, request.audience, request.options,
                 request.slot, not request.in_shared_memory, request.near, request.aliases, request.labels,
             )
         )  # fmt: skip
@@ -253,6 +267,30 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
     number = state.next_number()
     state.send(peer, Execute(number, join, tuple(works), False, is_open))
     batch.pieces.append((number, piece))
+
+
+def _send_columns(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
+    """Sends requests of one form, of InferBatches."""
+    form = requests[0].form
+    assert form is not None
+    for request in requests:
+        if request.state is not _QUEUED:  # else the transition is legal
+            request.move(_SENT)
+        request.state = _SENT
+        request.instance = instance
+        request.batch = batch
+    batch.left += len(requests)
+    number = state.next_number()
+    columns = Columns(
+        form.forms,
+        tuple([request.number for request in requests]),
+        tuple([request.rows for request in requests]),
+        tuple([request.data for request in requests]),
+    )
+    audiences = tuple([request.audience for request in requests])
+    is_open = batch.state is BatchState.OPEN
+    state.send(instance.peer, Execute(number, join, (), False, is_open, columns, audiences))
+    batch.pieces.append((number, requests))
 
 
 # ------------------------------------------------------------------------------------ workers' reports
@@ -284,16 +322,26 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     traced = state.traces.active
     if traced:
         batch.number = message.batch
-    if version.plain and not traced:
+    columns = message.columns
+    if columns is not None and not columns.regular:
+        kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
+        return
+    if columns is not None and version.plain and not traced:
+        _usual_columns(state, version, instance, batch, columns, taken, now)
+    elif columns is not None:
+        for row in rows_of(columns):
+            _row(state, version, instance, batch, row, now, taken)
+    elif version.plain and not traced:
         _usual_rows(state, version, instance, batch, message, now)
     else:
         for row in message.rows:
             _row(state, version, instance, batch, row, now, taken)
     if state.tracing:
+        count = len(message.rows if columns is None else columns.requests)
         state.log(
             "debug",
             f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
-            f"{len(message.rows)} requests, formed because: {batch.reason.value}",
+            f"{count} requests, formed because: {batch.reason.value}",
         )
     if message.again and version.places is not None:
         _again(state, version, batch, message.again)
@@ -409,12 +457,50 @@ def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch
                     arrivals.append(request.arrived)
                     continue
         _row(state, version, instance, batch, row, now, taken)
+    _count_answered(version, batch, arrivals, rows, taken, now)
+
+
+def _count_answered(version: Version, batch: Batch, arrivals: list[int], rows: int, taken: int, now: int) -> None:
     batch.left -= len(arrivals)
     statistics = version.statistics
     statistics.answered(arrivals, rows, taken, now)
     if statistics.first is not None:
         for arrived in arrivals:
             statistics.first.add(now - arrived)
+
+
+def _usual_columns(
+    state: State, version: Version, instance: Instance, batch: Batch, columns: Columns, taken: int, now: int
+) -> None:
+    """As `_usual_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
+    requests, forms = state.requests, columns.forms
+    rows = 0
+    arrivals: list[int] = []
+    replies: dict[ClientState, tuple[list[int], list[int], list[tuple[bytes, ...]]]] = {}
+    for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
+        request = requests.get(own)
+        if request is None or request.batch is not batch or request.state is not _SENT or request.special:
+            _row(state, version, instance, batch, Row(own, columns.tensors(index)), now, taken)
+            continue
+        client, number = request.client, request.client_number
+        if request.form is None:
+            state.send(client.number, Reply(number, version.number, tensors_of(forms, axis, data)))
+        else:
+            reply = replies.get(client)
+            if reply is None:
+                reply = replies[client] = ([], [], [])
+            reply[0].append(number)
+            reply[1].append(axis)
+            reply[2].append(data)
+        del client.requests[number], requests[own]
+        client.bytes -= request.inline
+        request.state = _ENDED  # a legal transition from SENT
+        rows += request.cost
+        arrivals.append(request.arrived)
+    for client, (numbers, axes, blobs) in replies.items():
+        message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
+        state.send(client.number, message)
+    _count_answered(version, batch, arrivals, rows, taken, now)
 
 
 def _row(state: State, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:

@@ -220,6 +220,22 @@ class PriorityLevel(Generic[R]):
         else:
             insort(ready, request, key=_by_tag)
 
+    def add_all(self, requests: list[R]) -> None:
+        """Adds requests of one client, in order."""
+        first = requests[0]
+        self.add(first)
+        client = first.client
+        ready, tag = self.shares[client.user].ready, first.tag
+        if ready[-1] is not first:  # behind it are requests of others
+            for request in requests[1:]:
+                self.add(request)
+            return
+        for request in requests[1:]:
+            tag += request.cost
+            request.tag = tag
+        ready += requests[1:]
+        self.shares[client.user].tags[client.number] = tag
+
     def remove(self, request: R) -> None:
         if request.delayed:
             self.delayed.remove(request)
@@ -395,6 +411,18 @@ class RequestQueue(Generic[R]):
         self.bytes += request.inline
         if request.deadline:
             self.timed += 1
+
+    def add_all(self, requests: list[R]) -> None:
+        """Adds requests of one client, level and deadline, which arrived together."""
+        first = requests[0]
+        level = self._levels.get(first.level)
+        if level is None:
+            level = self._new(first.level)
+        level.add_all(requests)
+        self.count += len(requests)
+        self.bytes += sum([request.inline for request in requests])
+        if first.deadline:
+            self.timed += len(requests)
 
     def put_back(self, request: R) -> None:
         self.level(request.level).put_back(request)

@@ -11,7 +11,7 @@ from shmserve.core.effects import Close, Forget, Free, Query
 from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.records import Request
+from shmserve.core.records import Request, Version
 from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.questions import Questions
@@ -32,6 +32,7 @@ from shmserve.errors import (
 )
 from shmserve.protocol import roles
 from shmserve.protocol.messages import (
+    BATCH_REQUESTS,
     DEVICE,
     FRAME_BYTES,
     INLINE_BYTES,
@@ -47,6 +48,7 @@ from shmserve.protocol.messages import (
     Handle,
     Hello,
     Infer,
+    InferBatch,
     Map,
     More,
     Ping,
@@ -134,6 +136,7 @@ class Admission:
                 "packet_bytes": PACKET_BYTES,
                 "inline_bytes": INLINE_BYTES,
                 "frame_bytes": FRAME_BYTES,
+                "batch_requests": BATCH_REQUESTS,
                 "client_requests": limits.client_requests,
                 "client_questions": limits.client_questions,
                 "client_segments": limits.client_segments,
@@ -241,6 +244,75 @@ class Admission:
             count_refused(self._state, message.model, error)
             number = 0 if message.request in client.requests else message.request
             self._state.send(peer, Fail(number, error.code, error.message))
+
+    def infer_batch(self, peer: int, message: InferBatch, now: int) -> None:
+        """Requests of one form. What is common to them is checked once, unless they need more than the usual checks."""
+        columns = message.columns
+        if not columns.regular or len(columns.requests) > BATCH_REQUESTS:
+            text = (
+                f"an InferBatch has {len(columns.requests)} requests, {len(columns.rows)} rows and {len(columns.data)} "
+                f"data; expected as many of each, from 1 to {BATCH_REQUESTS}, with one item of data for each form"
+            )
+            self.garbled(peer, Garbled(0, text), now)
+            return
+        state = self._state
+        client, version = state.clients.get(peer), state.ready.get(message.model)
+        count = len(columns.requests)
+        if (
+            client is not None and client.roles & _INFER and version is not None and not message.version
+            and version.plain and not version.decoupled and not state.draining and not state.traces.samples
+            and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
+            and client.held_bytes <= self._heavy
+        ):  # fmt: skip
+            self._admit_all(client, version, message, now)
+            return
+        for index in range(count):
+            self._infer_one(peer, message, index, now)
+
+    def _infer_one(self, peer: int, message: InferBatch, index: int, now: int) -> None:
+        columns = message.columns
+        number, tensors = columns.requests[index], columns.tensors(index)
+        self.infer(peer, Infer(number, message.model, message.version, tensors, None, message.timeout_us), now)
+
+    def _admit_all(self, client: ClientState, version: Version, message: InferBatch, now: int) -> None:
+        """Invariant: the same requests are refused as by `_admit`, with the same errors."""
+        state, columns, checker = self._state, message.columns, version.checker
+        assert checker is not None, version.label
+        form = checker.form(columns.forms)
+        known, requests, mine = form.by_rows, state.requests, client.requests
+        deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
+        admitted: list[Request] = []
+        like: Request | None = None
+        sizes: list[int] = []
+        inline = 0
+        for index, (number, rows, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
+            if like is None or rows != like.rows:
+                checked = known.get(rows) or checker.check_rows(form, rows, data)
+                if checked is None:
+                    self._infer_one(client.number, message, index, now)
+                    continue
+                sizes, inline = checked.sizes, checked.inline
+                like = Request(
+                    0, client, 0, version, (), None, None, rows, rows, inline,
+                    checked.signature, (), (), (), now, 0, 0, deadline,
+                    audience=client.audience, length=checked.length, form=form,
+                )  # fmt: skip
+            if sizes != list(map(len, data)) or number == 0 or number in mine:
+                self._infer_one(client.number, message, index, now)
+                continue
+            request: Request = like.__copy__()  # type: ignore[attr-defined]  # cheaper than filling in all fields
+            request.number = own = state.next_number()
+            request.client_number = number
+            request.data = data
+            mine[number] = own
+            requests[own] = request
+            client.bytes += inline
+            if deadline:
+                state.set_timer(deadline, Timer.DEADLINE, request)
+            admitted.append(request)
+        if admitted:
+            version.queue.add_all(admitted)
+            state.to_dispatch[version] = None
 
     def framed(self, peer: int, event: Framed, now: int) -> None:
         self.infer(peer, event.infer, now, event.blocks)

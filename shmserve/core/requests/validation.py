@@ -10,11 +10,21 @@ from typing import NamedTuple
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import FIELD_BYTES, Options, Tensor, Wanted, WantedOutputs
+from shmserve.protocol.messages import (
+    FIELD_BYTES,
+    Options,
+    Tensor,
+    TensorForm,
+    Wanted,
+    WantedOutputs,
+    tensors_of,
+)
 
 _REMEMBERED = 4096
 """Memoized shapes per model version. Further shapes are checked again each time."""
 
+_FORMS = 256
+"""Memoized forms per model version; beyond that, all are forgotten."""
 _MAX_BYTES = 1 << 46
 """Upper bound for tensors: more than a process can map. Larger products of dims are rejected before they are used."""
 
@@ -30,6 +40,25 @@ class Good(NamedTuple):
 Checked = tuple[int, object, int, bool, int]
 """(rows, signature, inline bytes, has handles, length). Requests with equal signatures may share a batch; padded
 dimensions are not part of the signature, and their length is returned instead."""
+
+
+class CheckedRows(NamedTuple):
+    """The result for requests of a form with a number of rows. `sizes`: the bytes of each of their tensors."""
+
+    sizes: list[int]
+    inline: int
+    signature: object
+    length: int
+
+
+class CheckedForm:
+    """A form of inputs that a version has accepted, with the results by number of rows."""
+
+    __slots__ = ("by_rows", "forms")
+
+    def __init__(self, forms: tuple[TensorForm, ...]) -> None:
+        self.forms = forms
+        self.by_rows: dict[int, CheckedRows] = {}
 
 
 VALUE_BYTES = 9
@@ -65,6 +94,7 @@ class Checker:
         self._least = sum(not spec.optional for spec in policy.inputs)
         self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
         self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
+        self._forms: dict[tuple[TensorForm, ...], CheckedForm] = {}
         self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
         self._ragged = {spec.name for spec in policy.inputs if spec.ragged}
         lead = 1 if policy.max_batch else 0
@@ -109,6 +139,27 @@ class Checker:
         if self._padded:
             return rows, self._padded_signature(inputs), inline, shared, self._length(inputs)
         return rows, self._signature(inputs) if self.varies else None, inline, shared, 0
+
+    def form(self, forms: tuple[TensorForm, ...]) -> CheckedForm:
+        """The results for a form, empty at first. The same object each time, so that requests can be compared by it."""
+        known = self._forms.get(forms)
+        if known is None:
+            if len(self._forms) >= _FORMS:
+                self._forms.clear()
+            known = self._forms[forms] = CheckedForm(forms)
+        return known
+
+    def check_rows(self, form: CheckedForm, rows: int, data: tuple[bytes, ...]) -> CheckedRows | None:
+        """Checks one request of a form and memoizes the result. None: it is invalid, or other requests of the form with
+        as many rows need not be valid, too, as with strings."""
+        if not self._policy.max_batch or any(not ITEM_BYTES.get(one.dtype) for one in form.forms):
+            return None
+        try:
+            _, signature, inline, _, length = self.check(tensors_of(form.forms, rows, data), None)
+        except InvalidRequest:
+            return None
+        checked = form.by_rows[rows] = CheckedRows(list(map(len, data)), inline, signature, length)
+        return checked
 
     def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """What must be equal within a batch, sorted: the names of the inputs, and the shapes without the batch

@@ -17,6 +17,7 @@ from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
 from shmserve.session import Session, Ticket
+from shmserve.session.columns import reply_of
 from shmserve.session.encode import MESSAGE_BYTES
 from shmserve.session.gpu.foreign_memory import ForeignRegion, RegionPart
 from shmserve.session.memory import SessionMemory
@@ -178,5 +179,6 @@ class GatewayLink(LoopLink):
     def make_session(self) -> Session:
         return Session(
             self.address.memory, memory_bytes=self._memory_bytes, on_full=self._flusher(), cold=True,
-            encode=_as_they_are, decode=_held, on_limits=self.shares.limits, explain_lost=_explain_lost,
+            encode=_as_they_are, decode=_held, row_reply=reply_of, on_limits=self.shares.limits,
+            explain_lost=_explain_lost,
         )  # fmt: skip

@@ -42,6 +42,7 @@ from shmserve.protocol.messages import (
     Wanted,
     Work,
     WorkerReport,
+    rows_of,
 )
 from shmserve.repo.config.schema import (
     ModelConfig,
@@ -214,9 +215,9 @@ class WorkerProcess:
         while True:
             message, _ = self.next()
             assert isinstance(message, (Rows, Done)), f"{message}\n{self.said()}"
-            rows += message.rows
             if isinstance(message, Done):
-                return rows, message
+                return [*rows, *rows_of(message.columns or message.rows)], message
+            rows += message.rows
 
     def run(self, *works: Work) -> list[Row]:
         """One batch, from order to results."""

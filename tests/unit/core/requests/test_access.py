@@ -22,18 +22,21 @@ from shmserve.protocol.messages import (
     Bye,
     Cancel,
     ClientMessage,
+    Columns,
     Execute,
     Fail,
     Goodbye,
     Handle,
     Hello,
     Infer,
+    InferBatch,
     Map,
     More,
     Ping,
     Pong,
     Return,
     Tensor,
+    TensorForm,
     Unmap,
 )
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, ROLES
@@ -68,6 +71,11 @@ NEEDED = {
 MESSAGES: dict[type, tuple[str, Any, int]] = {
     Hello: ("either", Hello(1, 0, "again", "memfd"), ANY),
     Infer: ("either", Infer(5, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)), INFER),
+    InferBatch: (
+        "either",
+        InferBatch("m", 0, Columns((TensorForm("x", "FP32", (1,)),), (5,), (1,), ((bytes(4),),))),
+        INFER,
+    ),
     Cancel: ("either", Cancel(5), ANY),
     Ask: ("either", Ask(5, "live"), ANY),
     Bye: ("either", Bye(), ANY),
@@ -116,7 +124,7 @@ def test_r8_every_message_with_every_set_of_roles(kind: Any, roles: int) -> None
     for one in OUTPUTS if plane == "either" else [plane]:
         core, _ = serving(roles, one)
         effects = core.handle([(CLIENT, message)], 0)
-        action = "live" if kind is Ask else kind if kind == "register" else kind.__name__.lower()
+        action = "live" if kind is Ask else kind if kind == "register" else kind.__name__.lower().removesuffix("batch")
         check(effects, action, roles, needed)
         if isinstance(message, Infer):
             runs = [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Execute)]

@@ -155,6 +155,7 @@ def test_welcome_tells_the_limits() -> None:
         "packet_bytes": 192 * 1024,
         "inline_bytes": 4096,
         "frame_bytes": 1 << 20,
+        "batch_requests": 64,
         "client_requests": 5,
         "client_questions": 1024,
         "client_segments": 6,

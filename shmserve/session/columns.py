@@ -1,0 +1,112 @@
+"""Several requests of one form in one message, and their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.protocol.messages import (
+    CHUNK_BYTES,
+    Columns,
+    Infer,
+    InferBatch,
+    Reply,
+    Tensor,
+    TensorForm,
+)
+
+
+def in_batches(messages: list[Any], most: int) -> list[Any]:
+    """Replaces consecutive requests of one form by InferBatches of up to `most` requests. Keeps the order.
+
+    Each request pays for this, so one with a single input is compared without a call."""
+    found: list[Any] = []
+    run: list[Infer] = []
+    last: Any = None
+    room = 0
+    for message in messages:
+        key: Any = None
+        if type(message) is Infer and message.options is None and message.outputs is None:
+            inputs = message.inputs
+            if len(inputs) == 1:
+                tensor = inputs[0]
+                if type(tensor.data) is bytes:
+                    key = (message.model, message.version, message.timeout_us, tensor.name, tensor.dtype, tensor.shape)
+            else:
+                key = _key(message)
+        if key is not None and key == last and len(run) < room:
+            run.append(message)
+            continue
+        if run:
+            found += _joined(run)
+        if key is None:
+            found.append(message)
+            run, last = [], None
+        else:
+            run, last = [message], key
+            room = min(most, CHUNK_BYTES // _inline_bytes(message)) if _fits(message) else 1
+    return found + _joined(run)
+
+
+def _key(message: Infer) -> Any:
+    """What must be equal within an InferBatch; None if a tensor is not inside the message."""
+    if not message.inputs or any(type(tensor.data) is not bytes for tensor in message.inputs):
+        return None
+    forms = [(tensor.name, tensor.dtype, tensor.shape) for tensor in message.inputs]
+    return message.model, message.version, message.timeout_us, forms
+
+
+def _fits(message: Infer) -> bool:
+    """Whether its inputs have one axis 0 and a fixed size per row. Strings have not, and are checked one by one."""
+    shape = message.inputs[0].shape
+    return all(tensor.shape[:1] == shape[:1] != () and ITEM_BYTES.get(tensor.dtype, 0) > 0 for tensor in message.inputs)
+
+
+def _inline_bytes(message: Infer) -> int:
+    return 1 + sum([len(tensor.data) for tensor in message.inputs if type(tensor.data) is bytes])
+
+
+def _joined(run: list[Infer]) -> list[Any]:
+    if len(run) < 2:
+        return run
+    first = run[0]
+    if len(first.inputs) == 1:
+        data: Any = tuple([(message.inputs[0].data,) for message in run])
+    else:
+        data = tuple([tuple([tensor.data for tensor in message.inputs]) for message in run])
+    columns = Columns(
+        tuple([TensorForm(tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in first.inputs]),
+        tuple([message.request for message in run]),
+        (first.inputs[0].shape[0],) * len(run),
+        data,
+    )
+    return [InferBatch(first.model, first.version, columns, first.timeout_us)]
+
+
+class RowReply(Struct, gc=False):
+    """The answer to one request of an InferBatch: a tensor with the shape and the bytes for each form."""
+
+    request: int
+    version: int
+    forms: tuple[TensorForm, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    data: tuple[bytes, ...]
+
+
+def reply_of(
+    request: int,
+    version: int,
+    forms: tuple[TensorForm, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    data: tuple[bytes, ...],
+) -> Reply:
+    """The same as a Reply."""
+    return Reply(
+        request,
+        version,
+        tuple(
+            [Tensor(form.name, form.dtype, shape, blob) for form, shape, blob in zip(forms, shapes, data, strict=True)]
+        ),
+    )

@@ -1,0 +1,109 @@
+"""Batches in columns: all requests have inputs, or outputs, of one form inside the message.
+
+They are handled as lists, without an object for each request. Whatever needs the requests one by one sees them as a
+sequence of `Work`, which is made at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from shmserve.errors import ProtocolError
+from shmserve.protocol.messages import Columns, Execute, Tensor, TensorForm, Work
+
+if TYPE_CHECKING:
+    from shmserve.workers.batch.specs import Spec
+
+
+class ColumnWorks(Sequence[Work]):
+    """The requests of a batch whose inputs are of one form: `data[n]` has the bytes of each input of the n-th."""
+
+    __slots__ = ("_works", "audiences", "data", "forms", "requests", "rows")
+
+    def __init__(self, columns: Columns, audiences: Sequence[str]) -> None:
+        if not columns.regular or len(audiences) != len(columns.requests):
+            raise ProtocolError(f"irregular columns of {len(columns.requests)} requests")
+        self.forms = columns.forms
+        self.requests = list(columns.requests)
+        self.rows = list(columns.rows)
+        self.data = list(columns.data)
+        self.audiences = list(audiences)
+        self._works: list[Work] | None = None
+
+    def extend(self, others: ColumnWorks) -> None:
+        """Appends requests of the same form."""
+        self.requests += others.requests
+        self.rows += others.rows
+        self.data += others.data
+        self.audiences += others.audiences
+        self._works = None
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> Work: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Work]: ...
+    def __getitem__(self, index: int | slice) -> Work | Sequence[Work]:
+        return self._all()[index]
+
+    def _all(self) -> list[Work]:
+        works = self._works
+        if works is None:
+            columns = Columns(self.forms, tuple(self.requests), tuple(self.rows), tuple(self.data))
+            works = self._works = [
+                Work(request, rows, columns.tensors(index), None, audience)
+                for index, (request, rows, audience) in enumerate(
+                    zip(self.requests, self.rows, self.audiences, strict=True)
+                )
+            ]
+        return works
+
+
+def works_of(order: Execute) -> Sequence[Work]:
+    if order.columns is not None:
+        return ColumnWorks(order.columns, order.audiences)
+    return order.works
+
+
+def joined(works: Sequence[Work], others: Sequence[Work]) -> Sequence[Work]:
+    """Both, in columns if possible. The first may be changed."""
+    if isinstance(works, ColumnWorks) and isinstance(others, ColumnWorks) and works.forms == others.forms:
+        works.extend(others)
+        return works
+    return [*works, *others]
+
+
+def shares_of(works: Sequence[Work]) -> Sequence[int]:
+    """The rows of each request."""
+    return works.rows if isinstance(works, ColumnWorks) else [work.rows for work in works]
+
+
+class InlineColumn(Sequence["Tensor | None"]):
+    """An output of several requests, inside the message: `blobs[n]` has the n-th one's share. `dims`: the shape of a
+    share without axis 0, whose length is in `shares`."""
+
+    __slots__ = ("blobs", "dims", "shares", "spec")
+
+    def __init__(self, spec: Spec, dims: tuple[int, ...], shares: Sequence[int], blobs: list[bytes]) -> None:
+        self.spec = spec
+        self.dims = dims
+        self.shares = shares
+        self.blobs = blobs
+
+    @property
+    def form(self) -> TensorForm:
+        return TensorForm(self.spec.name, self.spec.dtype, self.dims)
+
+    def __len__(self) -> int:
+        return len(self.blobs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        return Tensor(self.spec.name, self.spec.dtype, (self.shares[index], *self.dims), self.blobs[index])
