@@ -162,7 +162,10 @@ class Gather:
 
     def groups(self, works: Sequence[Work]) -> tuple[list[GatherGroup], list[tuple[int, ServeError]]]:
         """Returns the batch as groups that stack, nearly always one, and errors of unreadable requests by position."""
-        uniform = self._in_columns(works) if type(works) is ColumnWorks else self._uniform(works)
+        if len(works) == 1:
+            uniform = self._alone(works)
+        else:
+            uniform = self._in_columns(works) if type(works) is ColumnWorks else self._uniform(works)
         if uniform is not None:
             return [uniform], []
         failures: list[tuple[int, ServeError]] = []
@@ -249,6 +252,26 @@ class Gather:
                     )
                 length = own
         return length or 0
+
+    # ---------------------------------------------------------------------------------- one, inline
+
+    def _alone(self, works: Sequence[Work]) -> GatherGroup | None:
+        """`_uniform` for a single request, which most batches are when there is little load."""
+        work = works[0]
+        inputs, rows = work.inputs, work.rows
+        if not rows or self._ragged or self._pads or len(inputs) != len(self.specs):
+            return None
+        blobs: list[Sequence[bytes]] = []
+        shapes: list[tuple[int, ...] | None] = []
+        for spec, tensor in zip(self.specs, inputs, strict=True):
+            data, shape = tensor.data, tensor.shape
+            if type(data) is not bytes or tensor.name != spec.name or tensor.dtype != spec.dtype or not spec.item:
+                return None
+            if not shape or shape[0] != rows or min(shape) < 0 or len(data) != elements(shape) * spec.item:
+                return None
+            blobs.append((data,))
+            shapes.append(spec.inner(shape) if spec.reshaped else shape)
+        return GatherGroup(self, works, rows, shapes, blobs, None)
 
     # ---------------------------------------------------------------------------------- in columns
 

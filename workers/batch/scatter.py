@@ -131,7 +131,11 @@ class Results:
         self._inline = 0  # bytes in each row's message so far
         self._inlined = True
         self._places: list[list[_Place]] | None = None
-        if type(works) is not ColumnWorks:
+        if len(works) == 1:
+            self._inlined = works[0].inline
+            if works[0].outputs is not None:
+                self._places = self._wanted(works)
+        elif type(works) is not ColumnWorks:
             self._inlined = [work.inline for work in works].count(True) == len(works)
             if [work.outputs for work in works].count(None) != len(works):
                 self._places = self._wanted(works)
@@ -300,8 +304,10 @@ class Results:
             return False
         column = []
         for position, work in enumerate(self._works):
+            if not work.aliases:
+                return False
             tensor = next((tensor for tensor in work.inputs if tensor.name == source), None)
-            if tensor is None or not work.aliases or not spec.item or not isinstance(tensor.data, tuple):
+            if tensor is None or not spec.item or not isinstance(tensor.data, tuple):
                 return False
             if self._place(index, position) is not None or tensor.dtype != spec.dtype:
                 return False

@@ -78,7 +78,7 @@ class Spec(Struct, frozen=True):
         rest = inner[1:] if self.batched else inner
         if len(rest) != len(self.shape) or len(inner) - len(rest) != self.batched:
             return False
-        return all(want in (-1, have) for want, have in zip(self.shape, rest, strict=True))
+        return rest == self.shape or all(want in (-1, have) for want, have in zip(self.shape, rest, strict=True))
 
     def hollow(self, shape: tuple[int, ...]) -> Any:
         """Returns an array without memory of its own for an output on a device: only its shape and size are used."""
