@@ -145,6 +145,7 @@ OPTIONS = (
     _share("address", "address (behind a reverse proxy, all callers share one)"),
     _share("token", "token or ZeroMQ key"),
     _size(LIMITS, "memory-bytes", 4 << 30, "maximum shared memory for input tensors", serve=False),
+    _number(LIMITS, "busy-poll-us", "N", 0, "longest time to poll for answers before sleeping", serve=False),
     _seconds(LIMITS, "exit-timeout-secs", 30.0, "time for requests in flight to finish on shutdown"),
     _switch(MEMORY, "allow-client-shm", False, "allow callers to register shared memory of this machine"),
     _switch(MEMORY, "copy-client-shm", False, "copy the content of registered shared memory in the gateway; false: "

@@ -28,7 +28,6 @@ from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, room_for
 from shmserve.broker.listeners.output_backlog import OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
-from shmserve.broker.loop_polling import LoopPolling
 from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.observability import logs
@@ -65,6 +64,7 @@ from shmserve.protocol.messages import (
     Reply,
 )
 from shmserve.repo.storage.generation import ALL_DESCRIPTORS
+from shmserve.system.loop_polling import LoopPolling
 
 log = logging.getLogger("shmserve")
 

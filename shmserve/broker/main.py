@@ -143,7 +143,7 @@ class ServerProcess:
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
         self._gateways = Gateways(
             loop,
-            _gateway_settings(settings),
+            _gateway_settings(settings, busy_poll_ns),
             f"unix://{settings.runtime_dir.absolute() / LANE}",
             settings.exit_timeout_secs,
             self._opened,
@@ -347,10 +347,10 @@ class ServerProcess:
         self._broker.put(events.Drain(max(0, int((until - self._loop.time()) * 1e9))))
 
 
-def _gateway_settings(settings: argparse.Namespace) -> GatewaySettings:
+def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:
     """Returns the gateway settings. If a package is missing, disables gateways, or raises CannotStart if they were
     configured explicitly."""
-    wanted = setting.gateway_settings(settings)
+    wanted = setting.gateway_settings(settings, busy_poll_ns)
     missing = [name for name in NEEDED if wanted.count and find_spec(name) is None]
     if not missing:
         return wanted

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         url = os.environ.get("SHMSERVE_URL") or None
     bounds = ShareBounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes)
     try:
-        link = GatewayLink(url, args.runtime_dir, f"gateway of {os.getpid()}", args.memory_bytes, bounds)
+        name = f"gateway of {os.getpid()}"
+        link = GatewayLink(url, args.runtime_dir, name, args.memory_bytes, bounds, args.busy_poll_us * 1000)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     uvloop.run(_serve(args, link, guards, make_zmq))

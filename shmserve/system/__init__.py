@@ -1,5 +1,6 @@
-"""This process and its machine: kernel settings, allocator, procfs, service manager.
+"""This process and its machine: kernel settings, allocator, procfs, service manager, polling.
 
 `process` changes settings of the calling process. `procfs` reads the CPU time and memory of processes and of the
-machine. `service_manager` sends notifications to systemd. No request passes through here.
+machine. `service_manager` sends notifications to systemd. `busy_poll` decides how long a process polls for input before
+it sleeps, and `loop_polling` does that in an event loop.
 """

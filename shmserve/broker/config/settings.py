@@ -232,14 +232,15 @@ def terms(settings: argparse.Namespace) -> Terms:
     )
 
 
-def gateway_settings(settings: argparse.Namespace) -> GatewaySettings:
+def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:
     """The gateways to start."""
     if settings.no_gateway:
         return GatewaySettings(0, ())
     given = {
         flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_passed_on(flag, settings)
     }
-    return GatewaySettings(settings.gateways, arguments_of(given, _more(settings)))
+    polling = [f"--busy-poll-us={busy_poll_ns // 1000}"] if busy_poll_ns else []
+    return GatewaySettings(settings.gateways, arguments_of(given, [*polling, *_more(settings)]))
 
 
 def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:

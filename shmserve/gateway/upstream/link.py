@@ -4,6 +4,7 @@ no string is parsed. Bytes pass unchanged from the network to the model and back
 from __future__ import annotations
 
 from functools import cached_property, partial
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from shmserve.session.gpu.foreign_memory import ForeignRegion, RegionPart
 from shmserve.session.memory import SessionMemory
 from shmserve.session.ticket import KeptInputs
 from shmserve.shm.views import Array
+from shmserve.system.loop_polling import LoopPolling
 
 _BYTE = np.dtype("uint8")
 RECONNECT_S = 1.0
@@ -156,15 +158,38 @@ class GatewayLink(LoopLink):
     flight."""
 
     def __init__(
-        self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int, bounds: ShareBounds | None = None
+        self,
+        url: str | None,
+        runtime_dir: str | None,
+        name: str,
+        memory_bytes: int,
+        bounds: ShareBounds | None = None,
+        busy_poll_ns: int = 0,
     ) -> None:
         address = address_of(url, runtime_dir)
         if address.kind != "unix":
             raise InvalidRequest(
                 f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
             )
+        self._busy_poll_ns = busy_poll_ns
         self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
         super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
+
+    @cached_property
+    def _polling(self) -> LoopPolling:
+        """Polls for the answers to requests in flight."""
+        return LoopPolling(self.bind(), self._busy_poll_ns)
+
+    def _send(self) -> None:
+        super()._send()
+        if self.session.tickets:
+            self._polling.wait(True)
+
+    def _readable(self) -> None:
+        self._polling.wake(monotonic_ns())
+        super()._readable()
+        if self.session.tickets:
+            self._polling.wait(True)
 
     @cached_property
     def turns(self) -> JobTurns:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker import loop_polling
-from shmserve.broker.loop_polling import LoopPolling
+from shmserve.system import loop_polling
+from shmserve.system.loop_polling import LoopPolling
 
 LONGEST = 200_000
 
