@@ -56,16 +56,17 @@ class BrokerLink:
         return packet
 
     def _poll(self, polling: PollBudget, until: int) -> tuple[list[Any], list[int]] | None:
+        taken = False
         while True:
             try:
                 return self._take(_NO_WAIT)
             except BlockingIOError:
                 now = monotonic_ns()
-            if now >= until:
-                return None
-            if not core_is_free(now):
+            if taken:
                 polling.preempted(now)
+            if taken or now >= until:
                 return None
+            taken = not core_is_free(now)
 
     def drain(self) -> tuple[list[Any], list[int]] | None:
         """Returns a packet that has already arrived, or None."""

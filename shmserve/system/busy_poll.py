@@ -5,7 +5,7 @@ to 150 us on a virtual machine, and starts late itself. Polling for a moment avo
 
 - The budget grows if a message arrived soon after the process fell asleep, and shrinks to nothing if none did. An idle
   process does not poll.
-- Each poll yields the core. If another process wanted it, polling is suspended for a while.
+- Each poll yields the core. If another process took it and no message came of that, polling is suspended for a while.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PollBudget:
             self.ns = min(self._longest_ns, max(FIRST_NS, 2 * self.ns))
 
     def preempted(self, now: int) -> None:
-        """Another process wanted the core."""
+        """Another process wanted the core, and it was not the peer that sends the next message."""
         self.ns = 0
         self._hits = 0
         self._suspended_until = now + self._suspend_ns

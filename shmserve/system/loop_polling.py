@@ -24,6 +24,8 @@ class LoopPolling:
         self._polled = 0
         """`_since` at the last poll: unchanged if no turn has come in between."""
         self._scheduled = False
+        self._taken = False
+        """Another process took the core at the last poll."""
         self._on = longest_ns > 0
 
     def wait(self, in_flight: bool) -> None:
@@ -45,12 +47,13 @@ class LoopPolling:
         now = monotonic_ns()
         since = self._since
         if since == self._polled:
-            if now - since >= self._budget.ns:
-                self._scheduled = False
-                return
-            if not core_is_free(now):
+            if self._taken:
                 self._budget.preempted(now)
-                self._scheduled = False
+            if self._taken or now - since >= self._budget.ns:
+                self._scheduled = self._taken = False
                 return
+            self._taken = not core_is_free(now)
+        else:
+            self._taken = False
         self._polled = since
         self._call_soon(self._poll)

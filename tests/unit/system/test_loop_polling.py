@@ -87,10 +87,26 @@ def test_stops_when_another_process_wants_the_core(clock: Clock, polling: LoopPo
     clock.poll()
     clock.is_free = False
     clock.poll()
+    clock.poll()
     assert not clock.ready
     polling.wake(clock.now)
     polling.wait(True)
     assert not clock.ready
+
+
+def test_a_peer_that_takes_the_core_and_sends_a_message_is_not_another_process(
+    clock: Clock, polling: LoopPolling
+) -> None:
+    for _ in range(5):
+        clock.is_free = False
+        polling.wait(True)
+        clock.poll()
+        clock.poll()
+        polling.wake(clock.now)
+        clock.is_free = True
+        polling.wait(True)
+        clock.poll()
+        assert clock.ready
 
 
 def test_a_limit_of_zero_turns_polling_off(clock: Clock) -> None:

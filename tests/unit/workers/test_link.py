@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,7 @@ from shmserve.protocol.messages import (
     Tensor,
     WorkerReport,
 )
+from shmserve.system.busy_poll import PollBudget
 from shmserve.workers import link as workers_link
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
@@ -287,12 +289,23 @@ def test_polls_for_an_order_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) ->
         assert link.receive() == ([Ping(7)], [])
         assert next(polls) == 2
 
-        def core_is_taken(since: int) -> bool:
+        def broker_takes_the_core(since: int) -> bool:
             theirs.send(codec.encode([Ping(8)]))
             return False
 
-        monkeypatch.setattr(workers_link, "core_is_free", core_is_taken)
+        suspended: list[int] = []
+        monkeypatch.setattr(PollBudget, "preempted", lambda self, now: suspended.append(now))
+        monkeypatch.setattr(workers_link, "core_is_free", broker_takes_the_core)
         assert link.receive() == ([Ping(8)], [])
-        monkeypatch.setattr(workers_link, "core_is_free", None)  # polling is suspended: not called
-        theirs.send(codec.encode([Ping(9)]))
-        assert link.receive() == ([Ping(9)], [])
+        assert not suspended
+
+        def other_takes_the_core(since: int) -> bool:
+            timer.start()
+            return False
+
+        with contextlib.closing(socket.socket(fileno=os.dup(theirs.fileno()))) as later:
+            timer = threading.Timer(0.01, later.send, [codec.encode([Ping(9)])])
+            monkeypatch.setattr(workers_link, "core_is_free", other_takes_the_core)
+            assert link.receive() == ([Ping(9)], [])
+            timer.join()
+        assert len(suspended) == 1
