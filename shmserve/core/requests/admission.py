@@ -293,7 +293,7 @@ class Admission:
                     continue
                 sizes, inline = checked.sizes, checked.inline
                 like = Request(
-                    0, client, 0, version, (), None, None, rows, rows, inline,
+                    0, client, 0, version, (), None, None, rows, rows or 1, inline,
                     checked.signature, (), (), (), now, 0, 0, deadline,
                     audience=client.audience, length=checked.length, form=form,
                 )  # fmt: skip

@@ -141,23 +141,24 @@ class Checker:
         return rows, self._signature(inputs) if self.varies else None, inline, shared, 0
 
     def form(self, forms: tuple[TensorForm, ...]) -> CheckedForm:
-        """The results for a form, empty at first. The same object each time, so that requests can be compared by it."""
-        known = self._forms.get(forms)
-        if known is None:
-            if len(self._forms) >= _FORMS:
-                self._forms.clear()
-            known = self._forms[forms] = CheckedForm(forms)
-        return known
+        """The results for a form, empty at first. The same object each time once it has results, so that requests can
+        be compared by it."""
+        return self._forms.get(forms) or CheckedForm(forms)
 
     def check_rows(self, form: CheckedForm, rows: int, data: tuple[bytes, ...]) -> CheckedRows | None:
         """Checks one request of a form and memoizes the result. None: it is invalid, or other requests of the form with
-        as many rows need not be valid, too, as with strings."""
-        if not self._policy.max_batch or any(not ITEM_BYTES.get(one.dtype) for one in form.forms):
+        as many rows need not be valid, too, as with strings, or it has no inputs and thus no rows."""
+        forms = form.forms
+        if not self._policy.max_batch or not forms or any(not ITEM_BYTES.get(one.dtype) for one in forms):
             return None
         try:
-            _, signature, inline, _, length = self.check(tensors_of(form.forms, rows, data), None)
+            _, signature, inline, _, length = self.check(tensors_of(forms, rows, data), None)
         except InvalidRequest:
             return None
+        if forms not in self._forms:  # not in `form`: a client could fill it with forms that are invalid and large
+            if len(self._forms) >= _FORMS:
+                self._forms.clear()
+            self._forms[forms] = form
         checked = form.by_rows[rows] = CheckedRows(list(map(len, data)), inline, signature, length)
         return checked
 
