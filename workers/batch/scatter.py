@@ -21,6 +21,7 @@ from shmserve.protocol.messages import (
     FIELD_BYTES,
     INLINE_BYTES,
     OWNER_SHIFT,
+    PACKET_MESSAGES,
     Columns,
     Failure,
     Handle,
@@ -341,7 +342,7 @@ class Results:
     def in_columns(self) -> Columns | list[Row]:
         """Returns the results in columns, if all outputs are inside the message; else as `rows`."""
         columns = self._finished()
-        if not columns or self._failures or self._holes:
+        if not columns or self._failures or self._holes or len(self._works) > PACKET_MESSAGES:
             return self.rows()
         forms: list[TensorForm] = []
         blobs: list[list[bytes]] = []

@@ -15,6 +15,7 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
+    PACKET_MESSAGES,
     Columns,
     Done,
     Execute,
@@ -230,7 +231,7 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
     form = requests[0].form
     if (
         form is not None
-        and len(requests) > 1
+        and 1 < len(requests) <= PACKET_MESSAGES
         and [request.form for request in requests].count(form) == len(requests)
         and sum([request.inline for request in requests]) <= CHUNK_BYTES
     ):
