@@ -7,8 +7,17 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.broker.link import MANY, PeerLink
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, ClientTurns, InputPause, split, weight
+from shmserve.broker.link import MANY, PeerLink, close_all
+from shmserve.broker.listeners.fair_turns import (
+    BYTES,
+    CHEAP_BYTES,
+    SHARE,
+    ClientTurns,
+    InputPause,
+    refused,
+    split,
+    weight,
+)
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.errors import Unavailable
 from shmserve.protocol import codec as wire
@@ -86,7 +95,12 @@ class ClientLink(PeerLink):
                 self._draining = draining
                 messages, descriptors = packet
                 turns.charge(self._size // BYTES)
-                if not descriptors and weight(messages) > share:  # the Maps that need them may be anywhere
+                if descriptors:  # the Maps that need them may be anywhere
+                    refusal = refused(messages)
+                    if refusal is not None:
+                        close_all(descriptors)
+                        messages, descriptors = [refusal], []
+                elif weight(messages) > share:
                     messages, self._left_over = split(messages, share)
             cost = weight(messages)
             turns.charge(cost)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmserve.core.fair_queue import FairQueue
-from shmserve.protocol.messages import InferBatch
+from shmserve.protocol.codec import Refused
+from shmserve.protocol.messages import PACKET_MESSAGES, InferBatch
 
 MESSAGES = 256
 """Per turn, for all clients: about 3 ms of work. A request needs two or three turns."""
@@ -32,7 +33,7 @@ CHEAP_BYTES = 4096
 def weight(messages: Sequence[Any]) -> int:
     """What processing these messages costs: each request of an InferBatch counts."""
     return len(messages) + sum(
-        [len(message.columns.requests) - 1 for message in messages if type(message) is InferBatch]
+        [max(0, len(message.columns.requests) - 1) for message in messages if type(message) is InferBatch]
     )
 
 
@@ -42,8 +43,19 @@ def split(messages: list[Any], share: int) -> tuple[list[Any], list[Any]]:
     for index, message in enumerate(messages):
         if total >= share:
             return messages[:index], messages[index:]
-        total += len(message.columns.requests) if type(message) is InferBatch else 1
+        total += max(1, len(message.columns.requests)) if type(message) is InferBatch else 1
     return messages, []
+
+
+def refused(messages: Sequence[Any]) -> Refused | None:
+    """The error if a packet that must be delivered whole, as it has descriptors or frames, has too many requests."""
+    count = weight(messages)
+    if count <= PACKET_MESSAGES:
+        return None
+    return Refused(
+        0,
+        f"a packet with descriptors or frames has {count} requests and other messages, the limit is {PACKET_MESSAGES}",
+    )
 
 
 class ClientInput(Protocol):

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns, InputPause, split, weight
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns, InputPause, refused, split, weight
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
@@ -238,6 +238,9 @@ class ZmqRouter:
         share = max(1, self._turns.share())
         if len(parts) > 2:
             frames = parts[2:]
+            refusal = refused(messages)
+            if refusal is not None:
+                messages = [refusal]
             messages = [self._with_frames(message, frames) if isinstance(message, Infer) else message
                         for message in messages]  # fmt: skip
         elif weight(messages) > share:

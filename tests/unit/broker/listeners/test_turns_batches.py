@@ -1,0 +1,191 @@
+"""An InferBatch counts in a client's turn as many messages as it has requests."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, split, weight
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    BATCH_REQUESTS,
+    PACKET_MESSAGES,
+    Columns,
+    InferBatch,
+    Map,
+    Ping,
+    TensorForm,
+)
+from tests.unit.broker.listeners.test_turns import PolledLoop, World, worlds
+from tests.unit.broker.listeners.test_zmq_router import World as ZmqWorld
+
+__all__ = ["worlds"]
+FORMS = (TensorForm("x", "UINT8", ()),)
+MOST = SHARE + BATCH_REQUESTS
+"""By weight, in one turn: what exceeds the share is less than one InferBatch."""
+
+
+def batch(first: int, count: int = BATCH_REQUESTS) -> InferBatch:
+    numbers = tuple(range(first, first + count))
+    return InferBatch("m", 0, Columns(FORMS, numbers, (0,) * count, ((b"",),) * count))
+
+
+def numbers_of(messages: list[Any]) -> list[int]:
+    found: list[int] = []
+    for message in messages:
+        found += message.columns.requests if isinstance(message, InferBatch) else [message.number]
+    return found
+
+
+def flood(count: int) -> list[Any]:
+    """InferBatches, and a Ping after each third one. Numbers rise."""
+    found: list[Any] = []
+    number = 1
+    for index in range(count):
+        found.append(batch(number))
+        number += BATCH_REQUESTS
+        if index % 3 == 2:
+            found.append(Ping(number))
+            number += 1
+    return found
+
+
+@given(st.lists(st.integers(-1, 70), max_size=30), st.integers(1, 200))
+def test_a_share_is_split_off_by_weight_and_nothing_is_lost(sizes: list[int], share: int) -> None:
+    """-1: a Ping; 0: an InferBatch without requests, which is refused, but must be read all the same."""
+    messages = [Ping(0) if size < 0 else batch(1, size) for size in sizes]
+    weights = [max(size, 1) for size in sizes]
+    assert weight(messages) == sum(weights)
+    head, rest = split(messages, share)
+    assert head + rest == messages
+    assert bool(head) == bool(messages)
+    assert sum(weights[: max(len(head) - 1, 0)]) < share  # without its last message there is room left
+    if rest:
+        assert sum(weights[: len(head)]) >= share
+
+
+def test_infer_batches_on_the_lane_are_delivered_in_shares_and_in_order(worlds: Callable[..., World]) -> None:
+    world = worlds(1)
+    sent = flood(40)
+    world.theirs[1].send(codec.encode(sent))
+    world.theirs[1].send(codec.encode([Ping(10**6)]))
+    heard: list[int] = []
+    turns = 0
+    while not heard or heard[-1] != 10**6:
+        got = [message for _, message in world.turn()]
+        assert got
+        assert weight(got) <= 2 * MOST  # what is readable at once, and what was left of the turn before
+        heard += numbers_of(got)
+        turns += 1
+    assert heard == [*numbers_of(sent), 10**6]
+    assert turns >= weight(sent) // (2 * MOST)
+    assert not world.turn()
+
+
+@pytest.mark.parametrize("flooders", [1, 30])
+def test_a_flood_of_infer_batches_delays_other_clients_by_a_few_turns(
+    worlds: Callable[..., World], flooders: int
+) -> None:
+    world = worlds(flooders + 1)
+    for peer in range(1, flooders + 1):
+        for _ in range(3):
+            world.theirs[peer].send(codec.encode(flood(40)))
+    world.turn()
+    world.send(flooders + 1, 1)
+    waited = 0
+    while True:
+        got = world.turn()
+        waited += 1
+        assert weight([message for _, message in got]) <= 2 * (MESSAGES + MOST)
+        if flooders + 1 in (peer for peer, _ in got):
+            break
+    assert waited <= flooders * MOST // MESSAGES + 2 + flooders // 8
+
+
+def test_infer_batches_without_requests_count_as_messages(worlds: Callable[..., World]) -> None:
+    """They are refused, one by one. They neither are free nor make other messages free."""
+    world = worlds(1)
+    world.theirs[1].send(codec.encode([*[batch(1, 0), Ping(1)] * (PACKET_MESSAGES // 2)]))
+    heard = 0
+    while got := world.turn():
+        assert len(got) <= 2 * SHARE
+        heard += len(got)
+    assert heard == PACKET_MESSAGES
+
+
+def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds: Callable[..., World]) -> None:
+    """As it is delivered whole."""
+    world = worlds(1)
+    most = PACKET_MESSAGES // BATCH_REQUESTS
+    for count, refused in ((most, True), (most - 1, False)):
+        messages = [*[batch(1)] * count, Map(1 << 32 | count, 4096)]
+        with open(os.devnull) as file:
+            socket.send_fds(world.theirs[1], [codec.encode(messages)], [file.fileno()])
+        got = [message for _, message in world.turn()]
+        if refused:
+            (refusal,) = got
+            assert isinstance(refusal, codec.Refused)
+            assert f"{PACKET_MESSAGES + 1} requests and other messages, the limit is {PACKET_MESSAGES}" in refusal.text
+            assert not world.descriptors
+        else:
+            assert got == messages
+            assert world.descriptors == 1
+        while world.turn():
+            pass
+
+
+# ------------------------------------------------------------------------------------------------- ZeroMQ
+
+
+def zmq_world(folder: Path) -> ZmqWorld:
+    world = ZmqWorld(folder)
+    world.door._loop = PolledLoop()
+    return world
+
+
+def zmq_turns(world: ZmqWorld) -> list[list[Any]]:
+    """What the core gets, turn by turn."""
+    world.delivered.clear()
+    assert world.door._socket.poll(60_000)
+    world.door.read_input()
+    turns = []
+    while world.delivered:
+        turns.append(list(world.delivered))
+        world.delivered.clear()
+        world.door._turns.begin()
+    return turns
+
+
+def test_infer_batches_over_zeromq_are_delivered_in_shares_and_in_order(tmp_path: Path) -> None:
+    world = zmq_world(tmp_path)
+    try:
+        sent = flood(40)
+        world.dealer.send(codec.encode(sent))
+        turns = zmq_turns(world)
+        assert max(map(weight, turns)) <= MOST
+        assert len(turns) >= weight(sent) // MOST
+        assert numbers_of([message for turn in turns for message in turn]) == numbers_of(sent)
+    finally:
+        world.close()
+
+
+def test_a_zeromq_packet_with_frames_may_have_as_many_requests_as_messages(tmp_path: Path) -> None:
+    world = zmq_world(tmp_path)
+    try:
+        most = PACKET_MESSAGES // BATCH_REQUESTS
+        world.dealer.send_multipart([codec.encode([*[batch(1)] * most, Ping(1)]), b"frame"])
+        ((refusal,),) = zmq_turns(world)
+        assert isinstance(refusal, codec.Refused)
+        assert f"the limit is {PACKET_MESSAGES}" in refusal.text
+        good = [batch(1)] * most
+        world.dealer.send_multipart([codec.encode(good), b"frame"])
+        assert zmq_turns(world) == [good]
+    finally:
+        world.close()
