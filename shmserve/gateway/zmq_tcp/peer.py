@@ -49,6 +49,7 @@ from shmserve.protocol.messages import (
     Goodbye,
     Hello,
     Infer,
+    InferBatch,
     Map,
     More,
     Part,
@@ -170,6 +171,9 @@ class Peer:
     def _refused(self, message: codec.Refused) -> None:
         number = 0 if message.request in self.tickets else message.request
         self._refuse(number, ProtocolError(message.text))
+
+    def _no_batch(self, message: InferBatch) -> None:
+        self._refuse(0, InvalidRequest("InferBatch is not supported over tcp: send each request as Infer"))
 
     def _fine(self) -> None:
         """Counts an error of the client."""
@@ -449,6 +453,7 @@ def _packed(message: Any) -> list[bytes]:
 
 _HANDLERS: dict[type, Callable[[Peer, Any], None]] = {
     Hello: Peer._hello,
+    InferBatch: Peer._no_batch,
     Cancel: Peer._cancel,
     More: Peer._more,
     Ask: Peer._ask,

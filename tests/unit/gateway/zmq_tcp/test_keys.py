@@ -31,7 +31,7 @@ LIMITS = ZmqLimits(input_bytes=4 << 20)
 OPTIONS = [
     "id", "priority", "queue_timeout_us", "sequence", "sequence_start", "sequence_end", "parameters", "window",
 ]  # fmt: skip
-TAGS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 33, 99]
+TAGS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 33, 99]
 GOOD = ["--zmq-server-key", "server.key", "--zmq-keys", "keys"]
 
 

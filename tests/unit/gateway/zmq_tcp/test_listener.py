@@ -359,6 +359,10 @@ def test_an_invalid_first_message_ends_the_connection(bare: Any, message: Any, c
         ),
         ([7, 4, "echo", 0, [], [["x", [1, 0, 1]]]], [34, 4, "INVALID_ARG", "output 'x' is requested in shared memory"]),
         ([7, 4, "echo", 0, [], [["x"], ["x"]]], [34, 4, "INVALID_ARG", "output 'x' is requested twice"]),
+        (
+            [12, "echo", 0, [[["x", "UINT8", []]], [4, 5], [1, 1], [[b"a"], [b"b"]]]],
+            [34, 0, "INVALID_ARG", "InferBatch is not supported over tcp: send each request as Infer"],
+        ),
         ([99, 4], [34, 4, "PROTOCOL", "unknown message type 99"]),
         (5, [34, 0, "PROTOCOL", "a message must be an array that begins with its tag"]),
     ],
