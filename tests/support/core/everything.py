@@ -42,7 +42,7 @@ from shmserve.protocol.messages import (
     Tensor,
     Work,
 )
-from tests.support.core.fakes import FakeWorker, WaitingBatch
+from tests.support.core.fakes import FakeWorker, WaitingBatch, replies_of
 from tests.support.core.policies import step_of
 from tests.unit.core.test_machine_operations import Operated
 
@@ -230,11 +230,14 @@ class Everything(Operated):
         super().tell(effect)
         if not isinstance(effect, Send):
             return
-        message = effect.message
+        for message in replies_of(effect.message):
+            self._tell_message(effect.peer, message)
+
+    def _tell_message(self, peer: int, message: Any) -> None:
         if isinstance(message, (Reply, Part)):
-            expected = self.expected.get((effect.peer, message.request))
+            expected = self.expected.get((peer, message.request))
             for tensor in message.outputs:
-                own = isinstance(tensor.data, tuple) and tensor.data[0].segment >> OWNER_SHIFT == effect.peer
+                own = isinstance(tensor.data, tuple) and tensor.data[0].segment >> OWNER_SHIFT == peer
                 if tensor.dtype != "BOOL" and not own and expected is not None:
                     assert self.value(tensor) in (expected, None), f"not what was asked: {message}, {expected}"
         elif isinstance(message, EndSequences):

@@ -15,6 +15,7 @@ from shmserve.core.policy import ModelPolicy
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Answer,
+    Columns,
     Done,
     EndSequences,
     Execute,
@@ -34,6 +35,7 @@ from shmserve.protocol.messages import (
     Reclaim,
     Released,
     Reply,
+    ReplyBatch,
     Return,
     Row,
     Rows,
@@ -41,6 +43,7 @@ from shmserve.protocol.messages import (
     Stop,
     Streamed,
     Tensor,
+    TensorForm,
     Unmap,
     Welcome,
     Withdraw,
@@ -60,10 +63,64 @@ def one_input(rows: int = 1) -> Tensor:
     return Tensor("x", "FP32", (rows, 1), bytes(4 * rows))
 
 
+def one_by_one(columns: Columns) -> list[tuple[int, tuple[Tensor, ...]]]:
+    """The number of each request, and its tensors."""
+    count = len(columns.requests)
+    assert 0 < count == len(columns.rows) == len(columns.data), f"columns of different length: {columns}"
+    assert {len(blobs) for blobs in columns.data} == {len(columns.forms)}, f"not one tensor for each form: {columns}"
+    return [
+        (
+            columns.requests[index],
+            tuple(
+                Tensor(form.name, form.dtype, (columns.rows[index], *form.dims), columns.data[index][place])
+                for place, form in enumerate(columns.forms)
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def replies_of(message: Any) -> list[Any]:
+    """The replies in a ReplyBatch; else the message itself."""
+    if isinstance(message, ReplyBatch):
+        return [Reply(number, message.version, outputs) for number, outputs in one_by_one(message.columns)]
+    return [message]
+
+
+def in_columns(rows: tuple[Row, ...]) -> Columns | None:
+    """The results as a worker may give them if all are inside the message and of one form."""
+    if not rows or any(row.error is not None or row.parameters or not row.outputs for row in rows):
+        return None
+    tensors = [tensor for row in rows for tensor in row.outputs]
+    if any(not isinstance(tensor.data, bytes) or not tensor.shape for tensor in tensors):
+        return None
+    forms = [tuple(TensorForm(one.name, one.dtype, one.shape[1:]) for one in row.outputs) for row in rows]
+    if forms.count(forms[0]) != len(forms) or any(len({one.shape[0] for one in row.outputs}) > 1 for row in rows):
+        return None
+    return Columns(
+        forms[0],
+        tuple(row.request for row in rows),
+        tuple(row.outputs[0].shape[0] for row in rows),
+        tuple(tuple(one.data for one in row.outputs if isinstance(one.data, bytes)) for row in rows),
+    )
+
+
+def works_of(order: Execute) -> list[Work]:
+    if order.columns is None:
+        return list(order.works)
+    assert not order.works
+    inputs = one_by_one(order.columns)
+    assert len(order.audiences) == len(inputs)
+    return [
+        Work(number, tensors[0].shape[0], tensors, None, audience)
+        for (number, tensors), audience in zip(inputs, order.audiences, strict=True)
+    ]
+
+
 class WaitingBatch:
     def __init__(self, order: Execute) -> None:
         self.number = self.through = order.batch
-        self.works: list[Work] = list(order.works)
+        self.works: list[Work] = works_of(order)
         self.more = order.more
         self.open = order.open
 
@@ -108,6 +165,8 @@ class FakeWorker:
         """Calls that its model does nothing before the end of."""
         self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
         """Is told of each batch that starts."""
+        self.in_columns = False
+        """It answers in columns where it may, but not every third batch."""
 
     # ------------------------------------------------------------------------------------ what the broker says
 
@@ -160,8 +219,9 @@ class FakeWorker:
     def _execute(self, order: Execute) -> None:
         assert order.batch > self.last, "batch numbers rise"
         self.last = order.batch
-        assert order.works
-        for work in order.works:
+        works = works_of(order)
+        assert works
+        for work in works:
             for handle in references(work.inputs):
                 own = handle.segment in self.arenas.values()
                 assert own or handle.segment in self.mapped, f"{self.name} was never told of segment {handle.segment}"
@@ -172,7 +232,7 @@ class FakeWorker:
             self.waiting = [known for known in self.waiting if known.works]
             self.waiting.append(WaitingBatch(order))
             return
-        batch.works += order.works
+        batch.works += works
         batch.through, batch.more, batch.open = order.batch, order.more, batch.open or order.open
 
     def _withdraw(self, order: Withdraw) -> None:
@@ -265,6 +325,10 @@ class FakeWorker:
         following = self.take_up()
         times = (now - took, now - took, now, now)
         message = Done(done.number, rows[rows_first:], times, again=again)
+        if self.in_columns and done.number % 3:
+            message.columns = in_columns(message.rows)
+            if message.columns is not None:
+                message.rows = ()
         if following is not None:
             message.next, message.through = following.number, following.through
         self.outbox.append(message)
@@ -382,6 +446,10 @@ class FakeClient:
         return self.peer, Infer(number, model, 0, (one_input(rows),), None, timeout_us, options)
 
     def receive(self, message: Any) -> None:
+        for one in replies_of(message):
+            self._receive(one)
+
+    def _receive(self, message: Any) -> None:
         if isinstance(message, Part):
             self._part(message)
             self._take(message)

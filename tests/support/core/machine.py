@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from shmserve.protocol.messages import Columns, Infer, InferBatch, TensorForm
 from tests.support.core.fakes import FakeClient, FakeWorker
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
@@ -35,6 +36,47 @@ def not_a_rule(method: Callable[P, R]) -> Callable[P, R]:
         return method(*arguments, **keywords)
 
     return call
+
+
+def in_batches(happened: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """The same requests, consecutive ones as one InferBatch where a client may send them so."""
+    found: list[tuple[int, Any]] = []
+    last: Any = None
+    for peer, message in happened:
+        key = _form_of(peer, message)
+        if key is None or key != last:
+            found.append((peer, message if key is None else _batch([message])))
+        else:
+            known = found[-1][1].columns
+            added = _batch([message]).columns
+            known.requests += added.requests
+            known.rows += added.rows
+            known.data += added.data
+        last = key
+    return found
+
+
+def _form_of(peer: int, message: Any) -> Any:
+    """What the requests of an InferBatch have in common; None if this one cannot be in any."""
+    if not isinstance(message, Infer) or message.options is not None or message.outputs is not None:
+        return None
+    if any(not isinstance(tensor.data, bytes) or not tensor.shape for tensor in message.inputs):
+        return None
+    if len({tensor.shape[0] for tensor in message.inputs}) != 1:
+        return None
+    forms = tuple((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in message.inputs)
+    return peer, message.model, message.version, message.timeout_us, forms
+
+
+def _batch(messages: list[Infer]) -> InferBatch:
+    first = messages[0]
+    columns = Columns(
+        tuple(TensorForm(tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in first.inputs),
+        tuple(message.request for message in messages),
+        tuple(message.inputs[0].shape[0] for message in messages),
+        tuple(tuple(one.data for one in message.inputs if isinstance(one.data, bytes)) for message in messages),
+    )
+    return InferBatch(first.model, first.version, columns, first.timeout_us)
 
 
 class WorldMachine(RuleBasedStateMachine):

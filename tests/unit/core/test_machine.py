@@ -41,7 +41,7 @@ from shmserve.protocol.messages import (
     Wanted,
 )
 from tests.support.core.fakes import FakeClient, references
-from tests.support.core.machine import MS, WorldMachine, run_machine
+from tests.support.core.machine import MS, WorldMachine, in_batches, run_machine
 from tests.support.core.world import World
 
 LIMITS = Limits(
@@ -112,6 +112,7 @@ class Slow(World):
         super()._spawn(effect)
         self.slow_to.add(effect.peer)
         self.slow_from.add(effect.peer)
+        self.workers[effect.peer].in_columns = True
 
     def tell(self, effect: Any) -> None:
         if isinstance(effect, Kill):
@@ -206,10 +207,11 @@ class CoreMachine(WorldMachine):
         timeout_ms=st.sampled_from([0, 0, 0, 1, 3, 9]),
         wanted=st.sampled_from([None, None, ("w",), ("y", "w"), ("placed",)]),
         together=st.booleans(),
+        batched=st.booleans(),
     )
     def infer(
         self, which: int, which_model: int, count: int, rows: int, where: str, shape: int, optional: bool,
-        options: Options | None, timeout_ms: int, wanted: tuple[str, ...] | None, together: bool,
+        options: Options | None, timeout_ms: int, wanted: tuple[str, ...] | None, together: bool, batched: bool = False,
     ) -> None:  # fmt: skip
         client = self.choose_client(which)
         model = self.world.policies[self.names[which_model % len(self.names)], 1]
@@ -228,7 +230,7 @@ class CoreMachine(WorldMachine):
                 happened.append((client.peer, events.Framed(message, blocks)))
             else:
                 happened.append((client.peer, message))
-        self.send(happened, together)
+        self.send(in_batches(happened) if batched else happened, together)
 
     def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
         message = self._request(client, self.world.policies[name, 1], rows, "inline", 1, True, None)
@@ -238,12 +240,16 @@ class CoreMachine(WorldMachine):
         return client.peer, message
 
     @precondition(lambda self: self.clients)
-    @rule(which=st.integers(0, 9), which_model=st.integers(0, 5), counts=st.lists(st.integers(1, 3), max_size=4))
-    def load(self, which: int, which_model: int, counts: list[int]) -> None:
+    @rule(
+        which=st.integers(0, 9), which_model=st.integers(0, 5), counts=st.lists(st.integers(1, 3), max_size=4),
+        batched=st.booleans(),
+    )  # fmt: skip
+    def load(self, which: int, which_model: int, counts: list[int], batched: bool = False) -> None:
         """Turn after turn of good requests for one model: so that batches wait at workers and are extended."""
         client, name = self.choose_client(which), self.names[which_model % len(self.names)]
         for count in counts:
-            self.send([self._simple(client, name, 1) for _ in range(count)], False)
+            happened = [self._simple(client, name, 1) for _ in range(count)]
+            self.send(in_batches(happened) if batched else happened, False)
 
     @precondition(lambda self: self.clients and self.workers(lambda worker: worker.running))
     @rule(which=st.integers(0, 9), counts=st.lists(st.integers(1, 2), min_size=1, max_size=3), cancel=st.booleans())

@@ -19,7 +19,7 @@ from shmserve.core.limits import Limits
 from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.support.core.fakes import FakeClient, FakeWorker, references
-from tests.support.core.machine import not_a_rule, run_machine
+from tests.support.core.machine import in_batches, not_a_rule, run_machine
 from tests.unit.core.test_machine import BROKER_SEGMENT, LIMITS
 from tests.unit.core.test_machine_operations import OperatedMachine, _loads, _may_leave
 
@@ -94,14 +94,15 @@ class EverythingMachine(OperatedMachine):
         timeout_ms=st.sampled_from([0, 0, 0, 1, 3, 9]),
         wanted=st.sampled_from([None, None, ("one",), ("one", "two"), ("placed",)]),
         together=st.booleans(),
+        batched=st.booleans(),
     )
     def infer(
         self, which: int, which_model: int, count: int, rows: int, where: str, value: int, options: Options | None,
-        timeout_ms: int, wanted: tuple[str, ...] | None, together: bool,
+        timeout_ms: int, wanted: tuple[str, ...] | None, together: bool, batched: bool = False,
     ) -> None:  # fmt: skip
         client, name = self.choose_client(which), self.names[which_model % len(self.names)]
         happened = [self._ask(client, name, rows, where, value, options, wanted, timeout_ms) for _ in range(count)]
-        self.send(happened, together)
+        self.send(in_batches(happened) if batched else happened, together)
 
     def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
         options = None

@@ -1,0 +1,455 @@
+"""Columns: what is accepted, what is refused as a whole, and what the broker sends and keeps for them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.core.batching.queue import RequestQueue
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.requests.validation import _FORMS, Checker
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    BATCH_REQUESTS,
+    DIMS,
+    INLINE_BYTES,
+    NAME_LENGTH,
+    PACKET_MESSAGES,
+    TENSORS,
+    Cancel,
+    ClientMessage,
+    Columns,
+    Done,
+    Execute,
+    Fail,
+    InferBatch,
+    Ping,
+    Pong,
+    Reply,
+    ReplyBatch,
+    Row,
+    Tensor,
+    TensorForm,
+    WorkerOrder,
+    rows_of,
+    tensors_of,
+)
+from tests.support.core.fakes import FakeClient, FakeWorker, one_by_one
+from tests.support.core.world import World
+
+X = TensorSpec("x", "FP32", (-1,))
+Y = (TensorSpec("y", "FP32", (-1,)),)
+FORM = TensorForm("x", "FP32", (1,))
+
+
+def columns(count: int, first: int = 1, rows: int = 1, forms: tuple[TensorForm, ...] = (FORM,)) -> Columns:
+    numbers = tuple(range(first, first + count))
+    return Columns(forms, numbers, (rows,) * count, ((bytes(4 * rows),) * len(forms),) * count)
+
+
+class Told(FakeClient):
+    """Notes the messages as they come."""
+
+    def __init__(self, client: FakeClient) -> None:
+        super().__init__(client.peer, client.name, client.plane, client.outputs)
+        self.messages: list[Any] = []
+
+    def receive(self, message: Any) -> None:
+        self.messages.append(message)
+        super().receive(message)
+
+
+def serving(max_batch: int = 8, instances: int = 1) -> tuple[World, Told]:
+    world = World()
+    world.deploy(ModelPolicy("m", 1, max_batch, (X,), Y, BatchPolicy()), instances)
+    client = world.connect("c")
+    told = world.clients[client.peer] = Told(client)
+    return world, told
+
+
+def send(world: World, client: FakeClient, *batches: Columns, timeout_us: int = 0) -> None:
+    for batch in batches:
+        for number in batch.requests:
+            client.sends(number)
+    world.turn([(client.peer, InferBatch("m", 0, batch, timeout_us)) for batch in batches])
+
+
+# ------------------------------------------------------------------------------------------------- messages
+
+
+@given(st.data())
+def test_columns_are_read_as_the_tensors_of_each_request(data: st.DataObject) -> None:
+    forms = tuple(data.draw(st.lists(st.builds(TensorForm, st.text(max_size=3), st.just("UINT8"), st.just((2,))))))
+    blobs = st.tuples(*[st.binary(max_size=4) for _ in forms])
+    each = data.draw(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 9), blobs), min_size=1, max_size=5))
+    numbers, rows, found = (tuple(part) for part in zip(*each, strict=True))
+    made = Columns(forms, numbers, rows, found)
+    assert made.regular
+    assert one_by_one(made) == [(row.request, row.outputs) for row in rows_of(made)]
+    for index, (number, outputs) in enumerate(one_by_one(made)):
+        assert numbers[index] == number
+        assert made.tensors(index) == tensors_of(forms, rows[index], found[index]) == outputs
+        assert [tensor.shape for tensor in outputs] == [(rows[index], 2)] * len(forms)
+
+
+def test_rows_are_left_as_they_are() -> None:
+    rows = (Row(1, (Tensor("y", "FP32", (1,), bytes(4)),)),)
+    assert rows_of(rows) is rows
+
+
+IRREGULAR = {
+    "nothing": Columns((FORM,), (), (), ()),
+    "rows too short": Columns((FORM,), (1, 2), (1,), ((bytes(4),), (bytes(4),))),
+    "rows too long": Columns((FORM,), (1,), (1, 1), ((bytes(4),),)),
+    "data too short": Columns((FORM,), (1, 2), (1, 1), ((bytes(4),),)),
+    "data too long": Columns((FORM,), (1,), (1,), ((bytes(4),), (bytes(4),))),
+    "too few tensors": Columns((FORM, FORM), (1, 2), (1, 1), ((bytes(4), bytes(4)), (bytes(4),))),
+    "too many tensors": Columns((FORM,), (1, 2), (1, 1), ((bytes(4),), (bytes(4), bytes(4)))),
+}
+
+
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_an_irregular_batch_is_refused_as_a_whole(name: str) -> None:
+    """It cannot be said which numbers are those of requests, so its error has none, and none of them is admitted."""
+    assert not IRREGULAR[name].regular
+    world, client = serving()
+    world.turn([(client.peer, InferBatch("m", 0, IRREGULAR[name])), (client.peer, Ping(7))])
+    error, pong = client.messages
+    assert isinstance(error, Fail)
+    assert (error.request, error.code) == (0, "PROTOCOL")
+    assert f"from 1 to {BATCH_REQUESTS}" in error.text
+    assert pong == Pong(7)
+    assert not world.core.state.requests
+    send(world, client, columns(1))
+    world.finish_all()
+    assert isinstance(client.answers[1], Reply)
+
+
+def test_a_batch_has_a_limit_of_requests() -> None:
+    world, client = serving()
+    world.turn([(client.peer, InferBatch("m", 0, columns(BATCH_REQUESTS + 1)))])
+    (error,) = client.messages
+    assert isinstance(error, Fail)
+    assert error.request == 0
+    assert f"an InferBatch has {BATCH_REQUESTS + 1} requests" in error.text
+    assert not world.core.state.requests
+    send(world, client, columns(BATCH_REQUESTS))
+    world.finish_all()
+    assert all(isinstance(client.answers[number], Reply) for number in range(1, BATCH_REQUESTS + 1))
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        ([[["x", "FP32", [1]]] * (TENSORS + 1), [5], [1], [[b""] * (TENSORS + 1)]], "columns"),
+        ([[["x" * (NAME_LENGTH + 1), "FP32", [1]]], [5], [1], [[b"abcd"]]], "columns"),
+        ([[["x", "123456789", [1]]], [5], [1], [[b"abcd"]]], "columns"),
+        ([[["x", "FP32", [1] * DIMS]], [5], [1], [[b"abcd"]]], "columns"),
+        ([[["x", "FP32", [1]]], [5], [1], [[bytes(INLINE_BYTES + 1)]]], "columns"),
+        ([[["x", "FP32", [1]]], [5], [1], [[[[1, 0, 4]]]]], "columns"),
+        ([[["x", "FP32", [1]]], [-5], [1], [[b"abcd"]]], "columns"),
+        ([[["x", "FP32", [1]]], [5], [-1], [[b"abcd"]]], "columns"),
+        ([[["x", "FP32", [1]]], [2**63], [1], [[b"abcd"]]], "columns"),
+        ([[["x", "FP32", [1]]], [0] * (PACKET_MESSAGES + 1), [1], [[b"abcd"]]], "columns"),
+        ([[["x", "FP32", [1]]], [5], [1] * (PACKET_MESSAGES + 1), [[b"abcd"]]], "columns"),
+        ([[["x", "FP32", [1]]], [5], [1], [[b"abcd"]] * (PACKET_MESSAGES + 1)], "columns"),
+        ([[["x", "FP32", [1]]], [5], [1]], "columns"),
+        (None, "columns"),
+    ],
+)
+def test_a_batch_over_the_limits_of_a_message_is_refused_and_the_others_are_not(bad: Any, field: str) -> None:
+    packet = codec.encode([Ping(1), [12, "m", 0, bad], Ping(2)])
+    first, refused, last = codec.Codec(ClientMessage, PACKET_MESSAGES).decode(packet)
+    assert (first, last) == (Ping(1), Ping(2))
+    assert isinstance(refused, codec.Refused)
+    assert refused.request == 0
+    assert "InferBatch" in refused.text
+    assert field in refused.text
+
+
+# ------------------------------------------------------------------------------------------------- to workers
+
+
+def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> None:
+    world, client = serving()
+    other = world.connect("other")
+    world.clients[other.peer] = other = Told(other)
+    worker = world.worker("m_0")
+    worker.in_columns = True
+    send(world, client, columns(1))  # runs, so that the next ones wait
+    world.slow_to.add(worker.peer)
+    for number in (2, 3, 4):
+        client.sends(number)
+    for number in (1, 2):
+        other.sends(number)
+    world.turn(
+        [
+            (client.peer, InferBatch("m", 0, columns(3, 2))),
+            (other.peer, InferBatch("m", 0, columns(2))),
+        ]
+    )
+    world.finish()
+    orders = [message for message in worker.inbox if isinstance(message, Execute)]
+    assert orders
+    assert all(order.columns is not None and not order.works for order in orders)
+    world.slow_to.clear()
+    world.settle()
+    world.finish_all()
+    batches = [message for message in client.messages if isinstance(message, ReplyBatch)]
+    assert sorted(number for batch in batches for number in batch.columns.requests) == [1, 2, 3, 4]
+    assert client.answers.keys() == {1, 2, 3, 4}
+    assert [message.columns.requests for message in other.messages if isinstance(message, ReplyBatch)] == [(1, 2)]
+
+
+@pytest.mark.parametrize("count", [PACKET_MESSAGES, PACKET_MESSAGES + 1, 3 * PACKET_MESSAGES])
+def test_the_worker_can_read_a_batch_of_very_many_requests(count: int) -> None:
+    world, client = serving(max_batch=4 * PACKET_MESSAGES)
+    worker = world.worker("m_0")
+    send(world, client, columns(1, 10**6))
+    world.slow_to.add(worker.peer)
+    batches = [columns(min(BATCH_REQUESTS, count - at), 1 + at) for at in range(0, count, BATCH_REQUESTS)]
+    send(world, client, *batches)
+    orders = [message for message in worker.inbox if isinstance(message, Execute)]
+    world.slow_to.clear()
+    read = codec.Codec(WorkerOrder)
+    for order in orders:
+        (found,) = read.decode(codec.encode([order]))
+        assert isinstance(found, Execute)
+    world.settle()
+    world.finish_all()
+    assert len(client.answers) == count + 1
+    assert max(map(len, worker.started)) == count
+
+
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_a_worker_that_answers_in_irregular_columns_is_stopped(name: str) -> None:
+    world, client = serving()
+    worker = world.worker("m_0")
+    send(world, client, columns(2))
+    assert worker.running is not None
+    worker.outbox.append(Done(worker.running.number, (), (0, 0, 0, 0), columns=IRREGULAR[name]))
+    world.settle()
+    assert worker.dead
+    world.advance(world.now + 60 * 10**9)
+    world.finish_all()
+    assert client.answers.keys() == {1, 2}
+    assert not client.open
+    assert not world.core.state.requests
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (1, 99)])
+def test_a_worker_that_answers_in_columns_what_it_does_not_run_is_stopped(numbers: tuple[int, int]) -> None:
+    """The n-th request that it runs for each n; 99: none."""
+    world, client = serving()
+    worker = world.worker("m_0")
+    send(world, client, columns(2))
+    assert worker.running is not None
+    known = [work.request for work in worker.running.works]
+    told = tuple(known[number - 1] if number < 99 else 10**9 for number in numbers)
+    form = (TensorForm("y", "FP32", (1,)),)
+    answer = Columns(form, told, (1, 1), ((bytes(4),), (bytes(4),)))
+    worker.outbox.append(Done(worker.running.number, (), (0, 0, 0, 0), columns=answer))
+    world.settle()
+    assert worker.dead
+    world.advance(world.now + 60 * 10**9)
+    world.finish_all()
+    assert client.answers.keys() == {1, 2}
+    assert not world.core.state.requests
+
+
+def answer_in_columns(world: World, worker: FakeWorker, numbers: tuple[int, ...]) -> None:
+    """What runs is answered, whatever else happened to it."""
+    assert worker.running is not None
+    batch, worker.running = worker.running, None
+    known = {work.request: work for work in batch.works}
+    rows = tuple(known[number].rows for number in numbers)
+    blobs = tuple((bytes(4 * count),) for count in rows)
+    form = (TensorForm("y", "FP32", (1,)),)
+    worker.outbox.append(Done(batch.number, (), (0, 0, 0, 0), columns=Columns(form, numbers, rows, blobs)))
+    world.settle()
+
+
+def test_requests_that_have_ended_while_they_ran_are_left_out_of_the_reply() -> None:
+    world, client = serving()
+    worker = world.worker("m_0")
+    send(world, client, columns(4))
+    assert worker.running is not None
+    numbers = tuple(work.request for work in worker.running.works)
+    world.turn([(client.peer, Cancel(2))])
+    cancelled = client.answers[2]
+    answer_in_columns(world, worker, numbers)
+    (reply,) = [message for message in client.messages if isinstance(message, ReplyBatch)]
+    assert reply.columns.requests == (1, 3, 4)
+    assert client.answers[2] is cancelled
+    assert cancelled.code == "CANCELLED"
+    assert not client.held_inputs
+    assert not world.core.state.requests
+    assert not world.core.state.clients[client.peer].bytes
+    assert not worker.dead
+
+
+def test_requests_whose_client_has_gone_are_left_out_and_the_others_are_answered() -> None:
+    world, client = serving()
+    leaving = world.connect("leaving")
+    worker = world.worker("m_0")
+    for number in (1, 2):
+        client.sends(number)
+        leaving.sends(number)
+    world.turn([(peer, InferBatch("m", 0, columns(2))) for peer in (client.peer, leaving.peer)])
+    assert worker.running is not None
+    numbers = tuple(work.request for work in worker.running.works)
+    assert len(numbers) == 4
+    world.gone(leaving)
+    answer_in_columns(world, worker, numbers)
+    assert client.answers.keys() == {1, 2}
+    assert not world.core.state.requests
+    assert not worker.dead
+
+
+@pytest.mark.parametrize("first", ["form", "infer", "other form"])
+def test_a_batch_of_requests_of_several_forms_is_sent_one_by_one(first: str) -> None:
+    """Ragged ones can run together. All of them have their own inputs."""
+    world = World()
+    ragged = TensorSpec("x", "FP32", (-1,), ragged=True)
+    world.deploy(ModelPolicy("m", 1, 8, (ragged,), Y, BatchPolicy()))
+    client = world.connect("c")
+    worker = world.worker("m_0")
+    given: list[Any] = []
+    worker.watch = lambda worker, batch: given.extend(batch.works)
+    turn: dict[str, tuple[int, Any]] = {}
+    turn["form"] = client.peer, InferBatch("m", 0, columns(2, 1))
+    wide = Columns(form_of(3), (3, 4), (1, 1), ((b"abcdefghijkl",), (b"mnopqrstuvwx",)))
+    turn["other form"] = client.peer, InferBatch("m", 0, wide)
+    for number in (1, 2, 3, 4):
+        client.sends(number)
+    turn["infer"] = client.infer(5)
+    order = [first, *[kind for kind in turn if kind != first]]
+    world.turn([turn[kind] for kind in order])
+    assert len(worker.started) == 1
+    shapes = {"form": [(1, 1)] * 2, "other form": [(1, 3)] * 2, "infer": [(1, 1)]}
+    assert [work.inputs[0].shape for work in given] == [shape for kind in order for shape in shapes[kind]]
+    assert {b"abcdefghijkl", b"mnopqrstuvwx"} <= {work.inputs[0].data for work in given}
+    worker.in_columns = True
+    world.finish_all()
+    assert client.answers.keys() == {1, 2, 3, 4, 5}
+
+
+def test_a_client_that_holds_too_much_is_refused_in_columns_as_well() -> None:
+    world = World(Limits(client_held_bytes=8))
+    world.deploy(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()), large="y")
+    client = world.connect("c")
+    for number in range(1, 6):
+        client.sends(number)
+    world.turn([(client.peer, InferBatch("m", 0, columns(3)))])
+    world.finish_all()
+    assert len(client.holds) == 3
+    world.turn([(client.peer, InferBatch("m", 0, columns(2, 4)))])
+    for number in (4, 5):
+        assert client.answers[number].code == "UNAVAILABLE"
+        assert "client_held_bytes" in client.answers[number].text
+    assert not world.core.state.requests
+
+
+# ------------------------------------------------------------------------------------------------- what is kept
+
+
+def form_of(width: int) -> tuple[TensorForm, ...]:
+    return (TensorForm("x", "FP32", (width,)),)
+
+
+def test_forms_that_were_refused_are_not_kept() -> None:
+    """Each could be as large as a packet, and a model would keep many."""
+    checker = Checker(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()))
+    for number in range(10 * _FORMS):
+        bad = tuple(TensorForm(f"{number} {index}", "FP32", (1,) * 9) for index in range(20))
+        assert checker.check_rows(checker.form(bad), 1, (bytes(4),) * 20) is None
+        short = checker.form(form_of(number + 2))
+        assert checker.check_rows(short, 1, (b"",)) is None
+    assert not checker._forms
+
+
+def test_forms_that_were_accepted_are_kept_up_to_a_limit() -> None:
+    checker = Checker(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()))
+    for width in range(10 * _FORMS):
+        form = checker.form(form_of(width))
+        assert checker.check_rows(form, 2, (bytes(8 * width),)) is not None
+        assert checker.form(form_of(width)) is form
+        assert len(checker._forms) <= _FORMS
+        for rows in range(40):
+            checker.check_rows(form, rows, (bytes(4 * rows * width),))
+        assert len(form.by_rows) <= 9  # 0 to max_batch
+
+
+def test_requests_without_inputs_have_no_rows() -> None:
+    """Whatever their columns say: else each number would be kept, and counted."""
+    maybe = TensorSpec("x", "FP32", (1,), optional=True)
+    checker = Checker(ModelPolicy("m", 1, 8, (maybe,), Y, BatchPolicy()))
+    form = checker.form(())
+    assert all(checker.check_rows(form, rows, ()) is None for rows in (1, 2, sys.maxsize))
+    assert not form.by_rows
+
+
+def test_a_form_is_forgotten_while_requests_of_it_wait() -> None:
+    """They still run, and are not taken for others."""
+    world, client = serving(max_batch=4)
+    worker = world.worker("m_0")
+    send(world, client, columns(2))
+    for index in range(_FORMS + 2):
+        width = index + 2
+        batch = Columns(form_of(width), (10 * width, 10 * width + 1), (1, 1), ((bytes(4 * width),),) * 2)
+        send(world, client, batch)
+    send(world, client, columns(2, 3))
+    world.finish_all()
+    assert not client.open
+    assert all(isinstance(answer, Reply) for answer in client.answers.values())
+    assert len(worker.started) >= _FORMS
+
+
+# ------------------------------------------------------------------------------------------------- the queue
+
+
+class Waiting:
+    """What a queue knows of a request."""
+
+    def __init__(self, number: int, user: str, peer: int, cost: int) -> None:
+        self.number, self.cost, self.rows, self.inline = number, cost, cost, 3 * cost
+        self.client = type("C", (), {"user": user, "number": peer})()
+        self.level = 0
+        self.deadline = number % 2
+        self.tag = 0
+        self.delayed = False
+
+
+GROUPS = st.lists(
+    st.tuples(st.sampled_from([("a", 1), ("a", 2), ("b", 3)]), st.lists(st.integers(1, 4), min_size=1, max_size=5)),
+    max_size=8,
+)
+
+
+@given(GROUPS)
+def test_requests_that_are_added_together_have_the_places_of_those_added_one_by_one(groups: Any) -> None:
+    together: RequestQueue[Any] = RequestQueue(BatchPolicy())
+    singly: RequestQueue[Any] = RequestQueue(BatchPolicy())
+    number = 0
+    for (user, peer), costs in groups:
+        number += 2
+        together.add_all([Waiting(number, user, peer, cost) for cost in costs])
+        for cost in costs:
+            singly.add(Waiting(number, user, peer, cost))
+        assert places(together) == places(singly)
+        assert (together.count, together.bytes, together.timed) == (singly.count, singly.bytes, singly.timed)
+
+
+def places(queue: RequestQueue[Any]) -> Any:
+    return {
+        level: {
+            user: ([(one.number, one.cost, one.tag, one.client.number) for one in share.ready], share.tags)
+            for user, share in found.shares.items()
+        }
+        for level, found in queue._levels.items()
+    }
