@@ -24,15 +24,17 @@ from bench.lib.setting import serving
 pytestmark = pytest.mark.process
 
 MAP, UNMAP, RETURN, PING, PONG = 1, 2, 3, 4, 5
-HELLO, INFER, CANCEL, ASK, BYE, MORE = 6, 7, 8, 9, 10, 11
+HELLO, INFER, CANCEL, ASK, BYE, MORE, INFER_BATCH = 6, 7, 8, 9, 10, 11, 12
 WELCOME, REPLY, FAIL, RELEASED, FAIL_HELD, ANSWER, RECLAIM, GOODBYE, PART = 32, 33, 34, 35, 36, 37, 38, 39, 40
+REPLY_BATCH = 41
 SECONDS = 20.0
 
 Message = list[Any]
 
 
 class WireClient:
-    """One DEALER. `frames`: the frames after the last packet; `named`: the segments that the server has announced."""
+    """One DEALER. `frames`: the frames after the last packet; `named`: the segments that the server has announced;
+    `batched`: how many ReplyBatches were read."""
 
     def __init__(self, server: Path, outputs: str, *, greet: bool = True) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -43,13 +45,15 @@ class WireClient:
         self.frames: list[bytes] = []
         self.named: dict[int, tuple[str, int]] = {}
         self.owner = 0
+        self.limits: dict[str, int] = {}
+        self.batched = 0
         if greet:
             self.send([HELLO, 1, os.getpid(), "independent", outputs])
-            tag, protocol, self.owner, version, limits = self.read()
+            tag, protocol, self.owner, version, self.limits = self.read()
             assert (tag, protocol) == (WELCOME, 1)
             assert isinstance(version, str)
-            assert limits
-            assert all(type(value) is int for value in limits.values())
+            assert self.limits
+            assert all(type(value) is int for value in self.limits.values())
 
     def send(self, *batch: Message, frames: tuple[bytes, ...] = ()) -> None:
         self._socket.send_multipart([msgpack.packb(list(batch)), *frames])
@@ -142,6 +146,7 @@ class TritonPythonModel:
 def write_repository(root: Path) -> None:
     models.write(root, "identity", models.identity(), {})
     models.write(root, "strings", models.identity("STRING"), {})
+    models.write(root, "batching", models.identity(dims=[2], max_batch=8), {})
     slow = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])})
     models.write(root, "slow", slow, {"model.py": SLOW})
     models.write(root, "counts", slow, {"model.py": COUNTS})
@@ -183,6 +188,89 @@ def test_inline_tensors_come_back_inline(server: Path, outputs: str) -> None:
         tag, request, version, tensors, *_ = client.infer(1, "identity", [["x", "FP32", [1024], x.tobytes()]])
         assert (tag, request, version) == (REPLY, 1, 1)
         assert tensors == [["y", "FP32", [1024], x.tobytes()]]
+
+
+def results(client: WireClient, count: int) -> dict[int, Message]:
+    """The answers to that many requests, those in a ReplyBatch as Replies."""
+    found: dict[int, Message] = {}
+    while len(found) < count:
+        message = client.read()
+        if message[0] != REPLY_BATCH:
+            assert message[1] not in found
+            found[message[1]] = message
+            continue
+        client.batched += 1
+        _, version, (forms, requests, rows, data) = message
+        assert len(requests) == len(rows) == len(data)
+        for request, axis, blobs in zip(requests, rows, data, strict=True):
+            assert request not in found
+            tensors = [
+                [name, dtype, [axis, *dims], blob] for (name, dtype, dims), blob in zip(forms, blobs, strict=True)
+            ]
+            found[request] = [REPLY, request, version, tensors, None]
+    return found
+
+
+def test_requests_in_a_batch_have_the_answers_of_requests_one_by_one(server: Path) -> None:
+    """Several batches, so that requests run together. Some have errors of their own."""
+    with WireClient(server, "frames") as client:
+        most = client.limits["batch_requests"]
+        assert most > 1
+        batches: list[Message] = []
+        singly: list[Message] = []
+        for first in range(1, 6 * most, most):
+            numbers = list(range(first, first + most))
+            rows = [9 if number % 50 == 0 else 1 + number % 3 for number in numbers]
+            data = [floats(2 * axis, number).tobytes() for number, axis in zip(numbers, rows, strict=True)]
+            data[7] = data[7][4:]
+            columns = [[["x", "FP32", [2]]], numbers, rows, [[blob] for blob in data]]
+            batches.append([INFER_BATCH, "batching", 0, columns])
+            for number, axis, blob in zip(numbers, rows, data, strict=True):
+                singly.append([INFER, number, "batching", 0, [["x", "FP32", [axis, 2], blob]]])
+        client.send(*batches)
+        together = results(client, 6 * most)
+        client.send(*singly)
+        assert client.batched, "those that run together are answered in columns"
+        batched = client.batched
+        assert together == results(client, 6 * most)
+        assert client.batched == batched, "what came by Infer is answered by Reply"
+        assert {answer[0] for answer in together.values()} == {REPLY, FAIL}
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ([[["x", "FP32", [2]]], [], [], []], "an InferBatch has 0 requests"),
+        ([[["x", "FP32", [2]]], [5, 6], [1], [[bytes(8)], [bytes(8)]]], "2 requests, 1 rows and 2 data"),
+        ([[["x", "FP32", [2]]], [5], [1], [[bytes(8), bytes(8)]]], "one item of data for each form"),
+        ([[["x", "FP32", [2]]], list(range(1, 200)), [1] * 199, [[bytes(8)]] * 199], "199 requests"),
+        ([[["x", "FP32", [2]]], [5], [1], [bytes(8)]], "columns"),
+    ],
+)
+def test_an_invalid_batch_is_refused_as_a_whole(server: Path, columns: Message, words: str) -> None:
+    with WireClient(server, "frames") as client:
+        client.send([INFER_BATCH, "batching", 0, columns], [PING, 2])
+        refused = client.read()
+        assert refused[:3] == [FAIL, 0, "PROTOCOL"]
+        assert words in refused[3]
+        assert client.read() == [PONG, 2]
+        client.send([INFER_BATCH, "batching", 0, [[["x", "FP32", [2]]], [5], [1], [[bytes(8)]]]])
+        assert results(client, 1)[5][0] == REPLY
+
+
+def test_a_request_of_a_batch_is_cancelled_by_its_number_and_has_a_timeout(server: Path) -> None:
+    with WireClient(server, "frames") as client:
+        columns = [[["x", "FP32", []]], [1, 2, 3], [1, 1, 1], [[b"1234"], [b"2345"], [b"3456"]]]
+        client.send([INFER_BATCH, "slow", 0, columns], [CANCEL, 2])
+        answers: dict[int, Message] = {}
+        while len(answers) < 3:
+            answers |= {number: one for number, one in results(client, 1).items() if one[0] != RELEASED}
+        assert [answers[number][0] for number in (1, 3)] == [REPLY, REPLY]
+        assert answers[2][2] == "CANCELLED"
+        client.send([INFER_BATCH, "slow", 0, [[["x", "FP32", []]], [4], [1], [[b"1234"]]], 50_000])
+        while (answer := client.read())[0] == RELEASED:
+            assert answer[1] == 2
+        assert answer[1:3] == [4, "DEADLINE_EXCEEDED"]
 
 
 def test_strings_have_a_length_prefix(server: Path) -> None:
@@ -348,7 +436,13 @@ def test_status_queries(server: Path) -> None:
         assert ask(client, "live")["live"] is True
         assert ask(client, "ready")["ready"] is True
         assert ask(client, "ready", "identity", 1)["ready"] is True
-        assert {entry["name"] for entry in ask(client, "models")} == {"identity", "strings", "slow", "counts"}
+        assert {entry["name"] for entry in ask(client, "models")} == {
+            "identity",
+            "strings",
+            "batching",
+            "slow",
+            "counts",
+        }
         metadata = ask(client, "metadata", "identity")
         assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1]}]
         assert ask(client, "config", "identity")["name"] == "identity"
