@@ -32,6 +32,7 @@ class PacketGenerator:
         self._request = 0
         self._kinds: list[tuple[int, Callable[[], Any]]] = [
             (30, self._infer),
+            (10, self._infer_batch),
             (5, self._return),
             (4, self._cancel),
             (4, self._map),
@@ -117,6 +118,32 @@ class PacketGenerator:
         ]
         return [7, *fields[: self.random.choice((7, 7, 7, 4, 2))]]
 
+    def _infer_batch(self) -> Any:
+        count = self._odd(self.random.choice((1, 2, 5, 64)), (0, 65, 1024, 1025), 0.1)
+        width = self._odd(4, (0, 1, 16), 0.2)
+        forms: Any = [[self._odd(self._tensor, ODD_NAMES), self._odd("FP32", ODD_TYPES), [width]]]
+        forms *= self._odd(1, (0, 2, 40, 300), 0.05)
+        numbers: list[Any] = []
+        for _ in range(count):
+            self._request += 1
+            numbers.append(self._odd(self._request, ODD_NUMBERS, 0.02))
+        rows: list[Any] = [self._odd(1, (0, 2, 9, *ODD_NUMBERS), 0.02) for _ in range(count)]
+        data: list[Any] = [[bytes(4 * width)] * len(forms) for _ in range(count)]
+        if data and self.random.random() < 0.3:
+            data[self.random.randrange(count)] = self.random.choice(
+                ([], [b"short"], [b"", b""], [b"b" * 5000], [[self._handle()]], b"bytes", None, 5)
+            )
+        columns: list[Any] = [self._odd(forms, (5, None, [[]], {}), 0.05), numbers, rows, data]
+        if self.random.random() < 0.1:
+            columns[self.random.randrange(4)] = self.random.choice((numbers, rows, data))[1:]
+        fields = [
+            self._odd(self._model, ODD_NAMES, 0.08),
+            self._odd(0, ODD_NUMBERS, 0.05),
+            self._odd(columns, (columns[:3], [], None, "x"), 0.05),
+            self._odd(0, (1, 100, *ODD_NUMBERS)),
+        ]
+        return [12, *fields[: self.random.choice((4, 4, 3, 2))]]
+
     def _return(self) -> Any:
         return [3, [self._handle() for _ in range(self.random.choice((1, 1, 5, 300)))]]
 
@@ -143,7 +170,7 @@ class PacketGenerator:
 
     def _stray(self) -> Any:
         """A message of the opposite direction, of the broker's links to workers, or of an unknown type."""
-        return [self.random.choice((*range(32, 40), *range(64, 68), *range(96, 102), 11, 127, -1, "7")), self._number()]
+        return [self.random.choice((*range(32, 42), *range(64, 68), *range(96, 102), 11, 127, -1, "7")), self._number()]
 
     def _tree(self, depth: int) -> Any:
         roll = self.random.random()

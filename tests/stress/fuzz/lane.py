@@ -19,17 +19,20 @@ from shmserve.protocol.messages import (
     Bye,
     Cancel,
     ClientMessage,
+    Columns,
     Fail,
     FailHeld,
     Goodbye,
     Handle,
     Hello,
     Infer,
+    InferBatch,
     Map,
     Options,
     Ping,
     Return,
     Tensor,
+    TensorForm,
     Unmap,
     Wanted,
 )
@@ -79,8 +82,9 @@ class Course:
 
     def run(self) -> None:
         steps = (
-            self._packet, self._infer, self._infer, self._give_back, self._map, self._unmap, self._small,
-            self._cancel, self._honest, self._honest, self._finish, self._finish, self._die, self._wait, self._leave,
+            self._packet, self._infer, self._infer, self._infer_batch, self._infer_batch, self._give_back,
+            self._map, self._unmap, self._small, self._cancel, self._honest, self._honest, self._finish,
+            self._finish, self._die, self._wait, self._leave,
         )  # fmt: skip
         for _ in range(MOST):
             if not self.read:
@@ -197,6 +201,23 @@ class Course:
         number, model = self.read.byte() % 40, self.read.pick(("m", "m", "m", "n", ""))
         infer = Infer(number, model, self.read.pick((0, 0, 1, 2)), inputs, wanted, self.read.pick(ODD), options)
         self._from(self.hostile, [infer] * self.read.pick((1, 1, 1, 2)))
+
+    def _infer_batch(self) -> None:
+        widths = self.read.pick(((4,), (4,), (1,), (), (0,), (-1,), (2**62, 4)))
+        names: tuple[str, ...] = self.read.pick((("x",), ("x",), ("x",), (), ("x", "x"), ("y",)))
+        forms = tuple(TensorForm(name, self.read.pick(("FP32", "FP32", "INT8", "")), widths) for name in names)
+        count = self.read.pick((1, 2, 3, 5, 64, 65, 0))
+        first, size = self.read.byte() % 40, self.read.pick((16, 16, 4, 0))
+        numbers: list[Any] = [first + index for index in range(count)]
+        rows: list[Any] = [self.read.pick((1, 1, 1, 2, 0, 2**62)) if index < 3 else 1 for index in range(count)]
+        data: list[Any] = [(bytes(size * min(axis, 3)),) * len(forms) for axis in rows]
+        if numbers and self.read.byte() % 4 == 0:
+            longer: list[Any] = self.read.pick([numbers, rows, data])
+            longer.append(longer[0])
+        columns = Columns(forms, tuple(numbers), tuple(rows), tuple(data))
+        model = self.read.pick(("m", "m", "m", "n", ""))
+        batch = InferBatch(model, self.read.pick((0, 0, 1, 2)), columns, self.read.pick(ODD))
+        self._from(self.hostile, [batch] * self.read.pick((1, 1, 1, 2)))
 
     def _give_back(self) -> None:
         self._from(self.hostile, [Return(tuple(self._handle() for _ in range(self.read.byte() % 4)))])

@@ -128,6 +128,11 @@ def _packets() -> Iterator[bytes]:
         messages.FailHeld(1, "INTERNAL", "text"),
     ]
     yield b"\x01" + wire.encode(ones)
+    columns = messages.Columns((messages.TensorForm("x", "FP32", (1,)),), (1, 2), (1, 1), ((b"1234",), (b"5678",)))
+    yield b"\x00" + wire.encode([messages.InferBatch("m", 0, columns, 5)])
+    yield b"\x01" + wire.encode([messages.ReplyBatch(1, columns)])
+    yield b"\x02" + wire.encode([messages.Execute(1, 0, (), False, True, columns, ("uid:1", "uid:1"))])
+    yield b"\x03" + wire.encode([messages.Done(1, (), (1, 2, 3, 4), columns=columns)])
     work = messages.Work(1, 1, (messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),)),), None, "uid:1")
     yield b"\x02" + wire.encode([messages.Load(5, "m", 1, "m_0", "1", {"a": "b"}), messages.Execute(1, 0, (work,))])
     row = messages.Row(1, (), messages.Failure("INTERNAL", "text"))
