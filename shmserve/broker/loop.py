@@ -138,18 +138,17 @@ class Broker:
         self._forgotten: list[int] = []
         room_for(limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS)
         self._outbox_bytes = limits.client_outbox_bytes
-        self._zmq_user = os.geteuid()
-        self._zmq_roles = access.roles_of(Principal(self._zmq_user))
-        self._zmq = self._make_zmq(runtime_dir)
-        self._zmq_used = False
-        self._lane = LaneListener(runtime_dir / LANE, loop, access, self._lane_opened)
-        open_to_group(runtime_dir, access.socket_group)
+        self._listen(runtime_dir, access)
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
         self._actions = self._all_actions()
 
-    def _make_zmq(self, runtime_dir: Path) -> ZmqRouter:
-        return ZmqRouter(
+    def _listen(self, runtime_dir: Path, access: AccessRules) -> None:
+        self._zmq_user = os.geteuid()
+        self._zmq_roles = access.roles_of(Principal(self._zmq_user))
+        self._zmq_used = False
+        self._lane = LaneListener(runtime_dir / LANE, self._loop, access, self._lane_opened)
+        self._zmq = ZmqRouter(
             runtime_dir / BROKER,
             self._loop,
             self._segments,
@@ -162,6 +161,7 @@ class Broker:
             self._turns,
             self._backlog,
         )
+        open_to_group(runtime_dir, access.socket_group)
 
     def _all_actions(self) -> dict[type, Callable[[Any], None]]:
         return {

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.core import events, invariants
-from shmserve.core.batching import dispatch
+from shmserve.core.batching import dispatch, reports
 from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Effect
 from shmserve.core.ensembles import readiness
@@ -130,11 +130,11 @@ class Core:
     def _worker_handlers(self) -> dict[type, WorkerHandler]:
         state, calls, lifecycle = self.state, self._calls, self._lifecycle
         return {
-            Done: partial(dispatch.done, state),
-            Rows: partial(dispatch.rows, state),
+            Done: partial(reports.done, state),
+            Rows: partial(reports.rows, state),
             Streamed: partial(responses.streamed, state),
-            Started: partial(dispatch.started, state),
-            Withdrawn: partial(dispatch.withdrawn, state),
+            Started: partial(reports.started, state),
+            Withdrawn: partial(reports.withdrawn, state),
             Map: lifecycle.map,
             Unmap: lifecycle.unmap,
             Return: calls.give_back,

@@ -2,6 +2,6 @@
 
 A request enters the version's `queue`, which orders priorities, users and clients. When an instance is idle or can take
 a batch ahead, `planning` calls `form` (or `padding`) to choose the next batch, and `dispatch` sends it to the worker.
-The worker's rows return to `dispatch`; `answers` hands their memory over to the callers. `recall` takes back requests
+The worker's rows return to `reports`; `answers` hands their memory over to the callers. `recall` takes back requests
 that a worker has not started, and `rate_limiter` decides which instances have the resources to run a batch.
 """

@@ -1,33 +1,22 @@
-"""Dispatch: sends batches to workers, extends them, and processes the workers' reports."""
+"""Dispatch: sends batches to workers, and extends them. `reports` processes what workers answer."""
 
 from __future__ import annotations
 
-from shmserve.core.batching import answers, recall
+from shmserve.core.batching import recall
 from shmserve.core.batching.form import BatchPlan, Reason
 from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
 from shmserve.core.batching.rate_limiter import Limiter
-from shmserve.core.effects import Send
-from shmserve.core.models.termination import kill, kill_for_protocol_error
+from shmserve.core.models.termination import kill
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests import completion, responses
-from shmserve.core.requests.client import ClientState
+from shmserve.core.requests import completion
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
     PACKET_MESSAGES,
     Columns,
-    Done,
     Execute,
-    Reply,
-    ReplyBatch,
-    Row,
-    Rows,
-    Started,
-    Withdrawn,
     Work,
-    rows_of,
-    tensors_of,
 )
 
 _READY = VersionState.READY
@@ -125,7 +114,7 @@ def _try_suspect(state: State, version: Version, now: int) -> None:
     start(state, version, instance, batch, [request], now)
 
 
-def _watch(state: State, version: Version, instance: Instance, now: int) -> None:
+def watch(state: State, version: Version, instance: Instance, now: int) -> None:
     """Sets the execution limit timer of an instance that starts a batch; there is at most one."""
     if version.limit_ns and not instance.watched:
         instance.watched = True
@@ -207,7 +196,7 @@ def start(state: State, version: Version, instance: Instance, batch: Batch, requ
     instance.running = batch
     batch.move(BatchState.RUNNING)
     if not instance.watched:
-        _watch(state, version, instance, now)
+        watch(state, version, instance, now)
     _send(state, instance, batch, requests, 0)
 
 
@@ -292,247 +281,3 @@ def _send_columns(state: State, instance: Instance, batch: Batch, requests: list
     is_open = batch.state is BatchState.OPEN
     state.send(instance.peer, Execute(number, join, (), False, is_open, columns, audiences))
     batch.pieces.append((number, requests))
-
-
-# ------------------------------------------------------------------------------------ workers' reports
-
-
-def started(state: State, version: Version, instance: Instance, message: Started, now: int) -> None:
-    _run_waiting(state, version, instance, message.batch, message.through, now)
-
-
-def rows(state: State, version: Version, instance: Instance, message: Rows, now: int) -> None:
-    batch = instance.running
-    if batch is None or not batch.known_as(message.batch):
-        kill_for_protocol_error(state, version, instance, f"Rows of batch {message.batch}")
-        return
-    for row in message.rows:
-        _row(state, version, instance, batch, row, now, 0)
-
-
-def done(state: State, version: Version, instance: Instance, message: Done, now: int) -> None:
-    batch = instance.running
-    if batch is None or not batch.known_as(message.batch):
-        kill_for_protocol_error(state, version, instance, f"Done of batch {message.batch}")
-        return
-    times = message.times
-    taken = times[0]
-    batch.times = times
-    statistics = version.statistics
-    before = statistics.success_count
-    traced = state.traces.active
-    if traced:
-        batch.number = message.batch
-    columns = message.columns
-    if columns is not None and not columns.regular:
-        kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
-        return
-    if columns is not None and version.plain and not traced:
-        _usual_columns(state, version, instance, batch, columns, taken, now)
-    elif columns is not None:
-        for row in rows_of(columns):
-            _row(state, version, instance, batch, row, now, taken)
-    elif version.plain and not traced:
-        _usual_rows(state, version, instance, batch, message, now)
-    else:
-        for row in message.rows:
-            _row(state, version, instance, batch, row, now, taken)
-    if state.tracing:
-        count = len(message.rows if columns is None else columns.requests)
-        state.log(
-            "debug",
-            f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
-            f"{count} requests, formed because: {batch.reason.value}",
-        )
-    if message.again and version.places is not None:
-        _again(state, version, batch, message.again)
-    if batch.left and version.decoupled:
-        responses.batch_done(state, version, instance, batch, taken)
-    if batch.left:
-        for request in batch.requests():
-            completion.end_failed(
-                state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now
-            )
-    version.count_padding(batch)
-    batch.end()
-    instance.running = None
-    stopped(state, instance)
-    if instance.deaths or instance.quarantined:
-        _recovered(state, version, instance)
-    if version.trial is instance:
-        version.trial = None
-    version.served(times[3] - taken, now - batch.began)
-    early = batch.early
-    if early:
-        statistics.queued(early, taken)
-    answered = statistics.success_count - before + len(early)
-    statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, now)
-    if message.next:
-        _run_waiting(state, version, instance, message.next, message.through, now)
-    elif instance.waiting is None and instance.usable:
-        version.idle.append(instance)
-    state.to_dispatch[version] = None
-
-
-def _recovered(state: State, version: Version, instance: Instance) -> None:
-    """Its batch succeeded: resets its crash counters."""
-    instance.deaths = instance.crashes = 0
-    if instance.quarantined:
-        instance.quarantined = False
-        text = f"instance '{instance.spec.name}' of {version.label} completed a batch and leaves quarantine"
-        about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
-        state.log("info", text, **about)
-
-
-def _again(state: State, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
-    """An iterative model wants to run these requests again. Those whose callers have left end here."""
-    for number in numbers:
-        request = state.requests.get(number)
-        if request is not None and request.batch is batch:
-            batch.left -= 1
-            request.batch = None
-            if request.state is _SENT:
-                assert request.sequence is not None
-                request.sequence.run_again(request)
-            else:
-                completion.released(state, request)
-    state.to_dispatch[version] = None
-
-
-def _run_waiting(state: State, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
-    if instance.revoked:
-        kill(state, version, instance, "it started requests that it had to return for a restart")
-        return
-    batch = instance.waiting
-    if batch is None or instance.running is not None or not batch.known_as(number):
-        kill_for_protocol_error(state, version, instance, f"start of batch {number}")
-        return
-    instance.waiting = batch.split(through)
-    instance.running = batch
-    batch.began = now
-    batch.move(BatchState.RUNNING)
-    if not instance.watched:
-        _watch(state, version, instance, now)
-    state.to_dispatch[version] = None
-
-
-def withdrawn(state: State, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
-    """These requests never ran: they had been answered before, or were recalled."""
-    for number in message.requests:
-        if number in instance.revoked:
-            instance.revoked.remove(number)
-            continue
-        request = state.requests.get(number)
-        batch = instance.waiting
-        known = request is not None and batch is not None and request.batch is batch
-        if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
-            kill_for_protocol_error(state, version, instance, f"Withdrawn request {number}")
-            return
-        recall.take_out(state, version, instance, batch, request)
-    if instance.idle and instance.usable and instance not in version.idle:
-        version.idle.append(instance)
-    state.to_dispatch[version] = None
-
-
-def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
-    """`_row` for each row, with the common case inlined for speed: an answer without handles, to a waiting
-    client."""
-    requests, append = state.requests, state.effects.append
-    taken, number = done.times[0], version.number
-    rows = 0
-    arrivals: list[int] = []
-    for row in done.rows:
-        request = requests.get(row.request)
-        if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
-            for tensor in row.outputs:
-                if not isinstance(tensor.data, bytes):
-                    break
-            else:
-                if not request.special:
-                    client = request.client
-                    append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
-                    del client.requests[request.client_number], requests[row.request]
-                    client.bytes -= request.inline
-                    request.state = _ENDED  # a legal transition from SENT
-                    rows += request.cost
-                    arrivals.append(request.arrived)
-                    continue
-        _row(state, version, instance, batch, row, now, taken)
-    _count_answered(version, batch, arrivals, rows, taken, now)
-
-
-def _count_answered(version: Version, batch: Batch, arrivals: list[int], rows: int, taken: int, now: int) -> None:
-    batch.left -= len(arrivals)
-    statistics = version.statistics
-    statistics.answered(arrivals, rows, taken, now)
-    if statistics.first is not None:
-        for arrived in arrivals:
-            statistics.first.add(now - arrived)
-
-
-def _usual_columns(
-    state: State, version: Version, instance: Instance, batch: Batch, columns: Columns, taken: int, now: int
-) -> None:
-    """As `_usual_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
-    requests, forms = state.requests, columns.forms
-    rows = 0
-    arrivals: list[int] = []
-    replies: dict[ClientState, tuple[list[int], list[int], list[tuple[bytes, ...]]]] = {}
-    for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
-        request = requests.get(own)
-        if request is None or request.batch is not batch or request.state is not _SENT or request.special:
-            _row(state, version, instance, batch, Row(own, columns.tensors(index)), now, taken)
-            continue
-        client, number = request.client, request.client_number
-        if request.form is None:
-            state.send(client.number, Reply(number, version.number, tensors_of(forms, axis, data)))
-        else:
-            reply = replies.get(client)
-            if reply is None:
-                reply = replies[client] = ([], [], [])
-            reply[0].append(number)
-            reply[1].append(axis)
-            reply[2].append(data)
-        del client.requests[number], requests[own]
-        client.bytes -= request.inline
-        request.state = _ENDED  # a legal transition from SENT
-        rows += request.cost
-        arrivals.append(request.arrived)
-    for client, (numbers, axes, blobs) in replies.items():
-        message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
-        state.send(client.number, message)
-    _count_answered(version, batch, arrivals, rows, taken, now)
-
-
-def _row(state: State, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
-    request = state.requests.get(row.request)
-    if request is None or request.batch is not batch or request.state is _DONE:
-        kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
-        return
-    batch.left -= 1
-    if request.state is _LINGERING:
-        answers.send_back(state, instance, row)
-        completion.released(state, request)
-    elif row.error is not None:
-        answers.send_back(state, instance, row)
-        completion.end_failed(state, request, row.error.code, row.error.text, now)
-    elif not _reply(state, version, instance, request, row, now, taken):
-        text = f"{version.label} sent a response with memory that it does not own"
-        completion.end_failed(state, request, "INTERNAL", text, now)
-        kill_for_protocol_error(state, version, instance, "memory in a response")
-
-
-def _reply(
-    state: State, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int
-) -> bool:
-    """Sends the answer. False, without any change: it refers to memory that the worker may not give."""
-    if not answers.take(state, instance, request, row):
-        return False
-    if taken:
-        version.statistics.answered([request.arrived], request.cost, taken, now)
-    else:
-        version.statistics.answered_early(request.arrived, request.cost, now)
-        assert request.batch is not None
-        request.batch.early.append(request.arrived)
-    completion.answer(state, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
-    return True
