@@ -59,9 +59,14 @@ def _key(message: Infer) -> Any:
 
 
 def _fits(message: Infer) -> bool:
-    """Whether its inputs have one axis 0 and a fixed size per row. Strings have not, and are checked one by one."""
+    """Whether its inputs have one axis 0 and a fixed size per row. Strings have not, and are checked one by one. An
+    axis 0 that columns cannot hold, from a client of a gateway, is refused for its own request only."""
     shape = message.inputs[0].shape
-    return all(tensor.shape[:1] == shape[:1] != () and ITEM_BYTES.get(tensor.dtype, 0) > 0 for tensor in message.inputs)
+    return (
+        shape != ()
+        and 0 <= shape[0] < 1 << 63
+        and all(tensor.shape[:1] == shape[:1] and ITEM_BYTES.get(tensor.dtype, 0) > 0 for tensor in message.inputs)
+    )
 
 
 def _inline_bytes(message: Infer) -> int:
