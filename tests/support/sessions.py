@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.errors import ServeError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PROTOCOL, Answer, ClientMessage, Hello, Reply, Welcome
-from shmserve.session import Packet, Session, Ticket, inline_result
+from shmserve.session import Packet, RowReply, Session, Ticket, inline_result
 
 decode = codec.Codec(ClientMessage).decode
 
@@ -24,7 +24,7 @@ class RecordingTicket(Ticket):
     def settle(self, answer: Any) -> None:
         self.ends += 1
         try:
-            self.answer = inline_result(answer) if isinstance(answer, Reply) else answer
+            self.answer = inline_result(answer) if isinstance(answer, (Reply, RowReply)) else answer
         except ServeError as error:
             self.error = error
 
@@ -37,11 +37,12 @@ def feed(session: Session, *messages: Any) -> int:
     return session.receive(codec.encode(list(messages)))
 
 
-def connect(session: Session, owner: int = 1, memory: str = "memfd") -> Session:
-    """Hello and Welcome; also after a lost connection."""
+def connect(session: Session, owner: int = 1, memory: str = "memfd", batch_requests: int = 0) -> Session:
+    """Hello and Welcome; also after a lost connection. `batch_requests` 0: the server does not know InferBatch."""
     (hello,) = decode(session.hello(7, "test").data)
     assert hello == Hello(PROTOCOL, 7, "test", memory)
-    feed(session, Welcome(PROTOCOL, owner, "server", {"client_requests": 10}))
+    limits = {"client_requests": 10} | ({"batch_requests": batch_requests} if batch_requests else {})
+    feed(session, Welcome(PROTOCOL, owner, "server", limits))
     return session
 
 
