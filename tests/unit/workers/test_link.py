@@ -21,6 +21,7 @@ from shmserve.protocol.descriptors import DESCRIPTORS
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
     PACKET_BYTES,
+    Columns,
     Done,
     Failure,
     Map,
@@ -29,6 +30,7 @@ from shmserve.protocol.messages import (
     Row,
     Rows,
     Tensor,
+    TensorForm,
     WorkerReport,
 )
 from shmserve.system.busy_poll import PollBudget
@@ -148,10 +150,19 @@ def test_everything_said_is_one_packet(ends: Ends) -> None:
         os.close(fd)
 
 
-def test_many_results_go_in_chunks(ends: Ends) -> None:
+Y = TensorForm("y", "FP32", (1000,))
+
+
+@pytest.mark.parametrize("in_columns", [False, True], ids=["rows", "columns"])
+def test_many_results_go_in_chunks(ends: Ends, in_columns: bool) -> None:
     link, broker = ends
-    rows = tuple(Row(number, (Tensor("y", "FP32", (1, 1000), bytes(4000)),)) for number in range(100))
-    done = Done(7, rows, (1, 2, 3, 4), 9, 10)
+    rows = tuple(Row(number, (Tensor("y", "FP32", (1, 1000), bytes([number] * 4000)),)) for number in range(100))
+    if in_columns:
+        data = tuple((bytes([number] * 4000),) for number in range(100))
+        columns = Columns((Y,), tuple(range(100)), (1,) * 100, data)
+        done = Done(7, (), (1, 2, 3, 4), 9, 10, columns=columns)
+    else:
+        done = Done(7, rows, (1, 2, 3, 4), 9, 10)
     chunks = in_chunks([Pong(1), done])
     assert chunks[0] == Pong(1)
     assert [type(chunk) for chunk in chunks[1:]] == [Rows] * (len(chunks) - 2) + [Done]
@@ -167,6 +178,15 @@ def test_many_results_go_in_chunks(ends: Ends) -> None:
             assert message.batch == 7
             found += message.rows
     assert tuple(found) == rows
+
+
+def test_few_results_in_columns_stay_in_columns(ends: Ends) -> None:
+    link, broker = ends
+    columns = Columns((Y,), (1, 2), (1, 1), ((bytes(4000),),) * 2)
+    outbox = Outbox(link)
+    outbox.add(Done(7, (), (1, 2, 3, 4), columns=columns))
+    outbox.flush()
+    assert decode(broker.recv(1 << 18)) == [Done(7, (), (1, 2, 3, 4), columns=columns)]
 
 
 def test_a_row_is_not_taken_for_smaller_than_it_is() -> None:

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ProtocolError
-from shmserve.protocol.messages import Execute, Work
+from shmserve.protocol.messages import Columns, Execute, Options, Tensor, TensorForm, Work
 from shmserve.workers.batch.batch_queue import BatchQueue
+from shmserve.workers.batch.columns import ColumnWorks
+
+
+def work_of(request: int, name: str = "x") -> Work:
+    """The n-th request has n bytes in rows of one, and an audience of its own."""
+    return Work(request, request, (Tensor(name, "INT8", (request,), bytes(request)),), None, f"uid:{request}")
 
 
 def execute(batch: int, *requests: int, join: int = 0, more: bool = False, open: bool = False) -> Execute:
-    return Execute(batch, join, tuple(Work(request, 1, (), None, "internal") for request in requests), more, open)
+    return Execute(batch, join, tuple(work_of(request) for request in requests), more, open)
+
+
+def in_columns(order: Execute, name: str = "x") -> Execute:
+    """The same order in columns, with inputs of this name."""
+    requests = tuple(work.request for work in order.works)
+    data = tuple((bytes(request),) for request in requests)
+    columns = Columns((TensorForm(name, "INT8", ()),), requests, requests, data)
+    audiences = tuple(f"uid:{request}" for request in requests)
+    return Execute(order.batch, order.join, (), order.more, order.open, columns, audiences)
+
+
+FORMS: dict[str, Callable[[Execute], Execute]] = {
+    "works": lambda order: order,
+    "columns": in_columns,
+    "works and columns in turn": lambda order: in_columns(order) if order.batch % 2 else order,
+    "columns of two forms": lambda order: in_columns(order, "xy"[order.batch % 2]),
+}
+"""How the Executes of a test are sent. Nothing but speed may depend on it."""
 
 
 CASES = {
@@ -39,8 +65,9 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("steps", CASES.values(), ids=CASES)
-def test_batches(steps: str) -> None:
+def test_batches(steps: str, form: Callable[[Execute], Execute]) -> None:
     """`start 4-6: 11 12` expects batch 4 with the Executes up to 6; `start` alone expects that none starts. `last` is a
     start after the last Execute. `withdraw 1 2: 2` expects that only 2 is withdrawn."""
     queue = BatchQueue()
@@ -50,14 +77,16 @@ def test_batches(steps: str) -> None:
         requests = [int(number) for number in numbers.split()]
         if verb == "add":
             join = int(words[words.index("join") + 1]) if "join" in words else 0
-            queue.add(execute(int(words[0]), *requests, join=join, more="more" in words, open="open" in words))
+            queue.add(form(execute(int(words[0]), *requests, join=join, more="more" in words, open="open" in words)))
         elif verb == "withdraw":
             assert queue.withdraw(tuple(map(int, words))) == tuple(requests), step
         else:
             batch = queue.start(last=verb == "last")
             through = [] if batch is None else [f"{batch.number}-{batch.through}"]
             assert through == words, step
-            assert [work.request for work in (() if batch is None else batch.works)] == requests, step
+            works = list(() if batch is None else batch.works)
+            assert [work.request for work in works] == requests, step
+            assert works == [work_of(work.request, work.inputs[0].name) for work in works], "each has its own inputs"
 
 
 def test_a_batch_is_open_if_any_part_is_open() -> None:
@@ -83,10 +112,62 @@ def test_an_execute_without_requests_is_refused() -> None:
         BatchQueue().add(execute(1))
 
 
+def test_orders_of_one_form_stay_in_columns() -> None:
+    queue = BatchQueue()
+    for number in range(1, 4):
+        queue.add(in_columns(execute(number, 10 + number, 20 + number, join=number - 1)))
+    assert len(queue) == 6
+    batch = queue.start()
+    assert batch is not None
+    assert isinstance(batch.works, ColumnWorks)
+    assert list(batch.works) == [work_of(request) for request in (11, 21, 12, 22, 13, 23)]
+
+
+def test_a_request_withdrawn_from_the_middle_of_columns_leaves_the_others_intact() -> None:
+    queue = BatchQueue()
+    queue.add(in_columns(execute(1, 10, 11, 12, open=True)))
+    queue.add(in_columns(execute(2, 13, 14, join=1, open=True)))
+    assert queue.withdraw((11, 13)) == (11, 13)
+    assert len(queue) == 3
+    queue.add(in_columns(execute(3, 15, join=1)))
+    batch = queue.start()
+    assert batch is not None
+    assert list(batch.works) == [work_of(request) for request in (10, 12, 14, 15)]
+
+
+@pytest.mark.parametrize("waiting", ["works", "columns"])
+def test_a_response_window_is_widened_wherever_the_request_waits(waiting: str) -> None:
+    queue = BatchQueue()
+    queue.add(FORMS[waiting](execute(1, 10, open=True)))
+    stream = work_of(11)
+    stream.options = Options(window=2)
+    queue.add(Execute(2, 1, (stream,)))
+    queue.widen_window(11, 3)
+    queue.widen_window(10, 3)
+    batch = queue.start()
+    assert batch is not None
+    assert [work.options for work in batch.works] == [None, Options(window=5)]
+
+
+IRREGULAR = {
+    "no requests": (Columns((TensorForm("x", "INT8", ()),), (), (), ()), ()),
+    "fewer rows than requests": (Columns((TensorForm("x", "INT8", ()),), (1, 2), (1,), ((b"1",),) * 2), ("a", "a")),
+    "an input missing": (Columns((TensorForm("x", "INT8", ()),), (1, 2), (1, 1), ((b"1",), ())), ("a", "a")),
+    "an audience missing": (Columns((TensorForm("x", "INT8", ()),), (1, 2), (1, 1), ((b"1",),) * 2), ("a",)),
+}
+
+
+@pytest.mark.parametrize(("columns", "audiences"), IRREGULAR.values(), ids=IRREGULAR)
+def test_irregular_columns_are_refused(columns: Columns, audiences: tuple[str, ...]) -> None:
+    with pytest.raises(ProtocolError, match="irregular columns"):
+        BatchQueue().add(Execute(1, 0, (), False, False, columns, audiences))
+
+
 class Sender:
     """A correct broker: at most one batch waits, and joins name its first number. Reports of the worker arrive late."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[[Execute], Execute]) -> None:
+        self.form = form
         self.waiting = BatchQueue()
         self.number = 0
         self.request = 0
@@ -101,7 +182,8 @@ class Sender:
             requests = list(range(self.request + 1, self.request + size + 1))
             self.request += size
             join = self.pieces[0][0] if self.pieces else 0
-            self.waiting.add(execute(self.number, *requests, join=join, more=index < len(sizes) - 1, open=True))
+            order = execute(self.number, *requests, join=join, more=index < len(sizes) - 1, open=True)
+            self.waiting.add(self.form(order))
             self.pieces.append((self.number, requests))
 
     def start(self) -> None:
@@ -142,9 +224,9 @@ moves: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
 )
 
 
-@given(st.lists(moves, max_size=40))
-def test_both_sides_agree_whenever_reports_arrive(steps: list[tuple[str, list[int]]]) -> None:
-    sender = Sender()
+@given(st.lists(moves, max_size=40), st.sampled_from(list(FORMS)))
+def test_both_sides_agree_whenever_reports_arrive(steps: list[tuple[str, list[int]]], form: str) -> None:
+    sender = Sender(FORMS[form])
     for what, value in steps:
         if what == "send":
             sender.send(value)

@@ -1,0 +1,382 @@
+"""Batches in columns give the same rows as the same batches request by request, and as their requests alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.dtypes import from_numpy
+from shmserve.errors import ModelFailed
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    INLINE_BYTES,
+    PACKET_MESSAGES,
+    Columns,
+    Done,
+    Failure,
+    Row,
+    Tensor,
+    TensorForm,
+    Work,
+    WorkerReport,
+    rows_of,
+)
+from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorReshape
+from shmserve.shm.strings import encode_bytes
+from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.batch.columns import ColumnWorks, InlineColumn
+from shmserve.workers.batch.gather import GatherGroup
+from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.specs import outputs_of
+from tests.support.workers.batch_parts import CONTEXT, Array, Parts
+from tests.support.workers.worker_harness import config
+
+Function = Callable[[list[Array | None]], Sequence[Array | None]]
+
+
+class Applied(StackedBackend):
+    """Outputs are a function of the inputs. `placed`: written to where the runner wants them."""
+
+    def __init__(self, function: Function, placed: bool) -> None:
+        super().__init__(CONTEXT)
+        self.function = function
+        self.placed = placed
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        arrays = [inputs.array(index) for index in range(inputs_count(inputs))]
+        for index, array in enumerate(self.function(arrays)):
+            if array is None:
+                outputs.omit(index)
+            elif self.placed and not array.dtype.hasobject:
+                outputs.place(index, array.shape)[...] = array
+            else:
+                outputs.put(index, array)
+
+
+def inputs_count(group: GatherGroup) -> int:
+    return len(group._shapes) + len(group.extras)
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+FLOATS = ("FP32", (-1,))
+PAIRS = ("INT16", (2,))
+
+
+class Case(Struct):
+    config: ModelConfig
+    inputs: dict[str, tuple[Any, tuple[int, ...]]]
+    """Data type, and shape without the batch dimension; -1 is the width of the batch."""
+    function: Function
+    columnar: bool | None
+    """Whether the results of several requests are in columns; None: it depends on the width."""
+
+
+def identity(arrays: list[Array | None]) -> Sequence[Array | None]:
+    return arrays
+
+
+def add(arrays: list[Array | None]) -> Sequence[Array | None]:
+    a, b = arrays
+    assert a is not None
+    assert b is not None
+    return a + b[:, :1], a - b[:, 1:]
+
+
+def wide(arrays: list[Array | None]) -> Sequence[Array | None]:
+    (a,) = arrays
+    assert a is not None
+    return np.repeat(a, 2000, axis=1), a
+
+
+def refuse(arrays: list[Array | None]) -> Sequence[Array | None]:
+    raise ModelFailed("not today")
+
+
+def longer(arrays: list[Array | None]) -> Sequence[Array | None]:
+    (a,) = arrays
+    assert a is not None
+    return [np.concatenate([a, a])]
+
+
+def ragged() -> ModelConfig:
+    plain = config("identity", {"a": FLOATS, "b": PAIRS}, {"y": FLOATS, "z": PAIRS}, max_batch=64)
+    return replace(
+        plain,
+        input=(replace(plain.input[0], allow_ragged_batch=True), plain.input[1]),
+        batch_output=(BatchOutput(target_name=("y",), source_input=("a",)),),
+    )
+
+
+def reshaped() -> ModelConfig:
+    tensors = {"a": ("FP32", (4,)), "b": ("INT16", (1,))}
+    plain = config("identity", tensors, {"y": ("FP32", (4,)), "z": ("INT16", (1,))}, max_batch=64)
+    square, scalar = ModelTensorReshape(shape=(2, 2)), ModelTensorReshape(shape=())
+    return replace(
+        plain,
+        input=(replace(plain.input[0], reshape=square), replace(plain.input[1], reshape=scalar)),
+        output=(replace(plain.output[0], reshape=square), replace(plain.output[1], reshape=scalar)),
+    )
+
+
+BOTH = config("identity", {"a": FLOATS, "b": PAIRS}, {"y": FLOATS, "z": PAIRS}, max_batch=64)
+SUMS = config("identity", {"a": FLOATS, "b": ("FP32", (2,))}, {"y": FLOATS, "z": FLOATS}, max_batch=64)
+ONE = config("identity", {"a": FLOATS}, {"y": FLOATS}, max_batch=64)
+A, B = (np.float32, (-1,)), (np.int16, (2,))
+CASES = {
+    "identity": Case(BOTH, {"a": A, "b": B}, identity, True),
+    "add": Case(SUMS, {"a": A, "b": (np.float32, (2,))}, add, True),
+    "ragged": Case(ragged(), {"a": (np.float32, (-1, 2)), "b": B}, identity, False),
+    "padded": Case(
+        config(
+            "identity", {"a": FLOATS, "b": PAIRS}, {"a": FLOATS, "b": PAIRS}, max_batch=64,
+            parameters={"padding": "a=-1.5", "padding_outputs": "a", "padding_multiple": "8"},
+        ),
+        {"a": A, "b": B}, identity, None,
+    ),
+    "reshape": Case(reshaped(), {"a": (np.float32, (4,)), "b": (np.int16, (1,))}, identity, True),
+    "strings": Case(
+        config("identity", {"s": ("STRING", (2,)), "b": PAIRS}, {"s": ("STRING", (2,)), "z": PAIRS}, max_batch=64),
+        {"s": (object, (2,)), "b": B}, identity, False,
+    ),
+    "an optional input absent": Case(
+        config("identity", {"a": FLOATS, "b": PAIRS}, {"y": FLOATS, "z": PAIRS}, max_batch=64, optional=["b"]),
+        {"a": A}, identity, False,
+    ),
+    "a required input absent": Case(BOTH, {"b": B}, identity, False),
+    "an unknown input": Case(BOTH, {"a": A, "c": B}, identity, False),
+    "another data type": Case(BOTH, {"a": (np.float64, (-1,)), "b": B}, identity, False),
+    "outputs above the inline limit": Case(
+        config("identity", {"a": FLOATS}, {"y": FLOATS, "z": FLOATS}, max_batch=64), {"a": A}, wide, False
+    ),
+    "a model that fails": Case(ONE, {"a": A}, refuse, False),
+    "an output of the wrong length": Case(ONE, {"a": A}, longer, False),
+}  # fmt: skip
+INDEPENDENT = [name for name in CASES if name not in ("a model that fails", "an output of the wrong length")]
+"""Cases whose errors do not depend on the other requests of the batch."""
+
+
+def batch_of(case: Case, names: Sequence[str], shares: Sequence[int], width: int) -> tuple[Columns, tuple[str, ...]]:
+    random = np.random.default_rng(len(shares))
+    forms, blobs = [], []
+    for name in names:
+        kind, tail = case.inputs[name]
+        dims = tuple(width if dim < 0 else dim for dim in tail)
+        column = []
+        for rows in shares:
+            if kind is object:
+                words = np.array([b"%d" % word for word in random.integers(0, 999, rows * 2)], object)
+                column.append(encode_bytes(words.reshape(rows, 2)))
+            else:
+                column.append(random.integers(-99, 99, (rows, *dims)).astype(kind).tobytes())
+        forms.append(TensorForm(name, "BYTES" if kind is object else from_numpy(np.dtype(kind)), dims))
+        blobs.append(column)
+    requests = tuple(range(11, 11 + len(shares)))
+    columns = Columns(tuple(forms), requests, tuple(shares), tuple(zip(*blobs, strict=True)))
+    return columns, tuple("uid:5" for _ in shares)
+
+
+def works_of(columns: Columns, audiences: Sequence[str]) -> list[Work]:
+    each = zip(columns.requests, columns.rows, columns.data, audiences, strict=True)
+    return [
+        Work(
+            request,
+            rows,
+            tuple(
+                Tensor(form.name, form.dtype, (rows, *form.dims), blob)
+                for form, blob in zip(columns.forms, data, strict=True)
+            ),
+            None,
+            audience,
+        )
+        for request, rows, data, audience in each
+    ]
+
+
+Outcome = tuple[int, list[tuple[str, str, tuple[int, ...], Any]], Failure | None]
+
+
+def outcomes(case: Case, placed: bool, *batches: Sequence[Work]) -> tuple[list[Outcome], Any]:
+    """What the requests of these batches get, and the results of the last batch."""
+    with Parts(case.config) as parts:
+        runner = parts.runner(Applied(case.function, placed))
+        found: list[Outcome] = []
+        results: Any = None
+        for works in batches:
+            results, _, again = runner.run_batch(works)
+            assert again == ()
+            for row in rows_of(results):
+                found.append(
+                    (
+                        row.request,
+                        [(one.name, one.dtype, one.shape, parts.read(one).tolist()) for one in row.outputs],
+                        row.error,
+                    )
+                )
+                parts.free(*row.outputs)
+        assert parts.arenas.used == 0
+        return found, results
+
+
+batches = st.tuples(
+    st.sampled_from(list(CASES)),
+    st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    st.sampled_from([1, 3, 8]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(batches)
+def test_columns_give_the_same_rows_as_works_and_as_lone_requests(
+    batch: tuple[str, list[int], int, bool, bool],
+) -> None:
+    name, shares, width, turned, placed = batch
+    case = CASES[name]
+    columns, audiences = batch_of(case, list(case.inputs)[:: -1 if turned else 1], shares, width)
+    works = works_of(columns, audiences)
+    found, results = outcomes(case, placed, ColumnWorks(columns, audiences))
+    expected, _ = outcomes(case, placed, works)
+    assert found == expected
+    assert [request for request, _, _ in found] == list(columns.requests)
+    if case.columnar is not None:
+        assert isinstance(results, Columns) == (case.columnar and len(shares) > 1)
+    if name in INDEPENDENT:
+        alone, _ = outcomes(case, placed, *[[work] for work in works])
+        assert found == alone
+        failing = name in ("a required input absent", "an unknown input", "another data type")
+        assert all((error is not None) == failing for _, _, error in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_works_in_columns_of_several_rows(name: str) -> None:
+    """The same as the test above, with a fixed batch for each case."""
+    case = CASES[name]
+    columns, audiences = batch_of(case, list(case.inputs), [2, 1, 3], 3)
+    found, _ = outcomes(case, True, ColumnWorks(columns, audiences))
+    assert found == outcomes(case, False, works_of(columns, audiences))[0]
+    assert len(found) == 3
+
+
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=5), st.data())
+def test_a_request_with_too_few_bytes_fails_alone(shares: list[int], data: st.DataObject) -> None:
+    case = CASES["identity"]
+    columns, audiences = batch_of(case, ["b", "a"], shares, 3)
+    bad = data.draw(st.integers(0, len(shares) - 1))
+    place = data.draw(st.integers(0, 1))
+    blobs = [list(blob) for blob in columns.data]
+    blobs[bad][place] = blobs[bad][place][: data.draw(st.integers(0, len(blobs[bad][place]) - 1))]
+    columns.data = tuple(map(tuple, blobs))
+    found, _ = outcomes(case, False, ColumnWorks(columns, audiences))
+    assert found == outcomes(case, False, *[[work] for work in works_of(columns, audiences)])[0]
+    assert [error is not None for _, _, error in found] == [index == bad for index in range(len(shares))]
+
+
+def test_bytes_that_match_only_in_total_fail() -> None:
+    """One request has the bytes of two rows and claims one; the other has too few."""
+    case = CASES["identity"]
+    columns, audiences = batch_of(case, ["a", "b"], [1, 1], 3)
+    (one, b), (other, _) = columns.data
+    columns.data = ((one + other, b), (b"", b))
+    found, _ = outcomes(case, False, ColumnWorks(columns, audiences))
+    assert [error is not None for _, _, error in found] == [True, True]
+
+
+def test_forms_may_change_from_batch_to_batch() -> None:
+    case = CASES["identity"]
+    works: list[Sequence[Work]] = []
+    expected: list[Outcome] = []
+    for names, width in ((["a", "b"], 3), (["b", "a"], 3), (["b", "a"], 1), (["b"], 1), (["a", "b"], 3)):
+        columns, audiences = batch_of(case, names, [1, 2], width)
+        works.append(ColumnWorks(columns, audiences))
+        expected += outcomes(case, False, works_of(columns, audiences))[0]
+    assert outcomes(case, False, *works)[0] == expected
+
+
+def test_a_request_of_no_rows_gets_empty_outputs_or_the_same_error() -> None:
+    case = CASES["identity"]
+    columns, audiences = batch_of(case, ["a", "b"], [0, 2], 3)
+    found, _ = outcomes(case, False, ColumnWorks(columns, audiences))
+    assert found == outcomes(case, False, works_of(columns, audiences))[0]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_large_outputs_of_several_audiences_are_not_shared(width: int) -> None:
+    case = CASES["outputs above the inline limit"]
+    columns, _ = batch_of(case, ["a"], [1, 2, 1], width)
+    audiences = ("uid:5", "uid:6", "uid:5")
+    with Parts(case.config) as parts:
+        results, _, _ = parts.runner(Applied(wide, True)).run_batch(ColumnWorks(columns, audiences))
+        handles = [row.outputs[0].data[0] for row in rows_of(results)]  # type: ignore[index]
+        announced = {message.segment: message.audience for message in parts.maps}
+        assert [announced[handle.segment] for handle in handles] == list(audiences)  # type: ignore[union-attr]
+
+
+def test_outputs_at_the_inline_limit_are_in_columns_and_larger_ones_are_not() -> None:
+    width = INLINE_BYTES // 4
+    for extra, kind in ((0, Columns), (1, list)):
+        case = Case(ONE, {"a": A}, lambda arrays, extra=extra: [np.zeros((2, width + extra), np.float32)], True)  # type: ignore[misc]
+        columns, audiences = batch_of(case, ["a"], [1, 1], 1)
+        found, results = outcomes(case, False, ColumnWorks(columns, audiences))
+        assert type(results) is kind
+        assert [outputs[0][2] for _, outputs, _ in found] == [(1, width + extra)] * 2
+
+
+def test_run_returns_the_rows_of_run_batch() -> None:
+    case = CASES["identity"]
+    columns, audiences = batch_of(case, ["a", "b"], [1, 2], 3)
+    with Parts(case.config) as parts:
+        runner = parts.runner(Applied(identity, False))
+        results, times, again = runner.run_batch(ColumnWorks(columns, audiences))
+        assert isinstance(results, Columns)
+        rows, _, _ = runner.run(ColumnWorks(columns, audiences))
+        assert rows == [Row(request, results.tensors(index)) for index, request in enumerate(results.requests)]
+        assert list(times) == sorted(times)
+        assert again == ()
+
+
+@pytest.mark.parametrize("count", [PACKET_MESSAGES, PACKET_MESSAGES + 1, 3000])
+def test_the_broker_can_read_the_results_of_a_batch_of_any_size(count: int) -> None:
+    shares = [1] * count
+    case = replace(CASES["identity"], config=replace(BOTH, max_batch_size=4096))
+    columns, audiences = batch_of(case, ["a", "b"], shares, 1)
+    works = ColumnWorks(columns, audiences)
+    _, results = outcomes(case, False, works)
+    report = (
+        Done(7, (), (1, 2, 3, 4), columns=results)
+        if isinstance(results, Columns)
+        else Done(7, tuple(results), (1, 2, 3, 4))
+    )
+    (found,) = codec.Codec(WorkerReport).decode(codec.encode([report]))
+    assert isinstance(found, Done), found
+    assert [row.request for row in rows_of(found.columns or found.rows)] == list(columns.requests)
+
+
+# ------------------------------------------------------------------------------------------------ sequences
+
+
+def test_works_in_columns_are_a_sequence_of_works() -> None:
+    columns, audiences = batch_of(CASES["identity"], ["b", "a"], [2, 1, 3], 3)
+    works, expected = ColumnWorks(columns, audiences), works_of(columns, audiences)
+    assert list(works) == expected
+    assert [works[index] for index in (0, 2, -1)] == [expected[index] for index in (0, 2, -1)]
+    assert works[1:] == expected[1:]
+    works.extend(ColumnWorks(columns, ("uid:6", "uid:7", "uid:8")))
+    assert len(works) == 6
+    assert list(works) == expected + works_of(columns, ("uid:6", "uid:7", "uid:8"))
+    assert columns.requests == (11, 12, 13), "the message is unchanged"
+
+
+def test_an_inline_column_is_a_sequence_of_tensors() -> None:
+    spec = outputs_of(ONE)[0]
+    column = InlineColumn(spec, (3,), [1, 2], [b"1" * 12, b"2" * 24])
+    tensors = [Tensor("y", "FP32", (1, 3), b"1" * 12), Tensor("y", "FP32", (2, 3), b"2" * 24)]
+    assert column.form == TensorForm("y", "FP32", (3,))
+    assert (len(column), list(column), column[-1], column[1:]) == (2, tensors, tensors[1], tensors[1:])
