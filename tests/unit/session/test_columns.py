@@ -333,6 +333,7 @@ def test_many_requests_with_large_inputs_are_split_into_packets_in_order() -> No
         session.infer(RecordingTicket(), "m", {"x": x}, 0.0)
     packets = [decode(packet.data) for packet in session.take()]
     assert len(packets) > 1
+    assert {type(message) for packet in packets for message in packet} == {InferBatch}
     assert [message.request for packet in packets for message in expanded(packet)] == list(range(1, 101))
 
 
