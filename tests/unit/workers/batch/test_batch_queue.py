@@ -71,13 +71,17 @@ def test_batches(steps: str, form: Callable[[Execute], Execute]) -> None:
     """`start 4-6: 11 12` expects batch 4 with the Executes up to 6; `start` alone expects that none starts. `last` is a
     start after the last Execute. `withdraw 1 2: 2` expects that only 2 is withdrawn."""
     queue = BatchQueue()
+    sent: dict[int, Work] = {}
     for step in steps.split(";"):
         what, _, numbers = step.partition(":")
         verb, *words = what.split()
         requests = [int(number) for number in numbers.split()]
         if verb == "add":
             join = int(words[words.index("join") + 1]) if "join" in words else 0
-            queue.add(form(execute(int(words[0]), *requests, join=join, more="more" in words, open="open" in words)))
+            order = form(execute(int(words[0]), *requests, join=join, more="more" in words, open="open" in words))
+            name = "x" if order.columns is None else order.columns.forms[0].name
+            sent.update((request, work_of(request, name)) for request in requests)
+            queue.add(order)
         elif verb == "withdraw":
             assert queue.withdraw(tuple(map(int, words))) == tuple(requests), step
         else:
@@ -86,7 +90,7 @@ def test_batches(steps: str, form: Callable[[Execute], Execute]) -> None:
             assert through == words, step
             works = list(() if batch is None else batch.works)
             assert [work.request for work in works] == requests, step
-            assert works == [work_of(work.request, work.inputs[0].name) for work in works], "each has its own inputs"
+            assert works == [sent[request] for request in requests], "each has its own inputs"
 
 
 def test_a_batch_is_open_if_any_part_is_open() -> None:

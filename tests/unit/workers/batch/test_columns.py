@@ -90,6 +90,13 @@ def add(arrays: list[Array | None]) -> Sequence[Array | None]:
     return a + b[:, :1], a - b[:, 1:]
 
 
+def padded_length(arrays: list[Array | None]) -> Sequence[Array | None]:
+    a, b = arrays
+    assert a is not None
+    assert b is not None
+    return a, np.full_like(b, a.shape[1])
+
+
 def wide(arrays: list[Array | None]) -> Sequence[Array | None]:
     (a,) = arrays
     assert a is not None
@@ -139,7 +146,7 @@ CASES = {
             "identity", {"a": FLOATS, "b": PAIRS}, {"a": FLOATS, "b": PAIRS}, max_batch=64,
             parameters={"padding": "a=-1.5", "padding_outputs": "a", "padding_multiple": "8"},
         ),
-        {"a": A, "b": B}, identity, None,
+        {"a": A, "b": B}, padded_length, None,
     ),
     "reshape": Case(reshaped(), {"a": (np.float32, (4,)), "b": (np.int16, (1,))}, identity, True),
     "strings": Case(
@@ -152,7 +159,7 @@ CASES = {
     ),
     "a required input absent": Case(BOTH, {"b": B}, identity, False),
     "an unknown input": Case(BOTH, {"a": A, "c": B}, identity, False),
-    "another data type": Case(BOTH, {"a": (np.float64, (-1,)), "b": B}, identity, False),
+    "another data type": Case(BOTH, {"a": (np.int32, (-1,)), "b": B}, identity, False),
     "outputs above the inline limit": Case(
         config("identity", {"a": FLOATS}, {"y": FLOATS, "z": FLOATS}, max_batch=64), {"a": A}, wide, False
     ),
@@ -290,10 +297,17 @@ def test_bytes_that_match_only_in_total_fail() -> None:
 
 
 def test_forms_may_change_from_batch_to_batch() -> None:
-    case = CASES["identity"]
+    case = CASES["add"]
     works: list[Sequence[Work]] = []
     expected: list[Outcome] = []
-    for names, width in ((["a", "b"], 3), (["b", "a"], 3), (["b", "a"], 1), (["b"], 1), (["a", "b"], 3)):
+    for names, width in (
+        (["a", "b"], 3),
+        (["b", "a"], 2),
+        (["a", "b"], 2),
+        (["b", "a"], 1),
+        (["b"], 1),
+        (["a", "b"], 2),
+    ):
         columns, audiences = batch_of(case, names, [1, 2], width)
         works.append(ColumnWorks(columns, audiences))
         expected += outcomes(case, False, works_of(columns, audiences))[0]
@@ -327,6 +341,15 @@ def test_outputs_at_the_inline_limit_are_in_columns_and_larger_ones_are_not() ->
         found, results = outcomes(case, False, ColumnWorks(columns, audiences))
         assert type(results) is kind
         assert [outputs[0][2] for _, outputs, _ in found] == [(1, width + extra)] * 2
+
+
+def test_a_share_of_several_rows_above_the_inline_limit_is_not_in_columns() -> None:
+    case = Case(ONE, {"a": A}, lambda arrays: [np.zeros((4, INLINE_BYTES // 8), np.float32)], True)
+    columns, audiences = batch_of(case, ["a"], [1, 3], 1)
+    found, results = outcomes(case, False, ColumnWorks(columns, audiences))
+    assert isinstance(results, list)
+    assert type(results[1].outputs[0].data) is tuple
+    assert [outputs[0][2] for _, outputs, _ in found] == [(1, INLINE_BYTES // 8), (3, INLINE_BYTES // 8)]
 
 
 def test_run_returns_the_rows_of_run_batch() -> None:
