@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shmserve.core.batching import recall
 from shmserve.core.batching.form import BatchPlan, Reason
 from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
@@ -9,6 +11,7 @@ from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.requests import completion
+from shmserve.core.requests.validation import CheckedForm
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
@@ -217,15 +220,14 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch, no
 
 def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
-    form = requests[0].form
-    if (
-        form is not None
-        and 1 < len(requests) <= PACKET_MESSAGES
-        and [request.form for request in requests].count(form) == len(requests)
-        and sum([request.inline for request in requests]) <= CHUNK_BYTES
-    ):
-        _send_columns(state, instance, batch, requests, join)
-        return
+    form = None
+    if 1 < len(requests) <= PACKET_MESSAGES:
+        form = next((request.form for request in requests if request.form is not None), None)
+    if form is not None:
+        data = [request.data if request.form is form else _data_of(request, form) for request in requests]
+        if None not in data and sum([request.inline for request in requests]) <= CHUNK_BYTES:
+            _send_columns(state, instance, batch, requests, join, form, data)
+            return
     peer = instance.peer
     is_open = batch.state is BatchState.OPEN
     works: list[Work] = []
@@ -259,10 +261,30 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
     batch.pieces.append((number, piece))
 
 
-def _send_columns(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
-    """Sends requests of one form, of InferBatches."""
-    form = requests[0].form
-    assert form is not None
+def _data_of(request: Request, form: CheckedForm) -> tuple[bytes, ...] | None:
+    """The inputs of a request that did not come in columns, for those of others. None: they are of another form."""
+    special = request.options or request.segments or request.in_shared_memory or request.near or request.labels
+    if request.form is not None or request.outputs is not None or special or request.slot >= 0 or request.aliases:
+        return None
+    inputs = request.inputs
+    if len(inputs) != len(form.forms):
+        return None
+    for tensor, one in zip(inputs, form.forms, strict=True):
+        if tensor.name != one.name or tensor.dtype != one.dtype or tensor.shape[1:] != one.dims:
+            return None
+    return tuple([tensor.data for tensor in inputs])  # type: ignore[misc]  # without segments they are inline
+
+
+def _send_columns(
+    state: State,
+    instance: Instance,
+    batch: Batch,
+    requests: list[Request],
+    join: int,
+    form: CheckedForm,
+    data: list[Any],
+) -> None:
+    """Sends requests of one form, most of which came in columns."""
     for request in requests:
         if request.state is not _QUEUED:  # else the transition is legal
             request.move(_SENT)
@@ -275,7 +297,7 @@ def _send_columns(state: State, instance: Instance, batch: Batch, requests: list
         form.forms,
         tuple([request.number for request in requests]),
         tuple([request.rows for request in requests]),
-        tuple([request.data for request in requests]),
+        tuple(data),
     )
     audiences = tuple([request.audience for request in requests])
     is_open = batch.state is BatchState.OPEN
