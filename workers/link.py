@@ -19,6 +19,9 @@ from shmserve.system.busy_poll import PollBudget, core_is_free
 
 SEND_BUFFER = 4 * 1024 * 1024
 
+AT_ONCE_NS = 5_000
+"""A packet that is received within this time had already arrived."""
+
 _WAIT = int(socket.MSG_CMSG_CLOEXEC)
 _NO_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _CUT = int(socket.MSG_TRUNC)
@@ -52,7 +55,7 @@ class BrokerLink:
         if packet is None:
             packet = self._take(_WAIT)
         now = monotonic_ns()
-        polling.waited(now - since, now)
+        polling.waited(now - since, now, now - since > AT_ONCE_NS)
         return packet
 
     def _poll(self, polling: PollBudget, until: int) -> tuple[list[Any], list[int]] | None:

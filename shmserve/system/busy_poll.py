@@ -15,6 +15,9 @@ from time import monotonic_ns
 
 LONGEST_US = 200
 """Default of --busy-poll-us: longer waits are not worth polling, as the cost of a wake-up is small beside them."""
+LEAST_CORES = 4
+"""Polling is off by default with fewer: broker, worker and client then share cores, which saves the wake-ups anyway,
+and polling takes time from engines and clients."""
 FIRST_NS = 20_000
 """The first step from zero."""
 PREEMPTED_NS = 20_000
@@ -38,11 +41,13 @@ class PollBudget:
         self._suspend_ns = SUSPEND_NS
         self._hits = 0
 
-    def waited(self, ns: int, now: int) -> None:
-        """A message has arrived after `ns`, polling and sleeping together."""
+    def waited(self, ns: int, now: int, polled: bool) -> None:
+        """A message has arrived after `ns`, polling and sleeping together. `polled`: it was not there at once, and the
+        process polled for it."""
         if ns <= self.ns:
-            self._hits += 1
-            if self._hits == PAID_OFF:
+            self._hits += polled
+            if self._hits >= PAID_OFF:
+                self._hits = 0
                 self._suspend_ns = SUSPEND_NS
         elif ns > self._longest_ns:
             self.ns = self.ns // 2 if self.ns > FIRST_NS else 0

@@ -41,7 +41,7 @@ class LoopPolling:
     def wake(self, now: int) -> None:
         """At the start of a turn."""
         if self._on:
-            self._budget.waited(now - self._since, now)
+            self._budget.waited(now - self._since, now, self._polled == self._since)
 
     def _poll(self) -> None:
         now = monotonic_ns()

@@ -22,7 +22,7 @@ from shmserve.core import limits
 from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.gateway_options import OPTIONS, Option
 from shmserve.repo.storage.generation import FILE_BYTES, TOTAL_BYTES
-from shmserve.system.busy_poll import LONGEST_US
+from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
 REQUIRED = "required"
 SECONDS = 1e6
@@ -108,7 +108,7 @@ FLAGS = (
          "several times", [], "NAME,KEY=VALUE", repeatable=True),
     Flag("busy-poll-us", "whole", INSTANCES, "longest time that the broker and the workers poll for the next message "
          "before they sleep; an idle server does not poll; 0: never poll", None, "N",
-         shown=f"{LONGEST_US}, or 0 with less than two cores"),
+         shown=f"{LONGEST_US}, or 0 with less than {LEAST_CORES} cores"),
     Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it holds the "
          "resources of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
     Flag("rate-limit-resource", "resource", INSTANCES, "units of a resource on each device, on one device, or "

@@ -41,7 +41,7 @@ from shmserve.core.limits import Limits
 from shmserve.paths import environments_dir, server_runtime_dir
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem
 from shmserve.repo.compile import CoreSet
-from shmserve.system.busy_poll import LONGEST_US
+from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
 if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
     import tomllib
@@ -197,10 +197,11 @@ def metrics_interval_s(settings: argparse.Namespace) -> float:
 
 
 def busy_poll_ns(settings: argparse.Namespace, cores: CoreSet) -> int:
-    """On a single core, or within a quota of one, polling would take time from the process that it waits for."""
+    """Polling is off by default if there are few cores, or a quota that amounts to few."""
     if settings.busy_poll_us is not None:
         return int(settings.busy_poll_us) * 1000
-    return LONGEST_US * 1000 if min(len(cores.usable), cores.quota or len(cores.usable)) > 1 else 0
+    count = min(len(cores.usable), cores.quota or len(cores.usable))
+    return LONGEST_US * 1000 if count >= LEAST_CORES else 0
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:

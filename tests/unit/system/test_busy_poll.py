@@ -15,7 +15,7 @@ def grown() -> PollBudget:
     budget = PollBudget(LONGEST)
     while budget.ns < LONGEST:
         before = budget.ns
-        budget.waited(before + 1, now=0)
+        budget.waited(before + 1, now=0, polled=True)
         assert before < budget.ns <= LONGEST
     return budget
 
@@ -23,7 +23,7 @@ def grown() -> PollBudget:
 def test_grows_from_nothing_to_the_limit() -> None:
     budget = PollBudget(LONGEST)
     assert budget.ns == 0
-    budget.waited(50_000, now=0)
+    budget.waited(50_000, now=0, polled=True)
     assert budget.ns == FIRST_NS
     assert grown().ns == LONGEST
 
@@ -32,15 +32,15 @@ def test_an_idle_process_stops_polling() -> None:
     budget = grown()
     waits = 0
     while budget.ns:
-        budget.waited(LONG, now=0)
+        budget.waited(LONG, now=0, polled=True)
         waits += 1
     assert waits <= 6
 
 
 def test_waits_that_end_within_the_budget_keep_it() -> None:
     budget = PollBudget(LONGEST)
-    budget.waited(50_000, now=0)
-    budget.waited(FIRST_NS, now=0)
+    budget.waited(50_000, now=0, polled=True)
+    budget.waited(FIRST_NS, now=0, polled=True)
     assert budget.ns == FIRST_NS
 
 
@@ -48,9 +48,9 @@ def test_suspended_while_another_process_wants_the_core() -> None:
     budget = grown()
     budget.preempted(now=0)
     assert budget.ns == 0
-    budget.waited(50_000, now=SUSPEND_NS - 1)
+    budget.waited(50_000, now=SUSPEND_NS - 1, polled=True)
     assert budget.ns == 0
-    budget.waited(50_000, now=SUSPEND_NS)
+    budget.waited(50_000, now=SUSPEND_NS, polled=True)
     assert budget.ns == FIRST_NS
 
 
@@ -58,16 +58,16 @@ def test_each_further_suspension_is_longer_until_polling_pays_off() -> None:
     budget = PollBudget(LONGEST)
     budget.preempted(now=0)
     budget.preempted(now=0)
-    budget.waited(50_000, now=2 * SUSPEND_NS - 1)
+    budget.waited(50_000, now=2 * SUSPEND_NS - 1, polled=True)
     assert budget.ns == 0
     for _ in range(20):
         budget.preempted(now=0)
-    budget.waited(50_000, now=SUSPEND_MAX_NS)
+    budget.waited(50_000, now=SUSPEND_MAX_NS, polled=True)
     assert budget.ns == FIRST_NS
     for _ in range(PAID_OFF):
-        budget.waited(1, now=SUSPEND_MAX_NS)
+        budget.waited(1, now=SUSPEND_MAX_NS, polled=True)
     budget.preempted(now=SUSPEND_MAX_NS)
-    budget.waited(50_000, now=SUSPEND_MAX_NS + SUSPEND_NS)
+    budget.waited(50_000, now=SUSPEND_MAX_NS + SUSPEND_NS, polled=True)
     assert budget.ns == FIRST_NS
 
 
@@ -79,8 +79,20 @@ def test_never_exceeds_the_limit_and_ends_at_zero_when_idle(longest: int, waits:
             budget.preempted(now)
         else:
             now += wait
-            budget.waited(wait, now)
+            budget.waited(wait, now, True)
         assert 0 <= budget.ns <= longest
     for _ in range(20):
-        budget.waited(longest + 10**9, now)
+        budget.waited(longest + 10**9, now, True)
+    assert budget.ns == 0
+
+
+def test_messages_that_were_there_at_once_do_not_count_as_success() -> None:
+    budget = PollBudget(LONGEST)
+    for _ in range(20):
+        budget.preempted(now=0)
+    budget.waited(50_000, now=SUSPEND_MAX_NS, polled=True)
+    for _ in range(PAID_OFF):
+        budget.waited(1, now=SUSPEND_MAX_NS, polled=False)
+    budget.preempted(now=SUSPEND_MAX_NS)
+    budget.waited(50_000, now=SUSPEND_MAX_NS + SUSPEND_NS, polled=True)
     assert budget.ns == 0

@@ -297,7 +297,7 @@ def test_polls_for_an_order_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) ->
         for number in range(100):  # short waits, so that the budget grows
             theirs.send(codec.encode([Ping(number)]))
             assert link.receive() == ([Ping(number)], [])
-            link._polling.waited(link._polling.ns + 1, 0)  # type: ignore[union-attr]
+            link._polling.waited(link._polling.ns + 1, 0, True)  # type: ignore[union-attr]
         polls = iter(range(3))
 
         def core_is_free(since: int) -> bool:

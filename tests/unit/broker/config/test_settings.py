@@ -21,6 +21,7 @@ from shmserve.broker.processes.cpus import host_policy
 from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import Limits
 from shmserve.protocol.roles import INFER, OBSERVE
+from shmserve.repo.compile import CoreSet
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
 from tests.support import pages
 
@@ -407,3 +408,15 @@ def test_limits_of_the_core(base: list[str]) -> None:
     assert found.resources == (("R1", ANY, 10), ("R2", SHARED, 3))
     found = settings.limits(settings.parse([*base, "--response-cache-byte-size", "2KiB"]))
     assert (found.cache_bytes, found.rate_limit) == (2048, False)
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "words", "expected_us"),
+    [(2, 0, [], 0), (3, 0, [], 0), (4, 0, [], 200), (64, 0, [], 200), (64, 2, [], 0), (64, 4, [], 200),
+     (1, 0, ["--busy-poll-us", "50"], 50), (64, 0, ["--busy-poll-us", "0"], 0)],
+)  # fmt: skip
+def test_polling_is_on_with_enough_cores(
+    tmp_path: Path, cores: int, quota: int, words: list[str], expected_us: int
+) -> None:
+    parsed = settings.parse(["--model-repository", str(tmp_path), *words])
+    assert settings.busy_poll_ns(parsed, CoreSet(tuple(range(cores)), quota=quota)) == expected_us * 1000
