@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Columns, Failure, Row, Work, rows_of
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
+from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.model_calls.answer import Answer, Request, Trace, failure_of
 from shmserve.workers.process.log import log_traceback, public
@@ -152,7 +153,7 @@ class StackedRunner(Runner[StackedBackend]):
                 extension.before(group)
             self._backend.execute(group, results)
             computed = clock()
-            if extension is None and len(group.works) > 1:
+            if extension is None and type(group.works) is ColumnWorks:
                 return results.in_columns(), group.ready or computed, computed
             rows, ran = results.rows(), True
         except Exception as error:

@@ -76,7 +76,7 @@ class SessionOutbox:
             return packets + self._with_frames(batch)
         if batch:
             try:
-                batched = in_batches(batch, self.batch_requests) if self.batch_requests and len(batch) > 1 else batch
+                batched = in_batches(batch, self.batch_requests) if self.batch_requests else batch
                 data = codec.encode(batched)
                 batch = batched
             except _UNWRITABLE:

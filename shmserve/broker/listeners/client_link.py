@@ -87,6 +87,7 @@ class ClientLink(PeerLink):
             descriptors: list[int] = []
             if self._left_over:
                 messages, self._left_over = split(self._left_over, share)
+                cost = weight(messages)
             else:
                 draining, self._draining = self._draining, False
                 packet = self._receive()  # sets _draining if the peer has closed
@@ -95,14 +96,15 @@ class ClientLink(PeerLink):
                 self._draining = draining
                 messages, descriptors = packet
                 turns.charge(self._size // BYTES)
+                cost = weight(messages)
                 if descriptors:  # the Maps that need them may be anywhere
                     refusal = refused(messages)
                     if refusal is not None:
                         close_all(descriptors)
                         messages, descriptors = [refusal], []
-                elif weight(messages) > share:
+                elif cost > share:
                     messages, self._left_over = split(messages, share)
-            cost = weight(messages)
+                    cost = weight(messages)
             turns.charge(cost)
             share -= cost
             self._deliver(self.peer, messages, descriptors)

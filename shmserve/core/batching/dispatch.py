@@ -220,14 +220,14 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch, no
 
 def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
-    form = None
-    if 1 < len(requests) <= PACKET_MESSAGES:
-        form = next((request.form for request in requests if request.form is not None), None)
-    if form is not None:
-        data = [request.data if request.form is form else _data_of(request, form) for request in requests]
-        if None not in data and sum([request.inline for request in requests]) <= CHUNK_BYTES:
-            _send_columns(state, instance, batch, requests, join, form, data)
-            return
+    form = requests[0].form or requests[-1].form
+    if form is not None and 1 < len(requests) <= PACKET_MESSAGES:
+        count = [request.form for request in requests].count(form)
+        if 2 * count > len(requests) and sum([request.inline for request in requests]) <= CHUNK_BYTES:
+            data = [request.data if request.form is form else _data_of(request, form) for request in requests]
+            if None not in data:
+                _send_columns(state, instance, batch, requests, join, form, data)
+                return
     peer = instance.peer
     is_open = batch.state is BatchState.OPEN
     works: list[Work] = []

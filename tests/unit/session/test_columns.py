@@ -30,13 +30,19 @@ from shmserve.protocol.messages import (
     Wanted,
     rows_of,
 )
-from shmserve.session import RowReply, Session, inline_result
+from shmserve.session import RowReply, Session, columns, inline_result
 from shmserve.session.columns import in_batches, reply_of
 from tests.support.sessions import RecordingTicket, ask, confirm_loaded, connect, connected, decode, feed, sent
 
 BATCH = 64
 
 # ------------------------------------------------------------------------------------------------ to InferBatches
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few requests show what many do."""
+    monkeypatch.setattr(columns, "LEAST", 2)
 
 
 def tensor(name: str, rows: int, width: int, fill: int = 0) -> Tensor:
@@ -398,3 +404,14 @@ def test_a_batch_survives_a_single_answer_in_between() -> None:
     assert_answered(tickets[1], 2)
     ticket, _ = ask(session, {"x": ROW})
     assert ticket.number == 3
+
+
+def test_few_requests_are_sent_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "LEAST", 24)
+    messages = [Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)) for number in range(1, 25)]
+    assert in_batches(messages[:23], 64) == messages[:23]
+    (batch,) = in_batches(messages, 64)
+    assert batch.columns.requests == tuple(range(1, 25))
+    other = Infer(25, "m", 0, (Tensor("x", "FP32", (1, 2), bytes(8)),))
+    mixed = [*messages[:12], other, *messages[12:]]
+    assert in_batches(mixed, 64) == mixed
