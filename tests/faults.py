@@ -74,7 +74,7 @@ FAULTS = (
     Fault("a share may be exceeded by one", "shmserve/gateway/limits/caller_shares.py",
           "    if not used or used + more <= limit:", "    if not used or used + more <= limit + 1:"),
     Fault("JSON data may have one value too few", "shmserve/gateway/kserve/json_tensors.py",
-          "    if found != count:", "    if found > count:"),
+          "    if decoded != count:", "    if decoded > count:"),
     Fault("rows of a tensor are not compared with the request's", "workers/batch/gather.py",
           "            if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):", "            if False:"),
     Fault("inputs of another dtype are taken", "workers/batch/gather.py",
