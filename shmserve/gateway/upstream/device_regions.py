@@ -3,6 +3,7 @@ goes to the worker whose model reads or writes it; here only the UUID of the GPU
 
 from __future__ import annotations
 
+import base64
 import binascii
 import importlib
 from collections.abc import Callable, Sequence
@@ -89,6 +90,6 @@ def _uuid_of(device: int) -> str:
 def handle_of(text: str) -> bytes:
     """Decodes the handle of a JSON request."""
     try:
-        return binascii.a2b_base64(text, strict_mode=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequest("raw_handle.b64 is not base64") from None

@@ -3,6 +3,7 @@ protocol: a request is a route and its arguments, an answer is the broker's JSON
 
 from __future__ import annotations
 
+import base64
 import binascii
 from collections.abc import Callable
 from typing import Any
@@ -307,7 +308,7 @@ def _of_load(parameters: dict[str, str | bool]) -> Arguments:
             arguments.config = value
         elif name.startswith(_FILE):
             try:
-                arguments.files[name.removeprefix(_FILE)] = binascii.a2b_base64(value, strict_mode=True)
+                arguments.files[name.removeprefix(_FILE)] = base64.b64decode(value, validate=True)
             except (binascii.Error, ValueError):
                 raise InvalidRequest(f"load parameter '{name[:80]}' is not base64") from None
         else:
