@@ -6,7 +6,8 @@ sequence of `Work`, which is made at its first use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, overload
 
 from shmserve.errors import ProtocolError
@@ -102,6 +103,14 @@ class InlineColumn(Sequence["Tensor | None"]):
 
     def __len__(self) -> int:
         return len(self.blobs)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        """In one pass, as results that do not stay in columns are read so."""
+        shares, dims = self.shares, self.dims
+        shapes: Iterable[tuple[int, ...]] = repeat((shares[0], *dims))
+        if shares.count(shares[0]) != len(shares):
+            shapes = [(share, *dims) for share in shares]
+        return map(Tensor, repeat(self.spec.name), repeat(self.spec.dtype), shapes, self.blobs)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

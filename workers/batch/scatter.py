@@ -472,7 +472,7 @@ class Results:
         if len(works) == 1:
             return [self._one(index, spec, 0, array, shape)]
         if self._places is None and spec.item and self._inlined:
-            shares = shares_of(works)
+            shares = (1,) * len(works) if self._one_each else shares_of(works)
             step = array.nbytes // self._rows
             largest = step if self._one_each else step * max(shares)
             if largest <= INLINE_BYTES and self._inline + largest <= FIELD_BYTES:
