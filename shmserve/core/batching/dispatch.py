@@ -220,6 +220,13 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch, no
 
 def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
+    for request in requests:
+        if request.state is not _QUEUED:  # else the transition is legal
+            request.move(_SENT)
+        request.state = _SENT
+        request.instance = instance
+        request.batch = batch
+    batch.left += len(requests)
     form = requests[0].form or requests[-1].form
     if form is not None and 1 < len(requests) <= PACKET_MESSAGES:
         count = [request.form for request in requests].count(form)
@@ -249,13 +256,7 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
                 request.slot, not request.in_shared_memory, request.near, request.aliases, request.labels,
             )
         )  # fmt: skip
-        if request.state is not _QUEUED:  # else the transition is legal
-            request.move(_SENT)
-        request.state = _SENT
-        request.instance = instance
-        request.batch = batch
         piece.append(request)
-    batch.left += len(requests)
     number = state.next_number()
     state.send(peer, Execute(number, join, tuple(works), False, is_open))
     batch.pieces.append((number, piece))
@@ -285,13 +286,6 @@ def _send_columns(
     data: list[Any],
 ) -> None:
     """Sends requests of one form, most of which came in columns."""
-    for request in requests:
-        if request.state is not _QUEUED:  # else the transition is legal
-            request.move(_SENT)
-        request.state = _SENT
-        request.instance = instance
-        request.batch = batch
-    batch.left += len(requests)
     number = state.next_number()
     columns = Columns(
         form.forms,

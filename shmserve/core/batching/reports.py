@@ -56,16 +56,14 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     if columns is not None and not columns.regular:
         kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
         return
-    if columns is not None and version.plain and not traced:
-        _usual_columns(state, version, instance, batch, columns, taken, now)
+    results = message.rows if columns is None else columns
+    if traced or not version.plain:
+        for row in rows_of(results):
+            _row(state, version, instance, batch, row, now, taken)
     elif columns is not None:
-        for row in rows_of(columns):
-            _row(state, version, instance, batch, row, now, taken)
-    elif version.plain and not traced:
-        _usual_rows(state, version, instance, batch, message, now)
+        _usual_columns(state, version, instance, batch, columns, taken, now)
     else:
-        for row in message.rows:
-            _row(state, version, instance, batch, row, now, taken)
+        _usual_rows(state, version, instance, batch, message, now)
     if state.tracing:
         count = len(message.rows if columns is None else columns.requests)
         state.log(
