@@ -32,12 +32,13 @@ CHEAP_BYTES = 4096
 
 def weight(messages: Sequence[Any]) -> int:
     """What processing these messages costs: each request of an InferBatch counts."""
-    total = len(messages)
     if InferBatch not in map(type, messages):  # fast, as every packet pays for this
-        return total
-    return total + sum(
-        [max(0, len(message.columns.requests) - 1) for message in messages if type(message) is InferBatch]
-    )
+        return len(messages)
+    return sum(map(_weight, messages))
+
+
+def _weight(message: Any) -> int:
+    return max(1, len(message.columns.requests)) if type(message) is InferBatch else 1
 
 
 def split(messages: list[Any], share: int) -> tuple[list[Any], list[Any]]:
@@ -46,7 +47,7 @@ def split(messages: list[Any], share: int) -> tuple[list[Any], list[Any]]:
     for index, message in enumerate(messages):
         if total >= share:
             return messages[:index], messages[index:]
-        total += max(1, len(message.columns.requests)) if type(message) is InferBatch else 1
+        total += _weight(message)
     return messages, []
 
 
