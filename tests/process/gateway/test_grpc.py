@@ -24,7 +24,6 @@ from tests.conformance.client_ways import data
 from tests.support.gateway.rpc import INFERENCE, POOL, Rpcs, infer_request, message, outputs, parameter, refused, talk
 from tests.support.gateway.running_gateway import (
     Gateway,
-    gated,
     metric,
     model,
     open_gate,
@@ -69,16 +68,6 @@ OVERRIDE = {
     "input": [{"name": "i_FP32", "data_type": "TYPE_FP32", "dims": [-1]}],
     "output": [{"name": "o_FP32", "data_type": "TYPE_FP32", "dims": [-1]}],
 }
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def gate(repository: Path) -> Path:
-    return gated(repository)
 
 
 @pytest.fixture(scope="module")

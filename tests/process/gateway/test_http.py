@@ -27,7 +27,6 @@ from tests.support.gateway.running_gateway import (
     FAILS_AT_ONCE,
     Gateway,
     binary,
-    gated,
     metric,
     model,
     open_gate,
@@ -41,16 +40,6 @@ pytestmark = pytest.mark.process
 
 ODD = "row, too (v2)"
 LIMITS = ("--http-max-input-size=8000000", "--http-max-json-size=200000")
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def gate(repository: Path) -> Path:
-    return gated(repository)
 
 
 @pytest.fixture(scope="module")
