@@ -11,6 +11,9 @@ from shmserve.errors import ConnectionLost, DeadlineExceeded, NotFound, ServeErr
 
 POLL_S = 0.05
 """Initial polling interval; grows by half each time, up to ten times this."""
+REASONS = 5
+REASON_CHARACTERS = 300
+"""The most reasons that an error text has, and the most characters of each: a reason may be a model's traceback."""
 
 
 class ReadyWait:
@@ -57,7 +60,7 @@ class ReadyWait:
     def error(self, index: list[dict[str, Any]]) -> ServeError:
         """The error when the wait is over, with the reasons from the states of the models."""
         what = f"model '{self._model}' at {self._url}" if self._model else f"the server at {self._url}"
-        reasons = "; ".join(why_not_ready(self._model, index))
+        reasons = summary(why_not_ready(self._model, index))
         if self._loading_ended:
             return Unavailable(
                 f"{what} is not ready, and nothing is being loaded: {reasons or 'no model could be loaded'}"
@@ -102,3 +105,15 @@ def why_not_ready(model: str | None, index: list[dict[str, Any]]) -> list[str]:
                 name = f"{entry['name']} {entry['version']}".rstrip()
                 reasons.append(f"{name} is {entry['state'] or 'not loaded'}{why}")
     return reasons
+
+
+def summary(reasons: list[str]) -> str:
+    """The first reasons in one line of limited length."""
+    more = [f"and {len(reasons) - REASONS:,} more"] if len(reasons) > REASONS else []
+    return "; ".join([*map(shortened, reasons[:REASONS]), *more])
+
+
+def shortened(reason: str) -> str:
+    """The reason in one line of limited length."""
+    text = " ".join(reason.split())
+    return text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 3] + "..."

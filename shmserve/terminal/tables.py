@@ -52,6 +52,13 @@ def value_text(value: object) -> str:
     return str(value)
 
 
+def visible(text: str) -> str:
+    """The text with control characters escaped, so that it cannot change colours or move the cursor."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def plain_text(value: bytes | str) -> str:
     """A string as text; bytes that are not valid UTF-8 are shown as \\xNN."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value

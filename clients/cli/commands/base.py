@@ -8,23 +8,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from shmserve.errors import DeadlineExceeded, InvalidRequest
+from shmserve.errors import DeadlineExceeded, InvalidRequest, ServeError
+from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
+Found = TypeVar("Found")
+
 ASK_S = 30.0
 """Timeout of queries, which a healthy server answers at once."""
 CONNECT_S = 5.0
+NAMES_S = 2.0
+"""Timeout of the query for the names of models, for a hint."""
 CLEAR_LINE = "\r\x1b[K"
-_OF_PARSER = ("command", "run", "show_version")
+_OF_PARSER = ("command", "run", "show_version", "color")
 """What the parser adds to the arguments of every command."""
+
+_UNKNOWN = re.compile(r"Request for unknown model: '(.*?)'")
 
 
 def order_of(args: argparse.Namespace) -> str:
@@ -64,11 +73,24 @@ def next_step(error: Exception, args: argparse.Namespace) -> str:
     """The error text, with a hint for the next step if there is one."""
     text = str(error).replace(" by url=", " by --url or --runtime-dir").replace(" by runtime_dir=", " by --runtime-dir")
     text = text.replace("server_key=", "--server-key").replace("key_file=", "--key-file")
-    if text.startswith("Request for unknown model"):
-        return f"{text}; `shmserve models` lists the models"
+    if unknown := _UNKNOWN.match(text):
+        near = _near(unknown[1], args) if text.endswith(" is not found") else ""
+        return f"{text}; did you mean '{near}'?" if near else f"{text}; `shmserve models` lists the models"
     if isinstance(error, DeadlineExceeded) and getattr(args, "timeout", None) is not None:
         return f"{text}; --timeout allows more"
     return text
+
+
+def _near(name: str, args: argparse.Namespace) -> str:
+    """The model of the server with the most similar name; empty if there is none, or the server does not say."""
+    from difflib import get_close_matches
+
+    try:
+        with make_client(args, NAMES_S) as client:
+            names = {entry["name"] for entry in client.models()}
+    except (Misuse, ServeError):  # the role infer does not include `models`
+        return ""
+    return "" if name in names else next(iter(get_close_matches(name, names, 1)), "")
 
 
 def complain(args: argparse.Namespace, text: str) -> None:
@@ -78,3 +100,42 @@ def complain(args: argparse.Namespace, text: str) -> None:
 
 def print_json(value: Any, indent: int | None = 2) -> None:
     print(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+
+
+def print_text(text: str) -> None:
+    """Print the lines of a text, none if it is empty."""
+    print(text, end="\n" if text else "")
+
+
+def screen_of(args: argparse.Namespace) -> Screen:
+    """Standard output, with the choice of --color."""
+    return Screen(getattr(args, "color", None))
+
+
+def output(
+    args: argparse.Namespace,
+    ask: Callable[[], Found],
+    text: Callable[[Found, Screen], str],
+    document: Callable[[Found], Any] = lambda found: found,
+) -> int:
+    """Print what `ask` returns: as text, or with --json as a document; with --watch again and again, until Ctrl-C."""
+    screen = screen_of(args)
+    if args.watch is None:
+        found = ask()
+        if args.json:
+            print_json(document(found))
+        else:
+            print_text(text(found, screen))
+        return 0
+    again = False
+    while True:
+        found = ask()
+        if args.json:
+            print_json(document(found), indent=None)
+        elif screen.is_terminal:
+            print(screen.frame(text(found, screen), again), end="")
+        else:
+            print_text(text(found, screen))
+        sys.stdout.flush()
+        again = True
+        select.select([], [], [], args.watch)

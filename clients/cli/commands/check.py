@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import CLEAR_LINE, print_json
+from shmserve.clients.cli.commands.base import CLEAR_LINE, output
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.repo.gpus import discover
+from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Screen
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
@@ -40,7 +41,24 @@ Entry = Mapping[str, Any]
 
 def check(args: argparse.Namespace) -> int:
     """Returns 0 if there are no errors (with --strict, nor warnings), else 1. Raises Misuse for invalid arguments."""
-    from shmserve.repo.check import as_json, check
+    from shmserve.repo.check import as_json
+
+    if args.load and args.watch is not None:
+        raise Misuse("--load and --watch cannot be combined: every model would be loaded again and again")
+    bad = 0
+
+    def ask() -> Checked:
+        nonlocal bad
+        checked = _checked(args)
+        bad = checked.count("error") + (checked.count("warning") if args.strict else 0)
+        return checked
+
+    output(args, ask, lambda checked, screen: checked_text(checked, args.quiet, args.strict, screen), as_json)
+    return 1 if bad else 0
+
+
+def _checked(args: argparse.Namespace) -> Checked:
+    from shmserve.repo.check import check
 
     roots = [Path(root) for root in args.roots]
     name = args.model_config_name or ""
@@ -48,14 +66,7 @@ def check(args: argparse.Namespace) -> int:
         checked = check(roots, backends=_backends(args), gpus=discover().numbers, config_name=name)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
-    if args.load:
-        checked = _with_load(roots, checked, args)
-    if args.json:
-        print_json(as_json(checked))
-    else:
-        _show(checked, args.quiet, args.strict)
-    bad = checked.count("error") + (checked.count("warning") if args.strict else 0)
-    return 1 if bad else 0
+    return _with_load(roots, checked, args) if args.load else checked
 
 
 def _backends(args: argparse.Namespace) -> frozenset[str]:
@@ -71,33 +82,37 @@ def _backends(args: argparse.Namespace) -> frozenset[str]:
 # ------------------------------------------------------------------------------------------------- text output
 
 
-def _show(checked: Checked, quiet: bool, strict: bool) -> None:
-    """Print the findings. `quiet`: only those that make the check fail."""
+def checked_text(checked: Checked, quiet: bool, strict: bool, screen: Screen) -> str:
+    """The findings. `quiet`: only those that make the check fail."""
     shown = ("error", "warning") if strict or not quiet else ("error",)
-    for finding in checked.findings:
-        _show_finding(finding, "", shown)
+    lines = [line for finding in checked.findings for line in _finding_lines(finding, "", shown, screen)]
     width = max((len(model.name) for model in checked.models), default=0)
     for model in checked.models:
         if not quiet:
-            print(f"{model.name.ljust(width)}  {_counted(model.findings) or 'ok'}")
+            counted = _counted(model.findings)
+            style = BAD if not model.ok else WARN if counted else GOOD
+            lines.append(f"{model.name.ljust(width)}  {screen.styled(counted or 'ok', style)}")
         for finding in model.findings:
-            _show_finding(finding, "" if quiet else "  ", shown)
+            lines += _finding_lines(finding, "" if quiet else "  ", shown, screen)
     if not quiet:
         total = len(checked.models)
         good = sum(model.ok for model in checked.models)
-        print(f"{_number(total, 'model')}, {good} ok: {_counted(checked.all()) or 'no problems'}")
+        lines.append(f"{_number(total, 'model')}, {good} ok: {_counted(checked.all()) or 'no problems'}")
+    return "\n".join(lines)
 
 
-def _show_finding(finding: CheckFinding, indent: str, shown: Sequence[str]) -> None:
+def _finding_lines(finding: CheckFinding, indent: str, shown: Sequence[str], screen: Screen) -> list[str]:
     if finding.severity not in shown:
-        return
+        return []
     severity = "warning" if finding.severity == "warning" else ""
     text = ": ".join(part for part in (finding.where, severity, finding.path, finding.text) if part)
-    print(indent + text.replace("\n", f"\n{indent}    "))
+    style = WARN if severity else BAD
+    lines = screen.wrapped(text, indent, f"{indent}    ", style)
     if finding.hint:
-        print(f"{indent}    -> {finding.hint}")
+        lines += screen.wrapped(f"-> {finding.hint}", f"{indent}    ", f"{indent}       ")
     for line in finding.log:
-        print(f"{indent}    | {line}")
+        lines += screen.wrapped(f"| {line}", f"{indent}    ", f"{indent}    | ", FAINT)
+    return lines
 
 
 def _counted(findings: Sequence[CheckFinding]) -> str:

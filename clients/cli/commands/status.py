@@ -1,43 +1,32 @@
-"""The read-only commands: models, stats, ready, config, version."""
+"""The read-only commands: models, stats, config, version."""
 
 from __future__ import annotations
 
 import argparse
-import select
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import shmserve
-from shmserve.clients.cli.commands.base import connected, make_client, print_json
+from shmserve.clients.cli.commands.base import connected, output, print_json
 from shmserve.clients.cli.commands.operate import counts, instances_of
-from shmserve.clients.waiting import degraded, failed_change, failed_changes, why_not_ready
-from shmserve.errors import Denied
+from shmserve.clients.waiting import failed_change
+from shmserve.terminal.console import BAD, FAINT, WARN, Column, Screen, faint, nonzero, state_style
 from shmserve.terminal.errors import Failed, Misuse
-from shmserve.terminal.tables import bytes_text, duration_text, table
-
-if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+from shmserve.terminal.tables import bytes_text, duration_text
 
 US = 1000
 """Nanoseconds in a microsecond."""
 
 
 def models(args: argparse.Namespace) -> int:
-    if args.watch is not None and args.json:
-        raise Misuse("--watch cannot be combined with --json; call `shmserve models --json` repeatedly instead")
     with connected(args) as client:
-        if args.watch is not None:
-            _watch(args, client)
-        entries = _chosen(args.model, client.models())
-    if args.json:
-        print_json(entries)
-    else:
-        print(models_text(entries, args.instances))
-    return 0
+        return output(
+            args,
+            lambda: _chosen(args.model, client.models()),
+            lambda index, screen: models_text(index, args.instances, screen),
+        )
 
 
 def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,44 +40,48 @@ def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str,
     return [entry for entry in index if entry["name"] in names or not names]
 
 
-def _watch(args: argparse.Namespace, client: Client) -> NoReturn:
-    """Print the table repeatedly, in place on a terminal, until Ctrl-C; otherwise one table after another."""
-    terminal = sys.stdout.isatty()
-    while True:
-        text = models_text(_chosen(args.model, client.models()), args.instances)
-        if terminal:
-            columns, rows = shutil.get_terminal_size()
-            lines = [line[:columns] for line in text.split("\n")]
-            text = CLEAR + "\n".join(lines[: rows - 1])
-        print(text, flush=True)
-        select.select([], [], [], args.watch)
-
-
-CLEAR = "\x1b[H\x1b[2J"
-"""Clear the screen and move the cursor to the upper left corner."""
-
-
-def models_text(index: Sequence[Mapping[str, Any]], instances: bool) -> str:
+def models_text(index: Sequence[Mapping[str, Any]], instances: bool, screen: Screen) -> str:
     if not index:
         return "no models: add one to the repository, which is read when the server starts"
     if not instances:
-        return models_table(index)
+        return models_table(index, screen)
     rows = [row for entry in index for row in instance_rows(entry)]
-    text = table(INSTANCES, rows, right=[1, 4, 6, 7, 8]) if rows else "no model has a process"
+    text = screen.table(INSTANCES, rows) if rows else "no model has a process"
     return "\n".join([text, *last_words(index)])
 
 
-MODELS = [
-    "model", "version", "state", "instances", "queued", "in flight", "pid", "device", "memory", "loaded in", "reason",
-]  # fmt: skip
-INSTANCES = ["model", "version", "instance", "state", "in flight", "device", "pid", "memory", "restarts", "reason"]
+MODELS = (
+    Column("model"),
+    Column("version", right=True),
+    Column("state", style=state_style),
+    Column("instances", right=True, rank=1),
+    Column("queued", right=True, style=nonzero(WARN)),
+    Column("in flight", right=True),
+    Column("pid", rank=5),
+    Column("device", rank=3),
+    Column("memory", right=True, rank=2),
+    Column("loaded in", right=True, rank=4),
+    Column("reason", free=True),
+)
+INSTANCES = (
+    Column("model"),
+    Column("version", right=True, rank=1),
+    Column("instance"),
+    Column("state", style=state_style),
+    Column("in flight", right=True, rank=2),
+    Column("device", rank=4),
+    Column("pid", right=True, rank=5),
+    Column("memory", right=True, rank=3),
+    Column("restarts", right=True, rank=1, style=nonzero(WARN)),
+    Column("reason", free=True),
+)
 
 
-def models_table(index: Sequence[Mapping[str, Any]]) -> str:
+def models_table(index: Sequence[Mapping[str, Any]], screen: Screen) -> str:
     """The table of versions; the default version is marked if a model has several."""
     counts = Counter(entry["name"] for entry in index)
     rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
-    text = table(MODELS, rows, right=[1, 3, 4, 5, 8, 9])
+    text = screen.table(MODELS, rows)
     marked = any(row[1].endswith("*") for row in rows)
     return f"{text}\n\n* default version" if marked else text
 
@@ -182,38 +175,56 @@ def config(args: argparse.Namespace) -> int:
     if args.origins and not args.json:
         raise Misuse("--origins needs --json; without --json the origins are always shown")
     with connected(args) as client:
-        if not args.json:
-            print(client.origins(args.model, args.version)["text"].rstrip())
-        elif args.origins:
+
+        def ask() -> dict[str, Any]:
+            if args.json and not args.origins:
+                return client.config(args.model, args.version)
             found = client.origins(args.model, args.version)
-            print_json({"config": found["config"], "origins": found["origins"]})
-        else:
-            print_json(client.config(args.model, args.version))
-    return 0
+            return {"config": found["config"], "origins": found["origins"]} if args.json else found
+
+        return output(args, ask, lambda found, screen: config_text(found["text"].rstrip(), screen))
+
+
+def config_text(text: str, screen: Screen) -> str:
+    """The origins, which are comments at the ends of lines, are faint."""
+    lines = (line.partition("  # ") for line in text.split("\n"))
+    return "\n".join(value + screen.styled(mark + origin, FAINT) for value, mark, origin in lines)
 
 
 def stats(args: argparse.Namespace) -> int:
     if args.prometheus:
-        if args.model or args.version or args.json:
-            raise Misuse("--prometheus covers the whole server and cannot be combined with a model or --json")
+        if args.model or args.version or args.json or args.watch is not None:
+            raise Misuse("--prometheus covers the whole server and cannot be combined with a model, --json or --watch")
         with connected(args) as client:
             print(client.metrics(), end="")
         return 0
     with connected(args) as client:
-        statistics = client.statistics(args.model, args.version)
-    if args.json:
-        print_json(statistics)
-        return 0
-    head = ["model", "version", "queued", "in flight", "requests", "failed", "batches", "mean batch", "queue us"]
-    head.append("compute us")
-    rows = [stats_row(entry) for entry in statistics["model_stats"]]
-    print(table([*head, "batches formed because"], rows, right=range(1, len(head))))
+        return output(args, lambda: client.statistics(args.model, args.version), stats_text)
+
+
+STATS = (
+    Column("model"),
+    Column("version", right=True, rank=3),
+    Column("queued", right=True, style=nonzero(WARN)),
+    Column("in flight", right=True, rank=2),
+    Column("requests", right=True),
+    Column("failed", right=True, style=nonzero(BAD)),
+    Column("batches", right=True, rank=4),
+    Column("mean batch", right=True, rank=1),
+    Column("queue us", right=True),
+    Column("compute us", right=True),
+    Column("batches formed because", free=True, style=faint),
+)
+
+
+def stats_text(statistics: Mapping[str, Any], screen: Screen) -> str:
+    texts = [screen.table(STATS, [stats_row(entry) for entry in statistics["model_stats"]])]
     for entry in statistics["model_stats"]:
         if entry.get("elements"):
-            print(f"{entry['name']} version {entry['version']}: {padding_text(entry)}")
+            texts.append(f"{entry['name']} version {entry['version']}: {padding_text(entry)}")
         for name, seconds in entry.get("busy", {}).items():
-            print(f"{entry['name']} version {entry['version']}: {name} is {busy_text(seconds)}")
-    return 0
+            texts.append(f"{entry['name']} version {entry['version']}: {name} is {busy_text(seconds)}")
+    return "\n".join(texts)
 
 
 def padding_text(entry: Mapping[str, Any]) -> str:
@@ -243,38 +254,6 @@ def stats_row(entry: Mapping[str, Any]) -> list[str]:
         f"{compute / good / US:,.0f}" if good else "-",
         ", ".join(f"{reason} {count:,}" for reason, count in reasons) or "-",
     ]
-
-
-def ready(args: argparse.Namespace) -> int:
-    if args.wait is not None:
-        with make_client(args) as client:
-            client.wait_ready(args.model, timeout=args.wait)
-            warnings = _warnings(args.model, client)
-    else:
-        with connected(args) as client:
-            if not client.ready(args.model):
-                index = client.models()
-                raise Failed(_not_ready(args.model, index))
-            warnings = _warnings(args.model, client)
-    what = f"model '{args.model}'" if args.model else "the server"
-    print(f"{what} is ready")
-    for text in warnings:
-        print(f"shmserve ready: warning: {text}", file=sys.stderr)
-    return 0
-
-
-def _warnings(model: str | None, client: Client) -> list[str]:
-    try:
-        index = client.models()
-    except Denied:  # the role infer does not include `models`
-        return []
-    return [*degraded(model, index), *failed_changes(model, index)]
-
-
-def _not_ready(model: str | None, index: list[dict[str, Any]]) -> str:
-    reasons = why_not_ready(model, index)
-    what = f"model '{model}'" if model else "the server"
-    return f"{what} is not ready" + (f": {'; '.join(reasons)}" if reasons else "; it is starting or stopping")
 
 
 def version(args: argparse.Namespace) -> int:

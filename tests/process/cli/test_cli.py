@@ -435,11 +435,29 @@ ELSEWHERE = ("serve", "gateway", "build")
 """Those that run until they are stopped, and the one that needs a GPU, have their own tests."""
 
 
+ENDLESS = [line for line in COMMANDS if {"--watch", "-f", "--follow"} & set(line.split())]
+
+
 @pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if line not in OPERATING and line.split()[1] not in ELSEWHERE]
+    "line", [line for line in COMMANDS if line not in OPERATING + ENDLESS and line.split()[1] not in ELSEWHERE]
 )
 def test_every_command_of_the_page(line: str, server: Server, place: Path) -> None:
     of_page(line, server, place)
+
+
+@pytest.mark.parametrize("line", ENDLESS)
+def test_every_command_of_the_page_that_runs_until_ctrl_c(line: str, server: Server, place: Path) -> None:
+    command = [str(place / "bin" / "shmserve"), *line.split()[1:]]
+    with subprocess.Popen(
+        command, env=environment(server), cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=END_S)[1]
+    assert process.returncode == 130
+    assert errors == f"shmserve {line.split()[1]}: interrupted\n"
+    assert json.loads(first) if "--json" in line else first.strip()
 
 
 def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> None:

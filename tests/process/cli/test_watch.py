@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -49,8 +50,6 @@ def test_models_that_are_named(server: Server, capsys: pytest.CaptureFixture[str
     assert "first" not in capsys.readouterr().out
     assert main(words(server, "secnd")) == 1
     assert "unknown model 'secnd'; did you mean 'second'?" in capsys.readouterr().err
-    assert main(words(server, "--watch", "1", "--json")) == 2
-    assert "--watch cannot be combined with --json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -70,8 +69,43 @@ def test_again_and_again(server: Server, terminal: bool) -> None:
         os.close(ours)
     assert process.returncode == 130
     assert told == b"shmserve models: interrupted\n"
-    assert seen.count(b"\x1b[H\x1b[2J") == (seen.count(b"model ") if terminal else 0)
+    assert seen.count(b"\x1b[H\x1b[2J") == terminal, "then the picture is overwritten"
+    assert seen.count(b"\x1b[H") == (seen.count(b"model") if terminal else 0)
     assert b"second" not in seen
+
+
+@pytest.mark.parametrize("command", ["models", "stats", "config first", "ready", "ready second"])
+def test_a_document_per_line(server: Server, command: str) -> None:
+    """With --json, for programs. The documents are those that the command prints without --watch."""
+    words = ["shmserve.clients.cli.main", *command.split(), "--url", server.url, "--json"]
+    once = subprocess.run([sys.executable, "-m", *words], capture_output=True, check=True).stdout
+    again = [sys.executable, "-m", *words, "--watch", "0.05"]
+    with subprocess.Popen(again, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        documents = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+
+    def keys(found: object) -> object:
+        return {name: keys(value) for name, value in found.items()} if isinstance(found, dict) else type(found)
+
+    assert [keys(document) for document in documents] == [keys(json.loads(once))] * 3
+
+
+def test_check_again_and_again(tmp_path: Path) -> None:
+    """The repository is read each time."""
+    identity(tmp_path, "m")
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "check", str(tmp_path), "--watch", "0.05", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["errors"] == 0
+        (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: -1")
+        while not json.loads(process.stdout.readline())["errors"]:
+            pass
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
 
 
 def test_until_the_server_ends(tmp_path: Path) -> None:

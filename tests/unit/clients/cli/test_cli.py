@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from shmserve.clients.cli import main, parser
-from shmserve.clients.cli.commands.status import _not_ready, stats_row
-from shmserve.clients.waiting import degraded
+from shmserve.clients.cli.commands.ready import not_ready_lines
+from shmserve.clients.cli.commands.status import stats_row
+from shmserve.clients.waiting import degraded, summary, why_not_ready
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.output import as_json, file_name, percentile, storable, timing
 from shmserve.terminal.tables import duration_text, shape_text, table, values_text
@@ -23,6 +24,12 @@ ASKING = ["models", "load", "unload", "restart", "infer", "stats", "ready", "con
 ALONE = ["run", "check", "build", "completion"]
 """Commands that ask no server."""
 WITH_MODEL = ("load", "unload", "restart", "infer", "config")
+
+
+def commands() -> dict[str, Any]:
+    understood = parser.parser()
+    found: Any = next(action for action in understood._actions if action.dest == "command").choices
+    return dict(found)
 
 
 def arguments(command: str) -> list[str]:
@@ -75,7 +82,7 @@ def test_wrong_use_ends_with_2_and_a_usage_line(words: str, capsys: pytest.Captu
 @pytest.mark.parametrize("command", [*ASKING, *ALONE])
 def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main.main([command, "--help"])
+        main.main([command, "--help-all"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert f"examples:\n  shmserve {command}" in said
@@ -90,9 +97,8 @@ def test_examples_of_the_help_parse() -> None:
     found = 0
     for command in [*ASKING, *ALONE]:
         understood = parser.parser()
-        choices: Any = next(action for action in understood._actions if action.dest == "command").choices
-        for line in choices[command].epilog.splitlines():
-            words = line.split("    ")[0].replace("'", "").rpartition("| ")[2].split()
+        for line in commands()[command].examples:
+            words = line.strip().split("    ")[0].replace("'", "").rpartition("| ")[2].split()
             if words[:1] == ["shmserve"]:
                 understood.parse_args([word for word in words[1:] if word not in ("20,", "30,", "40]")])
                 found += 1
@@ -102,8 +108,7 @@ def test_examples_of_the_help_parse() -> None:
 def test_without_a_command_it_helps_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 2
     said = capsys.readouterr().err
-    for command in ["serve", *ASKING, *ALONE]:
-        assert re.search(rf"^    {command}\s", said, re.MULTILINE)
+    assert set(re.findall(r"^  (\w+)  ", said, re.MULTILINE)) | set(parser.OTHERS) == {*commands(), "others"}
 
 
 def test_help_and_version_load_neither_numpy_nor_zmq() -> None:
@@ -259,11 +264,27 @@ def test_why_it_is_not_ready() -> None:
         {"name": "c", "version": "", "state": "UNAVAILABLE", "reason": "no such backend"},
         {"name": "d", "version": "", "state": "", "reason": ""},
     ]
-    text = "the server is not ready: b 2 is LOADING; c is UNAVAILABLE (no such backend)"
-    assert _not_ready(None, index) == text
-    assert _not_ready("c", index) == "model 'c' is not ready: c is UNAVAILABLE (no such backend)"
-    assert _not_ready("d", index) == "model 'd' is not ready: d is not loaded"
-    assert _not_ready(None, index[:1]) == "the server is not ready; it is starting or stopping"
+    reasons = ["b 2 is LOADING", "c is UNAVAILABLE (no such backend)"]
+    assert why_not_ready(None, index) == reasons
+    assert why_not_ready("c", index) == reasons[1:]
+    assert why_not_ready("d", index) == ["d is not loaded"]
+    assert why_not_ready(None, index[:1]) == []
+
+
+def test_reasons_of_many_models_are_short_lines() -> None:
+    """A repository with many broken models once gave one line of 13 KB."""
+    reasons = [f"m{number} 1 is UNAVAILABLE (Traceback:\n{'x' * 1000})" for number in range(30)]
+    lines = not_ready_lines({"model": None, "ready": False, "reasons": reasons, "warnings": []})
+    assert lines[0] == "the server is not ready, for 30 reasons:"
+    assert lines[1].startswith("  m0 1 is UNAVAILABLE (Traceback: xxx")
+    assert lines[-1] == "  and 20 more; `shmserve models` lists them"
+    assert len(lines) == 12
+    assert max(map(len, lines)) <= 302
+    line = summary(reasons)
+    assert line.endswith("...; and 25 more")
+    assert len(line) < 1600
+    one = {"model": "m", "ready": False, "reasons": ["m is LOADING"], "warnings": []}
+    assert not_ready_lines(one) == ["model 'm' is not ready: m is LOADING"]
 
 
 def test_what_is_ready_and_degraded() -> None:

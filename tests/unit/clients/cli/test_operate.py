@@ -23,6 +23,7 @@ from shmserve import errors
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.operate import progress
 from shmserve.clients.cli.commands.status import instance_rows, models_table
+from shmserve.terminal.console import Screen
 from shmserve.terminal.tables import bytes_text
 from tests import ROOT
 from tests.support.broker.fake_broker import NOTHING, FakeBroker
@@ -282,11 +283,11 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
         ["odd", "1", "UNAVAILABLE", "-", "0", "0", "-", "-", "-", "-", "no such backend"],
         ["other", "-", "not loaded", "-", "0", "0", "-", "-", "-", "-"],
     ]
-    assert "*" not in models_table([INDEX[1], INDEX[2]]), "of one version there is no choice"
+    assert "*" not in models_table([INDEX[1], INDEX[2]], Screen()), "of one version there is no choice"
 
 
 def test_a_server_that_knows_less() -> None:
-    lines = models_table([{"name": "m", "version": "1", "state": "READY", "reason": ""}]).splitlines()
+    lines = models_table([{"name": "m", "version": "1", "state": "READY", "reason": ""}], Screen()).splitlines()
     assert lines[1].split() == ["m", "1", "READY", "-", "0", "0", "-", "-", "-", "-"]
 
 
@@ -314,7 +315,7 @@ def test_what_is_degraded_is_shown() -> None:
         "reason": "degraded, 1 of 3 instances: instance 'm_0_1': failed to load: no memory",
         "instances": [instance("m_0_0"), instance("m_0_1", **lost), instance("m_0_2", quarantined=True)],
     }  # fmt: skip
-    line = models_table([entry]).splitlines()[1]
+    line = models_table([entry], Screen()).splitlines()[1]
     assert "READY (degraded)" in line
     assert " 1/3 " in line
     assert line.endswith("no memory")

@@ -1,0 +1,139 @@
+"""Adds commands, and the options that several of them have."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmserve.clients.cli.commands import completion
+from shmserve.clients.cli.help import CommandParser, rare
+
+WHERE = """
+Connects to this user's server on this machine, unless --url, --runtime-dir, SHMSERVE_URL or SHMSERVE_RUNTIME_DIR
+selects another.
+"""
+CODES = """exit codes:
+  0    {}
+  1    {}
+  2    wrong usage
+  130  interrupted
+"""
+ELSEWHERE = ("--url URL, --runtime-dir DIR", "the server (default: this user's)")
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    module: str,
+    about: str,
+    examples: str,
+    codes: tuple[str, str] = ("done", "failed"),
+    note: str = "",
+    also: tuple[str, str] | None = None,
+) -> CommandParser:
+    """Add a command, which is the function of this name in a module of `commands`. `about` is one sentence, without its
+    capital letter and full stop. `codes`: meanings of exit codes 0 and 1. `note`: more for the full help.
+    """
+    command: CommandParser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog=f"{CODES.format(*codes)}{note}\nexamples:\n{examples}",
+        examples=examples,
+        also=also,
+    )
+
+    def run(args: argparse.Namespace) -> int:
+        code: int = getattr(importlib.import_module(f"shmserve.clients.cli.commands.{module}"), name)(args)
+        return code
+
+    command.set_defaults(run=run)
+    return command
+
+
+def add_server_command(
+    commands: Any,
+    name: str,
+    module: str,
+    about: str,
+    examples: str,
+    codes: tuple[str, str] = ("done", "failed"),
+    keys: bool = True,
+) -> CommandParser:
+    """Add a command that connects to a server. `keys`: also over tcp."""
+    command = add_command(commands, name, module, about, examples, codes, WHERE, ELSEWHERE)
+    where = command.add_mutually_exclusive_group()
+    rare(
+        where.add_argument(
+            "--url", metavar="URL", help="unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
+        )
+    )
+    rare(
+        where.add_argument(
+            "--runtime-dir", metavar="DIR", help="the server's runtime directory (--runtime-dir of serve)"
+        )
+    )
+    if keys:
+        text = "with tcp://: the server's public key, or the file NAME.pub"
+        rare(command.add_argument("--server-key", metavar="KEY", help=text))
+        text = "with tcp://: your own NAME.key, from `shmserve keygen NAME`"
+        rare(command.add_argument("--key-file", metavar="FILE", help=text))
+    return command
+
+
+def add_color(parser: argparse.ArgumentParser) -> None:
+    text = "use colour, or not (default: on a terminal, unless NO_COLOR is set)"
+    action = parser.add_argument("--color", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    rare(action)
+
+
+def add_model(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    kind: dict[str, Any] = {} if nargs is None else {"nargs": nargs}
+    completion.completes(command.add_argument("model", metavar="MODEL", **kind), completion.models)
+
+
+def add_json(command: argparse.ArgumentParser, text: str = "print JSON") -> None:
+    command.add_argument("--json", action="store_true", help=text)
+
+
+def add_output(command: argparse.ArgumentParser, watch: bool = False, json: str = "print JSON") -> None:
+    """The options of commands that only print: --watch, --json, --color."""
+    if watch:
+        text = "refresh every SECONDS (default: 1) until Ctrl-C; with --json, print a line each time"
+        command.add_argument("--watch", metavar="SECONDS", type=seconds, nargs="?", const=1.0, help=text)
+    add_json(command, json)
+    add_color(command)
+
+
+def add_version(command: argparse.ArgumentParser) -> None:
+    text = "model version (default: latest)"
+    completion.completes(
+        command.add_argument("--version", metavar="N", type=at_least_1, help=text), completion.versions
+    )
+
+
+def add_backend_directory(add: Callable[..., argparse.Action]) -> None:
+    variable = "SHMSERVE_BACKEND_DIRECTORY"
+    text = f"directory of custom backends, as for serve (default: ${variable})"
+    default = os.environ.get(variable) or None
+    rare(add("--backend-directory", metavar="DIR", type=Path, default=default, help=text))
+
+
+def at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return value

@@ -1,0 +1,131 @@
+"""Arguments of the commands for repositories, keys and other programs: check, build, gateway, keygen, completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shmserve.clients.cli.arguments.common import (
+    add_backend_directory,
+    add_command,
+    add_json,
+    add_output,
+    add_server_command,
+    at_least_1,
+    seconds,
+)
+from shmserve.clients.cli.commands import completion
+from shmserve.clients.cli.help import rare
+from shmserve.gateway import options
+
+SHOWN = frozenset(
+    ("http_port", "grpc_port", "metrics_port", "http_address", "http_roles", "tokens_file", "tls_cert", "zmq_address")
+)
+"""The options of `gateway` in its short help."""
+
+
+def add_check(commands: Any) -> None:
+    examples = """  shmserve check ./models
+  shmserve check ./models --load --timeout 60
+  shmserve check ./models ./more --json
+"""
+    about = "check model repositories for errors before they are served"
+    codes = ("no errors", "errors found (with --strict: errors or warnings)")
+    command = add_command(commands, "check", "check", about, examples, codes)
+    add = command.add_argument
+    add("roots", metavar="ROOT", nargs="+", help="model repository; a directory with one directory per model")
+    add("--load", action="store_true", help="also load each model, in a temporary server")
+    add("--strict", action="store_true", help="treat warnings as errors")
+    add("--quiet", action="store_true", help="print only errors")
+    add("--model-config-name", metavar="NAME", default="", help="use configs/NAME.pbtxt; of each model that has it")
+    add("--timeout", metavar="SECONDS", type=seconds, help="with --load: maximum loading time (default: no limit)")
+    add_backend_directory(add)
+    add_output(command, watch=True)
+
+
+def add_build(commands: Any) -> None:
+    examples = """  shmserve build models/resnet -o models/resnet_trt/1/model.plan
+  shmserve build model.onnx -o model.plan --max-batch 32
+  shmserve build model.onnx -o model.plan --profile x=1x3x224x224:8x3x224x224:32x3x224x224
+"""
+    note = """
+A plan works only with this GPU type and this TensorRT version, unless --hardware or --version-compatible is given. For
+a model directory, batch size and dims come from its config.pbtxt.
+"""
+    about = "compile an ONNX model to a TensorRT plan for this machine's GPU"
+    command = add_command(commands, "build", "run", about, examples, note=note)
+    add = command.add_argument
+    add("model", metavar="MODEL", type=Path, help="ONNX file, or model directory with one")
+    add("-o", "--out", metavar="FILE", type=Path, required=True, help="output file; an existing file is replaced")
+    add(
+        "--profile",
+        metavar="NAME=MIN:BEST:MAX",
+        nargs="+",
+        action="append",
+        default=[],
+        help="shapes of each input with dynamic dims; such as 1x3x224x224; repeat to add a profile",
+    )
+    add("--max-batch", metavar="N", type=at_least_1, help="build for batches of 1 to N rows")
+    text = "model version, for a model directory (default: highest)"
+    rare(add("--version", metavar="N", type=at_least_1, help=text))
+    add(
+        "--precision",
+        choices=("fp16", "bf16"),
+        help="also compute in this type; with TensorRT 10; default, always with 11: only the types of the ONNX file",
+    )
+    text = "maximum device memory for the workspace of a layer"
+    rare(add("--workspace-mb", metavar="MIB", type=at_least_1, help=text))
+    text = "0 builds fastest, 5 searches longest (default: 3)"
+    add("--level", type=int, choices=range(6), help=text)
+    rare(add("--timing-cache", metavar="FILE", help="timings from earlier builds (default: in ~/.cache/shmserve)"))
+    rare(add("--no-timing-cache", action="store_true", help="measure everything again"))
+    rare(add("--version-compatible", action="store_true",
+             help="build a plan that later TensorRT versions can also run"))  # fmt: skip
+    rare(add(
+        "--hardware",
+        choices=("ampere+", "same"),
+        help="build a plan for all GPUs since Ampere, or for all of the same compute capability",
+    ))  # fmt: skip
+    rare(add("--plugins", metavar="LIST", help="plug-in libraries, separated by ';'"))
+    add_json(command)
+
+
+def add_gateway(commands: Any) -> None:
+    examples = """  shmserve gateway
+  shmserve gateway --http-port 9000 --no-metrics
+  shmserve gateway --http-roles infer,observe,operate
+"""
+    about = "run a gateway: serve HTTP and gRPC (KServe v2) and Prometheus metrics for a running server"
+    codes = ("stopped by SIGTERM or Ctrl-C", "could not start or listen")
+    command = add_server_command(commands, "gateway", "run", about, examples, codes, keys=False)
+    options.add(command)
+    for action in command._actions:
+        if action.dest not in SHOWN or action.option_strings == ["--no-metrics"]:
+            rare(action)
+
+
+def add_keygen(commands: Any) -> None:
+    examples = """  shmserve keygen                              NAME defaults to the host name
+  shmserve keygen alice --out ~/.config/shmserve
+  shmserve keygen robot --roles infer,observe,operate
+"""
+    about = "create a key pair for ZeroMQ over tcp, for a gateway or a client"
+    command = add_command(commands, "keygen", "keygen", about, examples, ("done", "not written"))
+    command.add_argument("name", metavar="NAME", nargs="?", help="name of the key pair (default: the host name)")
+    command.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="directory for NAME.key and NAME.pub")
+    command.add_argument(
+        "--roles", metavar="ROLE,ROLE", default="infer,observe",
+        help="roles to write into NAME.pub; infer, observe, operate (default: %(default)s)",
+    )  # fmt: skip
+    add_json(command)
+
+
+def add_completion(commands: Any) -> None:
+    note = """
+In ~/.bashrc or ~/.zshrc:       eval "$(shmserve completion bash)"      (or zsh)
+In ~/.config/fish/config.fish:  shmserve completion fish | source
+"""
+    about = "print a shell script for Tab completion of commands, options and models"
+    examples = '  shmserve completion bash\n  eval "$(shmserve completion bash)"      in ~/.bashrc\n'
+    command = add_command(commands, "completion", "completion", about, examples, note=note)
+    command.add_argument("shell", choices=completion.SHELLS)

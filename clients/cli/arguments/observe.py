@@ -1,0 +1,72 @@
+"""Arguments of the commands that only read: models, stats, ready, config, logs, version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.clients.cli.arguments.common import (
+    add_model,
+    add_output,
+    add_server_command,
+    add_version,
+    seconds,
+)
+from shmserve.clients.cli.help import rare
+
+
+def add_models(commands: Any) -> None:
+    examples = (
+        "  shmserve models\n  shmserve models mlp --instances\n  shmserve models --watch\n  shmserve models --json\n"
+    )
+    about = "list models: versions, states, processes, resources, and the reason if one is not READY"
+    command = add_server_command(commands, "models", "status", about, examples)
+    add_model(command, "*")
+    command.add_argument("--instances", action="store_true", help="print one line per model process")
+    add_output(command, watch=True)
+
+
+def add_stats(commands: Any) -> None:
+    examples = "  shmserve stats\n  shmserve stats mlp --watch 2\n  shmserve stats mlp --json\n"
+    examples += "  shmserve stats --prometheus\n"
+    about = "show statistics: requests, batches, queue times and compute times"
+    command = add_server_command(commands, "stats", "status", about, examples)
+    add_model(command, "?")
+    add_version(command)
+    text = "print all metrics in the Prometheus format"
+    command.add_argument("--prometheus", action="store_true", help=text)
+    add_output(command, watch=True)
+
+
+def add_ready(commands: Any) -> None:
+    examples = "  shmserve ready                  exit code 0 if every model is READY\n"
+    examples += "  shmserve ready mlp --wait 30    wait for up to 30 s, e.g. after starting a server\n"
+    about = "exit with 0 if the server, or a model, can take requests, else with 1"
+    codes = ("ready", "not ready, or no server")
+    command = add_server_command(commands, "ready", "ready", about, examples, codes)
+    add_model(command, "?")
+    command.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=seconds,
+        help="wait up to this long; also for a server that has not started (default: do not wait)",
+    )
+    add_output(command, watch=True)
+
+
+def add_config(commands: Any) -> None:
+    about = "show a model's configuration as completed by the server, with the origin of each value"
+    examples = "  shmserve config mlp\n  shmserve config mlp --json\n"
+    command = add_server_command(commands, "config", "status", about, examples)
+    add_model(command)
+    add_version(command)
+    text = "with --json: also the origins of the values; "
+    text += '{"config": ..., "origins": {path: file, override, model or default}}'
+    command.add_argument("--origins", action="store_true", help=text)
+    add_output(command, watch=True, json="print JSON in Triton's form")
+
+
+def add_version_command(commands: Any) -> None:
+    examples = "  shmserve version\n  shmserve version --runtime-dir /run/shmserve    also the version of that server\n"
+    about = "print the version of this program, and of the server if one is named"
+    command = add_server_command(commands, "version", "status", about, examples)
+    rare(command.add_argument("--json", action="store_true", help="print JSON"))

@@ -1,0 +1,82 @@
+"""Arguments of the commands that change what is served: load, unload, restart."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shmserve.clients.cli.arguments.common import (
+    add_color,
+    add_json,
+    add_model,
+    add_server_command,
+    at_least_1,
+    seconds,
+)
+from shmserve.clients.cli.commands import completion
+
+
+def add_load(commands: Any) -> None:
+    examples = """  shmserve load mlp
+  shmserve load mlp cnn
+  shmserve load mlp --previous                go back to what was served before the last load
+  shmserve load mlp --config-json config.json
+  shmserve load new --config-json config.json --file 1/model.onnx=./new.onnx
+"""
+    about = "load models, or reload what has changed, and wait until they are READY"
+    codes = ("every model is READY", "a load failed; what was served before is still served")
+    command = add_server_command(commands, "load", "operate", about, examples, codes)
+    add_model(command, "*")
+    add = command.add_argument
+    add("--all", action="store_true", help="every model in the server's repositories")
+    add(
+        "--config-json",
+        metavar="FILE",
+        help="JSON to use instead of config.pbtxt; - reads standard input",
+    )
+    add("--file", metavar="NAME=PATH", action="append", default=[],
+        help="with --config-json: send a model file; e.g. 1/model.onnx=./model.onnx; the repository's files are then "
+        "ignored; repeatable")  # fmt: skip
+    add("--previous", action="store_true",
+        help="restore what was served before; whatever the repository has; in every mode")  # fmt: skip
+    _add_operation(command)
+
+
+def add_unload(commands: Any) -> None:
+    examples = "  shmserve unload mlp\n  shmserve unload mlp cnn --no-wait\n  shmserve unload mlp --force\n"
+    about = "unload models: finish requests in flight, then stop their processes and free their memory"
+    codes = ("unloaded (with --no-wait: started)", "failed")
+    command = add_server_command(commands, "unload", "operate", about, examples, codes)
+    add_model(command, "+")
+    command.add_argument("--no-wait", action="store_false", dest="wait", help="do not wait for the processes")
+    command.add_argument(
+        "--force", action="store_true", help="fail requests in flight; and kill the processes immediately"
+    )
+    command.add_argument(
+        "--dependents", action="store_true", help="also unload an ensemble's models; those that were loaded only for it"
+    )
+    _add_operation(command)
+
+
+def add_restart(commands: Any) -> None:
+    examples = """  shmserve restart mlp
+  shmserve restart mlp --version 2
+  shmserve restart mlp --instance mlp_0_1     a name from `shmserve models --instances`
+"""
+    about = "replace the processes of models without losing requests"
+    command = add_server_command(commands, "restart", "operate", about, examples)
+    add_model(command, "+")
+    version = command.add_argument(
+        "--version", metavar="N", type=at_least_1, help="restart only this version (default: all)"
+    )
+    completion.completes(version, completion.versions)
+    instance = command.add_argument("--instance", metavar="NAME", help="restart only this instance")
+    completion.completes(instance, completion.instances)
+    _add_operation(command)
+
+
+def _add_operation(command: argparse.ArgumentParser) -> None:
+    text = "maximum time to wait; without a limit by default; the server continues the operation"
+    command.add_argument("--timeout", metavar="SECONDS", type=seconds, help=text)
+    add_json(command, "print a JSON list with an object per model")
+    add_color(command)

@@ -1,0 +1,88 @@
+"""Arguments of the commands that send requests: infer, run, demo."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shmserve.clients.cli.arguments.common import (
+    add_backend_directory,
+    add_color,
+    add_command,
+    add_json,
+    add_model,
+    add_server_command,
+    add_version,
+    at_least_1,
+    seconds,
+)
+from shmserve.clients.cli.help import rare
+
+
+def add_infer(commands: Any) -> None:
+    examples = """  shmserve infer mlp --random
+  shmserve infer mlp --random --batch 8 --repeat 1000
+  shmserve infer add_sub --input INPUT0=1,2,3,4 --input INPUT1='[10, 20, 30, 40]'
+  shmserve infer mlp --input x=@x.npy --out results
+  shmserve infer add_sub request.json --json
+"""
+    command = add_server_command(
+        commands, "infer", "infer", "send a request to a model and print its outputs", examples
+    )
+    add_model(command)
+    _add_inputs(command)
+    command.add_argument(
+        "--timeout", metavar="SECONDS", type=seconds, help="maximum time to wait for a response (default: no limit)"
+    )
+    command.add_argument(
+        "--stream", action="store_true", help="print each response as it arrives; for decoupled models"
+    )
+    add_version(command)
+    add_json(command)
+    add_color(command)
+
+
+def _add_inputs(command: argparse.ArgumentParser) -> None:
+    """Arguments for inputs, repetition and outputs."""
+    add = command.add_argument
+    add("file", metavar="FILE", nargs="?", help='JSON file: {"inputs": {"NAME": [[1, 2, 3]]}}; - reads standard input')
+    add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
+        help="an input: numbers, JSON, or @FILE.npy; numbers are separated by commas; dtype and shape come from the "
+        "model; repeatable")  # fmt: skip
+    add("--random", action="store_true", help="random data for the other inputs; dims of variable size are 1")
+    add("--batch", metavar="N", type=at_least_1, help="with --random: batch size")
+    rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[],
+             help="with --random: full shape of an input"))  # fmt: skip
+    rare(add("--seed", metavar="N", type=int, help="with --random: seed, for reproducible data"))
+    rare(add("--outputs", metavar="NAME,...", help="outputs to compute (default: all)"))
+    add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
+    add("--repeat", metavar="N", type=at_least_1, default=1,
+        help="send it N times and print the latency; one after another; median and 99th percentile")  # fmt: skip
+
+
+def add_run(commands: Any) -> None:
+    examples = """  shmserve run models/mlp --random
+  shmserve run models/mlp --input x=@x.npy --repeat 100
+  shmserve run models/add_sub --random --pdb      stop in the debugger where the model raises
+"""
+    about = "run one model in this terminal without a server; breakpoint() works"
+    codes = ("success", "the model could not be loaded, or failed")
+    command = add_command(commands, "run", "run", about, examples, codes)
+    add = command.add_argument
+    add("model_dir", metavar="MODEL_DIR", type=Path, help="directory with the model's config.pbtxt")
+    _add_inputs(command)
+    add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
+    rare(add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[],
+             help="backend setting, as for serve; repeatable"))  # fmt: skip
+    add_backend_directory(add)
+    text = "use MODEL_DIR/configs/NAME.pbtxt if it exists"
+    rare(add("--model-config-name", metavar="NAME", default="", help=text))
+    add("--version", metavar="N", type=at_least_1, help="model version (default: highest)")
+    add_json(command)
+
+
+def add_demo(commands: Any) -> None:
+    about = "run the sample models on real examples and print the results"
+    command = add_server_command(commands, "demo", "demo", about, "  shmserve demo\n")
+    add_json(command)

@@ -1,0 +1,105 @@
+"""`shmserve ready`: tells, by its exit code, whether the server or a model takes requests."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli.commands.base import complain, connected, make_client, next_step, output, print_json
+from shmserve.clients.waiting import degraded, failed_changes, shortened, why_not_ready
+from shmserve.errors import DeadlineExceeded, Denied, Unavailable
+from shmserve.terminal.console import BAD, GOOD, WARN, Screen
+from shmserve.terminal.errors import Misuse
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+
+REASONS = 10
+"""The most reasons to print."""
+
+State = Mapping[str, Any]
+"""model (None: the server), ready, reasons why it is not, warnings."""
+
+
+def ready(args: argparse.Namespace) -> int:
+    if args.wait is not None:
+        if args.watch is not None:
+            raise Misuse("--wait and --watch cannot be combined")
+        return _report(args, _waited(args))
+    with connected(args) as client:
+        if args.watch is not None:
+            return output(args, lambda: _state(args.model, client), ready_text)
+        return _report(args, _state(args.model, client))
+
+
+def _state(model: str | None, client: Client) -> State:
+    found = client.ready(model)
+    index = _index(client)
+    return {
+        "model": model,
+        "ready": found,
+        "reasons": [] if found else why_not_ready(model, index) or ["it is starting or stopping"],
+        "warnings": _warnings(model, index) if found else [],
+    }
+
+
+def _waited(args: argparse.Namespace) -> State:
+    """The state when it is ready. When it is not, raises Failed, or with --json returns the state."""
+    with make_client(args) as client:
+        try:
+            client.wait_ready(args.model, timeout=args.wait)
+        except (DeadlineExceeded, Unavailable) as error:
+            if not args.json:
+                raise
+            return {"model": args.model, "ready": False, "reasons": [next_step(error, args)], "warnings": []}
+        return {"model": args.model, "ready": True, "reasons": [], "warnings": _warnings(args.model, _index(client))}
+
+
+def _index(client: Client) -> list[dict[str, Any]]:
+    try:
+        return client.models()
+    except Denied:  # the role infer does not include `models`
+        return []
+
+
+def _warnings(model: str | None, index: list[dict[str, Any]]) -> list[str]:
+    return [*degraded(model, index), *failed_changes(model, index)]
+
+
+def _report(args: argparse.Namespace, state: State) -> int:
+    if args.json:
+        print_json(state)
+    elif state["ready"]:
+        print(f"{_what(state)} is ready")
+        for text in state["warnings"]:
+            complain(args, f"warning: {text}")
+    else:
+        first, *others = not_ready_lines(state)
+        complain(args, first)
+        print(*others, sep="\n", end="\n" if others else "", file=sys.stderr)
+    return 0 if state["ready"] else 1
+
+
+def _what(state: State) -> str:
+    return f"model '{state['model']}'" if state["model"] else "the server"
+
+
+def not_ready_lines(state: State) -> list[str]:
+    """One line if there is one reason, otherwise a line for each of the first ones."""
+    head, reasons = f"{_what(state)} is not ready", [shortened(reason) for reason in state["reasons"]]
+    if len(reasons) == 1:
+        return [f"{head}: {reasons[0]}"]
+    more = [f"  and {len(reasons) - REASONS:,} more; `shmserve models` lists them"] if len(reasons) > REASONS else []
+    return [f"{head}, for {len(reasons):,} reasons:", *(f"  {reason}" for reason in reasons[:REASONS]), *more]
+
+
+def ready_text(state: State, screen: Screen) -> str:
+    """The picture of --watch."""
+    if not state["ready"]:
+        first, *others = not_ready_lines(state)
+        return "\n".join([screen.styled(first, BAD), *others])
+    warnings: Sequence[str] = state["warnings"]
+    lines = [screen.styled(f"warning: {shortened(text)}", WARN) for text in warnings]
+    return "\n".join([screen.styled(f"{_what(state)} is ready", GOOD), *lines])

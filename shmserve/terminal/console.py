@@ -1,0 +1,236 @@
+"""Text for the terminal: colour, and tables that fit its width.
+
+Without a terminal the text has neither colour nor a maximum width, so that programs read whole lines. Invariant: `rich`
+is imported only for text that has a colour or a limited width.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from shmserve.terminal.tables import GAP, table, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDEST = 100_000
+"""The width of text that is coloured but not for a terminal."""
+NARROWEST = 20
+"""The least width of a column of free text; below it, the text gets lines of its own."""
+HOME, CLEAR, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[2J", "\x1b[K", "\x1b[J"
+NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
+HEAD, FAINT, GOOD, WARN, BAD = "bold", "dim", "green", "yellow", "bold red"
+STATES: Mapping[str, str] = {
+    "READY": GOOD, "ready": GOOD, "LOADING": WARN, "starting": WARN, "UNLOADING": WARN, "stopping": WARN,
+    "backoff": BAD, "UNAVAILABLE": BAD, "failed": BAD, "not loaded": FAINT, "stopped": FAINT,
+}  # fmt: skip
+
+
+def is_colored(choice: bool | None, stream: TextIO) -> bool:
+    """Precedence: --color and --no-color, NO_COLOR, FORCE_COLOR, whether `stream` is a terminal that has colours."""
+    if choice is not None:
+        return choice
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Column(NamedTuple):
+    """`rank`: columns of the highest rank are left out first if the terminal is too narrow. `free`: free text, which
+    is wrapped, or shown below the row. `style`: the style of a cell, by its text."""
+
+    name: str
+    right: bool = False
+    rank: int = 0
+    free: bool = False
+    style: Callable[[str], str] | None = None
+
+
+def state_style(text: str) -> str:
+    """READY (degraded) is a warning."""
+    word, _, note = text.partition(" (")
+    style = STATES.get(word) or STATES.get(text, "")
+    return WARN if note and style == GOOD else style
+
+
+def nonzero(style: str) -> Callable[[str], str]:
+    """The style of a cell that is neither 0 nor empty."""
+    return lambda text: "" if text in ("0", "-", "") else style
+
+
+def faint(text: str) -> str:
+    return FAINT
+
+
+class Screen:
+    """What one command prints to, standard output if not given. `color`: the choice by --color or --no-color."""
+
+    def __init__(self, color: bool | None = None, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._choice = color
+        self._console: Console | None = None
+
+    @property
+    def stream(self) -> TextIO:
+        return self._stream or sys.stdout
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.stream.isatty()
+
+    @property
+    def color(self) -> bool:
+        return is_colored(self._choice, self.stream)
+
+    @property
+    def width(self) -> int | None:
+        """The number of columns; None: no limit."""
+        return self.size()[0] if self.is_terminal else None
+
+    def size(self) -> tuple[int, int]:
+        """Columns and rows: COLUMNS and LINES, else those of the terminal."""
+        try:
+            known = os.get_terminal_size(self.stream.fileno())
+        except (OSError, ValueError):
+            known = os.terminal_size((80, 24))
+        if os.environ.get("COLUMNS") or os.environ.get("LINES"):
+            known = shutil.get_terminal_size(known)
+        return known.columns or 80, known.lines or 24
+
+    def console(self) -> Console:
+        """A console of rich with these colours, for what this class has no method for: progress, live displays."""
+        from rich.console import Console
+
+        return Console(
+            file=self.stream,
+            force_terminal=self.color or self.is_terminal,
+            no_color=not self.color,
+            color_system=("auto" if os.environ.get("TERM", "dumb") != "dumb" else "standard") if self.color else None,
+            width=self.width,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+
+    def styled(self, text: str, style: str) -> str:
+        """The text with the escape sequences of a style, e.g. "bold red"; without colour, the text."""
+        if not style or not text or not self.color:
+            return text
+        from rich.style import Style
+
+        system = self._rich()._color_system
+        return "\n".join(Style.parse(style).render(line, color_system=system) for line in text.split("\n"))
+
+    def state(self, text: str) -> str:
+        return self.styled(text, state_style(text))
+
+    def wrapped(self, text: str, first: str, then: str, style: str = "") -> list[str]:
+        """The lines of a text after `first`, those that follow after `then`. On a terminal they are wrapped."""
+        lines, width = text.split("\n"), self.width
+        if width is not None:
+            room = max(NARROWEST, width - max(len(first), len(then)))
+            lines = [part for line in lines for part in textwrap.wrap(visible(line), room) or [""]]
+        return [(then if number else first) + self.styled(line, style) for number, line in enumerate(lines)]
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+        """The table as text. On a terminal it fits the width: free text that is empty everywhere is left out; then
+        free text moves below its row; then columns are left out, by rank, with a note about them."""
+        shown = list(range(len(columns)))
+        if self.width is not None:
+            shown = [at for at in shown if not columns[at].free or any(row[at] for row in rows)]
+        if self.width is None and not self.color:
+            right = [at for at, column in enumerate(columns) if column.right]
+            return table([column.name for column in columns], rows, right)
+        return self._fitted(columns, [[visible(cell) for cell in row] for row in rows], shown)
+
+    def frame(self, text: str, again: bool) -> str:
+        """The text as one picture of a display that is refreshed in place. `again`: an earlier one is overwritten, so
+        that nothing flickers. Lines that are too long or too many are cut."""
+        height = self.size()[1]
+        lines = text.split("\n")
+        if len(lines) >= height:
+            lines[height - 2 :] = [self.styled(f"... {len(lines) - height + 2:,} more lines", FAINT)]
+        body = "".join(f"{line}{CLEAR_LINE}\n" for line in lines)
+        return f"{HOME if again else HOME + CLEAR}{NO_WRAP}{body}{WRAP}{CLEAR_BELOW}"
+
+    # ------------------------------------------------------------------------------------ with rich
+
+    def _rich(self) -> Console:
+        if self._console is None:
+            self._console = self.console()
+        return self._console
+
+    def _fitted(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: list[int]) -> str:
+        from rich.cells import cell_len
+
+        widths = [max(map(cell_len, [column.name, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
+        limit, hidden, below = self.width, [], None
+        if limit is not None and _least(columns, widths, shown) > limit:
+            below = next((at for at in shown if columns[at].free), None)
+            shown = [at for at in shown if at != below]
+            for at in sorted(shown, key=lambda at: -columns[at].rank):
+                if columns[at].rank and _least(columns, widths, shown) > limit:
+                    shown.remove(at)
+                    hidden.append(at)
+        text = self._rendered(columns, rows, shown, below)
+        if hidden:
+            names = ", ".join(columns[at].name for at in sorted(hidden))
+            text += "\n" + self.styled(f"not shown in {limit} columns: {names}", FAINT)
+        return text
+
+    def _rendered(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int], below: int | None
+    ) -> str:
+        """`below`: the column whose cells get lines of their own."""
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), collapse_padding=True, header_style=HEAD)
+        for at in shown:
+            column = columns[at]
+            justify: Any = "right" if column.right else "left"
+            overflow: Any = "fold" if column.free else "crop"
+            grid.add_column(Text(column.name), justify=justify, no_wrap=not column.free, overflow=overflow)
+        for row in rows:
+            grid.add_row(*(Text(row[at], _style(columns[at], row[at])) for at in shown))
+        lines = self._lines(grid)
+        if below is None:
+            return "\n".join(lines)
+        texts = lines[:1]  # each row is one line: the columns that are left do not wrap
+        for row, line in zip(rows, lines[1:], strict=True):
+            texts.append(line)
+            if row[below]:
+                texts += self._lines(Padding(Text(row[below], _style(columns[below], row[below])), (0, 0, 0, 4)))
+        return "\n".join(texts)
+
+    def _lines(self, renderable: Any) -> list[str]:
+        """The lines of what rich renders, without trailing spaces."""
+        console = self._rich()
+        options = console.options.update(width=self.width or WIDEST)
+        found = []
+        for line in console.render_lines(renderable, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            system = console._color_system
+            found.append(
+                "".join(part.style.render(part.text, color_system=system) if part.style else part.text for part in line)
+            )
+        return found
+
+
+def _least(columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int]) -> int:
+    """The least width of these columns."""
+    least = [min(widths[at], NARROWEST) if columns[at].free else widths[at] for at in shown]
+    return sum(least) + len(GAP) * (len(least) - 1)
+
+
+def _style(column: Column, text: str) -> str:
+    return column.style(text) if column.style else ""

@@ -1,0 +1,37 @@
+"""Help that fits a terminal of 24 lines and 80 columns: what each option does, in one line."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+WIDTH = 80
+WIDEST = 100
+LEFT = 29
+"""The most columns for the names of options."""
+
+
+def width() -> int:
+    return min(WIDEST, shutil.get_terminal_size((WIDTH, 24)).columns) or WIDTH
+
+
+def rows(pairs: Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
+    """Names and what they mean, in two columns. The lines of a longer text are indented like its first."""
+    left = min(LEFT, max((len(name) for name, _ in pairs), default=0)) + indent + 2
+    lines: list[str] = []
+    for name, text in pairs:
+        first = f"{' ' * indent}{name}"
+        wrapped = textwrap.wrap(text, max(20, width() - left)) or [""]
+        if len(first) + 2 > left:
+            lines.append(first)
+            first = ""
+        lines += [f"{first if not number else '':<{left}}{line}".rstrip() for number, line in enumerate(wrapped)]
+    return lines
+
+
+def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """`; did you mean ...?`, or nothing if no known word is like this one."""
+    near = get_close_matches(word, known, 1, cutoff)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,157 @@
+"""Tables and colours on terminals of several widths, and none of both in a pipe."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shmserve.terminal.console import BAD, Column, Screen, is_colored, nonzero, state_style
+from tests import ROOT
+
+COLUMNS = (
+    Column("model"),
+    Column("state", style=state_style),
+    Column("failed", right=True, style=nonzero(BAD)),
+    Column("pid", rank=2),
+    Column("memory", right=True, rank=1),
+    Column("reason", free=True),
+)
+ROWS = [
+    ["mlp", "READY", "0", "4711", "12 MiB", ""],
+    ["a-longer-name", "UNAVAILABLE", "3", "-", "-", "the file 1/model.onnx is missing, and no other version is there"],
+]
+ESCAPES = re.compile(r"\x1b\[[\d;]*m")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(monkeypatch: pytest.MonkeyPatch, width: int, color: bool | None = None, rows: int = 24) -> Screen:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", str(width)), ("LINES", str(rows))):
+        monkeypatch.setenv(name, value)
+    return Screen(color, Terminal())
+
+
+def plain(text: str) -> list[str]:
+    return [line.rstrip() for line in ESCAPES.sub("", text).split("\n")]
+
+
+# ------------------------------------------------------------------------------------------ width
+
+
+def test_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = screen(monkeypatch, 250).table(COLUMNS, ROWS)
+    assert plain(text) == Screen(False, io.StringIO()).table(COLUMNS, ROWS).splitlines()
+
+
+def test_free_text_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = plain(screen(monkeypatch, 80).table(COLUMNS, ROWS))
+    assert lines[0].split() == ["model", "state", "failed", "pid", "memory", "reason"]
+    assert " ".join(line[lines[0].index("reason") :].strip() for line in lines[2:]) == ROWS[1][-1]
+    assert 4 <= len(lines) <= 6
+    assert max(map(len, lines)) <= 80
+
+
+def test_then_it_moves_below_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = plain(screen(monkeypatch, 56).table(COLUMNS, ROWS))
+    assert lines[0].split() == ["model", "state", "failed", "pid", "memory"]
+    assert lines[2].split() == ["a-longer-name", "UNAVAILABLE", "3", "-", "-"]
+    assert all(line.startswith("    ") for line in lines[3:])
+    assert " ".join(line.strip() for line in lines[3:]) == ROWS[1][-1]
+
+
+def test_then_columns_are_left_out_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = plain(screen(monkeypatch, 45).table(COLUMNS, ROWS))
+    assert lines[0].split() == ["model", "state", "failed", "memory"]
+    assert lines[-1] == "not shown in 45 columns: pid"
+    lines = plain(screen(monkeypatch, 36).table(COLUMNS, ROWS))
+    assert lines[0].split() == ["model", "state", "failed"]
+    assert lines[-1] == "not shown in 36 columns: pid, memory"
+    for width in (1, 8, 30):
+        lines = plain(screen(monkeypatch, width).table(COLUMNS, ROWS))
+        assert max(map(len, lines[:-1])) <= max(width, 24)
+
+
+def test_free_text_that_no_row_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "reason" not in screen(monkeypatch, 80).table(COLUMNS, ROWS[:1])
+    assert "reason" in Screen(None, io.StringIO()).table(COLUMNS, ROWS[:1]), "programs rely on the columns"
+
+
+def test_wide_characters_take_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = plain(screen(monkeypatch, 80).table(COLUMNS[:2], [["模型", "READY"], ["abcd", "READY"]]))
+    assert lines[1].replace("模型", "....").index("READY") == lines[2].index("READY")
+
+
+def test_a_frame_is_cut_to_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = screen(monkeypatch, 80, False, rows=5)
+    text = shown.frame("\n".join(map(str, range(9))), again=False)
+    assert plain(text.replace("\x1b[K", "").replace("\x1b[?7l", "").replace("\x1b[H\x1b[2J", ""))[:4] == [
+        "0", "1", "2", "... 6 more lines",
+    ]  # fmt: skip
+    again = shown.frame("a", again=True)
+    assert again.startswith("\x1b[H\x1b[?7la\x1b[K\n")
+    assert again.endswith("\x1b[?7h\x1b[J")
+
+
+# ------------------------------------------------------------------------------------------ colour
+
+
+def test_precedence_of_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, pipe = Terminal(), io.StringIO()
+    assert is_colored(None, terminal)
+    assert not is_colored(None, pipe)
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_colored(None, terminal)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert is_colored(None, pipe)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not is_colored(None, pipe)
+    assert is_colored(True, pipe)
+    monkeypatch.delenv("NO_COLOR")
+    assert not is_colored(False, terminal)
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "xterm", "linux", "dumb"])
+def test_colors(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+    shown = screen(monkeypatch, 120, True)
+    monkeypatch.setenv("TERM", term)
+    text = shown.table(COLUMNS, ROWS)
+    assert re.search(r"\x1b\[32mREADY *\x1b\[0m", text)
+    assert "\x1b[1;31mUNAVAILABLE\x1b[0m" in text
+    assert re.search(r"\x1b\[1;31m *3\x1b\[0m", text)
+    assert shown.styled("a\nb", "bold red") == "\x1b[1;31ma\x1b[0m\n\x1b[1;31mb\x1b[0m"
+
+
+def test_without_color_there_is_no_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (40, 80, 250):
+        shown = screen(monkeypatch, width, False)
+        assert "\x1b" not in shown.table(COLUMNS, ROWS) + shown.styled("x", BAD) + shown.state("READY")
+
+
+def test_cells_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = screen(monkeypatch, 200, False).table(COLUMNS, [["m", "READY", "0", "", "", "\x1b[2J\r\x07evil"]])
+    assert r"\x1b[2J\r\x07evil" in text
+    assert "\x1b" not in text
+
+
+def test_rich_is_imported_only_for_terminals() -> None:
+    program = """
+import sys
+from shmserve.clients.cli.main import main
+from shmserve.terminal.console import Column, Screen
+Screen().table([Column("a")], [["b"]]); Screen(False).styled("a", "red")
+print("rich" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
