@@ -297,6 +297,11 @@ class AsyncClient:
         answer: str = await self._ask("metrics")
         return answer
 
+    async def activity(self) -> dict[str, Any]:
+        """What runs now: the server, every version of every model with its counters and instances, clients, GPUs."""
+        answer: dict[str, Any] = await self._ask("activity")
+        return answer
+
     # ------------------------------------------------------------------------------------ operations
 
     async def load(

@@ -310,6 +310,11 @@ class Client:
         answer: str = self._ask("metrics")
         return answer
 
+    def activity(self) -> dict[str, Any]:
+        """What runs now: the server, every version of every model with its counters and instances, clients, GPUs."""
+        answer: dict[str, Any] = self._ask("activity")
+        return answer
+
     # ------------------------------------------------------------------------------------ operations
 
     def load(

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from shmserve.broker.admin.activity import ActivityReport
 from shmserve.broker.admin.queries import Control
 from shmserve.broker.config import settings as setting
 from shmserve.broker.loop import Broker
@@ -179,6 +180,8 @@ class ServerProcess:
         self._control.process_of = self._broker.process_of
         self._progress = LoadProgress(self._core, self._loaded, lambda line: log.info("%s", line))
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
+        report = self._activity_report()
+        self._control.add({"activity": lambda ask: report.document()})
         self._trace_file = self._add_setting_queries(settings)
         self._waits_for = {"models", "gateways"}
         """Startup phases that must finish before the server is ready."""
@@ -192,6 +195,10 @@ class ServerProcess:
         control.failed = bool(settings.failed)
         control.metrics_budget = settings.metrics_interval_ms > 0
         return control
+
+    def _activity_report(self) -> ActivityReport:
+        control, gpus = self._control, self._gpu_metrics
+        return ActivityReport(self._core.state, control.index, control.about, gpus.document, gpus.used_by)
 
     def _add_setting_queries(self, settings: argparse.Namespace) -> TraceFile:
         """Registers the queries that show and change log and trace settings. Returns the trace file."""

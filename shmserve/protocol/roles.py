@@ -6,6 +6,8 @@ Invariant: an action that is not in the table is denied.
 
 from __future__ import annotations
 
+from typing import Any
+
 from shmserve.errors import Denied, InvalidRequest, ServeError
 
 INFER, OBSERVE, OPERATE = 1, 2, 4
@@ -29,6 +31,7 @@ QUESTIONS = {
     "origins": _READ,
     "statistics": _READ,
     "metrics": _READ,
+    "activity": _READ,
     "log": _READ,
     "trace": _READ,
     **_OPERATIONS,
@@ -78,6 +81,20 @@ def roles_of(text: str) -> int:
             raise ValueError(f"{name[:40]!r} is not a role; roles are {', '.join(ROLES)}")
         roles |= ROLES[name]
     return roles
+
+
+def remove_private(what: str, answer: Any) -> None:
+    """Removes from the answer to the query `what` what only the role operate may see.
+
+    Models' output may contain data of any user's requests. Users are named only to those who manage them.
+    """
+    if what == "models":
+        for entry in answer:
+            for instance in entry.get("instances", ()):
+                instance["last_words"] = []
+    elif what == "activity":
+        for client in answer["clients"]:
+            client["user"] = ""
 
 
 def _have(roles: int) -> str:

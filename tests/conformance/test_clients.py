@@ -365,6 +365,8 @@ def test_errors_have_their_class(client: Any) -> None:
 def test_status_queries(client: Any, broker: FakeBroker) -> None:
     broker.answers["statistics"] = {"model_stats": [{"name": "m" * 100, "version": str(n)} for n in range(2000)]}
     broker.answers["metadata"] = {"name": "shmserve", "version": "1", "extensions": []}
+    broker.answers["activity"] = {"models": [], "clients": [{"number": 1}]}
+    assert client.activity() == broker.answers["activity"]
     assert client.live() is True
     assert client.ready() is True
     assert client.models() == [{"name": "echo", "version": "1", "state": "READY", "reason": ""}]

@@ -17,7 +17,7 @@ from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import activity
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
-from shmserve.protocol.roles import OPERATE, OPERATIONS
+from shmserve.protocol.roles import OPERATE, OPERATIONS, remove_private
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.system import procfs
 
@@ -101,8 +101,8 @@ class Control:
             known = ", ".join(self._answers)
             raise InvalidRequest(f"unknown question '{ask.what}'; expected one of: {known}")
         document = answer(ask)
-        if ask.what == "models" and not operator:
-            _remove_last_words(document)
+        if not operator:
+            remove_private(ask.what, document)
         body = msgspec.json.encode(document)
         return [body[start : start + CHUNK] for start in range(0, len(body), CHUNK)]
 
@@ -183,6 +183,13 @@ class Control:
         ]
 
     def _models(self, ask: Ask) -> Any:
+        return self.index()
+
+    def about(self) -> dict[str, Any]:
+        return {"name": self._name, "version": self._version, "ready": self.server_ready()}
+
+    def index(self) -> list[dict[str, Any]]:
+        """All versions of all models, by name."""
         known = self._core.state.models
         index: list[dict[str, Any]] = [
             {"name": name, "version": "", "state": "", "reason": ""}
@@ -237,6 +244,8 @@ class Control:
 
     def _instance(self, version: Version, instance: Instance) -> dict[str, Any]:
         pid = self.process_of(instance.peer) if instance.peer else 0
+        used = procfs.usage(pid) if pid else procfs.NOTHING
+        running, waiting, now = instance.running, instance.waiting, time.monotonic_ns()
         return {
             "name": instance.spec.name,
             "state": instance.state.value,
@@ -244,10 +253,14 @@ class Control:
             "device": instance.spec.device,
             "passive": instance.spec.passive,
             "pid": pid,
-            "memory_bytes": procfs.usage(pid).resident_bytes if pid else 0,
+            "memory_bytes": used.resident_bytes,
+            "cpu_seconds": used.cpu_seconds,
             "restarts": instance.restarts,
             "in_flight": activity.running(instance),
-            "busy_seconds": round(activity.busy_ns(version, instance, time.monotonic_ns()) / 1e9, 3),
+            "busy_seconds": round(activity.busy_ns(version, instance, now) / 1e9, 3),
+            "batch_rows": running.rows if running is not None else 0,
+            "batch_seconds": round(max(0, now - running.began) / 1e9, 6) if running is not None else 0.0,
+            "waiting_rows": waiting.rows if waiting is not None else 0,
             "quarantined": instance.quarantined,
             "retry_seconds": self._retry_seconds(instance),
             "reason": instance.reason,
@@ -397,10 +410,3 @@ def _failed_change(model: Model) -> dict[str, Any] | None:
 
 def _duration(count: int, ns: int) -> dict[str, int]:
     return {"count": count, "ns": ns}
-
-
-def _remove_last_words(index: Any) -> None:
-    """Removes models' output, which may contain data of any user's requests: only operators may read it."""
-    for entry in index:
-        for instance in entry.get("instances", ()):
-            instance["last_words"] = []

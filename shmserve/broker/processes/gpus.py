@@ -67,6 +67,17 @@ class GpuMetrics:
             page.add(name, value, labels(("gpu_uuid",), (uuid,)))
         return page.text()
 
+    def document(self) -> list[dict[str, Any]]:
+        """The last samples by GPU; values that a GPU does not report are None."""
+        entries = {
+            gpu.uuid: {"number": gpu.number, "uuid": gpu.uuid, "name": gpu.name, **dict.fromkeys(_SHOWN.values())}
+            for gpu in self._gpus
+        }
+        for name, uuid, value in self._samples:
+            if name in _SHOWN:
+                entries[uuid][_SHOWN[name]] = value
+        return list(entries.values())
+
     def used_by(self, pid: int) -> int:
         """The process's memory on all GPUs in the last sample, in bytes. The first call enables this sampling and
         returns 0."""
@@ -120,6 +131,14 @@ def _memory(nvml: Any, handle: Any) -> tuple[float, ...]:
     return memory.total, memory.used
 
 
+_SHOWN = {
+    "nv_gpu_utilization": "utilization",
+    "nv_gpu_memory_total_bytes": "memory_bytes",
+    "nv_gpu_memory_used_bytes": "memory_used_bytes",
+    "nv_gpu_power_usage": "power_watts",
+    "nv_gpu_power_limit": "power_limit_watts",
+}
+"""Metric -> its name in `document`."""
 _LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
 _QUESTIONS: tuple[tuple[tuple[str, ...], Callable[[Any, Any], tuple[float, ...]]], ...] = (
     (("nv_gpu_utilization",), lambda nvml, handle: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,)),

@@ -32,7 +32,6 @@ from shmserve.gateway.zmq_tcp.requests import (
     ZmqLimits,
     outputs_of,
     piece_of,
-    without_words,
 )  # fmt: skip
 from shmserve.protocol import codec, roles
 from shmserve.protocol.messages import (
@@ -381,8 +380,8 @@ class Peer:
 
     def answered_question(self, ticket: PeerQuery, answer: Any) -> None:
         self._over(ticket)
-        if ticket.what == "models" and not self.entry.roles & roles.OPERATE:
-            without_words(answer)
+        if not self.entry.roles & roles.OPERATE:
+            roles.remove_private(ticket.what, answer)
         body = json.dumps(answer).encode()
         for start in range(0, len(body), FIELD_BYTES):
             self.queue(Answer(ticket.request, body[start : start + FIELD_BYTES], start + FIELD_BYTES < len(body)))

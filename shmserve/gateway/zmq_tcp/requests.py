@@ -88,13 +88,6 @@ class PeerStream(PendingStream):
         self.peer.failed(self, error)
 
 
-def without_words(models: Any) -> None:
-    """Removes the last output of ended processes, which only operators may see."""
-    for model in models:
-        for instance in model.get("instances", ()):
-            instance["last_words"] = []
-
-
 def piece_of(tensor: Tensor, frames: Sequence[Buffer]) -> Buffer:
     data = tensor.data
     if isinstance(data, bytes):

@@ -21,7 +21,8 @@ HELLO = [6, 1, 0, "bare", "frames"]
 
 
 class ListenerThread:
-    """Of three clients with keys, `alice` has all roles, `bob` infers, and `eve` is not in the file of keys."""
+    """Of the clients with keys, `alice` has all roles, `bob` infers, `olga` observes, and `eve` is not in the file of
+    keys."""
 
     def __init__(
         self, folder: Path, url: str, limits: ZmqLimits | None = None, address: str = "tcp://127.0.0.1:0"
@@ -30,9 +31,14 @@ class ListenerThread:
         self.server_key, self.server_public = folder / "server.key", folder / "server.pub"
         if not self.server_key.exists():
             write_pair(folder, "server", make_pair(), "infer")
-            for name, roles in (("alice", "infer,observe,operate"), ("bob", "infer"), ("eve", "infer")):
+            for name, roles in (
+                ("alice", "infer,observe,operate"),
+                ("bob", "infer"),
+                ("olga", "observe"),
+                ("eve", "infer"),
+            ):
                 write_pair(folder, name, make_pair(), roles)
-        self.write_keys("alice", "bob")
+        self.write_keys("alice", "bob", "olga")
         self._url = url
         self._address = address
         self._limits = limits or ZmqLimits(exit_timeout_s=5.0)

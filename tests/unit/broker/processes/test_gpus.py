@@ -114,6 +114,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     made.start()
     try:
         lines = [line for line in made.text().splitlines() if not line.startswith("#")]
+        found = made.document()
     finally:
         made.close()
     assert lines == [
@@ -127,6 +128,13 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
         'nv_gpu_power_limit{gpu_uuid="GPU-aa11"} 700.0',
         'nv_gpu_power_limit{gpu_uuid="GPU-bb22"} 700.0',
         'nv_energy_consumption{gpu_uuid="GPU-aa11"} 1234.567',
+    ]
+    memory = {"memory_bytes": 80 << 30, "memory_used_bytes": 1 << 30}
+    power = {"power_watts": 120.5, "power_limit_watts": 700.0}
+    missing = power | {"power_watts": None}
+    assert found == [
+        {"number": 0, "uuid": "GPU-aa11", "name": "Stand-in", "utilization": 0.25, **memory, **power},
+        {"number": 1, "uuid": "GPU-bb22", "name": "Stand-in", "utilization": 1.0, **memory, **missing},
     ]
 
 

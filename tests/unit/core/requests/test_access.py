@@ -58,6 +58,7 @@ NEEDED = {
     "origins": LOOK,
     "statistics": LOOK,
     "metrics": LOOK,
+    "activity": LOOK,
     "log": LOOK,
     "trace": LOOK,
     "load": OPERATE,

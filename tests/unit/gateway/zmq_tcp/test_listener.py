@@ -241,6 +241,17 @@ def test_a_client_has_the_roles_of_its_key(listener: ListenerThread, broker: Fak
             bob.load("echo")
 
 
+def test_r25_what_only_operators_may_see(listener: ListenerThread, broker: FakeBroker) -> None:
+    """The gateway asks as an operator, whoever its client is."""
+    broker.answers["activity"] = {"clients": [{"number": 1, "user": "uid:7"}]}
+    broker.answers["models"] = [{"name": "m", "instances": [{"name": "m_0", "last_words": ["plums"]}]}]
+    found = {}
+    for name in ("alice", "olga"):
+        with shmserve.Client(listener.url, **listener.keys(name), timeout=20) as client:
+            found[name] = client.activity()["clients"][0]["user"], client.models()[0]["instances"][0]["last_words"]
+    assert found == {"alice": ("uid:7", ["plums"]), "olga": ("", [])}
+
+
 @pytest.mark.parametrize("face", list(FACES))
 def test_a_rejected_key_is_an_error_with_its_reason(listener: ListenerThread, face: str) -> None:
     right, make = listener.keys("alice"), FACES[face]

@@ -1,0 +1,134 @@
+"""The answer to the query `activity`: what runs now, and all counters that live views need, in one compact document.
+
+Invariant: computed only when asked, from the core's tables and /proc; nothing is kept per request for it. Its size does
+not depend on the load: at most SHOWN_CLIENTS clients are listed, those with the most requests in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from heapq import nlargest
+from typing import Any
+
+from shmserve.core.records import Version
+from shmserve.core.requests.client import ClientState
+from shmserve.core.state import State
+from shmserve.core.stats.statistics import Statistics
+from shmserve.system import procfs
+
+SHOWN_CLIENTS = 100
+
+Document = dict[str, Any]
+
+
+class ActivityReport:
+    """`models()`: the index of models. `about()`: facts about the server. `gpus()`: one entry per GPU.
+    `gpu_bytes(pid)`: a process's memory on all GPUs."""
+
+    def __init__(
+        self,
+        state: State,
+        models: Callable[[], list[Document]],
+        about: Callable[[], Document],
+        gpus: Callable[[], list[Document]],
+        gpu_bytes: Callable[[int], int],
+    ) -> None:
+        self._state = state
+        self._models = models
+        self._about = about
+        self._gpus = gpus
+        self._gpu_bytes = gpu_bytes
+        self._cores = procfs.Cores()
+        self._started = procfs.usage(os.getpid()).started
+
+    def document(self) -> Document:
+        index = self._models()
+        for entry in index:
+            if entry["version"]:
+                version = self._state.models[entry["name"]].versions[int(entry["version"])]
+                entry["counters"] = counters(version.statistics)
+                entry["max_batch"] = version.policy.max_batch if version.policy is not None else 0
+                entry["sequences"] = _sequences(version)
+            for instance in entry.get("instances", ()):
+                del instance["last_words"]  # many lines, which `models` has
+                on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]
+                instance["gpu_memory_bytes"] = self._gpu_bytes(instance["pid"]) if on_gpu else 0
+        clients = self._state.clients
+        shown = nlargest(SHOWN_CLIENTS, clients.values(), key=lambda one: (len(one.requests), one.held_bytes))
+        return {
+            "time_ns": time.monotonic_ns(),
+            "server": self._server(),
+            "models": index,
+            "clients": [self._client(client) for client in shown],
+            "gpus": self._gpus(),
+        }
+
+    def _server(self) -> Document:
+        own = procfs.usage(os.getpid())
+        total, used = procfs.memory()
+        ledger = self._state.ledger
+        return self._about() | {
+            "pid": os.getpid(),
+            "uptime_seconds": round(max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self._started), 1),
+            "cpu_seconds": own.cpu_seconds,
+            "memory_bytes": own.resident_bytes,
+            "in_flight": len(self._state.requests),
+            "refused": dict(self._state.refused),
+            "connections": len(self._state.clients),
+            "held_bytes": ledger.held_bytes,
+            "segments": len(ledger.segments),
+            "segment_bytes": sum(segment.size for segment in ledger.segments.values()),
+            "cores": os.cpu_count() or 1,
+            "machine_utilization": round(self._cores.share(), 4),
+            "machine_memory_bytes": total,
+            "machine_memory_used_bytes": used,
+        }
+
+    def _client(self, client: ClientState) -> Document:
+        segments = self._state.ledger.segments
+        sizes = [segments[number].size for number in client.segments if number in segments]
+        return {
+            "number": client.number,
+            "name": client.name,
+            "user": client.user,
+            "plane": client.plane,
+            "in_flight": len(client.requests),
+            "held_bytes": client.held_bytes,
+            "segments": len(sizes),
+            "segment_bytes": sum(sizes),
+        }
+
+
+def counters(counted: Statistics) -> Document:
+    """Counts and sums since the version was loaded. `request_times`: bucket -> count, without empty buckets."""
+    batches = counted.batches.values()
+    return {
+        "success": counted.success_count,
+        "failed": counted.fail_count,
+        "rejected": counted.rejected,
+        "cancelled": counted.cancelled,
+        "rows": counted.inference_count,
+        "batches": counted.execution_count,
+        "request_ns": counted.success_ns,
+        "queue_ns": counted.queue_ns,
+        "input_ns": counted.input_ns,
+        "infer_ns": counted.infer_ns,
+        "output_ns": counted.output_ns,
+        "batch_ns": sum(batch.input_ns + batch.infer_ns + batch.output_ns for batch in batches),
+        "cache_hits": counted.cache_hits,
+        "cache_misses": counted.cache_misses,
+        "restarts": sum(counted.restarts.values()),
+        "reasons": {reason.value: count for reason, count in counted.reasons.items()},
+        "request_times": _buckets(counted.request_times),
+        "batch_rows": {rows: batch.count for rows, batch in sorted(counted.batches.items())},
+    }
+
+
+def _buckets(counts: Sequence[int]) -> dict[int, int]:
+    return {bucket: count for bucket, count in enumerate(counts) if count}
+
+
+def _sequences(version: Version) -> int:
+    return version.places.count if version.places is not None else 0

@@ -1,0 +1,133 @@
+"""The answer to `activity`, against what the core was made to do."""
+
+from __future__ import annotations
+
+import copy
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
+from shmserve.broker.admin.queries import Control
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.stats import histogram
+from shmserve.protocol.messages import Ask, Infer, Tensor
+from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
+from shmserve.system import procfs
+from tests.support.core.fakes import FakeClient
+from tests.support.core.world import World
+
+MS = 1_000_000
+
+
+def policy(name: str = "m", most: int = 8) -> ModelPolicy:
+    return ModelPolicy(name, 1, most, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
+
+
+def infer(client: FakeClient, number: int, rows: int = 1, model: str = "m") -> tuple[int, Infer]:
+    client.sends(number)
+    return client.peer, Infer(number, model, 0, (Tensor("x", "FP32", (rows, 1), bytes(4 * rows)),))
+
+
+def control_of(world: World, gpus: list[dict[str, Any]] | None = None) -> Control:
+    catalog = cast("Any", SimpleNamespace(names=("m", "not loaded")))
+    control = Control(world.core, catalog, "test", "1", True)
+    control.process_of = lambda peer: os.getpid()
+    report = ActivityReport(world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid)
+    control.add({"activity": lambda ask: report.document()})
+    return control
+
+
+def ask(control: Control, what: str = "activity", roles: int = OPERATE) -> Any:
+    body = b"".join(message.body for message in control.answer(Ask(1, what), roles, {}))  # type: ignore[union-attr]
+    return msgspec.json.decode(body)
+
+
+def test_models_and_what_their_instances_run() -> None:
+    world = World()
+    world.deploy(policy())
+    client = world.connect("c")
+    world.turn([infer(client, 1)])
+    world.turn([infer(client, 2, rows=2), infer(client, 3, rows=3)])
+    found = ask(control_of(world))
+    loaded, absent = found["models"]
+    assert (absent["name"], absent["version"], "counters" in absent) == ("not loaded", "", False)
+    assert (loaded["queued"], loaded["in_flight"], loaded["max_batch"]) == (2, 1, 8)
+    (instance,) = loaded["instances"]
+    assert (instance["batch_rows"], instance["waiting_rows"], instance["in_flight"]) == (1, 5, 1)
+    assert instance["gpu_memory_bytes"] == 0
+    assert "last_words" not in instance
+    assert instance["memory_bytes"] > 0
+    world.now += 3 * MS
+    world.finish_running(took=2 * MS)
+    world.settle()
+    world.now += 5 * MS
+    world.finish_running(took=5 * MS)
+    world.settle()
+    counters = ask(control_of(world))["models"][0]["counters"]
+    assert {name: counters[name] for name in ("success", "failed", "rows", "batches", "batch_rows")} == {
+        "success": 3,
+        "failed": 0,
+        "rows": 6,
+        "batches": 2,
+        "batch_rows": {"1": 1, "5": 1},
+    }
+    assert (counters["request_ns"], counters["queue_ns"], counters["batch_ns"]) == (19 * MS, 7 * MS, 7 * MS)
+    assert sum(counters["reasons"].values()) == 2
+    times = {int(bucket): count for bucket, count in counters["request_times"].items()}
+    assert times == {(3 * MS).bit_length(): 1, (8 * MS).bit_length(): 2}
+    assert all(histogram.edge(bucket - 1) < 8 * MS for bucket in times)
+
+
+def test_the_server_and_gpus() -> None:
+    world = World()
+    gpus = [{"number": 0, "uuid": "GPU-aa11", "utilization": 0.5}]
+    found = ask(control_of(world, gpus))
+    assert found["gpus"] == gpus
+    server = found["server"]
+    own = procfs.usage(os.getpid())
+    assert (server["name"], server["pid"], server["ready"]) == ("test", os.getpid(), True)
+    assert 0 < server["cpu_seconds"] <= own.cpu_seconds
+    assert 0 <= server["uptime_seconds"] < 1e9
+    assert 0 < server["machine_memory_used_bytes"] <= server["machine_memory_bytes"]
+
+
+def test_only_the_busiest_clients_are_listed() -> None:
+    world = World()
+    world.deploy(policy())
+    clients = [world.connect(f"c{number}") for number in range(SHOWN_CLIENTS + 5)]
+    busy = clients[::-1][:3]
+    for count, client in enumerate(busy, 1):
+        world.turn([infer(client, number) for number in range(1, count + 1)])
+    found = ask(control_of(world))
+    assert found["server"]["connections"] == SHOWN_CLIENTS + 5
+    assert found["server"]["in_flight"] == 6
+    assert len(found["clients"]) == SHOWN_CLIENTS
+    assert [(one["name"], one["in_flight"]) for one in found["clients"][:4]] == [
+        *((client.name, count) for count, client in reversed(list(enumerate(busy, 1)))),
+        (found["clients"][3]["name"], 0),
+    ]
+
+
+def test_r8_users_are_named_to_operators_only() -> None:
+    world = World()
+    control = control_of(world)
+    world.connect("c")
+    (client,) = ask(control)["clients"]
+    assert client["user"]
+    for roles in (OBSERVE, INFER | OBSERVE):
+        (found,) = ask(control, roles=roles)["clients"]
+        assert found == client | {"user": ""}
+
+
+def test_asking_changes_nothing() -> None:
+    world = World()
+    world.deploy(policy())
+    client = world.connect("c")
+    world.turn([infer(client, 1)])
+    statistics = world.core.state.models["m"].versions[1].statistics
+    before = copy.deepcopy(msgspec.to_builtins(statistics, str_keys=True, enc_hook=str))
+    ask(control_of(world))
+    assert msgspec.to_builtins(statistics, str_keys=True, enc_hook=str) == before
