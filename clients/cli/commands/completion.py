@@ -59,15 +59,15 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `serve`. The broker defines them, so they are read from its `--help`."""
+    """Add the options of `serve`. The broker defines them, so they are read from its `--help-all`."""
     import subprocess
 
-    command = [sys.executable, "-m", "shmserve.broker.main", "--help"]
+    command = [sys.executable, "-m", "shmserve.broker.main", "--help-all"]
     environment = {name: value for name, value in os.environ.items() if name != _ASKED}
     help_page = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     commands: Any = next(action for action in parser._actions if action.dest == "command")
     serve = commands.choices["serve"]
-    for option in sorted(set(_OPTION.findall(help_page.stdout)) - {"--help"}):
+    for option in sorted(set(_OPTION.findall(help_page.stdout)) - {"--help", "--help-all"}):
         serve.add_argument(option)
 
 

@@ -14,16 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from shmserve.broker.config.command_line import parser
 from shmserve.broker.config.flag import ENVIRONMENT, Flag
 from shmserve.broker.config.flags import (
     BY_NAME,
     FLAGS,
-    GROUPS,
-    REQUIRED,
     from_environment,
-    from_text,
     from_toml,
     nearest,
     unknown,
@@ -62,58 +60,6 @@ _OTHERS = frozenset(
 _MODELS = "SHMSERVE_MODEL_"
 _SURELY = 0.9
 """Similarity above which a variable for models is taken for a misspelled server variable."""
-
-_EPILOG = """
-Each flag is also an environment variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the --config file,
-model-repository = ["DIR1", "DIR2"]. Precedence: flags, environment, configuration file. If a flag is repeated, the
-last value counts, unless it may be given several times. BOOL is true or false; the flag without a value is true.
-
-examples:
-  shmserve serve --model-repository ./models
-      serve all models of ./models until Ctrl-C; try `shmserve models` and `shmserve infer MODEL --random`
-  shmserve serve --model-repository ./models --model-control-mode poll
-      also follow changes in the repository
-  shmserve serve --model-repository ./models --model-control-mode explicit --load-model mlp
-      start with one model; `shmserve load` and `shmserve unload` change the set
-  shmserve serve --model-repository ./models --host-policy cpu,cpu-cores=2-7 --exit-on-error true
-      keep models off cores 0 and 1, and exit if a model fails to load
-  shmserve serve --config ./shmserve.toml --log-verbose 1
-      read the settings from a file, and raise the log level
-"""
-
-
-class _FlagParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"shmserve serve: {message}\n`shmserve serve --help` explains the flags\n")
-
-
-def parser() -> argparse.ArgumentParser:
-    """A parser whose namespace contains only given flags, without defaults."""
-    flag_parser = _FlagParser(
-        prog="shmserve serve",
-        usage="shmserve serve --model-repository DIR [FLAG ...]",
-        description="Serve the models of one or more repositories to clients on this machine.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    groups = {name: flag_parser.add_argument_group(name) for name in GROUPS}
-    for flag in FLAGS:
-        more: dict[str, Any] = {"action": "append"} if flag.repeatable else {}
-        if flag.kind == "boolean":
-            more = {"nargs": "?", "const": True}
-        groups[flag.group].add_argument(
-            f"--{flag.name}",
-            *([f"--{flag.alias}"] if flag.alias else []),
-            dest=flag.dest,
-            type=_reader(flag),
-            metavar=flag.metavar or "BOOL",
-            help=_help(flag),
-            **more,
-        )
-    return flag_parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -261,25 +207,6 @@ def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
 
 
 # ------------------------------------------------------------------------------------------- the command line
-
-
-def _reader(flag: Flag) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return from_text(flag, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def _help(flag: Flag) -> str:
-    if flag.private:
-        return argparse.SUPPRESS
-    text = f"deprecated: {flag.help}" if flag.instead else flag.help
-    if flag.default_text:
-        text += f" ({'' if flag.default_text == REQUIRED else 'default: '}{flag.default_text})"
-    return text.replace("%", "%%")
 
 
 def _strays(rest: Sequence[str]) -> list[str]:

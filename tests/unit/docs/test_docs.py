@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker.config import settings
+from shmserve.broker.config import command_line
 from shmserve.clients.cli import parser
 from tests import ROOT
 
@@ -55,7 +55,7 @@ def targets() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("words", list(commands()))
 def test_commands_parse(words: list[str]) -> None:
     if words[0] == "serve":  # which the broker parses itself
-        settings.parser().parse_args(words[1:])
+        command_line.parser().parse_args(words[1:])
     else:
         parser.parser().parse_args(words)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.config import flags, settings
+from shmserve.broker.config import command_line, flags, settings
 from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import FLAGS
 from shmserve.broker.listeners.access import Rule
@@ -293,7 +294,7 @@ def test_unknown_variables_are_reported(base: list[str], monkeypatch: pytest.Mon
 
 def test_help_is_grouped_and_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        settings.parse(["--help"])
+        settings.parse(["--help-all"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     places = [text.index(f"\n{group}:\n") for group in flags.GROUPS]
@@ -301,6 +302,26 @@ def test_help_is_grouped_and_teaches(capsys: pytest.CaptureFixture[str]) -> None
     assert text.index("\nexamples:\n") > places[-1]
     for flag in FLAGS:
         assert (f"--{flag.name}" in text) is not flag.private
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        settings.parse(["--help"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("  --") for line in lines) == len(command_line.SHORT) == 10
+    assert "shmserve serve --help-all" in lines[-1]
+
+
+def test_defaults_of_the_short_help() -> None:
+    """It writes them itself, as most of them are the gateway's."""
+    known = {flag.name: flag.default_text for flag in FLAGS}
+    for name, text in command_line.SHORT.items():
+        if found := re.search(r"\(default: (.*?)\)", text):
+            assert found[1] == known[name]
 
 
 @given(st.text(max_size=20), st.sampled_from(FLAGS))

@@ -1,0 +1,128 @@
+"""The argument parser of `shmserve serve`: `--help` has the flags that users need on one screen, `--help-all` all of
+them, in groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from shmserve.broker.config.flag import Flag
+from shmserve.broker.config.flags import FLAGS, GROUPS, REQUIRED, from_text
+from shmserve.terminal.help_text import rows
+
+USAGE = "shmserve serve --model-repository DIR [FLAG ...]"
+SHORT = {
+    "model-repository": "one subdirectory per model; repeatable",
+    "model-control-mode": "none (load all), poll (follow changes), explicit",
+    "load-model": "load at start, in mode explicit; repeatable",
+    "http-port": "port for HTTP (default: 8000)",
+    "grpc-port": "port for gRPC (default: 8001)",
+    "http-address": "listen on this address (default: 127.0.0.1)",
+    "exit-on-error": "exit if a model fails to load at start",
+    "log-file": "append the log to this file",
+    "log-verbose": "1: more detail; 2: also each batch",
+    "config": "read flags from this TOML file",
+}
+"""The flags that `--help` shows, and what it says about them."""
+_EPILOG = """
+Each flag is also an environment variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the --config file,
+model-repository = ["DIR1", "DIR2"]. Precedence: flags, environment, configuration file. If a flag is repeated, the
+last value counts, unless it may be given several times. BOOL is true or false; the flag without a value is true.
+
+examples:
+  shmserve serve --model-repository ./models
+      serve all models of ./models until Ctrl-C; try `shmserve models` and `shmserve infer MODEL --random`
+  shmserve serve --model-repository ./models --model-control-mode poll
+      also follow changes in the repository
+  shmserve serve --model-repository ./models --model-control-mode explicit --load-model mlp
+      start with one model; `shmserve load` and `shmserve unload` change the set
+  shmserve serve --model-repository ./models --host-policy cpu,cpu-cores=2-7 --exit-on-error true
+      keep models off cores 0 and 1, and exit if a model fails to load
+  shmserve serve --config ./shmserve.toml --log-verbose 1
+      read the settings from a file, and raise the log level
+"""
+
+
+BRIEF = """
+examples:
+  shmserve serve --model-repository ./models
+  shmserve serve --model-repository ./models --model-control-mode poll
+
+A flag is also a variable, SHMSERVE_HTTP_PORT, and a key of the --config file.
+`shmserve serve --help-all` has all flags, in groups, with their defaults
+"""
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, option_strings: list[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, FlagParser)
+        sys.stdout.write(parser.format_all())
+        parser.exit()
+
+
+class FlagParser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        by_name = {flag.name: flag for flag in FLAGS}
+        pairs = [(f"--{name} {by_name[name].metavar}".rstrip(), text) for name, text in SHORT.items()]
+        return "\n".join([f"usage: {USAGE}\n\n{self.description}\n", *rows(pairs), BRIEF])
+
+    def format_all(self) -> str:
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"shmserve serve: {message}\n`shmserve serve --help` explains the flags\n")
+
+
+def parser() -> FlagParser:
+    """A parser whose namespace contains only given flags, without defaults."""
+    flag_parser = FlagParser(
+        prog="shmserve serve",
+        usage=USAGE,
+        description="Serve the models of one or more repositories to clients on this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    flag_parser.add_argument("--help-all", action=_HelpAll, help="show all flags, in groups")
+    groups = {name: flag_parser.add_argument_group(name) for name in GROUPS}
+    for flag in FLAGS:
+        more: dict[str, Any] = {"action": "append"} if flag.repeatable else {}
+        if flag.kind == "boolean":
+            more = {"nargs": "?", "const": True}
+        groups[flag.group].add_argument(
+            f"--{flag.name}",
+            *([f"--{flag.alias}"] if flag.alias else []),
+            dest=flag.dest,
+            type=_reader(flag),
+            metavar=flag.metavar or "BOOL",
+            help=_help(flag),
+            **more,
+        )
+    return flag_parser
+
+
+def _reader(flag: Flag) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return from_text(flag, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _help(flag: Flag) -> str:
+    if flag.private:
+        return argparse.SUPPRESS
+    text = f"deprecated: {flag.help}" if flag.instead else flag.help
+    if flag.default_text:
+        text += f" ({'' if flag.default_text == REQUIRED else 'default: '}{flag.default_text})"
+    return text.replace("%", "%%")
