@@ -100,7 +100,7 @@ def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Arrays:
         if not separator or not name:
             raise Misuse(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
         spec = _spec(known, name)
-        arrays[name] = _from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
+        arrays[name] = from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
     return arrays
 
 
@@ -306,7 +306,7 @@ def _objects(items: Sequence[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 # ------------------------------------------------------------------------------------------ files and shapes
 
 
-def _from_npy(file: Path, spec: Spec) -> Any:
+def from_npy(file: Path, spec: Spec) -> Any:
     try:
         array = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

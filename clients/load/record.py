@@ -1,0 +1,183 @@
+"""A saved run: the plan, and for each load the windows, the latencies and what the server counted; as JSON.
+
+Times are in ns. A histogram is an HDR histogram in its standard compressed form (V2, base64).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.clients.load.plan import Load, Plan
+from shmserve.errors import InvalidRequest
+
+FORMAT = 1
+
+
+class Interval(Struct, frozen=True):
+    """A mean and its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        return (self.high - self.low) / 2
+
+
+class Window(Struct, frozen=True, kw_only=True):
+    """The responses that arrived in `length_ns` from `start_ns` after the start of the load."""
+
+    start_ns: int
+    length_ns: int
+    good: int
+    """Successful responses."""
+    failed: int
+    late: int = 0
+    """Successful, but after the deadline."""
+    mean_ns: float = 0.0
+    percentiles: dict[str, float] = {}
+    """Latency in ns: "p50", "p99", ..."""
+
+    @property
+    def per_s(self) -> float:
+        return self.good * 1e9 / self.length_ns
+
+    @property
+    def in_time_per_s(self) -> float:
+        return (self.good - self.late) * 1e9 / self.length_ns
+
+
+class Latencies(Struct, frozen=True, kw_only=True):
+    """Latencies of successful responses."""
+
+    count: int
+    mean: float
+    low: float
+    high: float
+    percentiles: dict[str, Interval]
+    histogram: str
+
+
+class ServerSide(Struct, frozen=True, kw_only=True):
+    """What the server counted meanwhile. Times are means per successful request, in ns."""
+
+    requests: int
+    failed: int
+    batches: int
+    rows: int
+    parts: dict[str, float]
+    """queue, gather, compute, scatter."""
+    batch_sizes: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    """Why batches were formed; only shmserve counts this."""
+
+    @property
+    def mean_batch(self) -> float:
+        return self.rows / self.batches if self.batches else 0.0
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Processor use in cores: of the machine, and of the server's processes if they run here. GPUs from NVML."""
+
+    machine: float
+    server: dict[str, float] = {}
+    """Role, e.g. broker, gateway, model -> cores."""
+    gpus: dict[str, float] = {}
+    """GPU -> utilization from 0 to 1."""
+    gpu_bytes: dict[str, int] = {}
+
+
+class Cost(Struct, frozen=True, kw_only=True):
+    """What the generator itself used and how exactly it sent."""
+
+    processes: int
+    cores: float
+    """Processor use of all generator processes together."""
+    busiest: float
+    """The same of the busiest process: near 1, the generator is the limit."""
+    request_ns: float
+    """Processor time of the generator per request."""
+    send_delay_p50_ns: float = 0.0
+    send_delay_p99_ns: float = 0.0
+    """Open loop: how late requests were sent, which their latency includes."""
+
+
+class Point(Struct, frozen=True, kw_only=True):
+    """The result for one load, from the windows `used[0]` to `used[1] - 1`."""
+
+    load: Load
+    windows: tuple[Window, ...]
+    used: tuple[int, int]
+    stable: bool
+    note: str
+    throughput: Interval
+    """Successful responses per second."""
+    goodput: Interval | None = None
+    """Of them, those within the deadline."""
+    rows: int = 1
+    """Rows per request: throughput times rows is the rate of inferences."""
+    latency: Latencies
+    failed: int = 0
+    errors: dict[str, int] = {}
+    first_answer: Latencies | None = None
+    between_answers: Latencies | None = None
+    answers_per_s: float = 0.0
+    server: ServerSide | None = None
+    usage: Usage | None = None
+    cost: Cost
+
+    @property
+    def value(self) -> float:
+        return self.load.value
+
+
+class Echo(Struct, frozen=True, kw_only=True):
+    """The generator's own limit, measured against an echo server of the same protocol."""
+
+    protocol: str
+    per_s: float
+    """Responses per second of one generator process."""
+    request_ns: float
+    """Processor time of the generator per request."""
+    p50_ns: float
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """A saved run."""
+
+    format: int = FORMAT
+    created: str
+    plan: Plan
+    server: dict[str, str]
+    """Name and version, as in its metadata."""
+    machine: dict[str, str]
+    points: tuple[Point, ...]
+    best: float | None = None
+    """With a limit: the highest load that kept it."""
+    echo: Echo | None = None
+
+
+def encode(run: Run, indent: int = 1) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(run), indent=indent)
+
+
+def decode(data: bytes, where: str = "the run") -> Run:
+    try:
+        run = msgspec.json.decode(data, type=Run)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"{where} is not a saved run of `shmserve bench`: {error}") from error
+    if run.format != FORMAT:
+        raise InvalidRequest(f"{where} has format {run.format}; this version reads format {FORMAT}")
+    return run
+
+
+def read(path: Path) -> Run:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
+    return decode(data, str(path))

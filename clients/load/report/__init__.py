@@ -1,0 +1,1 @@
+"""What is made of a saved run: `table` for the terminal, `csv`, `html` with `charts`, and the `live` line."""

@@ -1,0 +1,57 @@
+"""The intended send times of open loops, in ns since the start, divided among generator processes.
+
+Invariant: a latency counts from the intended time, so a request that the generator or a full connection delays counts
+with its delay (no coordinated omission).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice
+from random import Random
+
+from shmserve.clients.load.plan import SECOND, Closed, Load, Open, Replay
+
+
+def send_times(load: Load, index: int = 0, processes: int = 1) -> Iterator[int]:
+    """The ascending send times of process `index`; endless. A closed loop has none."""
+    if isinstance(load, Closed):
+        return iter(())
+    if isinstance(load, Replay):
+        return islice(_repeated(load), index, None, processes)
+    if load.arrivals == "constant":
+        return (round(number * SECOND / load.rate) for number in count(index, processes))
+    return _poisson(load.rate / processes, Random(f"{load.seed}/{index}"))
+
+
+def _poisson(rate: float, random: Random) -> Iterator[int]:
+    """The sum of independent Poisson processes is one, so each generator process draws its own."""
+    at, mean = 0.0, rate / SECOND
+    while True:
+        at += random.expovariate(mean)
+        yield round(at)
+
+
+def _repeated(load: Replay) -> Iterator[int]:
+    first, period = load.times[0], load.period
+    for lap in count():
+        for at in load.times:
+            yield lap * period + at - first
+
+
+def share(load: Load, index: int, processes: int) -> Load:
+    """The part of a closed loop that process `index` has; open loops are divided by `send_times`."""
+    if not isinstance(load, Closed):
+        return load
+    each, more = divmod(load.concurrency, processes)
+    return Closed(each + (index < more))
+
+
+def useful_processes(load: Load, wanted: int) -> int:
+    """At most one process per caller of a closed loop."""
+    return max(1, min(wanted, load.concurrency)) if isinstance(load, Closed) else max(1, wanted)
+
+
+def describe_rate(load: Load) -> float:
+    """The rate that an open loop asks for; 0 for a closed loop."""
+    return load.rate if isinstance(load, Open | Replay) else 0.0

@@ -1,0 +1,274 @@
+"""Sends requests in a closed or an open loop and records their times; the heart of a generator process.
+
+Invariant: in an open loop a latency begins at the intended time, whatever delayed the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+from shmserve.clients.load.messages import Samples
+from shmserve.clients.load.plan import Sequences
+from shmserve.clients.load.targets.base import Part, Slot
+from shmserve.errors import ServeError
+
+MOST_ERRORS = 100
+"""Different error texts that are kept apart."""
+
+
+class Recorder:
+    """The times of responses, until they are taken."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self._codes: dict[str, int] = {}
+        self.answers = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.done, self.latency, self.delay, self.code = array("q"), array("q"), array("q"), array("h")
+        self.first, self.gap_at, self.gap = array("q"), array("q"), array("q")
+
+    def add(self, intended: int, sent: int, done: int, error: ServeError | None) -> None:
+        self.done.append(done)
+        self.latency.append(done - intended)
+        self.delay.append(sent - intended)
+        self.code.append(0 if error is None else self._code(f"{error.code}: {error}"))
+
+    def _code(self, text: str) -> int:
+        found = self._codes.get(text)
+        if found is None:
+            if len(self._codes) >= MOST_ERRORS:
+                text = "other errors"
+            found = self._codes.setdefault(text, len(self._codes) + 1)
+            if found > len(self.errors):
+                self.errors.append(text)
+        return found
+
+    def take(self, now: int, cpu_ns: int) -> Samples:
+        taken = Samples(
+            now, cpu_ns, self.done.tobytes(), self.latency.tobytes(), self.delay.tobytes(), self.code.tobytes(),
+            self.first.tobytes(), self.gap_at.tobytes(), self.gap.tobytes(), list(self.errors), self.answers,
+        )  # fmt: skip
+        self.answers = 0
+        self._clear()
+        return taken
+
+
+class Answers:
+    """Times of the answers of one stream."""
+
+    def __init__(self, recorder: Recorder, intended: int, clock: Callable[[], int]) -> None:
+        self._recorder, self._intended, self._clock = recorder, intended, clock
+        self._last = 0
+
+    def __call__(self) -> None:
+        now, recorder = self._clock(), self._recorder
+        recorder.answers += 1
+        if self._last:
+            recorder.gap_at.append(now)
+            recorder.gap.append(now - self._last)
+        self._last = now
+        if not self._first:
+            self._first = now
+
+    _first = 0
+
+    def end(self) -> None:
+        """The time to the first answer counts with the request, so there is one for each."""
+        self._recorder.first.append(self._first - self._intended if self._first else 0)
+
+
+class SequenceIds:
+    """Ids of sequences that no other generator process uses."""
+
+    def __init__(self, start: int) -> None:
+        self._next = start
+
+    def take(self) -> int:
+        self._next += 1
+        return self._next
+
+
+class Sender:
+    """`bodies` are sent in turn. `open_slot` opens a slot, `until` waits for a time of `clock`."""
+
+    def __init__(
+        self,
+        bodies: Sequence[Any],
+        open_slot: Callable[[], Awaitable[Slot]],
+        clock: Callable[[], int],
+        until: Callable[[int], Awaitable[None]],
+        *,
+        stream: bool = False,
+        sequences: Sequences | None = None,
+        ids: SequenceIds | None = None,
+        first_body: int = 0,
+    ) -> None:
+        self.recorder = Recorder()
+        self._bodies = bodies
+        self._open_slot = open_slot
+        self._clock = clock
+        self._until = until
+        self._stream = stream
+        self._length = sequences.length if sequences is not None else 0
+        self._ids = ids or SequenceIds(0)
+        self._number = first_body
+        self._running = False
+        self._slots: list[Slot] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle: list[asyncio.Future[int | None]] = []
+        self._pending: deque[int] = deque()
+        self._callers = 0
+
+    # ------------------------------------------------------------------------------------ loops
+
+    async def start_closed(self, concurrency: int, at: int) -> None:
+        """Opens the slots, and sends from the time `at` on, without waiting for it."""
+        self._running = True
+        while len(self._slots) < concurrency:
+            self._slots.append(await self._open_slot())
+        self._spawn(self._closed(concurrency, at))
+
+    async def _closed(self, concurrency: int, at: int) -> None:
+        await self._until(at)
+        for slot in self._slots[:concurrency]:
+            self._spawn(self._caller(slot))
+
+    async def _caller(self, slot: Slot) -> None:
+        parts = _Parts(self._length, self._ids)
+        while self._running:
+            now = self._clock()
+            await self._one(slot, parts.next(), now)
+        await self._finish(slot, parts)
+
+    def start_open(self, times: Iterator[int], at: int, limit: int) -> None:
+        """Sends at `at` plus each of the times; at most `limit` requests are in flight, further ones wait."""
+        self._running = True
+        self._callers = 0
+        self._spawn(self._dispatch(times, at, limit))
+
+    async def _dispatch(self, times: Iterator[int], start: int, limit: int) -> None:
+        for after in times:
+            at = start + after
+            await self._until(at)
+            if not self._running:
+                return
+            if self._idle:
+                self._idle.pop().set_result(at)
+            elif self._callers < limit:
+                self._callers += 1
+                self._spawn(self._open_caller(at))
+            else:
+                self._pending.append(at)
+
+    async def _open_caller(self, at: int | None) -> None:
+        slot = self._slots.pop() if self._slots else await self._open_slot()
+        parts = _Parts(self._length, self._ids)
+        while at is not None:
+            await self._one(slot, parts.next(), at)
+            if not self._running:
+                break
+            if self._pending:
+                at = self._pending.popleft()
+            else:
+                idle: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+                self._idle.append(idle)
+                at = await idle
+        await self._finish(slot, parts)
+        self._slots.append(slot)
+
+    async def stop(self, seconds: float) -> int:
+        """Stops sending, and waits up to `seconds` for the responses. Returns the number that have not come."""
+        self._running = False
+        self._pending.clear()
+        for idle in self._idle:
+            idle.set_result(None)
+        self._idle.clear()
+        unanswered = 0
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            unanswered = len(late)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        return unanswered
+
+    def failure(self) -> BaseException | None:
+        """What ended a loop."""
+        return self._failure
+
+    _failure: BaseException | None = None
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+
+    # ------------------------------------------------------------------------------------ one request
+
+    async def _one(self, slot: Slot, part: Part | None, intended: int) -> None:
+        body = self._bodies[self._number % len(self._bodies)]
+        self._number += 1
+        sent = self._clock()
+        error = None
+        try:
+            if not self._stream:
+                await slot.send(body, part)
+            else:
+                await self._streamed(slot, body, part, intended)
+        except ServeError as failed:
+            error = failed.with_traceback(None)
+            await asyncio.sleep(0)  # a request that fails at once must not keep the loop from everything else
+        self.recorder.add(intended, sent, self._clock(), error)
+
+    async def _streamed(self, slot: Slot, body: Any, part: Part | None, intended: int) -> None:
+        answers = Answers(self.recorder, intended, self._clock)
+        try:
+            await slot.stream(body, part, answers)
+        finally:
+            answers.end()
+
+    async def _finish(self, slot: Slot, parts: _Parts) -> None:
+        """Ends a sequence that the end of the load has interrupted; not recorded."""
+        if parts.is_open:
+            try:
+                await slot.send(self._bodies[0], parts.last())
+            except ServeError:
+                return  # the server forgets the sequence after its idle time
+
+
+class _Parts:
+    """The places of a caller's requests in its sequences; None without sequences."""
+
+    def __init__(self, length: int, ids: SequenceIds) -> None:
+        self._length, self._ids = length, ids
+        self._id = self._sent = 0
+
+    def next(self) -> Part | None:
+        if not self._length:
+            return None
+        if not self._sent:
+            self._id = self._ids.take()
+        self._sent += 1
+        part = Part(self._id, self._sent == 1, self._sent == self._length)
+        if part.end:
+            self._sent = 0
+        return part
+
+    @property
+    def is_open(self) -> bool:
+        return self._sent > 0
+
+    def last(self) -> Part:
+        self._sent = 0
+        return Part(self._id, False, True)

@@ -1,0 +1,71 @@
+"""The interface of a target, and what a request is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+Arrays = Mapping[str, Any]
+"""Input name -> array. BF16 as its bits, uint16."""
+Spec = Mapping[str, Any]
+"""A tensor in the metadata: name, datatype, shape."""
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """What a server says about a model, and about itself."""
+
+    inputs: dict[str, dict[str, Any]]
+    outputs: dict[str, dict[str, Any]]
+    max_batch: int = 0
+    decoupled: bool = False
+    server: dict[str, str] = {}
+    """Name and version."""
+
+
+class RequestOptions(Struct, frozen=True, kw_only=True):
+    """What all requests of a run have in common."""
+
+    model: str
+    version: str = ""
+    outputs: tuple[str, ...] = ()
+    deadline_ns: int = 0
+
+
+class Part(Struct, frozen=True):
+    """The place of a request in its sequence."""
+
+    sequence: int
+    start: bool
+    end: bool
+
+
+class Slot(Protocol):
+    """Sends one request at a time."""
+
+    async def send(self, body: Any, part: Part | None) -> None:
+        """Returns with the response; raises ServeError."""
+        ...
+
+    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+        """Returns after the last response; calls `on_answer` at each."""
+        ...
+
+
+class Target(Protocol):
+    """A connection to a server. Belongs to the event loop of its first call."""
+
+    async def facts(self, model: str, version: str) -> ModelFacts: ...
+
+    def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
+        """The request with these inputs, as `Slot.send` takes it."""
+        ...
+
+    async def slot(self) -> Slot: ...
+
+    async def statistics(self, model: str, version: str) -> dict[str, Any]:
+        """The model's statistics in Triton's format: an entry of `model_stats`, or {} if the server has none."""
+        ...
+
+    async def close(self) -> None: ...

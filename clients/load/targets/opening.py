@@ -1,0 +1,26 @@
+"""Chooses the target of an endpoint. A protocol's packages are imported only if it is used."""
+
+from __future__ import annotations
+
+from shmserve.clients.load.plan import GRPC, HTTP, Endpoint
+from shmserve.clients.load.targets.base import Target
+from shmserve.errors import Unsupported
+
+
+def open_target(endpoint: Endpoint) -> Target:
+    try:
+        if endpoint.kind == HTTP:
+            from shmserve.clients.load.targets.http import HttpTarget
+
+            return HttpTarget(endpoint)
+        if endpoint.kind == GRPC:
+            from shmserve.clients.load.targets.grpc import GrpcTarget
+
+            return GrpcTarget(endpoint)
+    except ImportError as error:
+        package = {"httptools": "httptools", "grpc": "grpcio"}.get(error.name or "", error.name)
+        text = f"load over {endpoint.kind}:// needs the package {package}: pip install {package}"
+        raise Unsupported(text) from error
+    from shmserve.clients.load.targets.native import NativeTarget
+
+    return NativeTarget(endpoint)

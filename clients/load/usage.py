@@ -1,0 +1,202 @@
+"""Processor and GPU use during a load: of the machine, and of the server's processes if they run on it.
+
+The server is found by the process that listens at its address.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from shmserve import paths
+from shmserve.clients.load.plan import GRPC, HTTP, Endpoint
+from shmserve.clients.load.record import Usage
+from shmserve.system import procfs
+
+_OUR_MODULES = ("shmserve.broker", "shmserve.clients.cli.main", "shmserve.workers")
+_LISTEN = "0A"
+
+
+def server_pid(endpoint: Endpoint) -> int:
+    """The process at the top of the server's processes; 0 if it is not found or not on this machine."""
+    try:
+        pid = _listener(endpoint)
+    except OSError:
+        return 0
+    while pid:
+        parent = _parent(pid)
+        if parent <= 1 or not any(name in _command(parent) for name in _OUR_MODULES):
+            return pid
+        pid = parent
+    return 0
+
+
+def _listener(endpoint: Endpoint) -> int:
+    if endpoint.kind in (HTTP, GRPC):
+        return _listening_at(endpoint.address[1]) if is_local(endpoint) else 0
+    url = endpoint.url or ""
+    scheme, _, rest = url.partition("://")
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        return _listening_at(int(port)) if _is_local_host(host) and port.isdecimal() else 0
+    if scheme == "ipc" or scheme == "unix":
+        folder = Path(rest).parent
+    else:
+        folder = Path(endpoint.runtime_dir) if endpoint.runtime_dir else paths.client_runtime_dir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        made.settimeout(1.0)
+        made.connect(str(folder / paths.LANE))
+        pid: int = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        return pid
+
+
+def is_local(endpoint: Endpoint) -> bool:
+    if endpoint.kind in (HTTP, GRPC):
+        return _is_local_host(endpoint.address[0])
+    scheme, _, rest = (endpoint.url or "").partition("://")
+    return scheme != "tcp" or _is_local_host(rest.rpartition(":")[0])
+
+
+def _is_local_host(host: str) -> bool:
+    return host in ("localhost", "::1", "[::1]", "0.0.0.0") or host.startswith("127.")
+
+
+def _listening_at(port: int) -> int:
+    inodes = set()
+    for name in ("tcp", "tcp6"):
+        path = Path("/proc/net") / name
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            fields = line.split()
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and inodes & _descriptors(int(entry)):
+            return int(entry)
+    return 0
+
+
+def _descriptors(pid: int) -> set[str]:
+    """Targets of its descriptors; none for a process that has ended or belongs to another user."""
+    found = set()
+    try:
+        for fd in os.scandir(f"/proc/{pid}/fd"):
+            try:
+                found.add(os.readlink(fd.path))
+            except FileNotFoundError:
+                continue
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return set()
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _family(pid: int) -> list[int]:
+    """The process and its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            children.setdefault(_parent(int(entry)), []).append(int(entry))
+    found, left = [], [pid]
+    while left:
+        one = left.pop()
+        found.append(one)
+        left += children.get(one, ())
+    return found
+
+
+def _role(pid: int, top: int) -> str:
+    command = _command(pid)
+    if "shmserve" in command or pid != top:
+        if "cli.main gateway" in command or "gateway" in Path(f"/proc/{pid}/comm").read_text():
+            return "gateway"
+        return "broker" if pid == top else "models"
+    return Path(f"/proc/{pid}/comm").read_text().strip() or "server"
+
+
+class Meter:
+    """Reads counters; the difference of two readings is the use between them."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._top = server_pid(endpoint)
+        self._gpus = _Gpus() if is_local(endpoint) else None
+
+    def read(self) -> Reading:
+        processes: dict[int, tuple[str, float]] = {}
+        for pid in _family(self._top) if self._top else ():
+            try:
+                processes[pid] = (_role(pid, self._top), procfs.usage(pid).cpu_seconds)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return Reading(_machine_seconds(), processes, self._gpus.read() if self._gpus is not None else {})
+
+
+class Reading:
+    def __init__(
+        self, machine: float, processes: dict[int, tuple[str, float]], gpus: dict[str, tuple[float, int]]
+    ) -> None:
+        self._machine, self._processes, self._gpus = machine, processes, gpus
+
+    def since(self, before: Reading, seconds: float) -> Usage:
+        roles: dict[str, float] = {}
+        for pid, (role, used) in self._processes.items():
+            _, earlier = before._processes.get(pid, ("", 0.0))
+            roles[role] = roles.get(role, 0.0) + max(0.0, used - earlier) / seconds
+        return Usage(
+            machine=max(0.0, self._machine - before._machine) / seconds,
+            server={role: round(cores, 4) for role, cores in roles.items()},
+            gpus={name: share for name, (share, _) in self._gpus.items()},
+            gpu_bytes={name: used for name, (_, used) in self._gpus.items()},
+        )
+
+
+def _machine_seconds() -> float:
+    """Busy time of all cores."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _, _, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / procfs.TICKS
+
+
+class _Gpus:
+    """Utilization and memory of the machine's GPUs from NVML; none without its package or a driver."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: list[Any] = []
+        try:
+            import pynvml
+        except ImportError:
+            return
+        try:
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError:
+            return
+        self._nvml = pynvml
+
+    def read(self) -> dict[str, tuple[float, int]]:
+        found = {}
+        for number, handle in enumerate(self._handles):
+            share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+            found[f"GPU {number}"] = (share, int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
+        return found
