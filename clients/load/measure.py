@@ -19,19 +19,19 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.clients.load import server_side
-from shmserve.clients.load.confidence import Stability, interval, stability
-from shmserve.clients.load.generators import Generators
-from shmserve.clients.load.latencies import Histogram, percentile_of
-from shmserve.clients.load.messages import Samples
+from shmserve.clients.load.analysis import server_side
+from shmserve.clients.load.analysis.confidence import Stability, interval, stability
+from shmserve.clients.load.analysis.latencies import Histogram, percentile_of
+from shmserve.clients.load.analysis.usage import Meter, Reading, is_local
+from shmserve.clients.load.analysis.windows import Collector, Responses, is_long_enough, window_of
+from shmserve.clients.load.generation.messages import Samples
+from shmserve.clients.load.generation.schedule import describe_rate, useful_processes
+from shmserve.clients.load.generation.team import Generators
 from shmserve.clients.load.plan import SECOND, Closed, Load, Open, Plan, Replay
 from shmserve.clients.load.record import Cost, Echo, Interval, Latencies, Point, Run, Window
-from shmserve.clients.load.schedule import describe_rate, useful_processes
 from shmserve.clients.load.search import best, next_load
 from shmserve.clients.load.targets.base import Target
 from shmserve.clients.load.targets.opening import open_target
-from shmserve.clients.load.usage import Meter, Reading, is_local
-from shmserve.clients.load.windows import Collector, Responses, is_long_enough, window_of
 from shmserve.errors import InvalidRequest
 
 BUSY = 0.8

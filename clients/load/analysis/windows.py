@@ -12,8 +12,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from shmserve.clients.load.latencies import window_percentiles
-from shmserve.clients.load.messages import Samples
+from shmserve.clients.load.analysis.latencies import window_percentiles
+from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.plan import Settings
 from shmserve.clients.load.record import Window
 

@@ -1,5 +1,6 @@
-"""A generator process: `python -m shmserve.clients.load.generator FD`. It follows the orders from a socket, and ends
-when the socket is closed.
+"""A generator process: `python -m shmserve.clients.load.generation.process FD`.
+
+It follows the orders from a socket, and ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,24 @@ import time
 
 import uvloop
 
-from shmserve.clients.load.messages import Begin, Broken, Ended, News, Order, Prepare, Prepared, read_order, write
+from shmserve.clients.load.generation.messages import (
+    Begin,
+    Broken,
+    Ended,
+    News,
+    Order,
+    Prepare,
+    Prepared,
+    read_order,
+    write,
+)
+from shmserve.clients.load.generation.request_data import request_inputs
+from shmserve.clients.load.generation.schedule import send_times, share
+from shmserve.clients.load.generation.sending import Sender, SequenceIds
+from shmserve.clients.load.generation.timer import Timer
 from shmserve.clients.load.plan import Closed, Plan
-from shmserve.clients.load.request_data import request_inputs
-from shmserve.clients.load.schedule import send_times, share
-from shmserve.clients.load.sending import Sender, SequenceIds
 from shmserve.clients.load.targets.base import RequestOptions, Target
 from shmserve.clients.load.targets.opening import open_target
-from shmserve.clients.load.timer import Timer
 from shmserve.errors import ServeError
 from shmserve.terminal.errors import Misuse
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from shmserve.clients.load.messages import Samples
+from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.plan import Sequences
 from shmserve.clients.load.targets.base import Part, Slot
 from shmserve.errors import ServeError

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from msgspec import Struct
 
-from shmserve.clients.load.confidence import difference
+from shmserve.clients.load.analysis.confidence import difference
 from shmserve.clients.load.plan import Closed, Load, Open
 from shmserve.clients.load.record import Interval, Point, Run, Window
 from shmserve.errors import InvalidRequest

@@ -11,7 +11,18 @@ import subprocess
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from shmserve.clients.load.messages import Begin, Broken, End, Ended, News, Prepare, Prepared, Samples, read_news, write
+from shmserve.clients.load.generation.messages import (
+    Begin,
+    Broken,
+    End,
+    Ended,
+    News,
+    Prepare,
+    Prepared,
+    Samples,
+    read_news,
+    write,
+)
 from shmserve.clients.load.plan import SECOND, Load, Plan
 from shmserve.errors import BY_CODE, Internal, UnknownError
 from shmserve.paths import python
@@ -34,7 +45,7 @@ class _Process:
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
         try:
-            command = [*python(), "-m", "shmserve.clients.load.generator", str(theirs.fileno())]
+            command = [*python(), "-m", "shmserve.clients.load.generation.process", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         except BaseException:
             ours.close()
