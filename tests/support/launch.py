@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -88,7 +89,11 @@ class Launched:
 
     def kill(self) -> None:
         """kill -9, and its workers' end too, which follows from it."""
-        workers = [os.pidfd_open(pid) for pid in children_of(self.process.pid)] if self.process.poll() is None else []
+        workers = []
+        if self.process.poll() is None:
+            for pid in children_of(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    workers.append(os.pidfd_open(pid))
         self.process.kill()
         self.process.wait()
         for worker in workers:
@@ -111,7 +116,15 @@ def children_of(pid: int) -> list[int]:
 
 def workers_of(pid: int) -> list[int]:
     """The children of a broker, without the one that workers are made of."""
-    return [child for child in children_of(pid) if Path(f"/proc/{child}/comm").read_text().strip() != PREPARED]
+    return [child for child in children_of(pid) if _name_of(child) not in (PREPARED, "")]
+
+
+def _name_of(pid: int) -> str:
+    """Empty if the process has ended since it was listed."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def await_end(pid: int, seconds: float = 30.0) -> None:

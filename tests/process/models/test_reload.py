@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -336,11 +337,15 @@ def segments(server: Server) -> tuple[int, int]:
     anonymous = 0
     folder = f"/proc/{server.pid}/fd"
     for name in os.listdir(folder):
-        if "memfd:" in os.readlink(f"{folder}/{name}"):
-            anonymous += os.stat(f"{folder}/{name}").st_blocks * 512
-    workers = processes(server)
-    named = [path for path in Path("/dev/shm").glob("shmserve-*") if int(path.name.split("-")[1]) in workers]
-    return anonymous, sum(path.stat().st_blocks * 512 for path in named)
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            if "memfd:" in os.readlink(f"{folder}/{name}"):
+                anonymous += os.stat(f"{folder}/{name}").st_blocks * 512
+    workers, named = processes(server), 0
+    for path in Path("/dev/shm").glob("shmserve-*"):
+        if int(path.name.split("-")[1]) in workers:
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                named += path.stat().st_blocks * 512
+    return anonymous, named
 
 
 @pytest.mark.parametrize("link", ["lane", "zmq"])
