@@ -16,6 +16,7 @@ from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Fail, P
 from shmserve.testing import Server
 from tests.support import living
 from tests.support.living import answer, generation, identity, index, pids, states, until
+from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
 
@@ -52,6 +53,11 @@ def kept(server: Server) -> list[str]:
 
 def descriptors(server: Server) -> int:
     return len(os.listdir(f"/proc/{server.pid}/fd"))
+
+
+def await_connections(client: shmserve.Client, count: int) -> None:
+    """Until the broker has closed the connections of earlier tests, whose descriptors would count."""
+    until(client, lambda: Seen(client.metrics())("shmserve_clients", plane="lane") == count)
 
 
 def batch(client: shmserve.Client, model: str = "m") -> int:
@@ -210,6 +216,7 @@ def test_names_cannot_leave_the_directory_of_the_model(
 
 
 def test_files_over_the_limit_are_refused(server: Server, root: Path, client: shmserve.Client) -> None:
+    await_connections(client, 1)
     before = descriptors(server)
     with pytest.raises(shmserve.InvalidRequest, match=f"exceed the limit of {LIMIT} bytes \\(--override-bytes\\)"):
         client.load("sent", config=CONFIG, files={"1/x": bytes(LIMIT + 2 * HEADER_BYTES)})
@@ -237,7 +244,7 @@ def begin(lane: Lane, request: int, size: int) -> None:
 
 @pytest.mark.parametrize("end", ["disconnected", "cancelled"])
 def test_an_incomplete_body_is_dropped(server: Server, client: shmserve.Client, lane: Lane, end: str) -> None:
-    client.live()
+    await_connections(client, 2)
     before = descriptors(server)
     for request in (1, 2, 3):
         begin(lane, request, 2 * IN_MEMORY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support.client_faces import connect
+from tests.support.living import until
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
@@ -212,8 +214,11 @@ def test_a_timeout_cancels_the_model(server: Server, model: str, report: Any) ->
     path, read = report
     x = np.array([[1_000_000]], np.float32)
     with shmserve.Client(server.url) as client:
-        stream = client.stream(model, {"x": x}, window=2, timeout=0.3, parameters={"report": str(path)})
-        assert next(stream)["y"] == 0
+        for timeout in (0.3, 3, 30):
+            stream = client.stream(model, {"x": x}, window=2, timeout=timeout, parameters={"report": str(path)})
+            with contextlib.suppress(shmserve.DeadlineExceeded):  # too short for a busy machine
+                assert next(stream)["y"] == 0
+                break
         assert read().startswith("cancelled after ")
         with pytest.raises(shmserve.DeadlineExceeded):
             list(stream)
@@ -327,4 +332,5 @@ def test_many_clients_read_close_and_time_out_at_random(server: Server) -> None:
     with shmserve.Client(server.url) as client:
         for model in ("repeat", "tokens"):
             assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
-        assert "\nshmserve_held_bytes 0\n" in client.metrics()
+        # The server may not have noticed yet that the others have disconnected.
+        until(client, lambda: "\nshmserve_held_bytes 0\n" in client.metrics())
