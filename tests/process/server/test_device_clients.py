@@ -20,6 +20,7 @@ import shmserve
 from shmserve.shm.extents.cuda import uuid_bytes
 from shmserve.testing import Server
 from tests.process.server.test_gpus import GPUS, chained, clear, copies, planned, serving_on_gpus
+from tests.support import living
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.launch import await_end
 from tests.support.model_files import parameters, python_model, write_model
@@ -398,6 +399,7 @@ def test_an_instance_over_its_gpu_memory_limit_is_killed_alone(server: Server, c
     await_end(before["limited"])
     processes.unlink()
     given = numbers(1)
+    living.until(client, lambda: before["limited"] not in living.pids(client, "limited").values(), "its end is noticed")
     client.wait_ready("limited", timeout=30)
     np.testing.assert_array_equal(client.infer("limited", {"x": given})["y"], given + 1)
     assert "killed: it uses 200 MiB of GPU memory, limit 100 MiB" in server.log

@@ -14,7 +14,7 @@ import pytest
 import shmserve
 from shmserve.errors import DeadlineExceeded, ModelFailed, Unavailable
 from shmserve.testing import Server
-from tests.support.living import until
+from tests.support.living import pids, until
 from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
@@ -167,8 +167,11 @@ def test_a_timeout_does_not_wait_for_the_worker(server: Server) -> None:
 
 def test_idle_workers_that_are_killed_are_replaced(server: Server) -> None:
     with server.client() as client:
-        for instance in entry_of(client, "pair")["instances"]:
-            os.kill(instance["pid"], signal.SIGKILL)
+        killed = set(pids(client, "pair").values())
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        # A request that is sent to both before the server notices their end would fail.
+        until(client, lambda: killed.isdisjoint(pids(client, "pair").values()), "the server has noticed both")
         assert ask(client, "pair", [1, 2, 3]) == [2.0, 4.0, 6.0]
 
 
