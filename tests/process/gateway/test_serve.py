@@ -58,13 +58,20 @@ class Serving:
         assert self.process.stderr is not None
         self._log = self.process.stderr
         self.said: list[str] = []
+        self._skipped: list[str] = []
 
     def until(self, pattern: str) -> re.Match[str]:
-        """The next line that has it."""
+        """The first line that has it and that was not returned yet. Lines of the server and of its gateway may come in
+        any order."""
+        for line in self._skipped:
+            if found := re.search(pattern, line):
+                self._skipped.remove(line)
+                return found
         for line in self._log:
             self.said.append(line)
             if found := re.search(pattern, line):
                 return found
+            self._skipped.append(line)
         raise AssertionError(f"it never said {pattern!r}:\n{''.join(self.said)}")
 
     def gateways(self) -> list[int]:

@@ -14,6 +14,7 @@ import shmserve
 from shmserve.shm import views
 from tests.support import pages
 from tests.support.launch import Launched
+from tests.support.living import until
 from tests.support.model_files import parameters, write_model
 from tests.support.workers.python_models import (
     CALLER,
@@ -233,8 +234,9 @@ def test_a_model_reports_whether_it_is_ready(server: Launched, client: shmserve.
         client.infer("moody", {"x": np.full((1, 1), number, np.float32)})
         assert client.ready("moody") is ready
         assert client.ready()
-    assert "is_ready of model instance 'moody_0_0' gave int, not True or False" in server.log
-    assert "ValueError: it broke" in server.log
+    # What a worker prints may be logged after its answers.
+    until(client, lambda: "is_ready of model instance 'moody_0_0' gave int, not True or False" in server.log)
+    until(client, lambda: "ValueError: it broke" in server.log)
 
 
 def test_metrics_of_models_survive_a_restart(client: shmserve.Client) -> None:

@@ -24,6 +24,7 @@ from shmserve.workers import bootstrap
 from shmserve.workers.process.environment import NEEDED, command
 from shmserve.workers.process.exit_codes import Exit
 from tests import ROOT
+from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
@@ -163,6 +164,7 @@ def test_an_archive_is_unpacked_once_for_all_instances(place: Place, environment
     (made,) = [path for path in (place.folder / "unpacked").iterdir() if path.is_dir()]
     assert place.ask("packed", "variable CONDA_PREFIX") == str(made / "root")
     assert place.ask("packed", "only") == "only here"
+    until(place.client, lambda: "unpacking the archive" in place.server.log)  # it may be logged after the answers
     assert place.server.log.count("unpacking the archive") == 1
     place.client.unload("packed")
 
