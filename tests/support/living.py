@@ -63,7 +63,7 @@ def identity(root: Path, name: str, config: str = "", *versions: int) -> Path:
     return root / name
 
 
-def generation(root: Path, name: str, number: int, config: str = "", version: int = 1) -> Path:
+def generation(root: Path, name: str, number: float | str, config: str = "", version: int = 1) -> Path:
     """A model that answers with its number."""
     folder = root / name / str(version)
     folder.mkdir(parents=True)

@@ -77,10 +77,10 @@ def test_a_failed_reload_is_shown_until_one_succeeds(root: Path, polled: Launche
         assert command("ready", "m") == (0, "model 'm' is ready\n", "")
 
 
-def test_waiting_ends_when_the_outcome_is_known(root: Path, polled: Launched, command: Command) -> None:
+def test_waiting_ends_when_the_outcome_is_known(root: Path, polled: Launched, command: Command, tmp_path: Path) -> None:
     """No matter how long one would wait: an hour here."""
-    generation(root, "bad", 0)
-    living.renew(root / "bad", "nothing")
+    # Complete at once, as the poll could read a model that is half written.
+    generation(tmp_path / "aside", "bad", "nothing").rename(root / "bad")
     code, out, err = command("ready", "bad", "--wait", "3600")
     assert (code, out) == (1, "")
     assert "model 'bad' at " in err
