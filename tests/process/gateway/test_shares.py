@@ -28,7 +28,7 @@ from tests.support.gateway.http2_frames import (
     number,
 )
 from tests.support.gateway.rpc import Rpcs, infer_request
-from tests.support.gateway.running_gateway import Gateway, model, wait_in_flight
+from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
 
 pytestmark = pytest.mark.process
 
@@ -37,8 +37,7 @@ CONNECTIONS, CALLS = 9, 1000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def server(repository: Path, gate: Path) -> Iterator[Server]:
     delay = 'parameters { key: "delay_us" value: { string_value: "2000000" } }\n'
     model(repository, "slow", ["FP32"], "[ -1 ]", 1, delay)
     model(repository, "quick", ["FP32"], "[ -1 ]", 8)
@@ -146,19 +145,20 @@ def test_callers_with_tokens_have_sequence_ids_of_their_own(server: Server, tmp_
     gateway.stop()
 
 
-def test_a_token_has_one_share_over_http_and_grpc(server: Server, tmp_path: Path) -> None:
+def test_a_token_has_one_share_over_http_and_grpc(server: Server, gate: Path, tmp_path: Path) -> None:
     gateway, header = with_tokens(server, tmp_path, "--token-share=0.0002")
     body = {"inputs": [{"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
     with Rpcs(gateway.grpc) as rpcs:
         alice = [("authorization", header["alice"])]
-        first = rpcs.ModelInfer.future(request("slow"), metadata=alice)
+        first = rpcs.ModelInfer.future(request("gated"), metadata=alice)
         wait_in_flight(server, 1, 1)
         # A connection with nothing in flight has one call beside a full share, and the same one no second.
-        second = rpcs.ModelInfer.future(request("slow"), metadata=alice)
+        second = rpcs.ModelInfer.future(request("gated"), metadata=alice)
         assert "of this token are in flight, its share (--token-share)" in second.exception().details()
         for name in ("bob", "alice"):
             status, text = gateway.ask("POST", "/v2/models/quick/infer", body, Authorization=header[name])
             assert status == 200, text
         assert rpcs.ModelInfer(request("quick"), metadata=[("authorization", header["bob"])]).model_name == "quick"
-        assert first.result().model_name == "slow"
+        open_gate(gate)
+        assert first.result().model_name == "gated"
     gateway.stop()

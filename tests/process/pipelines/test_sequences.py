@@ -116,6 +116,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     summing(root, "mortal", instances=2)
     summing(root, "renewed")
     summing(root, "shrinks", instances=2)
+    summing(root, "single", "oldest { max_candidate_sequences: 1 }")
     summing(root, "narrow", "oldest { max_candidate_sequences: 1 }", idle_us=100_000)
     batching = "sequence_batching { oldest { max_candidate_sequences: 4 } iterative_sequence: true }"
     write_model(root, "again", PYTHON + batching, AGAIN)
@@ -292,10 +293,10 @@ def test_an_idle_sequence_loses_its_place(client: shmserve.Client) -> None:
 
 def test_a_cancelled_request_ends_its_sequence(client: shmserve.Client) -> None:
     """The cancellation of a request ends the sequence."""
-    first, other = Summed(client, "narrow", 1), Summed(client, "narrow", 2)
+    first, other = Summed(client, "single", 1), Summed(client, "single", 2)
     first.step(1, "start")
     x = {"x": np.ones((1, 1), np.float32)}
-    waits = [client.submit("narrow", x, sequence=2, sequence_start=n == 0) for n in range(3)]
+    waits = [client.submit("single", x, sequence=2, sequence_start=n == 0) for n in range(3)]
     assert waits[1].cancel()
     first.step(1, "end")
     with pytest.raises(shmserve.Cancelled, match="earlier request of sequence 2"):

@@ -16,6 +16,7 @@ from bench.lib.processes import resident_bytes
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
+from tests.support.gateway.running_gateway import gated, open_gate
 from tests.support.launch import Launched, identity
 from tests.support.model_files import write_model
 
@@ -34,6 +35,11 @@ def answer_of(number: int) -> tuple[Tensor, ...]:
     return (Tensor("y", "FP32", (1, 2), np.full((1, 2), number, np.float32).tobytes()),)
 
 
+def gated_infer(number: int, timeout_us: int = 0) -> Infer:
+    """For the model that answers one request each time its gate is opened."""
+    return Infer(number, "gated", 0, (Tensor("i_FP32", "FP32", (1, 1), bytes(4)),), None, timeout_us)
+
+
 def is_live(lane: Lane) -> bool:
     lane.send(Ask(5, "live"))
     return bool(lane.receive_kind(Answer).body == b'{"live":true}')
@@ -47,11 +53,20 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the server `running`."""
+    return tmp_path_factory.mktemp("running")
+
+
+@pytest.fixture(scope="module")
+def gate(place: Path) -> Path:
+    return gated(place / "models")
+
+
+@pytest.fixture(scope="module")
+def running(place: Path, gate: Path) -> Iterator[Launched]:
     """With one model that cannot be loaded."""
-    place = tmp_path_factory.mktemp("running")
     identity(place / "models", "echo")
-    identity(place / "models", "slow", batch=0, execute_delay_ms="500")
     write_model(place / "models", "broken", BROKEN)
     with Launched(place / "models", place / "run") as server:
         yield server
@@ -95,21 +110,21 @@ def test_orders_reach_a_worker_in_the_order_of_turns(running: Launched) -> None:
 
 
 def test_a_stop_answers_requests_in_flight(tmp_path: Path) -> None:
-    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="300")
+    gate = gated(tmp_path / "models")
     with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
         lane.hello("memfd")
-        slow = [Infer(n, "slow", 0, (Tensor("x", "FP32", (1,), b"\0" * 4),)) for n in (1, 2, 3)]
-        lane.send(*slow, Ask(4, "live"))
+        lane.send(*map(gated_infer, (1, 2, 3)), Ask(4, "live"))
         assert lane.receive_kind(Answer).body == b'{"live":true}'
         server.signal(signal.SIGTERM)
         while is_live(lane):
             pass  # until the signal has arrived
-        lane.send(Infer(9, "slow", 0, slow[0].inputs))
-        answers = [lane.receive_kind(Reply, Fail) for _ in range(4)]
-        refused = [answer for answer in answers if isinstance(answer, Fail)]
-        assert sorted(answer.request for answer in answers if isinstance(answer, Reply)) == [1, 2, 3]
-        assert [(fail.request, fail.code) for fail in refused] == [(9, "UNAVAILABLE")]
-        assert "stopping" in refused[0].text
+        lane.send(gated_infer(9))
+        refused = lane.receive_kind(Reply, Fail)
+        assert (refused.request, refused.code) == (9, "UNAVAILABLE")
+        assert "stopping" in refused.text
+        for number in (1, 2, 3):
+            open_gate(gate)
+            assert lane.receive_kind(Reply, Fail).request == number
         assert server.wait() == 0
 
 
@@ -259,18 +274,14 @@ def test_the_backlog_of_a_throttled_zeromq_client_is_limited_in_bytes(strict: La
         assert "or 33554432 bytes while it was throttled" in goodbye.text
 
 
-def test_cancel_and_deadline_reach_waiting_requests(running: Launched) -> None:
+def test_cancel_and_deadline_reach_waiting_requests(running: Launched, gate: Path) -> None:
     with Lane(running.lane) as lane:
         lane.hello("memfd")
-        inputs = (Tensor("x", "FP32", (1,), b"\0" * 4),)
-        lane.send(Infer(1, "slow", 0, inputs), Infer(2, "slow", 0, inputs), Infer(3, "slow", 0, inputs, None, 50_000))
-        lane.send(Cancel(2))
-        ends = [lane.receive_kind(Reply, Fail) for _ in range(3)]
-        assert [(end.request, getattr(end, "code", "ok")) for end in ends] == [
-            (2, "CANCELLED"),
-            (3, "DEADLINE_EXCEEDED"),
-            (1, "ok"),
-        ]
+        lane.send(gated_infer(1), gated_infer(2), gated_infer(3, timeout_us=50_000), Cancel(2))
+        ends = [lane.receive_kind(Reply, Fail) for _ in range(2)]
+        assert [(end.request, end.code) for end in ends] == [(2, "CANCELLED"), (3, "DEADLINE_EXCEEDED")]
+        open_gate(gate)
+        assert lane.receive_kind(Reply, Fail).request == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(running: Launched) -> None:
