@@ -119,6 +119,15 @@ def workers_of(pid: int) -> list[int]:
     return [child for child in children_of(pid) if _name_of(child) not in (PREPARED, "")]
 
 
+def descriptors_of(pid: int) -> list[str]:
+    """What the descriptors of a process refer to, without those that are closed while they are listed."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(entry))
+    return found
+
+
 def _name_of(pid: int) -> str:
     """Empty if the process has ended since it was listed."""
     try:

@@ -116,6 +116,12 @@ def pids(client: shmserve.Client, model: str) -> dict[str, int]:
     return found
 
 
+def await_connections(client: shmserve.Client, count: int) -> None:
+    """Until the server has closed the connections of earlier tests, whose descriptors and memory would count."""
+    text = f'\nshmserve_clients{{plane="lane"}} {count}\n'
+    until(client, lambda: text in client.metrics(), f"{count} connections")
+
+
 def unload_all(client: shmserve.Client) -> None:
     for name in {entry["name"] for entry in client.models() if entry["state"]}:
         client.unload(name)

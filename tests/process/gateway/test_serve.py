@@ -23,7 +23,7 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.support.launch import await_end, children_of, identity
+from tests.support.launch import await_end, children_of, descriptors_of, identity
 from tests.support.living import PYTHON
 from tests.support.model_files import write_model
 
@@ -238,7 +238,7 @@ def test_r15_only_the_gateway_has_ports_and_only_on_loopback(repository: Path) -
 
 def listening(pid: int) -> set[str]:
     """Where the process listens for TCP, as the kernel has it."""
-    owned = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    owned = set(descriptors_of(pid))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

@@ -22,6 +22,7 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.testing import Server
+from tests.support.launch import descriptors_of
 from tests.support.living import (
     GENERATION,
     IDENTITY,
@@ -201,8 +202,7 @@ def test_the_files_of_a_version_are_removed_with_it(tmp_path: Path) -> None:
         place = server.runtime_dir / "generations"
 
         def linked() -> list[str]:
-            found = map(readlink, Path(f"/proc/{server.pid}/fd").iterdir())
-            return [target for target in found if target.startswith(str(folder))]
+            return [target for target in descriptors_of(server.pid) if target.startswith(str(folder))]
 
         with server.client() as client:
             assert len(list(place.iterdir())) == 1
@@ -217,13 +217,6 @@ def test_the_files_of_a_version_are_removed_with_it(tmp_path: Path) -> None:
         (second,) = place.iterdir()
         assert second != first
     assert not place.exists()
-
-
-def readlink(path: Path) -> str:
-    try:
-        return os.readlink(path)
-    except FileNotFoundError:
-        return ""
 
 
 def test_models_shows_what_has_changed_on_disk(server: Server, root: Path, client: shmserve.Client) -> None:

@@ -15,8 +15,7 @@ from shmserve.broker.models.overrides import HEADER_BYTES, IN_MEMORY
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Fail, Ping, Pong
 from shmserve.testing import Server
 from tests.support import living
-from tests.support.living import answer, generation, identity, index, pids, states, until
-from tests.unit.broker.observability.test_metrics import Seen
+from tests.support.living import answer, await_connections, generation, identity, index, pids, states, until
 
 pytestmark = pytest.mark.process
 
@@ -53,11 +52,6 @@ def kept(server: Server) -> list[str]:
 
 def descriptors(server: Server) -> int:
     return len(os.listdir(f"/proc/{server.pid}/fd"))
-
-
-def await_connections(client: shmserve.Client, count: int) -> None:
-    """Until the broker has closed the connections of earlier tests, whose descriptors would count."""
-    until(client, lambda: Seen(client.metrics())("shmserve_clients", plane="lane") == count)
 
 
 def batch(client: shmserve.Client, model: str = "m") -> int:

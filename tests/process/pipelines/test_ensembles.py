@@ -21,7 +21,7 @@ from shmserve.testing import Server
 from tests.support import living, pages
 from tests.support.client_faces import connect
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
-from tests.support.launch import workers_of
+from tests.support.launch import descriptors_of, workers_of
 from tests.support.living import PATIENCE_S, pids, states, unload_all, until
 from tests.support.model_files import parameters, python_model, write_model
 from tests.unit.broker.observability.test_metrics import Seen
@@ -337,7 +337,7 @@ def own_segments(server: Server, name: str) -> int:
     """The number of segments that a worker has made: it alone keeps their descriptors."""
     for pid in workers_of(server.pid):
         if f"{name}_0_0" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-            return sum("memfd:shmserve" in os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+            return sum("memfd:shmserve" in target for target in descriptors_of(pid))
     raise AssertionError(f"{name} has no worker")
 
 

@@ -23,6 +23,7 @@ from shmserve.protocol import codec
 from shmserve.protocol.messages import Goodbye, Map
 from shmserve.workers.link import BrokerLink as WorkerLink
 from tests.support.launch import Launched
+from tests.support.living import await_connections
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +70,7 @@ def test_a_client_announces_its_segments_again_over_a_new_connection(server: Lau
     with shmserve.Client(f"unix://{server.lane}") as client, shmserve.Client(f"unix://{server.lane}") as other:
         identity(other, 1)
         client.metadata("identity")  # connected, with no segment yet
+        await_connections(other, 2)
         with no_descriptors(server.process.pid):
             with pytest.raises(shmserve.Unavailable, match="too many open files"):
                 identity(client, 2)
@@ -81,6 +83,7 @@ def test_a_client_announces_its_segments_again_over_a_new_connection(server: Lau
 def test_a_connection_that_cannot_be_accepted_is_refused_with_the_reason(server: Launched) -> None:
     with shmserve.Client(f"unix://{server.lane}") as other:
         identity(other, 1)
+        await_connections(other, 1)
         with no_descriptors(server.process.pid):
             with Lane(server.lane) as lane:
                 goodbye = lane.receive_kind(Goodbye)

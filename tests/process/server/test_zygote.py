@@ -24,7 +24,7 @@ from shmserve.broker.processes.zygote import reap
 from shmserve.errors import ModelFailed, Unavailable
 from shmserve.workers import zygote
 from shmserve.workers.zygote import CannotFork
-from tests.support.launch import Launched, await_end, children_of, identity
+from tests.support.launch import Launched, await_end, children_of, descriptors_of, identity
 from tests.support.living import until
 from tests.support.model_files import python_model, write_model
 
@@ -98,8 +98,8 @@ def test_a_forked_worker_equals_a_fresh_process(place: Place) -> None:
 
 def test_a_worker_inherits_no_descriptors_and_no_random_state(place: Place) -> None:
     """Of the prepared process that it was forked from."""
-    sockets = [os.readlink(path) for path in Path(f"/proc/{place.look()['pid']}/fd").iterdir()]
-    assert len([target for target in sockets if target.startswith("socket:")]) == 1
+    opened = descriptors_of(place.look()["pid"])
+    assert len([target for target in opened if target.startswith("socket:")]) == 1
     before = place.look()["random"]
     place.client.unload("look")
     place.client.load("look")
