@@ -302,6 +302,11 @@ class AsyncClient:
         answer: dict[str, Any] = await self._ask("activity")
         return answer
 
+    async def logs(self, model: str | None = None, after: int = 0) -> dict[str, Any]:
+        """The latest records of the server's log, or those about a model; with `after`, later ones than this number."""
+        answer: dict[str, Any] = await self._ask("logs", model or "", after or None)
+        return answer
+
     # ------------------------------------------------------------------------------------ operations
 
     async def load(

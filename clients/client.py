@@ -315,6 +315,11 @@ class Client:
         answer: dict[str, Any] = self._ask("activity")
         return answer
 
+    def logs(self, model: str | None = None, after: int = 0) -> dict[str, Any]:
+        """The latest records of the server's log, or those about a model; with `after`, later ones than this number."""
+        answer: dict[str, Any] = self._ask("logs", model or "", after or None)
+        return answer
+
     # ------------------------------------------------------------------------------------ operations
 
     def load(

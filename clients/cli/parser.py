@@ -35,6 +35,7 @@ USUAL = (
         ("stats", "show requests, batches, and how long they took"),
         ("ready", "tell by the exit code whether requests are taken"),
         ("config", "show a model's configuration, and where it is from"),
+        ("logs", "show the server's log, or one model's lines"),
     ),
     (
         ("load", "load a model, or reload what has changed"),
@@ -77,8 +78,9 @@ def parser() -> CommandParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, requests.add_infer,
-        requests.add_run, observe.add_stats, observe.add_ready, observe.add_config, local.add_check, local.add_build,
-        local.add_gateway, local.add_keygen, observe.add_version_command, requests.add_demo, local.add_completion,
+        requests.add_run, observe.add_stats, observe.add_ready, observe.add_config, observe.add_logs, local.add_check,
+        local.add_build, local.add_gateway, local.add_keygen, observe.add_version_command, requests.add_demo,
+        local.add_completion,
     ):  # fmt: skip
         add(commands)
     return shmserve

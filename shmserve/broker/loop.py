@@ -305,7 +305,7 @@ class Broker:
         try:
             self._model_counters.add(peer, worker.about["model"], descriptors.pop(0), message.size)
         except ServeError as error:
-            log.warning("%s: cannot read its metrics: %s", worker.name, error)
+            log_record("warning", f"{worker.name}: cannot read its metrics: {error}", worker.about)
 
     def _compiled(self, peer: int, config: bytes) -> Any:
         worker = self.core.state.instances.get(peer)
@@ -315,7 +315,7 @@ class Broker:
         try:
             policy, warnings = self._catalog.complete(version.source, config)
             for text in warnings:
-                log.warning("%s: %s", version.label, text)
+                log_record("warning", f"{version.label}: {text}", {"model": version.model, "version": version.number})
             return events.Compiled(policy)
         except (ServeError, msgspec.MsgspecError) as error:
             self._workers.kill(peer, "its completed configuration is invalid")

@@ -29,6 +29,7 @@ from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.logs import log_record, set_up
 from shmserve.broker.observability.progress import LoadProgress, hints
+from shmserve.broker.observability.recent_records import RecentRecords
 from shmserve.broker.observability.traces import TraceFile, TraceSettings
 from shmserve.broker.observability.traces import merged as merged_traces
 from shmserve.broker.processes.cpus import survey
@@ -66,8 +67,9 @@ class CannotStart(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings = setting.parse(sys.argv[1:] if argv is None else argv)
+    recent = RecentRecords(settings.log_recent_bytes)
     try:
-        set_up(settings)
+        set_up(settings, recent)
     except OSError as error:
         print(f"shmserve: cannot write to --log-file {settings.log_file}: {error.strerror}", file=sys.stderr)
         return 1
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.info("%s", text)
     try:
         with _runtime_dir(settings.runtime_dir), contextlib.closing(of_this_process()) as manager:
-            return _serve(settings, manager)
+            return _serve(settings, manager, recent)
     except CannotStart as error:
         print(f"shmserve: {error}", file=sys.stderr)
         return 1
@@ -119,7 +121,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
 class ServerProcess:
     """The whole server, from start to stop: broker, gateways, signal handlers and progress reports."""
 
-    def __init__(self, settings: argparse.Namespace, loop: Any, manager: ServiceManager) -> None:
+    def __init__(self, settings: argparse.Namespace, loop: Any, manager: ServiceManager, recent: RecentRecords) -> None:
         self._settings = settings
         self._loop = loop
         self._code = 0
@@ -178,11 +180,11 @@ class ServerProcess:
         self._operations = self._broker.operations
         generations.discard = self._operations.discard
         self._control.process_of = self._broker.process_of
-        self._progress = LoadProgress(self._core, self._loaded, lambda line: log.info("%s", line))
+        self._progress = LoadProgress(self._core, self._loaded, log_record)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
         report = self._activity_report()
         self._control.add({"activity": lambda ask: report.document()})
-        self._trace_file = self._add_setting_queries(settings)
+        self._trace_file = self._add_setting_queries(settings, recent)
         self._waits_for = {"models", "gateways"}
         """Startup phases that must finish before the server is ready."""
         self._rereads = 0
@@ -200,18 +202,19 @@ class ServerProcess:
         control, gpus = self._control, self._gpu_metrics
         return ActivityReport(self._core.state, control.index, control.about, gpus.document, gpus.used_by)
 
-    def _add_setting_queries(self, settings: argparse.Namespace) -> TraceFile:
-        """Registers the queries that show and change log and trace settings. Returns the trace file."""
+    def _add_setting_queries(self, settings: argparse.Namespace, recent: RecentRecords) -> TraceFile:
+        """Registers the queries about log and traces. Returns the trace file."""
         state = self._core.state
         options = merged_traces(settings.trace_config)
         traces = TraceSettings(options, state.traces.samples, state.models.keys)
         place = Path(options["trace_file"]).absolute() if "trace_file" in options else None
         file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
         self._broker.traced = file.write
-        logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing))
+        logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing), recent)
         self._control.add(
             {
                 "log": lambda ask: logged.document(),
+                "logs": lambda ask: recent.document(ask.model, ask.version),
                 "set_log": lambda ask: logged.change(ask.body),
                 "trace": lambda ask: traces.document(ask.model),
                 "set_trace": lambda ask: traces.change(ask.model, ask.body),
@@ -383,7 +386,7 @@ def _gpus() -> Gpus:
     return gpus
 
 
-def _serve(settings: argparse.Namespace, manager: ServiceManager) -> int:
+def _serve(settings: argparse.Namespace, manager: ServiceManager, recent: RecentRecords) -> int:
     keep_freed_memory()
     removed = posix.sweep()
     if removed:
@@ -391,7 +394,7 @@ def _serve(settings: argparse.Namespace, manager: ServiceManager) -> int:
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        return ServerProcess(settings, loop, manager).run()
+        return ServerProcess(settings, loop, manager, recent).run()
     except ServeError as error:
         raise CannotStart(str(error)) from None
     finally:

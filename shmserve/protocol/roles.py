@@ -34,6 +34,7 @@ QUESTIONS = {
     "activity": _READ,
     "log": _READ,
     "trace": _READ,
+    "logs": OPERATE,
     **_OPERATIONS,
 }
 """Values of `Ask.what`, both questions and operations -> the roles, any of which is sufficient."""

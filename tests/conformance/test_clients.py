@@ -367,6 +367,8 @@ def test_status_queries(client: Any, broker: FakeBroker) -> None:
     broker.answers["metadata"] = {"name": "shmserve", "version": "1", "extensions": []}
     broker.answers["activity"] = {"models": [], "clients": [{"number": 1}]}
     assert client.activity() == broker.answers["activity"]
+    broker.answers["logs"] = {"records": [{"number": 8, "text": "x"}], "next": 9, "more": False}
+    assert client.logs() == client.logs("echo", after=2**62) == broker.answers["logs"]
     assert client.live() is True
     assert client.ready() is True
     assert client.models() == [{"name": "echo", "version": "1", "state": "READY", "reason": ""}]

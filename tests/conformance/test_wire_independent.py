@@ -447,6 +447,7 @@ def test_status_queries(server: Path) -> None:
         assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1]}]
         assert ask(client, "config", "identity")["name"] == "identity"
         assert ask(client, "statistics", "identity")["model_stats"][0]["name"] == "identity"
+        assert ask(client, "logs", "identity")["records"]
         assert {entry["name"] for entry in ask(client, "activity")["models"]} >= {"identity", "slow"}
 
 

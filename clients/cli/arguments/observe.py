@@ -9,8 +9,11 @@ from shmserve.clients.cli.arguments.common import (
     add_output,
     add_server_command,
     add_version,
+    at_least_1,
     seconds,
 )
+from shmserve.clients.cli.commands import completion
+from shmserve.clients.cli.commands.base import LEVELS
 from shmserve.clients.cli.help import rare
 
 
@@ -63,6 +66,26 @@ def add_config(commands: Any) -> None:
     text += '{"config": ..., "origins": {path: file, override, model or default}}'
     command.add_argument("--origins", action="store_true", help=text)
     add_output(command, watch=True, json="print JSON in Triton's form")
+
+
+def add_logs(commands: Any) -> None:
+    about = "show the latest records of the server's log, or those about a model"
+    examples = """  shmserve logs
+  shmserve logs mlp -f                        what the model prints, until Ctrl-C
+  shmserve logs --lines 20 --level warning
+"""
+    command = add_server_command(commands, "logs", "logs", about, examples)
+    add_model(command, "?")
+    command.add_argument(
+        "-f", "--follow", action="store_true", help="continue with new records until Ctrl-C; also of a restarted server"
+    )
+    command.add_argument("-n", "--lines", metavar="N", type=at_least_1, help="only the last N records")
+    command.add_argument(
+        "--level", choices=LEVELS, default=LEVELS[0], help="only records of this level and above; default: all"
+    )
+    instance = command.add_argument("--instance", metavar="NAME", help="only records of this instance")
+    completion.completes(instance, completion.instances)
+    add_output(command, json="print one line of JSON per record")
 
 
 def add_version_command(commands: Any) -> None:

@@ -29,6 +29,8 @@ ASK_S = 30.0
 CONNECT_S = 5.0
 NAMES_S = 2.0
 """Timeout of the query for the names of models, for a hint."""
+LEVELS = ("debug", "info", "warning", "error", "critical")
+"""Levels of the server's log, in ascending order."""
 CLEAR_LINE = "\r\x1b[K"
 _OF_PARSER = ("command", "run", "show_version", "color")
 """What the parser adds to the arguments of every command."""

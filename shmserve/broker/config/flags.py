@@ -173,6 +173,8 @@ FLAGS = (
          "gateway; dropped lines are counted; 0: no limit", Rate().lines, "N"),
     Flag("log-worker-bytes", "bytes", LOGGING, "bytes per second that are logged of the output of one worker or "
          "gateway; 0: no limit", Rate().bytes, "N"),
+    Flag("log-recent-bytes", "bytes", LOGGING, "memory for the latest records, which `shmserve logs` shows; 0: none",
+         1 << 20, "N"),
     Flag("trace-config", "trace", LOGGING, "requests to trace, and the trace file: triton,file=FILE, "
          "triton,log-frequency=N, level=TIMESTAMPS or TENSORS, rate=N (every N-th), count=N (at most N); "
          "may be given several times", [], "KEY=VALUE", repeatable=True),

@@ -232,7 +232,8 @@ class ClientOperations:
                 self._companions.needed(model.name, ensemble)
                 operations.update(model.operation.numbers[-1:] if model.operation is not None else ())
             else:
-                log.info("also loading model '%s', which '%s' needs", reading.scanned.name, ensemble)
+                name = reading.scanned.name
+                log_record("info", f"also loading model '{name}', which '{ensemble}' needs", {"model": name})
                 self._companions.brought(reading, ensemble)
                 operations |= self._adopt(reading)
         return operations

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from shmserve.broker.observability.logs import FORMATS, log_record, set_up
+from shmserve.broker.observability.recent_records import RecentRecords
 from shmserve.errors import InvalidRequest, Unsupported
 
 MOST_VERBOSE = 2**31 - 1
@@ -20,9 +21,12 @@ _NAMES = ("log_file", "log_info", "log_warning", "log_error", "log_verbose_level
 
 
 class LogSettings:
-    """`tracing` is called with whether to log each batch."""
+    """`tracing` is called with whether to log each batch; `recent` continues to get the records."""
 
-    def __init__(self, settings: argparse.Namespace, tracing: Callable[[bool], None]) -> None:
+    def __init__(
+        self, settings: argparse.Namespace, tracing: Callable[[bool], None], recent: RecentRecords | None = None
+    ) -> None:
+        self._recent = recent
         self._settings = argparse.Namespace(**vars(settings))
         self._tracing = tracing
 
@@ -49,7 +53,7 @@ class LogSettings:
         wanted = argparse.Namespace(**vars(self._settings) | changes)
         if vars(wanted) != vars(self._settings):
             try:
-                set_up(wanted)
+                set_up(wanted, self._recent)
             except OSError as error:
                 raise InvalidRequest(f"cannot reopen the log file: {error.strerror}") from None
             self._settings = wanted

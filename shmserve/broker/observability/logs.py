@@ -23,6 +23,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.broker.observability.log_throttle import repeated
+from shmserve.broker.observability.recent_records import RecentRecords
 
 FORMATS = ("default", "ISO8601", "json")
 UNESCAPED = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
@@ -43,11 +44,12 @@ _LEVELS = {
     "critical": logging.CRITICAL,
 }
 _log = logging.getLogger("shmserve")
+_TRACEBACKS = logging.Formatter()
 
 
-def set_up(settings: argparse.Namespace) -> None:
-    """Replaces the previous setup. Raises OSError if the file cannot be opened."""
-    handler = LogFileHandler(Path(settings.log_file) if settings.log_file is not None else None)
+def set_up(settings: argparse.Namespace, recent: RecentRecords | None = None) -> None:
+    """Replaces the previous setup. `recent` also gets the records. Raises OSError if the file cannot be opened."""
+    handler = LogFileHandler(Path(settings.log_file) if settings.log_file is not None else None, recent)
     triton = settings.triton_compatible and settings.log_format != "json"
     handler.setFormatter((TritonFormatter if triton else Formatter)(settings.log_format))
     levels = _levels(settings)
@@ -78,12 +80,14 @@ class LogFileHandler(logging.Handler):
     """Appends to a file, which it reopens after a rename or removal (log rotation), or writes to stderr. Consecutive
     identical records are counted instead of repeated."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, recent: RecentRecords | None = None) -> None:
         super().__init__()
+        self._recent = recent
         self._path = path.absolute() if path is not None else None
         self._descriptor = 2
         self._open()
         self._last: tuple[int, str] | None = None
+        self._last_fields: Mapping[str, Any] = {}
         self._repeats = 0
         self._outage: _Outage | None = None
         self._no_wait_until = 0.0
@@ -97,7 +101,7 @@ class LogFileHandler(logging.Handler):
                 self._repeats += 1
                 return
             self.flush()
-            self._last = key
+            self._last, self._last_fields = key, _fields(record)
             self._write(record)
         except Exception:  # a bug in formatting
             self.handleError(record)
@@ -107,7 +111,8 @@ class LogFileHandler(logging.Handler):
         try:
             if self._repeats and self._last is not None:
                 count, self._repeats = self._repeats, 0
-                self._write(_record(self._last[0], f"{repeated(count)}: {self._last[1]}"))
+                fields = {name: value for name, value in self._last_fields.items() if name != TRACEBACK}
+                self._write(_record(self._last[0], f"{repeated(count)}: {self._last[1]}", fields))
         finally:
             self.release()
 
@@ -151,6 +156,7 @@ class LogFileHandler(logging.Handler):
 
     def _write(self, record: logging.LogRecord) -> None:
         text = self.format(record)
+        self._keep(record)
         try:
             self._follow()
             if self._outage is not None:
@@ -160,6 +166,12 @@ class LogFileHandler(logging.Handler):
             self._failed(error)
         else:
             self._outage = None
+
+    def _keep(self, record: logging.LogRecord) -> None:
+        if self._recent is not None:
+            lines = [printable(line) for line in traceback_of(record).splitlines()]
+            fields = {name: value for name, value in _fields(record).items() if name != TRACEBACK}
+            self._recent.put(record, printable(record.getMessage()), "\n".join(lines), fields)
 
     def _put(self, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace")
@@ -203,8 +215,20 @@ class LogFileHandler(logging.Handler):
         return _record(logging.WARNING, text)
 
 
-def _record(level: int, text: str) -> logging.LogRecord:
-    return logging.LogRecord(_log.name, level, __file__, 0, "%s", (text,), None)
+def _record(level: int, text: str, fields: Mapping[str, Any] | None = None) -> logging.LogRecord:
+    record = logging.LogRecord(_log.name, level, __file__, 0, "%s", (text,), None)
+    record.fields = fields
+    return record
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    return getattr(record, "fields", None) or {}
+
+
+def traceback_of(record: logging.LogRecord) -> str:
+    """The traceback of the server's own exception, or of a model's; empty if there is none."""
+    own = _TRACEBACKS.formatException(record.exc_info) if record.exc_info else _fields(record).get(TRACEBACK, "")
+    return f"{own}\n{record.stack_info}" if record.stack_info else own
 
 
 def log_record(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
@@ -234,10 +258,7 @@ class Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
         record.asctime = self.formatTime(record)
-        fields: Mapping[str, Any] = getattr(record, "fields", None) or {}
-        traceback = self.formatException(record.exc_info) if record.exc_info else fields.get(TRACEBACK, "")
-        if record.stack_info:
-            traceback += f"\n{record.stack_info}"
+        fields, traceback = _fields(record), traceback_of(record)
         if self._json:
             entry = {"time": record.asctime, "level": record.levelname.lower(), "message": record.message}
             if traceback:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from shmserve.core.core import Core
 from shmserve.core.records import Version
@@ -39,10 +40,12 @@ or over HTTP:
 class LoadProgress:
     """Reports the initial loading. Call `report` after each turn of the broker until it returns True."""
 
-    def __init__(self, core: Core, ended: Callable[[int], None], show: Callable[[str], None]) -> None:
+    def __init__(
+        self, core: Core, ended: Callable[[int], None], log_record: Callable[[str, str, Mapping[str, Any]], None]
+    ) -> None:
         self._core = core
         self._ended = ended
-        self._show = show
+        self._log_record = log_record
         self._reported: set[Version] = set()
         self._started = time.monotonic()
 
@@ -50,7 +53,7 @@ class LoadProgress:
         return [version for model in self._core.state.models.values() for version in model.versions.values()]
 
     def report(self) -> bool:
-        """Shows new READY versions. Once nothing is loading, calls `ended` with the number of failures, and returns
+        """Logs new READY versions. Once nothing is loading, calls `ended` with the number of failures, and returns
         True."""
         versions = self.versions()
         for version in versions:
@@ -58,7 +61,8 @@ class LoadProgress:
                 self._reported.add(version)
                 if version.state is VersionState.READY:  # failures are logged with their reason elsewhere
                     seconds = time.monotonic() - self._started
-                    self._show(f"[{len(self._reported)}/{len(versions)}] {version.label} READY after {seconds:.1f} s")
+                    text = f"[{len(self._reported)}/{len(versions)}] {version.label} READY after {seconds:.1f} s"
+                    self._log_record("info", text, {"model": version.model, "version": version.number})
         if len(self._reported) < len(versions):
             return False
         failed = sum(version.state is not VersionState.READY for version in versions)

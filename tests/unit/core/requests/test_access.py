@@ -60,6 +60,7 @@ NEEDED = {
     "metrics": LOOK,
     "activity": LOOK,
     "log": LOOK,
+    "logs": OPERATE,
     "trace": LOOK,
     "load": OPERATE,
     "unload": OPERATE,

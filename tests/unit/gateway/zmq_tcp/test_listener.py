@@ -245,10 +245,16 @@ def test_r25_what_only_operators_may_see(listener: ListenerThread, broker: FakeB
     """The gateway asks as an operator, whoever its client is."""
     broker.answers["activity"] = {"clients": [{"number": 1, "user": "uid:7"}]}
     broker.answers["models"] = [{"name": "m", "instances": [{"name": "m_0", "last_words": ["plums"]}]}]
+    broker.answers["logs"] = {"records": []}
     found = {}
     for name in ("alice", "olga"):
         with shmserve.Client(listener.url, **listener.keys(name), timeout=20) as client:
             found[name] = client.activity()["clients"][0]["user"], client.models()[0]["instances"][0]["last_words"]
+            if name == "alice":
+                assert client.logs() == {"records": []}
+            else:
+                with pytest.raises(shmserve.Denied, match="'logs' needs the role operate, but this connection has obs"):
+                    client.logs()
     assert found == {"alice": ("uid:7", ["plums"]), "olga": ("", [])}
 
 

@@ -1,0 +1,108 @@
+"""`shmserve logs`: the latest records of the server's log, and with --follow those to come.
+
+Invariant: a record is printed once. The server numbers them, and is asked for later ones than the last that was read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import select
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli.commands.base import LEVELS, complain, connected, next_step, print_text, screen_of
+from shmserve.errors import ConnectionLost, DeadlineExceeded
+from shmserve.terminal.console import BAD, FAINT, WARN, Screen
+from shmserve.terminal.errors import Failed
+from shmserve.terminal.tables import visible
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+
+FOLLOW_S = 0.5
+"""How often a follower asks."""
+INDENT = "    "
+STYLES = {"debug": FAINT, "warning": WARN, "error": BAD, "critical": BAD}
+ELSEWHERE = "the log of a server that has ended is in its --log-file, or in `journalctl -u shmserve`"
+
+Record = Mapping[str, Any]
+
+
+def logs(args: argparse.Namespace) -> int:
+    screen = screen_of(args)
+    try:
+        with connected(args) as client:
+            reader = _Reader(args, client)
+            records = list(reader.new())
+            if args.model is not None and not records:
+                client.statistics(args.model)  # raises if there is no such model
+            for record in records[-(args.lines or len(records)) :]:
+                _print(args, record, screen)
+            if args.follow:
+                _follow(args, reader, screen)
+    except ConnectionLost as error:
+        raise Failed(f"{next_step(error, args)}; {ELSEWHERE}") from error
+    return 0
+
+
+class _Reader:
+    """Reads records page by page."""
+
+    def __init__(self, args: argparse.Namespace, client: Client) -> None:
+        self._args = args
+        self._client = client
+        self._after = 0
+        self._started = 0
+        """Number of the first record of the server that answered last."""
+
+    def new(self) -> Iterator[Record]:
+        """The records since the last call."""
+        more = True
+        while more:
+            answer = self._client.logs(self._args.model, self._after)
+            if answer["lost"] and self._after:
+                complain(self._args, f"{answer['lost']:,} records are no longer kept (--log-recent-bytes)")
+            if self._started and answer["started"] != self._started:
+                complain(self._args, "the server was restarted")
+            self._after, self._started, more = answer["next"], answer["started"], answer["more"]
+            yield from filter(self._is_wanted, answer["records"])
+
+    def _is_wanted(self, record: Record) -> bool:
+        least = LEVELS.index(self._args.level)
+        if self._args.instance not in (None, record.get("instance")):
+            return False
+        return LEVELS.index(record["level"]) >= least
+
+
+def _follow(args: argparse.Namespace, reader: _Reader, screen: Screen) -> None:
+    """Print new records until Ctrl-C. While the server is away, keep trying."""
+    away = False
+    while True:
+        sys.stdout.flush()
+        select.select([], [], [], FOLLOW_S)
+        try:
+            for record in reader.new():
+                _print(args, record, screen)
+            away = False
+        except (ConnectionLost, DeadlineExceeded) as error:
+            if not away:
+                complain(args, f"{error}; waiting for the server")
+            away = True
+
+
+def _print(args: argparse.Namespace, record: Record, screen: Screen) -> None:
+    print_text(json.dumps(record, ensure_ascii=False) if args.json else record_text(record, screen))
+
+
+def record_text(record: Record, screen: Screen) -> str:
+    """As in the server's log: local time, level and text, then an indented traceback."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+    style = STYLES.get(record["level"], "")
+    head = screen.styled(f"{at},{int(record['time'] % 1 * 1000):03}", FAINT)
+    level = screen.styled(record["level"].upper(), style)
+    lines = [f"{head} {level} {screen.styled(visible(record['text']), style if style != FAINT else '')}"]
+    lines += [INDENT + screen.styled(visible(line), FAINT) for line in record.get("traceback", "").splitlines()]
+    return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""The latest records of the log, in memory, for `shmserve logs`: also of a server that logs to a terminal or a file.
+
+Records are numbered. The first number is the time of the start in microseconds, so that the records of a restarted
+server follow those of the one before, and a reader continues after the last record that it has. Invariant: the records
+take at most `limit` bytes, by an estimate that covers their texts and a fixed size for the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from msgspec import Struct
+
+PAGE = 1000
+"""The most records in one answer."""
+RECORD_BYTES = 400
+"""The size of a record without its texts."""
+TEXT = 16384
+"""The most characters of a text to keep."""
+
+
+class RecentRecord(Struct, frozen=True, gc=False):
+    number: int
+    time: float
+    level: str
+    text: str
+    traceback: str
+    fields: Mapping[str, Any]
+    size: int
+
+    def document(self) -> dict[str, Any]:
+        found = {"number": self.number, "time": self.time, "level": self.level, "text": self.text}
+        if self.traceback:
+            found["traceback"] = self.traceback
+        return {**self.fields, **found}
+
+
+class RecentRecords:
+    """`limit`: maximum bytes; 0 keeps no records."""
+
+    def __init__(self, limit: int, start_us: int | None = None) -> None:
+        self._limit = limit
+        self._records: deque[RecentRecord] = deque()
+        self._size = 0
+        self._first = self._next = start_us or time.time_ns() // 1000
+
+    def put(self, record: logging.LogRecord, text: str, traceback: str, fields: Mapping[str, Any]) -> None:
+        """`text` and `traceback`: without control characters."""
+        number = self._next
+        self._next += 1
+        text, traceback = _cut(text), _cut(traceback)
+        size = RECORD_BYTES + len(text) + len(traceback) + sum(len(str(value)) for value in fields.values())
+        self._size += size
+        level = record.levelname.lower()
+        self._records.append(RecentRecord(number, record.created, level, text, traceback, dict(fields), size))
+        while self._size > self._limit:
+            self._size -= self._records.popleft().size
+
+    def document(self, model: str, after: int) -> dict[str, Any]:
+        """The records after the one with that number, those of one model if it is named.
+
+        `next`: the number of the last record that was considered; `more`: there are later ones; `lost`: how many
+        records after `after` are no longer kept; `started`: the first number of this server.
+        """
+        oldest = self._records[0].number if self._records else self._next
+        begin = max(after + 1, oldest)
+        lost = max(0, oldest - max(after + 1, self._first))
+        page = list(islice(self._records, begin - oldest, begin - oldest + PAGE))
+        last = page[-1].number if page else max(after, self._next - 1)
+        return {
+            "records": [record.document() for record in page if model in ("", record.fields.get("model"))],
+            "next": last,
+            "more": last < self._next - 1,
+            "lost": lost,
+            "started": self._first,
+        }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT else f"{text[:TEXT]}... ({len(text):,} characters in all)"

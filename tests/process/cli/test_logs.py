@@ -1,0 +1,160 @@
+"""`shmserve logs`: of a model, of all, of a restarted server, and for operators only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+
+from shmserve.clients.cli.main import main
+from shmserve.testing import Server
+from tests.support.living import PATIENCE_S, identity
+from tests.support.model_files import python_model, write_model
+
+pytestmark = pytest.mark.process
+
+CONFIG = """
+backend: "python"
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+"""
+TALKS = python_model('os.write(1, b"heard %d\\n" % int(x[0])); return self.respond(x)')
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    identity(root, "silent")
+    write_model(root, "talks", CONFIG, TALKS)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It logs to a file, and is found by its directory."""
+    place = tmp_path_factory.mktemp("place")
+    with Server(repository, "--log-file", str(place / "log"), runtime_dir=place / "run") as server:
+        yield server
+
+
+def say(server: Server, number: int) -> None:
+    with server.client() as client:
+        client.infer("talks", {"x": np.array([number], np.float32)})
+
+
+def command(server: Server, *words: str) -> list[str]:
+    return [sys.executable, "-m", "shmserve.clients.cli.main", "logs", "--runtime-dir", str(server.runtime_dir), *words]
+
+
+def read_until(stream: IO[str], text: str) -> list[str]:
+    """The lines up to the one with this text."""
+    lines = []
+    for line in stream:
+        lines.append(line.rstrip("\n"))
+        if text in line:
+            return lines
+    raise AssertionError(f"the stream ended without '{text}': {lines}")
+
+
+def printed(server: Server, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[str]:
+    assert main(["logs", "--runtime-dir", str(server.runtime_dir), *words]) == code
+    captured = capsys.readouterr()
+    return (captured.err if code else captured.out).splitlines()
+
+
+def test_records_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    say(server, 1)
+    with subprocess.Popen(command(server, "talks", "-f"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        read_until(process.stdout, "heard 1")  # the worker's output takes its own way to the broker
+        process.kill()
+    everything, talks, silent = (printed(server, capsys, *words) for words in ([], ["talks"], ["silent"]))
+    assert any("ready: serving 2 of 2 models" in line for line in everything)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO \[talks_0_0\] heard 1", talks[-1])
+    assert [line for line in talks if "READY after" in line]
+    assert not [line for line in silent if "talks" in line]
+    assert [line for line in silent if "model 'silent' version 1 READY after" in line]
+    assert printed(server, capsys, "talks", "--instance", "talks_0_0", "-n", "1") == talks[-1:]
+    assert printed(server, capsys, "talks", "--level", "error") == []
+    records = [json.loads(line) for line in printed(server, capsys, "talks", "--json")]
+    assert [record["text"] for record in records] == [line.split(" ", 3)[3] for line in talks]
+    assert {record["model"] for record in records} == {"talks"}
+
+
+def test_names_that_are_unknown(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(server, capsys, "tlaks", code=1) == [
+        "shmserve logs: Request for unknown model: 'tlaks' is not found; did you mean 'talks'?"
+    ]
+
+
+def test_on_a_terminal_levels_have_colors(server: Server) -> None:
+    ours, theirs = os.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    process = subprocess.Popen(command(server, "-n", "1"), stdout=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    try:
+        while b"\n" not in seen:
+            seen += os.read(ours, 4096)
+        process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        os.close(ours)
+    assert re.match(rb"\x1b\[2m\d{4}-.*?\x1b\[0m INFO ", seen)
+
+
+def test_follow_a_server_that_is_restarted(repository: Path, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        with Server(repository, runtime_dir=place) as server:
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command(server, "talks", "--follow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                )
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            read_until(process.stdout, "READY after")
+            for number in (5, 6):
+                say(server, number)
+                assert len([line for line in read_until(process.stdout, f"heard {number}") if "heard" in line]) == 1
+        assert "waiting for the server" in process.stderr.readline()
+        with Server(repository, runtime_dir=place) as server:
+            lines = read_until(process.stdout, "READY after")
+            say(server, 7)
+            lines += read_until(process.stdout, "heard 7")
+            assert not [line for line in lines if "heard 5" in line or "heard 6" in line]
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 130
+    assert errors == "shmserve logs: the server was restarted\nshmserve logs: interrupted\n"
+
+
+def test_few_records_are_kept(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A follower that was too slow is told so. Another one that begins later has missed nothing."""
+    with Server(repository, "--log-recent-bytes", "1000", runtime_dir=tmp_path / "run") as server:
+        lines = printed(server, capsys)
+        assert 1 <= len(lines) <= 2
+        assert "ready: serving 2 of 2 models" in lines[-1]
+        with server.client() as client:
+            answer = client.logs()
+            assert answer["lost"] > 0
+            assert client.logs(after=answer["next"])["records"] == []
+    with Server(repository, "--log-recent-bytes", "0", runtime_dir=tmp_path / "none") as server:
+        assert printed(server, capsys) == []
+
+
+def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "--runtime-dir", str(tmp_path)]) == 1
+    assert "the log of a server that has ended is in its --log-file, or in `journalctl -u" in capsys.readouterr().err

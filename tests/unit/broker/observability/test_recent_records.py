@@ -1,0 +1,158 @@
+"""The latest records of the log: which are kept, how they are numbered, and what a reader gets."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker.observability.log_settings import LogSettings
+from shmserve.broker.observability.logs import TRACEBACK, flush, log_record, set_up
+from shmserve.broker.observability.recent_records import PAGE, RECORD_BYTES, TEXT, RecentRecords
+
+START = 1_000_000
+
+
+def put(recent: RecentRecords, text: str, traceback: str = "", **fields: Any) -> None:
+    recent.put(logging.LogRecord("x", logging.INFO, "x.py", 1, text, (), None), text, traceback, fields)
+
+
+def settings(**given: Any) -> argparse.Namespace:
+    known: dict[str, Any] = {"log_verbose": 0, "log_info": True, "log_warning": True, "log_error": True}
+    known |= {"triton_compatible": False, "log_format": "default", "log_file": None}
+    return argparse.Namespace(**known | given)
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [record["text"] for record in answer["records"]]
+
+
+def test_a_reader_gets_each_record_once() -> None:
+    recent = RecentRecords(1 << 20, START)
+    assert recent.document("", 0) == {"records": [], "next": START - 1, "more": False, "lost": 0, "started": START}
+    put(recent, "one", model="m", version=1)
+    put(recent, "two")
+    first = recent.document("", 0)
+    assert texts(first) == ["one", "two"]
+    assert first["next"] == START + 1
+    assert {"number": START, "level": "info", "model": "m", "version": 1}.items() <= first["records"][0].items()
+    assert texts(recent.document("", first["next"])) == []
+    put(recent, "three", model="m")
+    put(recent, "four", model="other")
+    again = recent.document("m", first["next"])
+    assert texts(again) == ["three"]
+    assert again["next"] == START + 3, "records about others are not looked at again"
+    assert again["lost"] == 0
+
+
+def test_pages() -> None:
+    recent = RecentRecords(10 << 20, START)
+    for number in range(2 * PAGE + 5):
+        put(recent, str(number))
+    found, after, more = [], 0, True
+    while more:
+        answer = recent.document("", after)
+        assert len(answer["records"]) <= PAGE
+        found += texts(answer)
+        after, more = answer["next"], answer["more"]
+    assert found == [str(number) for number in range(2 * PAGE + 5)]
+
+
+def test_a_reader_of_the_server_before() -> None:
+    """A later start has larger numbers, so nothing is skipped, and nothing counts as lost."""
+    before, after = RecentRecords(1 << 20, START), RecentRecords(1 << 20, START + 500)
+    put(before, "old")
+    put(after, "new")
+    answer = after.document("", before.document("", 0)["next"])
+    assert texts(answer) == ["new"]
+    assert answer["lost"] == 0
+    assert answer["started"] == START + 500
+    assert RecentRecords(1)._first > 1_700_000_000_000_000
+
+
+@given(
+    st.integers(0, 20_000),
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=40),
+    st.integers(0, 45),
+)
+def test_memory_is_bounded(limit: int, sizes: list[tuple[int, int]], seen: int) -> None:
+    """The records kept are the last ones that fit, and the reader is told how many it has missed."""
+    recent = RecentRecords(limit, START)
+    for number, (text, trace) in enumerate(sizes):
+        put(recent, f"{number:04}" + "x" * text, "y" * trace)
+    kept, left = 0, limit
+    for text, trace in reversed(sizes):
+        left -= RECORD_BYTES + 4 + text + trace
+        if left < 0:
+            break
+        kept += 1
+    answer = recent.document("", START + seen - 1)
+    expected = [f"{number:04}" for number in range(max(seen, len(sizes) - kept), len(sizes))]
+    assert [text[:4] for text in texts(answer)] == expected
+    assert answer["lost"] == max(0, len(sizes) - kept - seen)
+
+
+def test_long_texts_are_cut() -> None:
+    recent = RecentRecords(1 << 20)
+    put(recent, "x" * (TEXT + 1), "y" * (10 * TEXT))
+    record = recent.document("", 0)["records"][0]
+    assert record["text"] == "x" * TEXT + f"... ({TEXT + 1:,} characters in all)"
+    assert len(record["traceback"]) < TEXT + 50
+
+
+# ------------------------------------------------------------------------------------------ from the log
+
+
+@pytest.mark.usefixtures("own_log")
+def test_what_is_logged_is_kept(tmp_path: Path) -> None:
+    recent = RecentRecords(1 << 20)
+    set_up(settings(log_file=tmp_path / "log", log_warning=False), recent)
+    about = {"model": "m", "version": 1}
+    log_record("info", "one\x1b[31m\nforged", about | {TRACEBACK: "line 1\n\x07line 2"})
+    log_record("warning", "not logged")
+    for _ in range(3):
+        log_record("error", "again", about)
+    flush()
+    try:
+        raise ValueError("no")
+    except ValueError:
+        logging.getLogger("shmserve").critical("two", exc_info=sys.exc_info())
+    found = recent.document("", 0)["records"]
+    assert [(record["level"], record["text"]) for record in found] == [
+        ("info", r"one\x1b[31m\nforged"),
+        ("error", "again"),
+        ("error", "last message repeated 2 times: again"),
+        ("critical", "two"),
+    ]
+    assert found[0]["traceback"] == "line 1\n" + r"\x07line 2"
+    assert found[3]["traceback"].endswith("ValueError: no")
+    assert [record.get("model") for record in found] == ["m", "m", "m", None], "also of repeats"
+    assert (tmp_path / "log").read_text().count("\n") == 4 + sum(
+        len(record.get("traceback", "").splitlines()) for record in found
+    )
+
+
+@pytest.mark.usefixtures("own_log")
+def test_records_that_the_disk_does_not_take_are_kept(tmp_path: Path) -> None:
+    recent = RecentRecords(1 << 20)
+    set_up(settings(log_file="/dev/full"), recent)
+    log_record("info", "one")
+    log_record("info", "two")
+    assert texts(recent.document("", 0)) == ["one", "two"]
+
+
+@pytest.mark.usefixtures("own_log")
+def test_a_change_of_the_settings_keeps_the_records(tmp_path: Path) -> None:
+    recent = RecentRecords(1 << 20)
+    set_up(settings(log_file=tmp_path / "log"), recent)
+    log_record("info", "before")
+    LogSettings(settings(log_file=tmp_path / "log"), lambda tracing: None, recent).change(b'{"log_warning": false}')
+    log_record("info", "after")
+    log_record("warning", "not logged")
+    assert texts(recent.document("", 0)) == ["before", "log settings changed: log_warning False", "after"]
