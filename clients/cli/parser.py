@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from shmserve.clients.cli.arguments import local, observe, operate, requests
+from shmserve.clients.cli.arguments import local, measure, observe, operate, requests
 from shmserve.clients.cli.arguments.common import add_color
 from shmserve.clients.cli.help import CommandParser, rare
 from shmserve.terminal.help_text import rows
@@ -44,6 +44,7 @@ USUAL = (
     ),
     (
         ("infer", "send a request and print the outputs"),
+        ("bench", "put load on a model; throughput and latency"),
         ("demo", "run the sample models on real examples"),
     ),
 )
@@ -78,9 +79,9 @@ def parser() -> CommandParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, requests.add_infer,
-        requests.add_run, observe.add_stats, observe.add_ready, observe.add_config, observe.add_logs, local.add_check,
-        local.add_build, local.add_gateway, local.add_keygen, observe.add_version_command, requests.add_demo,
-        local.add_completion,
+        requests.add_run, measure.add_bench, observe.add_stats, observe.add_ready, observe.add_config,
+        observe.add_logs, local.add_check, local.add_build, local.add_gateway, local.add_keygen,
+        observe.add_version_command, requests.add_demo, local.add_completion,
     ):  # fmt: skip
         add(commands)
     return shmserve

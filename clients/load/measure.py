@@ -198,7 +198,6 @@ class _Load:
         self._windows: list[Window] = []
         self._responses: list[Responses] = []
         self._boundaries: list[_Boundary] = []
-        self._answers: list[int] = []
         self._errors: list[Counter[str]] = []
 
     async def run(self) -> Point | None:
@@ -218,7 +217,7 @@ class _Load:
             found = Stability(False, 0, "")
             while len(self._windows) < settings.max_windows:
                 await self._window()
-                found = stability(self._windows, settings)
+                found = stability(self._windows, settings, isinstance(self._load, Closed))
                 if found.stable or self._is_hopeless():
                     break
         finally:
@@ -240,8 +239,6 @@ class _Load:
         self._windows.append(window_of(found, start, end, self._start, self._plan.deadline_ns))
         self._responses.append(found)
         self._errors.append(self._collector.error_counts(found))
-        self._answers.append(self._collector.answers)
-        self._collector.answers = 0
 
     async def _boundary(self, at: int) -> None:
         statistics = await self._session._control.statistics(self._plan.model, self._plan.version)
@@ -328,7 +325,7 @@ class _Load:
             if streams
             else None,
             between_answers=_latencies([part.gaps for part in responses], confidence) if streams else None,
-            answers_per_s=sum(self._answers[first:]) / seconds,
+            answers_per_s=sum(len(part.gaps) + int((part.first > 0).sum()) for part in responses) / seconds,
             server=server_side.between(before.statistics, after.statistics),
             usage=after.usage.since(before.usage, (after.at - before.at) / SECOND),
             cost=self._cost(before, after, responses),

@@ -63,13 +63,14 @@ def add_server_command(
     examples: str,
     codes: tuple[str, str] = ("done", "failed"),
     keys: bool = True,
+    urls: str = "",
 ) -> CommandParser:
-    """Add a command that connects to a server. `keys`: also over tcp."""
+    """Add a command that connects to a server. `keys`: also over tcp. `urls`: more kinds of --url, for the help."""
     command = add_command(commands, name, module, about, examples, codes, WHERE, ELSEWHERE)
     where = command.add_mutually_exclusive_group()
     rare(
         where.add_argument(
-            "--url", metavar="URL", help="unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
+            "--url", metavar="URL", help=f"{urls}unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
         )
     )
     rare(

@@ -74,23 +74,23 @@ class Stability(Struct, frozen=True):
     note: str
 
 
-def stability(windows: Sequence[Window], settings: Settings) -> Stability:
-    """Take the longest run of windows up to the last one that is stable; if there is none, all of them."""
+def stability(windows: Sequence[Window], settings: Settings, throughput: bool = True) -> Stability:
+    """Take the longest run of windows up to the last one that is stable; if there is none, all of them. `throughput`:
+    it must be stable, too, which says nothing in an open loop.
+    """
     note = f"{len(windows)} of at least {settings.min_windows} windows"
     for first in range(max(0, len(windows) - settings.min_windows + 1)):
-        unstable = _unstable(windows[first:], settings)
+        unstable = _unstable(windows[first:], settings, throughput)
         if not unstable:
             return Stability(True, first, "")
         note = unstable if not first else note
     return Stability(False, 0, note)
 
 
-def _unstable(windows: Sequence[Window], settings: Settings) -> str:
+def _unstable(windows: Sequence[Window], settings: Settings, throughput: bool) -> str:
     name = f"p{settings.percentile:g}"
-    kinds = {
-        "throughput": [window.per_s for window in windows],
-        f"{name} latency": [window.percentiles.get(name, 0.0) for window in windows],
-    }
+    kinds = {"throughput": [window.per_s for window in windows]} if throughput else {}
+    kinds[f"{name} latency"] = [window.percentiles.get(name, 0.0) for window in windows]
     if not all(window.good for window in windows):
         return "a window without a successful response"
     for kind, values in kinds.items():

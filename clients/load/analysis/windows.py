@@ -49,14 +49,12 @@ class Collector:
         self.errors: dict[int, list[str]] = {}
         self.until = dict.fromkeys(range(processes), 0)
         self.cpu = dict.fromkeys(range(processes), 0)
-        self.answers = 0
 
     def add(self, process: int, samples: Samples) -> None:
         if process not in self.until:
             return  # a process without a part in this load
         self.until[process], self.cpu[process] = samples.until_ns, samples.cpu_ns
         self.errors[process] = samples.errors
-        self.answers += samples.answers
         done = np.frombuffer(samples.done, np.int64)
         if len(done):
             latency, delay, first = (

@@ -64,8 +64,6 @@ class Samples(Struct, frozen=True, tag=True):
     """Streams: the time between two answers, and when the later one arrived."""
     errors: list[str]
     """All error texts so far."""
-    answers: int
-    """Streams: number of answers."""
 
 
 class Ended(Struct, frozen=True, tag=True):

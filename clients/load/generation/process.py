@@ -100,9 +100,8 @@ class Generator:
 
     def flush(self) -> None:
         if self._sender is not None:
-            failure = self._sender.failure()
-            if failure is not None:
-                raise failure
+            if self._sender.failure is not None:
+                raise self._sender.failure
             self.tell(self._sender.recorder.take(time.monotonic_ns(), time.process_time_ns()))
 
     async def close(self) -> None:

@@ -6,11 +6,13 @@ with its delay (no coordinated omission).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import count, islice
 from random import Random
 
 from shmserve.clients.load.plan import SECOND, Closed, Load, Open, Replay
+from shmserve.errors import InvalidRequest
 
 
 def send_times(load: Load, index: int = 0, processes: int = 1) -> Iterator[int]:
@@ -45,6 +47,30 @@ def share(load: Load, index: int, processes: int) -> Load:
         return load
     each, more = divmod(load.concurrency, processes)
     return Closed(each + (index < more))
+
+
+def recorded_times(text: str, model: str, where: str) -> tuple[int, ...]:
+    """The times of a recording in ns, ascending. A line is a number of seconds, or {"at": seconds}; lines that name
+    another "model" are left out.
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            entry = entry if isinstance(entry, dict) else {"at": entry}
+            at = round(float(entry["at"]) * SECOND)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            shown = f'expected {{"at": seconds}} or a number of seconds, found {line[:80]!r}'
+            raise InvalidRequest(f"{where}, line {number}: {shown}") from error
+        if at < 0:
+            raise InvalidRequest(f"{where}, line {number}: a time cannot be negative")
+        if entry.get("model", model) == model:
+            found.append(at)
+    if len(found) < 2:
+        raise InvalidRequest(f"{where} has {len(found)} times for model '{model}', and at least 2 are needed")
+    return tuple(sorted(found))
 
 
 def useful_processes(load: Load, wanted: int) -> int:

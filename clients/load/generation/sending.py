@@ -26,7 +26,6 @@ class Recorder:
     def __init__(self) -> None:
         self.errors: list[str] = []
         self._codes: dict[str, int] = {}
-        self.answers = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -52,9 +51,8 @@ class Recorder:
     def take(self, now: int, cpu_ns: int) -> Samples:
         taken = Samples(
             now, cpu_ns, self.done.tobytes(), self.latency.tobytes(), self.delay.tobytes(), self.code.tobytes(),
-            self.first.tobytes(), self.gap_at.tobytes(), self.gap.tobytes(), list(self.errors), self.answers,
+            self.first.tobytes(), self.gap_at.tobytes(), self.gap.tobytes(), list(self.errors),
         )  # fmt: skip
-        self.answers = 0
         self._clear()
         return taken
 
@@ -64,19 +62,16 @@ class Answers:
 
     def __init__(self, recorder: Recorder, intended: int, clock: Callable[[], int]) -> None:
         self._recorder, self._intended, self._clock = recorder, intended, clock
-        self._last = 0
+        self._first = self._last = 0
 
     def __call__(self) -> None:
         now, recorder = self._clock(), self._recorder
-        recorder.answers += 1
         if self._last:
             recorder.gap_at.append(now)
             recorder.gap.append(now - self._last)
         self._last = now
         if not self._first:
             self._first = now
-
-    _first = 0
 
     def end(self) -> None:
         """The time to the first answer counts with the request, so there is one for each."""
@@ -110,6 +105,8 @@ class Sender:
         first_body: int = 0,
     ) -> None:
         self.recorder = Recorder()
+        self.failure: BaseException | None = None
+        """What ended a loop."""
         self._bodies = bodies
         self._open_slot = open_slot
         self._clock = clock
@@ -198,12 +195,6 @@ class Sender:
             await asyncio.gather(*late, return_exceptions=True)
         return unanswered
 
-    def failure(self) -> BaseException | None:
-        """What ended a loop."""
-        return self._failure
-
-    _failure: BaseException | None = None
-
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -212,7 +203,7 @@ class Sender:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
+            self.failure = task.exception()
 
     # ------------------------------------------------------------------------------------ one request
 

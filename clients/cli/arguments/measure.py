@@ -1,0 +1,191 @@
+"""Arguments of the commands that measure: bench."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from shmserve.clients.cli.arguments.common import (
+    add_color,
+    add_json,
+    add_model,
+    add_server_command,
+    at_least_1,
+)
+from shmserve.clients.cli.commands import completion
+from shmserve.clients.cli.help import CommandParser, rare
+
+_UNITS = {"us": 1e3, "ms": 1e6, "s": 1e9}
+MOST_LOADS = 1000
+
+
+def add_bench(commands: Any) -> None:
+    examples = """  shmserve bench mlp --concurrency 1:64 --html report.html
+  shmserve bench mlp --rate 500 --deadline 20ms
+  shmserve bench mlp --until p99=20ms
+  shmserve bench mlp --url http://127.0.0.1:8000 --input x=@images/
+  shmserve bench --compare before.json after.json
+"""
+    about = "put load on a model and measure throughput and latency"
+    codes = ("measured; with --compare: not worse", "no request succeeded; with --compare: worse")
+    urls = "http://HOST:PORT or grpc://HOST:PORT of any KServe v2 server, "
+    command = add_server_command(commands, "bench", "bench", about, examples, codes, urls=urls)
+    add_model(command, "?")
+    _add_load(command)
+    _add_requests(command)
+    _add_measurement(command)
+    _add_results(command)
+
+
+def _add_load(command: CommandParser) -> None:
+    add = command.add_argument
+    how = command.add_mutually_exclusive_group().add_argument
+    how("-c", "--concurrency", metavar="N", type=whole_range,
+        help="callers, each waits for its response (default: 1); 1,8,32 or 1:64 (doubling) or "
+        "1:64:8 (steps)")  # fmt: skip
+    how("-r", "--rate", metavar="N", type=number_range,
+        help="requests per second, whatever the server does; ranges as for --concurrency; latency counts from the "
+        "intended send time")  # fmt: skip
+    rare(how("--replay", metavar="FILE", type=Path,
+             help='send at recorded times: per line, {"at": SECONDS} as for the simulator, or only the '
+             "seconds"))  # fmt: skip
+    add("--until", metavar="P=TIME", type=limit,
+        help="search the highest load with e.g. p99=20ms; within --concurrency LOW:HIGH (default: 1:1024), or "
+        "--rate LOW:HIGH")  # fmt: skip
+    rare(add("--arrivals", choices=("poisson", "constant"), default="poisson",
+             help="with --rate: random or equal distances (default: %(default)s)"))  # fmt: skip
+    rare(add("--in-flight", metavar="N", type=at_least_1, default=4096,
+             help="with --rate: most requests in flight; others wait, which counts as latency "
+             "(default: %(default)s)"))  # fmt: skip
+
+
+def _add_requests(command: CommandParser) -> None:
+    add = command.add_argument
+    add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
+        help="an input: numbers, JSON, @FILE or @DIR (default: random); files are .npy, .json, images, .bin; those of "
+        "a directory are sent in turn; repeatable")  # fmt: skip
+    rare(add("--data", metavar="PATH",
+             help='JSON file with all inputs, as for infer, or a directory of such files, sent in turn'))  # fmt: skip
+    add("-b", "--batch", metavar="N", type=at_least_1, help="rows of random inputs (default: 1)")
+    rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[], help="full shape of a random input"))
+    rare(add("--seed", metavar="N", type=int, default=0, help="seed of random inputs and arrivals (default: 0)"))
+    rare(add("--outputs", metavar="NAME,...", help="outputs to request (default: all)"))
+    add(
+        "--stream",
+        action="store_true",
+        help="for decoupled models; measures also the time to the first answer and between answers",
+    )
+    rare(add("--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests"))
+    rare(add("--sequences", metavar="N", type=at_least_1, default=64,
+             help="with --sequence-length and --rate: sequences at a time (default: %(default)s)"))  # fmt: skip
+    add("--deadline", metavar="TIME", type=duration, help="timeout of a request, e.g. 20ms; counts those in time")
+    text = "model version (default: latest)"
+    completion.completes(rare(add("--version", metavar="N", type=at_least_1, help=text)), completion.versions)
+
+
+def _add_measurement(command: CommandParser) -> None:
+    add = command.add_argument
+    rare(add("--warmup", metavar="TIME", type=duration, default=10**9, help="not measured, per load (default: 1s)"))
+    rare(add("--window", metavar="TIME", type=duration, default=10**9, help="length of a window (default: 1s)"))
+    rare(add("--windows", metavar="MIN:MAX", type=windows, default=(3, 10),
+             help="number of windows per load (default: 3:10)"))  # fmt: skip
+    rare(add("--tolerance", metavar="PERCENT", type=percent, default=0.05,
+             help="end a load when throughput and latency are known to so much (default: 5)"))  # fmt: skip
+    rare(add("--confidence", metavar="PERCENT", type=percent, default=0.95,
+             help="of all intervals (default: 95)"))  # fmt: skip
+    rare(add("--percentile", metavar="P", type=percentile, default=50.0,
+             help="latency that has to be stable (default: p50)"))  # fmt: skip
+    rare(add("--processes", metavar="N", type=at_least_1, default=0,
+             help="generator processes (default: 1; more if one is too slow, up to half of the cores)"))  # fmt: skip
+    rare(add("--memory", choices=("posix", "frames"), help="with ipc://: how large tensors are passed"))
+    rare(add("--no-echo", action="store_false", dest="echo",
+             help="do not measure the generator against an echo server first, which takes 2 s"))  # fmt: skip
+
+
+def _add_results(command: CommandParser) -> None:
+    add = command.add_argument
+    add("--save", metavar="FILE", type=Path, help="write the run as JSON, for --compare")
+    add("--html", metavar="FILE", type=Path, help="write a report with charts")
+    rare(add("--csv", metavar="FILE", type=Path, help="write the columns of `perf_analyzer -f`"))
+    add("--compare", metavar=("OLD", "NEW"), nargs=2, type=Path, help="compare two saved runs")
+    add_json(command, "print the run or the comparison as JSON")
+    add_color(command)
+
+
+# ---------------------------------------------------------------------------------------- types
+
+
+def duration(text: str) -> int:
+    """20ms, 1.5s, 300us -> ns."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
+    found = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not 0 < found < 10**15:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0 such as 20ms, 1.5s or 300us")
+    return found
+
+
+def percentile(text: str) -> float:
+    match = re.fullmatch(r"p?(\d+(?:\.\d+)?)", text)
+    found = float(match[1]) if match else 0.0
+    if not 0 < found < 100:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a percentile such as p99 or p99.9")
+    return found
+
+
+def limit(text: str) -> tuple[float, int]:
+    """p99=20ms -> the percentile and ns."""
+    name, separator, time = text.replace("<=", "=").replace(" ", "").partition("=")
+    if not separator or not name.startswith("p"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a limit such as p99=20ms")
+    return percentile(name), duration(time)
+
+
+def percent(text: str) -> float:
+    try:
+        found = float(text.removesuffix("%")) / 100
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a percentage between 0 and 100")
+    return found
+
+
+def windows(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    found = (at_least_1(least), at_least_1(most or least))
+    if not 2 <= found[0] <= found[1] <= 10_000:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a range MIN:MAX of at least 2 windows")
+    return found
+
+
+def number_range(text: str) -> tuple[float, ...]:
+    """A list (1,8,32), LOW:HIGH (doubling), or LOW:HIGH:STEP."""
+    try:
+        if ":" not in text:
+            found = tuple(map(float, text.split(",")))
+        else:
+            low, high, *step = map(float, text.split(":"))
+            found = _steps(low, high, *step) if 0 < low <= high else ()
+    except (ValueError, TypeError):
+        found = ()
+    if not found or not all(0 < value < 1e9 for value in found):
+        text = f"'{text}' is not a number above 0, a list (1,8,32) or a range (1:64 doubles, 1:64:8 has steps of 8)"
+        raise argparse.ArgumentTypeError(text)
+    return found
+
+
+def _steps(low: float, high: float, step: float = 0.0) -> tuple[float, ...]:
+    """Always with `high` at the end."""
+    found = [low]
+    while len(found) < MOST_LOADS and found[-1] < high:
+        found.append(min(high, found[-1] + step if step > 0 else found[-1] * 2))
+    return tuple(found) if found[-1] == high else ()
+
+
+def whole_range(text: str) -> tuple[float, ...]:
+    found = number_range(text)
+    if any(value != int(value) for value in found):
+        raise argparse.ArgumentTypeError(f"'{text}' has a number that is not an integer")
+    return found

@@ -1,0 +1,169 @@
+"""`shmserve bench`: puts load on a model, prints and saves the results, or compares two saved runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shmserve.clients.cli.commands.base import next_step, print_json, print_text, screen_of
+from shmserve.errors import InvalidRequest
+from shmserve.terminal.console import Screen
+from shmserve.terminal.errors import Failed, Misuse
+
+if TYPE_CHECKING:
+    from shmserve.clients.load.plan import Load, Plan
+    from shmserve.clients.load.record import Point, Run
+
+PREVIEW = 3
+"""Error texts in the message of a run without a successful request."""
+
+
+def bench(args: argparse.Namespace) -> int:
+    if args.compare:
+        return _compare(args)
+    if args.model is None:
+        raise Misuse("name the model: `shmserve models` lists them")
+    try:
+        plan = plan_of(args)
+        run = _measured(args, plan)
+    except InvalidRequest as error:
+        raise Misuse(next_step(error, args)) from error
+    _write(args, run)
+    if args.json:
+        print_json(msgspec.to_builtins(run))
+    else:
+        from shmserve.clients.load.report.table import run_text
+
+        print_text(run_text(run, screen_of(args)))
+    if not any(point.latency.count for point in run.points):
+        raise Failed(_why(run.points))
+    return 0
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    from shmserve.clients.load.plan import Endpoint, Inputs, Limit, Plan, Sequences, Settings
+
+    url = args.url
+    if url is None and args.runtime_dir is None:
+        url = os.environ.get("SHMSERVE_URL") or None
+    endpoint = Endpoint(
+        url=url, runtime_dir=args.runtime_dir, server_key=args.server_key, key_file=args.key_file, memory=args.memory
+    )
+    inputs = Inputs(
+        texts=tuple(args.input), data=args.data, batch=args.batch, shapes=tuple(args.shape), seed=args.seed,
+        outputs=tuple(args.outputs.split(",")) if args.outputs else (),
+    )  # fmt: skip
+    settings = Settings(
+        warmup_ns=args.warmup, window_ns=args.window, min_windows=args.windows[0], max_windows=args.windows[1],
+        tolerance=args.tolerance, confidence=args.confidence, percentile=args.percentile,
+    )  # fmt: skip
+    limit = None
+    if args.until is not None:
+        (percentile, ns), (low, high) = args.until, _bounds(args)
+        limit = Limit(percentile, ns, low, high)
+    return Plan(
+        model=args.model,
+        version=str(args.version or ""),
+        endpoint=endpoint,
+        loads=_loads(args),
+        limit=limit,
+        inputs=inputs,
+        stream=args.stream,
+        sequences=Sequences(args.sequences, args.sequence_length) if args.sequence_length else None,
+        deadline_ns=args.deadline or 0,
+        settings=settings,
+        processes=args.processes,
+        in_flight=args.in_flight,
+    )
+
+
+def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
+    from shmserve.clients.load.plan import Closed, Open, Replay
+
+    if args.replay is not None:
+        from shmserve.clients.load.generation.schedule import recorded_times
+
+        try:
+            text = args.replay.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Misuse(f"cannot read {args.replay}: {error}") from error
+        return (Replay(recorded_times(text, args.model, str(args.replay)), args.replay.name),)
+    if args.rate is not None:
+        return tuple(Open(rate, args.arrivals, args.seed) for rate in args.rate)
+    return tuple(Closed(int(number)) for number in args.concurrency or (1,))
+
+
+def _bounds(args: argparse.Namespace) -> tuple[float, float]:
+    """Of the search."""
+    if args.replay is not None:
+        raise Misuse("--until needs a load that it can vary: --concurrency or --rate instead of --replay")
+    given = args.rate or args.concurrency
+    if args.rate is not None and len(args.rate) < 2:
+        raise Misuse("--until with --rate needs bounds, e.g. --rate 100:10000")
+    return (given[0], given[-1]) if given is not None and len(given) > 1 else (1.0, 1024.0)
+
+
+def _measured(args: argparse.Namespace, plan: Plan) -> Run:
+    from shmserve.clients.load.calibration import calibrate
+    from shmserve.clients.load.measure import check, measure
+    from shmserve.clients.load.report.live import Live
+
+    check(plan)
+    with Live(Screen(getattr(args, "color", None), sys.stderr)) as live:
+        echo = None
+        if args.echo:
+            live.say("measuring the generator against an echo server")
+            echo = calibrate(plan)
+        return measure(plan, on_progress=live.show, echo=echo)
+
+
+def _why(points: tuple[Point, ...]) -> str:
+    texts = list(dict.fromkeys(text for point in points for text in point.errors))[:PREVIEW]
+    return f"no request succeeded: {'; '.join(texts)}" if texts else "no response arrived; --window allows more time"
+
+
+def _write(args: argparse.Namespace, run: Run) -> None:
+    if args.save is not None:
+        from shmserve.clients.load.record import encode
+
+        _write_file(args.save, encode(run).decode())
+    if args.csv is not None:
+        from shmserve.clients.load.report.csv import csv_text
+
+        _write_file(args.csv, csv_text(run))
+    if args.html is not None:
+        from shmserve.clients.load.report.html import html_text
+
+        _write_file(args.html, html_text(run))
+
+
+def _write_file(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise Failed(f"cannot write {path}: {error.strerror}") from error
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from shmserve.clients.load.analysis.compare import WORSE, compare
+    from shmserve.clients.load.record import read
+    from shmserve.clients.load.report.table import comparison_text
+
+    if args.model is not None:
+        raise Misuse("--compare takes two saved runs and no model")
+    old, new = args.compare
+    try:
+        found = compare(read(old), read(new), args.confidence)
+    except InvalidRequest as error:
+        raise Misuse(str(error)) from error
+    if args.json:
+        print_json(json.loads(msgspec.json.encode(found)))
+    else:
+        print_text(comparison_text(found, (old.stem, new.stem), screen_of(args)))
+    return int(found.verdict == WORSE)

@@ -1,0 +1,197 @@
+"""A run, or a comparison, as text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shmserve.clients.load.analysis.compare import BETTER, MIXED, SAME, WORSE, Change, Comparison
+from shmserve.clients.load.plan import PERCENTILES, SECOND
+from shmserve.clients.load.record import Echo, Interval, Latencies, Point, Run
+from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
+from shmserve.terminal.tables import duration_text
+
+NAMES = tuple(f"p{percentile:g}" for percentile in PERCENTILES)
+_RANKS = {"p90": 2, "p95": 2, "p99.9": 1, "p99.99": 3}
+BUSY = 0.9
+"""Use of a core by a generator process from which the generator may be the limit."""
+VERDICTS = {BETTER: GOOD, WORSE: BAD, SAME: FAINT, MIXED: WARN}
+
+
+def run_text(run: Run, screen: Screen) -> str:
+    """Everything about a run."""
+    parts = [_loads(run.points, screen)]
+    if any(point.first_answer for point in run.points):
+        parts.append(_streams(run.points, screen))
+    if any(point.server for point in run.points):
+        parts.append(_server(run.points, screen))
+    parts.append(_processors(run.points, screen))
+    return "\n\n".join([*parts, "\n".join(_notes(run, screen))]).rstrip()
+
+
+def _loads(points: Sequence[Point], screen: Screen) -> str:
+    columns = [Column("load"), Column("requests/s", right=True), Column("+-", right=True, rank=4)]
+    rows = [[str(point.load), rate_text(point.throughput.mean), share_text(point.throughput)] for point in points]
+    if any(point.rows > 1 for point in points):
+        columns.append(Column("inferences/s", right=True))
+        _extend(rows, points, lambda point: rate_text(point.throughput.mean * point.rows))
+    if any(point.goodput is not None for point in points):
+        columns.append(Column("in time/s", right=True))
+        _extend(rows, points, lambda point: rate_text(point.goodput.mean) if point.goodput is not None else "-")
+    for name in NAMES:
+        columns.append(Column(name, right=True, rank=_RANKS.get(name, 0)))
+        _extend(rows, points, lambda point, name=name: percentile_text(point.latency, name))  # type: ignore[misc]
+    columns += [Column("failed", right=True, style=nonzero(BAD)), Column("note", free=True, style=lambda text: WARN)]
+    _extend(rows, points, lambda point: f"{point.failed:,}")
+    _extend(rows, points, lambda point: "" if point.stable else f"not stable: {point.note}")
+    return screen.table(columns, rows)
+
+
+def _streams(points: Sequence[Point], screen: Screen) -> str:
+    columns = [Column("load"), Column("answers/s", right=True)]
+    rows = [[str(point.load), rate_text(point.answers_per_s)] for point in points]
+    for head, choose in (
+        ("first answer", lambda point: point.first_answer),
+        ("between answers", lambda point: point.between_answers),
+    ):
+        for name in ("p50", "p99"):
+            columns.append(Column(f"{head} {name}", right=True))
+            _extend(rows, points, lambda point, c=choose, n=name: percentile_text(c(point), n))  # type: ignore[misc]
+    return screen.table(columns, rows)
+
+
+def _server(points: Sequence[Point], screen: Screen) -> str:
+    parts = ("queue", "gather", "compute", "scatter")
+    columns = [Column("server"), *(Column(part, right=True) for part in parts)]
+    columns += [Column("mean batch", right=True), Column("batches", right=True, rank=1)]
+    columns.append(Column("batches formed because", free=True))
+    rows = []
+    for point in points:
+        found = point.server
+        if found is None:
+            continue
+        reasons = sorted(found.reasons.items(), key=lambda item: -item[1])
+        total = sum(found.reasons.values())
+        rows.append(
+            [
+                str(point.load),
+                *(duration_text(found.parts.get(part, 0.0) / SECOND) for part in parts),
+                f"{found.mean_batch:.1f}" if found.batches else "-",
+                f"{found.batches:,}",
+                ", ".join(f"{reason} {count / total:.0%}" for reason, count in reasons) or "-",
+            ]
+        )
+    return screen.table(columns, rows)
+
+
+def _processors(points: Sequence[Point], screen: Screen) -> str:
+    roles = list(dict.fromkeys(role for point in points if point.usage for role in point.usage.server))
+    gpus = list(dict.fromkeys(gpu for point in points if point.usage for gpu in point.usage.gpus))
+    columns = [Column("cores used"), Column("machine", right=True), *(Column(role, right=True) for role in roles)]
+    columns += [Column(gpu, right=True) for gpu in gpus]
+    columns += [Column("generator", right=True), Column("per request", right=True, rank=1)]
+    rows = []
+    for point in points:
+        used = point.usage
+        rows.append(
+            [
+                str(point.load),
+                f"{used.machine:.2f}" if used else "-",
+                *(f"{used.server.get(role, 0.0):.2f}" if used else "-" for role in roles),
+                *(f"{used.gpus.get(gpu, 0.0):.0%}" if used else "-" for gpu in gpus),
+                f"{point.cost.cores:.2f}",
+                duration_text(point.cost.request_ns / SECOND),
+            ]
+        )
+    return screen.table(columns, rows)
+
+
+def _notes(run: Run, screen: Screen) -> list[str]:
+    lines = []
+    if run.plan.limit is not None:
+        unit = "/s" if run.best is not None and run.points and "/s" in str(run.points[0].load) else ""
+        kind = "rate" if unit else "concurrency"
+        found = f"highest {kind} with {run.plan.limit}: {run.best:,.6g}{unit}" if run.best is not None else ""
+        text = found or f"no load kept {run.plan.limit}; the lowest that was tried was {run.plan.limit.low:g}"
+        lines.append(screen.styled(text, "bold" if run.best is not None else WARN))
+    for point in run.points:
+        lines += [f"{point.load}: {count:,} failed: {text}" for text, count in sorted(point.errors.items())[:5]]
+        if point.cost.busiest > BUSY:
+            text = (
+                f"{point.load}: the generator may be the limit, a process used {point.cost.busiest:.0%} of a core; "
+                "--processes adds others"
+            )
+            lines.append(screen.styled(text, WARN))
+        if point.cost.send_delay_p99_ns > 0.1 * _p50(point) and run.plan.in_flight and _is_open(point):
+            late = duration_text(point.cost.send_delay_p99_ns / SECOND)
+            lines.append(f"{point.load}: 1 % of the requests were sent {late} late or later, which counts as latency")
+    if run.echo is not None:
+        lines.append(screen.styled(echo_text(run.echo), FAINT))
+    return lines
+
+
+def echo_text(echo: Echo) -> str:
+    limit = f"{SECOND / echo.request_ns:,.0f}/s" if echo.request_ns else "-"
+    return (
+        f"generator: {duration_text(echo.request_ns / SECOND)} of processor time per request, at most {limit} per "
+        f"process; {echo.per_s:,.0f}/s against an echo server over {echo.protocol}"
+    )
+
+
+def _is_open(point: Point) -> bool:
+    return not str(point.load).startswith("concurrency")
+
+
+def _p50(point: Point) -> float:
+    found = point.latency.percentiles.get("p50")
+    return found.mean if found is not None else 0.0
+
+
+def _extend(rows: list[list[str]], points: Sequence[Point], text: Callable[[Point], str]) -> None:
+    for row, point in zip(rows, points, strict=True):
+        row.append(text(point))
+
+
+def rate_text(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def share_text(found: Interval) -> str:
+    return f"{found.half / found.mean:.1%}" if found.mean else "-"
+
+
+def percentile_text(found: Latencies | None, name: str) -> str:
+    value = found.percentiles.get(name) if found is not None else None
+    return duration_text(value.mean / SECOND) if value is not None else "-"
+
+
+# ---------------------------------------------------------------------------------------- comparison
+
+
+def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -> str:
+    columns = [Column("load"), Column("metric"), Column(names[0], right=True), Column(names[1], right=True)]
+    columns += [Column("difference", right=True), Column("95 % interval", right=True, rank=1)]
+    columns.append(Column("verdict", style=lambda text: VERDICTS.get(text, "")))
+    text = screen.table(columns, [_change_row(change) for change in found.changes])
+    verdict = screen.styled(f"{names[1]} is {_sentence(found.verdict)} {names[0]}", VERDICTS.get(found.verdict, ""))
+    return "\n".join([text, "", verdict, *(f"note: {note}" for note in found.notes)])
+
+
+def _sentence(verdict: str) -> str:
+    return {
+        BETTER: "better than", WORSE: "worse than", SAME: "not different from",
+        MIXED: "partly better and partly worse than",
+    }.get(verdict, "not known to differ from")  # fmt: skip
+
+
+def _change_row(change: Change) -> list[str]:
+    write = rate_text if change.metric == "throughput" else lambda ns: duration_text(ns / SECOND)
+    relative = change.relative
+    return [
+        change.load,
+        change.metric,
+        write(change.old),
+        write(change.new),
+        f"{relative.mean:+.1%}" if relative is not None else "-",
+        f"{relative.low:+.1%} to {relative.high:+.1%}" if relative is not None else "-",
+        change.verdict,
+    ]

@@ -1,0 +1,107 @@
+"""The arguments of `shmserve bench` as a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.clients.cli.commands.bench import plan_of
+from shmserve.clients.cli.main import main
+from shmserve.clients.cli.parser import parser
+from shmserve.clients.load import record
+from shmserve.clients.load.plan import Closed, Limit, Open, Replay, Sequences
+from shmserve.terminal.errors import Misuse
+from tests.unit.clients.load.points import run, steady
+
+
+def plan(*words: str) -> Any:
+    return plan_of(parser().parse_args(["bench", "m", *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "loads"),
+    [
+        ([], [Closed(1)]),
+        (["-c", "1,8,3"], [Closed(1), Closed(8), Closed(3)]),
+        (["-c", "1:10"], [Closed(1), Closed(2), Closed(4), Closed(8), Closed(10)]),
+        (["-c", "1:9:4"], [Closed(1), Closed(5), Closed(9)]),
+        (["-r", "2.5", "--seed", "3"], [Open(2.5, "poisson", 3)]),
+        (["-r", "100:250:100", "--arrivals", "constant"], [Open(rate, "constant") for rate in (100, 200, 250)]),
+    ],
+)
+def test_loads(words: list[str], loads: list[Any]) -> None:
+    assert list(plan(*words).loads) == loads
+
+
+def test_recorded_times(tmp_path: Path) -> None:
+    file = tmp_path / "times"
+    file.write_text('{"at": 0.5}\n1\n')
+    assert plan("--replay", str(file)).loads == (Replay((500_000_000, 1_000_000_000), "times"),)
+    with pytest.raises(Misuse, match="a load that it can vary"):
+        plan("--replay", str(file), "--until", "p99=1ms")
+    with pytest.raises(Misuse, match="cannot read"):
+        plan("--replay", str(tmp_path / "none"))
+
+
+def test_a_search() -> None:
+    assert plan("--until", "p99=20ms").limit == Limit(99.0, 20_000_000, 1, 1024)
+    assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == Limit(99.9, 1_500_000_000, 10, 500)
+    with pytest.raises(Misuse, match=r"needs bounds, e\.g\. --rate 100:10000"):
+        plan("--until", "p99=20ms", "-r", "10")
+
+
+def test_the_rest_of_a_plan() -> None:
+    found = plan(
+        "--url", "http://h:1", "--version", "2", "-i", "x=1", "-b", "4", "--deadline", "300us",
+        "--sequence-length", "5", "--windows", "2:4", "--warmup", "10ms", "--tolerance", "2.5", "--outputs", "a,b",
+    )  # fmt: skip
+    assert (found.endpoint.kind, found.endpoint.address, found.version) == ("http", ("h", 1), "2")
+    assert (found.inputs.texts, found.inputs.batch, found.inputs.outputs) == (("x=1",), 4, ("a", "b"))
+    assert (found.deadline_ns, found.sequences) == (300_000, Sequences(64, 5))
+    settings = found.settings
+    assert (settings.min_windows, settings.max_windows, settings.warmup_ns) == (2, 4, 10_000_000)
+    assert settings.tolerance == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["-c", "0"], "'0' is not a number above 0, a list"),
+        (["-c", "1.5"], "'1.5' has a number that is not an integer"),
+        (["-c", "8:1"], "'8:1' is not a number above 0"),
+        (["-c", "1:1000000:1"], "is not a number above 0"),
+        (["-r", "many"], "'many' is not a number above 0"),
+        (["--until", "20ms"], "'20ms' is not a limit such as p99=20ms"),
+        (["--until", "p101=1ms"], "'p101' is not a percentile such as p99"),
+        (["--until", "p99=20"], "'20' is not a time above 0 such as 20ms"),
+        (["--windows", "1:3"], "'1:3' is not a range MIN:MAX of at least 2 windows"),
+        (["--tolerance", "0"], "'0' is not a percentage between 0 and 100"),
+        (["-c", "1", "-r", "1"], "not allowed with argument"),
+    ],
+)
+def test_wrong_usage(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "m", *words])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_saved_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code says whether the second run is worse."""
+    for name, rates in (("slow", [100, 101, 99]), ("fast", [200, 201, 199])):
+        (tmp_path / f"{name}.json").write_bytes(record.encode(run(steady(1, rates))))
+    slow, fast = str(tmp_path / "slow.json"), str(tmp_path / "fast.json")
+    assert main(["bench", "--compare", slow, fast]) == 0
+    assert "fast is better than slow" in capsys.readouterr().out
+    assert main(["bench", "--compare", fast, slow, "--json"]) == 1
+    assert '"verdict": "worse"' in capsys.readouterr().out
+    assert main(["bench", "m", "--compare", fast, slow]) == 2
+    assert main(["bench", "--compare", fast, str(tmp_path / "none.json")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert "name the model: `shmserve models` lists them" in capsys.readouterr().err

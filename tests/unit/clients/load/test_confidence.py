@@ -1,0 +1,84 @@
+"""Confidence intervals against the tables of Student's t, and when windows are stable."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.clients.load.analysis.confidence import difference, interval, stability, student_t
+from shmserve.clients.load.plan import Settings
+from tests.support.hypothesis_profiles import examples
+from tests.unit.clients.load.points import window
+
+TABLE = {
+    (0.95, 1): 12.706, (0.95, 2): 4.303, (0.95, 3): 3.182, (0.95, 4): 2.776, (0.95, 5): 2.571, (0.95, 9): 2.262,
+    (0.95, 30): 2.042, (0.95, 120): 1.980, (0.99, 2): 9.925, (0.99, 4): 4.604, (0.99, 9): 3.250, (0.9, 3): 2.353,
+}  # fmt: skip
+"""From the printed tables: confidence, degrees of freedom."""
+PLAN = Settings(min_windows=3, max_windows=8)
+
+
+@pytest.mark.parametrize(("key", "expected"), TABLE.items())
+def test_quantiles_are_those_of_the_tables(key: tuple[float, int], expected: float) -> None:
+    assert student_t(*key) == pytest.approx(expected, rel=1e-3)
+
+
+def test_an_interval_by_hand() -> None:
+    found = interval([9.0, 10.0, 11.0], 0.95)  # the standard deviation is 1
+    assert found.mean == 10
+    assert found.half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+
+
+def test_one_value_says_nothing() -> None:
+    found = interval([10.0], 0.95)
+    assert (found.low, found.high) == (0, 20)
+    assert difference([1.0], [1.0, 2.0], 0.95) is None
+
+
+def test_welch_by_hand() -> None:
+    """s^2/n: 1/3 and 4/3, degrees of freedom (5/3)^2 / ((1/9 + 16/9) / 2) = 2.94, rounded down."""
+    found = difference([9.0, 10.0, 11.0], [18.0, 20.0, 22.0], 0.95)
+    assert found is not None
+    assert found.mean == 10
+    assert found.half == pytest.approx(4.303 * (5 / 3) ** 0.5, rel=1e-3)
+
+
+def test_a_slow_start_is_left_out() -> None:
+    windows = [window(number, good) for number, good in enumerate((100, 500, 1000, 1001, 999, 1000))]
+    found = stability(windows, PLAN)
+    assert (found.stable, found.first) == (True, 2)
+
+
+def test_reasons() -> None:
+    few = stability([window(0, 100), window(1, 100)], PLAN)
+    assert (few.stable, few.note) == (False, "2 of at least 3 windows")
+    wide = stability([window(0, 100), window(1, 150), window(2, 50)], PLAN)
+    assert not wide.stable
+    assert wide.note.startswith("throughput is known to +-")
+    slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
+    assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
+    assert stability([window(0, 9), window(1, 0), window(2, 9)], PLAN).note == "a window without a successful response"
+
+
+def test_the_rate_of_an_open_loop_need_not_be_stable() -> None:
+    windows = [window(number, good) for number, good in enumerate((100, 150, 50))]
+    assert stability(windows, PLAN, throughput=False).stable
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.integers(1, 10_000), min_size=3, max_size=8), st.integers(1, 50))
+def test_the_unit_does_not_matter(counts: list[int], factor: int) -> None:
+    one = stability([window(number, count) for number, count in enumerate(counts)], PLAN)
+    other = stability([window(number, count * factor) for number, count in enumerate(counts)], PLAN)
+    assert (one.stable, one.first) == (other.stable, other.first)
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.floats(1, 1e6), min_size=2, max_size=10))
+def test_an_interval_is_around_the_mean_and_wider_for_more_confidence(values: list[float]) -> None:
+    narrow, wide = interval(values, 0.8), interval(values, 0.99)
+    assert narrow.mean == pytest.approx(fmean(values))
+    assert wide.low <= narrow.low <= narrow.mean <= narrow.high <= wide.high

@@ -1,0 +1,136 @@
+"""What is made of a saved run: JSON, table, CSV, HTML."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from shmserve.clients.load import record
+from shmserve.clients.load.analysis.compare import compare
+from shmserve.clients.load.measure import Progress
+from shmserve.clients.load.plan import Closed, Limit, Open, Plan, Replay
+from shmserve.clients.load.report.charts import Axis, Series, bars, lines
+from shmserve.clients.load.report.csv import csv_text
+from shmserve.clients.load.report.html import html_text
+from shmserve.clients.load.report.live import line
+from shmserve.clients.load.report.table import comparison_text, run_text
+from shmserve.errors import InvalidRequest
+from shmserve.terminal.console import Screen
+from tests.unit.clients.load.points import point, run, steady, window
+
+PERF_ANALYZER = (
+    "Concurrency,Inferences/Second,Client Send,Network+Server Send/Recv,Server Queue,Server Compute Input,"
+    "Server Compute Infer,Server Compute Output,Client Recv,p50 latency,p90 latency,p95 latency,p99 latency,"
+    "Avg latency,request/response,response wait"
+)
+"""The first line that perf_analyzer 2.60 writes with -f FILE --verbose-csv."""
+RUN = run(steady(1, [1000, 1010, 990]), steady(4, [3000, 3010, 2990], p50=1.2e6))
+
+
+@pytest.mark.parametrize("load", [Closed(3), Open(2.5, "constant", 7), Replay((1, 2, 3), "name")])
+def test_a_run_is_read_as_it_was_saved(load: object, tmp_path: Path) -> None:
+    assert isinstance(load, Closed | Open | Replay)
+    plan = Plan(model="m", loads=(load,), limit=Limit(99.0, 20_000_000))
+    saved = record.Run(created="now", plan=plan, server={}, machine={}, points=(point(load, [window(0, 5)]),), best=2.0)
+    path = tmp_path / "run.json"
+    path.write_bytes(record.encode(saved))
+    assert record.read(path) == saved
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{}", "is not a saved run"), ("no JSON", "is not a saved run"), (None, "cannot read")],
+)
+def test_files_that_are_no_runs(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidRequest, match=message):
+        record.read(path)
+
+
+def test_another_format_is_refused() -> None:
+    data = record.encode(RUN).replace(b'"format": 1', b'"format": 9')
+    with pytest.raises(InvalidRequest, match="format 9; this version reads format 1"):
+        record.decode(data)
+
+
+def test_the_columns_are_those_of_perf_analyzer() -> None:
+    text = csv_text(RUN)
+    assert text.splitlines()[0].startswith(PERF_ANALYZER + ",")
+    one, four = csv.DictReader(io.StringIO(text))
+    assert (one["Concurrency"], four["Concurrency"]) == ("1", "4")
+    assert float(one["Inferences/Second"]) == pytest.approx(2000)  # two rows per request
+    assert (one["Server Queue"], one["Server Compute Infer"]) == ("100", "600")
+    assert one["Network+Server Send/Recv"] == str(1000 - 100 - 5 - 600 - 4)
+    assert one["p50 latency"] == "1000"
+
+
+def test_a_rate_has_its_column() -> None:
+    text = csv_text(run(point(Open(500.0), [window(0, 500)])))
+    assert text.startswith("Request Rate,Inferences/Second,")
+    assert text.splitlines()[1].startswith("500,")
+
+
+def test_the_table_has_all_parts() -> None:
+    text = run_text(RUN, Screen(False, io.StringIO()))
+    assert re.search(r"^concurrency 4 +3,000 +[\d.]+% +6,000 +1\.00 ms", text, re.MULTILINE)
+    assert re.search(r"^concurrency 1 +100 us +5 us +600 us +4 us +5\.0 +4 +full 75%, delay 25%$", text, re.MULTILINE)
+    assert re.search(r"^concurrency 1 +1\.50 +0\.50 +25% +0\.20 +20 us$", text, re.MULTILINE)
+    assert "10 us of processor time per request, at most 100,000/s per process" in text
+
+
+def test_a_comparison_as_text() -> None:
+    other = run(steady(1, [2000, 2010, 1990]), steady(4, [3000, 3010, 2990], p50=1.2e6))
+    text = comparison_text(compare(RUN, other), ("old", "new"), Screen(False, io.StringIO()))
+    assert re.search(r"^concurrency 1 +throughput +1,000 +2,000 +\+100\.0% +.* better$", text, re.MULTILINE)
+    assert "new is better than old" in text
+
+
+def test_the_page_is_complete_and_links_to_nothing() -> None:
+    text = html_text(RUN)
+    charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(charts) == 2 + 2 * 4  # curve and split, and four charts for each load
+    for chart in charts:
+        ElementTree.fromstring(chart)
+    assert "<script" not in text
+    assert "href=" not in text
+    assert "src=" not in text
+
+
+def test_texts_of_a_page_are_escaped() -> None:
+    text = html_text(record.Run(created="", plan=Plan(model="<m>"), server={}, machine={}, points=RUN.points))
+    assert "<m>" not in text
+    assert "&lt;m&gt;" in text
+
+
+def test_a_chart_keeps_the_order_of_its_points() -> None:
+    series = Series("s", [(1, 10), (2, 100), (4, 1000)], [9, 90, 900], [11, 110, 1100], ["a", "b", "c"])
+    chart = ElementTree.fromstring(lines("title", Axis("x"), Axis("y", log=True), [series]))
+    circles = chart.findall("circle")
+    across, up = ([float(circle.attrib[name]) for circle in circles] for name in ("cx", "cy"))
+    assert across == sorted(across)
+    assert up == sorted(up, reverse=True)
+    assert up[0] - up[1] == pytest.approx(up[1] - up[2], abs=0.2)  # a decade is as high as the next
+    heights = [float(box.attrib["height"]) for box in ElementTree.fromstring(
+        bars("title", Axis("x"), Axis("y"), [(0, 1, 5), (1, 2, 10)])).findall("rect")]  # fmt: skip
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
+
+
+def test_nothing_to_draw() -> None:
+    assert lines("title", Axis("x"), Axis("y"), []) == ""
+    assert bars("title", Axis("x"), Axis("y"), []) == ""
+
+
+def test_the_live_line() -> None:
+    progress = Progress(
+        load=Closed(8), number=2, loads=5, phase="window 3", seconds=4.2, per_s=5432.1, p50_ns=1.5e6, p99_ns=3.25e6,
+        failed=2,
+    )  # fmt: skip
+    text = "[2/5]  concurrency 8  5,432 requests/s  p50 1.50 ms, p99 3.25 ms  2 failed  window 3, 4 s"
+    assert line(progress) == text

@@ -1,0 +1,114 @@
+"""The inputs of requests from texts, files and directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from shmserve.clients.load.generation.request_data import request_inputs
+from shmserve.clients.load.plan import Inputs
+from shmserve.clients.load.targets.base import ModelFacts
+from shmserve.clients.load.targets.kserve import raw_bytes
+from shmserve.terminal.errors import Misuse
+
+
+def facts(**inputs: tuple[str, list[int]]) -> ModelFacts:
+    specs = {name: {"name": name, "datatype": dtype, "shape": shape} for name, (dtype, shape) in inputs.items()}
+    return ModelFacts(inputs=specs, outputs={}, max_batch=8)
+
+
+def requests(given: Inputs, known: ModelFacts) -> list[dict[str, Any]]:
+    return [dict(one) for one in request_inputs(given, "m", known)]
+
+
+def test_random_requests_differ_and_can_be_repeated() -> None:
+    known = facts(x=("FP32", [-1, 4]))
+    found = requests(Inputs(batch=3, distinct=5, seed=1), known)
+    assert [one["x"].shape for one in found] == [(3, 4)] * 5
+    assert len({one["x"].tobytes() for one in found}) == 5
+    again = requests(Inputs(batch=3, distinct=5, seed=1), known)
+    assert all((one["x"] == other["x"]).all() for one, other in zip(found, again, strict=True))
+
+
+def test_variable_dims_are_given_by_shape() -> None:
+    found = requests(Inputs(shapes=("x=2,7",)), facts(x=("INT64", [-1, -1])))
+    assert found[0]["x"].shape == (2, 7)
+
+
+def test_a_batch_that_is_too_large() -> None:
+    with pytest.raises(Misuse, match="--batch 9: the max_batch_size of model 'm' is 8"):
+        requests(Inputs(batch=9), facts(x=("FP32", [-1, 4])))
+
+
+def test_files_of_a_directory_in_turn_beside_a_fixed_value(tmp_path: Path) -> None:
+    values = [np.full((1, 2), number, np.float32) for number in range(3)]
+    for number, value in enumerate(values):
+        np.save(tmp_path / f"{number}.npy", value)
+    known = facts(x=("FP32", [-1, 2]), n=("INT32", [-1, 1]))
+    found = requests(Inputs(texts=(f"x=@{tmp_path}", "n=7")), known)
+    assert [one["x"].tolist() for one in found] == [value.tolist() for value in values]
+    assert [one["n"].tolist() for one in found] == [[[7]]] * 3
+
+
+def test_each_kind_of_file(tmp_path: Path) -> None:
+    (tmp_path / "v.json").write_text("[[1, 2]]")
+    (tmp_path / "v.bin").write_bytes(np.array([3, 4], "<f4").tobytes())
+    pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
+    Image.fromarray(pixels).save(tmp_path / "v.png")
+    floats = facts(x=("FP32", [-1, 2]))
+    for name, expected in (("v.json", [[1, 2]]), ("v.bin", [[3, 4]])):
+        assert requests(Inputs(texts=(f"x=@{tmp_path / name}",)), floats)[0]["x"].tolist() == expected
+    picture = Inputs(texts=(f"x=@{tmp_path / 'v.png'}",))
+    last = requests(picture, facts(x=("UINT8", [-1, 2, 3, 3])))[0]["x"]
+    assert (last == pixels).all()
+    first = requests(picture, facts(x=("FP32", [-1, 3, 2, 3])))[0]["x"]
+    assert first.dtype == np.float32
+    assert first == pytest.approx(pixels.transpose(2, 0, 1)[None] / 255)
+    assert requests(picture, facts(x=("FP32", [-1, 3, 4, 6])))[0]["x"].shape == (1, 3, 4, 6)
+    encoded = requests(picture, facts(x=("BYTES", [-1, 1])))[0]["x"]
+    assert encoded.tolist() == [[(tmp_path / "v.png").read_bytes()]]
+
+
+def test_documents_in_turn(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.json").write_text(json.dumps({"inputs": {"x": [[number]]}}))
+    found = requests(Inputs(data=str(tmp_path)), facts(x=("INT32", [-1, 1])))
+    assert [one["x"].tolist() for one in found] == [[[0]], [[1]]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("y=@file.npy", "the model has no input 'y'; it has x"),
+        ("x=@{}/none.npy", "cannot read"),
+        ("x=@{}/none.bin", "cannot read"),
+        ("x=@{}/file.txt", "cannot tell what .* holds by its suffix; known are .npy, .json, .png"),
+        ("x=@{}/odd.bin", "has 3 bytes, no multiple of 4"),
+        ("x=@{}/odd.png", r"is \[-1, 2\], not \[.., 3, H, W\]"),
+        ("x=@{}/empty", "the directory has no files"),
+    ],
+)
+def test_what_cannot_be_an_input(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("1")
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "odd.png").write_bytes(b"abc")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Misuse, match=message):
+        requests(Inputs(texts=(text.format(tmp_path),)), facts(x=("FP32", [-1, 2])))
+
+
+def test_a_file_that_is_no_image(tmp_path: Path) -> None:
+    (tmp_path / "odd.png").write_bytes(b"abc")
+    with pytest.raises(Misuse, match="is no image"):
+        requests(Inputs(texts=(f"x=@{tmp_path / 'odd.png'}",)), facts(x=("UINT8", [-1, 2, 2, 3])))
+
+
+def test_strings_have_their_length_before_them() -> None:
+    array = np.empty(2, object)
+    array[:] = [b"ab", "c"]
+    assert raw_bytes(array) == b"\2\0\0\0ab\1\0\0\0c"

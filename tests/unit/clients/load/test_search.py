@@ -1,0 +1,56 @@
+"""The search for the highest load that keeps a limit."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.clients.load.plan import Limit
+from shmserve.clients.load.search import best, next_load
+from tests.support.hypothesis_profiles import examples
+
+
+def searched(limit: Limit, highest: float, whole: bool) -> dict[float, bool]:
+    """The loads that the search tries on a server that keeps the limit up to `highest`."""
+    tried: dict[float, bool] = {}
+    while (load := next_load(tried, limit, whole)) is not None:
+        assert load not in tried
+        tried[load] = load <= highest
+        assert len(tried) < 60
+    return tried
+
+
+def test_doubles_and_then_halves() -> None:
+    tried = searched(Limit(99.0, 1, 1, 64), 11, whole=True)
+    assert list(tried) == [1, 2, 4, 8, 16, 12, 10, 11]
+    assert best(tried) == 11
+
+
+def test_ends_at_the_bounds() -> None:
+    assert list(searched(Limit(99.0, 1, 1, 6), 100, whole=True)) == [1, 2, 4, 6]
+    tried = searched(Limit(99.0, 1, 4, 64), 3, whole=True)
+    assert (list(tried), best(tried)) == ([4], None)
+
+
+def test_noise_above_a_failure_is_not_believed() -> None:
+    assert best({1: True, 2: True, 4: False, 8: True}) == 2
+
+
+@settings(max_examples=examples(200))
+@given(st.floats(1, 5000), st.floats(0.5, 1e5), st.booleans(), st.floats(0.01, 0.2))
+def test_finds_the_load_to_the_resolution(low: float, highest: float, whole: bool, resolution: float) -> None:
+    low = float(int(low)) if whole else low
+    limit = Limit(99.0, 1, low, low * 1000, resolution)
+    tried = searched(limit, highest, whole)
+    found = best(tried)
+    if found is None:
+        assert highest < low
+        return
+    assert found <= highest
+    if whole:
+        assert all(load == int(load) for load in tried)
+    failed = min((load for load, kept in tried.items() if not kept), default=None)
+    assert failed is not None or found == limit.high
+    if failed is not None:
+        assert failed - found <= max(1.0 if whole else 0.0, found * resolution)
+    assert all(low <= load <= limit.high for load in tried)

@@ -1,0 +1,240 @@
+"""The closed and the open loop, in simulated time, against servers whose latencies are known."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.clients.load.generation.sending import Sender, SequenceIds
+from shmserve.clients.load.plan import Sequences
+from shmserve.clients.load.targets.base import Part, Slot
+from shmserve.errors import ServeError, Unavailable
+from tests.support.hypothesis_profiles import examples
+
+TURNS = 20
+"""Iterations of the loop after which everything that can happen without time has happened."""
+
+
+class Time:
+    """A clock that moves when nothing else can."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    def clock(self) -> int:
+        return self.now
+
+    async def until(self, at: int) -> None:
+        if at > self.now:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (at, next(self._numbers), future))
+            await future
+
+    async def run(self, end: int) -> None:
+        while True:
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if not self._waiting or self._waiting[0][0] >= end:
+                self.now = end
+                return
+            self.now, _, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_result(None)
+
+
+class Server:
+    """Serves one request after another, each as long as `services` says."""
+
+    def __init__(self, time: Time, services: Iterator[int], answers: int = 0) -> None:
+        self.time, self.services, self.answers = time, services, answers
+        self.free_at = 0
+        self.parts: list[Part | None] = []
+        self.bodies: list[str] = []
+        self.slots = 0
+
+    async def open_slot(self) -> Slot:
+        self.slots += 1
+        return self
+
+    async def send(self, body: Any, part: Part | None) -> None:
+        self.parts.append(part)
+        self.bodies.append(body)
+        self.free_at = max(self.time.now, self.free_at) + next(self.services)
+        await self.time.until(self.free_at)
+
+    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+        for _ in range(self.answers):
+            await self.time.until(self.time.now + next(self.services))
+            on_answer()
+
+
+class Refusing(Server):
+    async def send(self, body: Any, part: Part | None) -> None:
+        await self.time.until(self.time.now + next(self.services))
+        raise Unavailable("full")
+
+
+def endless(value: int) -> Iterator[int]:
+    while True:
+        yield value
+
+
+def numbers(data: bytes, kind: str = "q") -> list[int]:
+    return array(kind, data).tolist()
+
+
+def waited(arrivals: Sequence[int], services: Sequence[int]) -> list[int]:
+    """Latencies at a single server, by Lindley's recursion."""
+    free, found = 0, []
+    for at, service in zip(arrivals, services, strict=True):
+        free = max(at, free) + service
+        found.append(free - at)
+    return found
+
+
+async def in_open_loop(arrivals: Sequence[int], services: Sequence[int], limit: int) -> tuple[list[int], int]:
+    time = Time()
+    server = Server(time, iter(services))
+    sender = Sender(["body"], server.open_slot, time.clock, time.until)
+    sender.start_open(iter(arrivals), 0, limit)
+    await time.run(sum(services) + max(arrivals) + 1)
+    assert await sender.stop(1) == 0
+    return numbers(sender.recorder.take(0, 0).latency), server.slots
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=40),
+    st.integers(1, 5),
+)
+def test_latency_counts_from_the_intended_time(requests: list[tuple[int, int]], limit: int) -> None:
+    """However few requests may be in flight, the latencies are those of a queue with all of them (no coordinated
+    omission).
+    """
+    arrivals, at = [], 0
+    for gap, _ in requests:
+        at += gap
+        arrivals.append(at)
+    services = [service for _, service in requests]
+    found, slots = asyncio.run(in_open_loop(arrivals, services, limit))
+    assert found == waited(arrivals, services)
+    assert slots <= limit
+
+
+def test_a_stall_is_not_hidden() -> None:
+    """1000 requests per second, served in 0.1 ms, but the server stalls once for a second: a closed loop would see one
+    slow request, here all that should have been sent meanwhile are slow.
+    """
+    arrivals = [number * 1_000_000 for number in range(3000)]
+    services = [100_000] * 3000
+    services[500] = 1_000_000_000
+    found, _ = asyncio.run(in_open_loop(arrivals, services, 1))
+    assert found == waited(arrivals, services)
+    assert sum(latency > 500_000_000 for latency in found) > 500
+
+
+def test_a_closed_loop_keeps_its_callers_busy() -> None:
+    async def run() -> tuple[list[int], list[int], list[str], int]:
+        time = Time()
+        server = Server(time, endless(10))
+        sender = Sender(["a", "b", "c"], server.open_slot, time.clock, time.until)
+        await sender.start_closed(4, 100)
+        await time.run(1100)
+        taken = sender.recorder.take(0, 0)
+        stopping = asyncio.ensure_future(sender.stop(1))
+        await time.run(2000)
+        await stopping
+        return numbers(taken.latency), numbers(taken.done), server.bodies, server.slots
+
+    latency, done, bodies, slots = asyncio.run(run())
+    assert done == list(range(110, 1100, 10))
+    assert latency == [10, 20, 30] + [40] * (len(done) - 3)
+    assert bodies[:7] == ["a", "b", "c", "a", "b", "c", "a"]
+    assert slots == 4
+
+
+async def parts_of(length: int, until: int) -> list[Part]:
+    time = Time()
+    server = Server(time, endless(10))
+    sender = Sender(
+        ["body"], server.open_slot, time.clock, time.until, sequences=Sequences(2, length), ids=SequenceIds(100)
+    )
+    await sender.start_closed(2, 0)
+    await time.run(until)
+    stopping = asyncio.ensure_future(sender.stop(1))
+    await time.run(until + 1000)
+    await stopping
+    return [part for part in server.parts if part is not None]
+
+
+@settings(max_examples=examples(40))
+@given(st.integers(1, 6), st.integers(5, 400))
+def test_sequences_begin_and_end_once(length: int, until: int) -> None:
+    found = asyncio.run(parts_of(length, until))
+    for sequence in {part.sequence for part in found}:
+        flags = [(part.start, part.end) for part in found if part.sequence == sequence]
+        assert flags[0][0]
+        assert flags[-1][1], "an interrupted sequence is ended"
+        assert not any(start for start, _ in flags[1:])
+        assert not any(end for _, end in flags[:-1])
+        assert len(flags) <= length + 1
+
+
+def test_streams_record_first_and_later_answers() -> None:
+    async def run() -> Any:
+        time = Time()
+        server = Server(time, iter([5, 1, 2] * 100), answers=3)
+        sender = Sender(["body"], server.open_slot, time.clock, time.until, stream=True)
+        sender.start_open(iter([0, 100, 200]), 0, 1)
+        await time.run(1000)
+        await sender.stop(1)
+        return sender.recorder.take(0, 0)
+
+    found = asyncio.run(run())
+    assert numbers(found.first) == [5, 5, 5]
+    assert numbers(found.gap) == [1, 2] * 3
+    assert numbers(found.gap_at) == [6, 8, 106, 108, 206, 208]
+    assert numbers(found.latency) == [8, 8, 8]
+
+
+def test_failures_are_recorded_with_their_text() -> None:
+    async def run() -> Any:
+        time = Time()
+        server = Refusing(time, endless(10))
+        sender = Sender(["body"], server.open_slot, time.clock, time.until)
+        await sender.start_closed(1, 0)
+        await time.run(35)
+        stopping = asyncio.ensure_future(sender.stop(1))
+        await time.run(100)
+        await stopping
+        return sender.recorder.take(0, 0)
+
+    found = asyncio.run(run())
+    assert numbers(found.code, "h") == [1] * 4
+    assert found.errors == ["UNAVAILABLE: full"]
+
+
+def test_a_bug_in_a_target_ends_the_load() -> None:
+    class Broken(Server):
+        async def send(self, body: Any, part: Part | None) -> None:
+            raise ZeroDivisionError
+
+    async def run() -> BaseException | None:
+        time = Time()
+        sender = Sender(["body"], Broken(time, endless(1)).open_slot, time.clock, time.until)
+        await sender.start_closed(1, 0)
+        await time.run(10)
+        await sender.stop(1)
+        return sender.failure
+
+    assert isinstance(asyncio.run(run()), ZeroDivisionError)
+    assert not issubclass(ZeroDivisionError, ServeError)
