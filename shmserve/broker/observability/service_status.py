@@ -27,7 +27,7 @@ NAMES = 8
 
 
 class Census(NamedTuple):
-    """Models by state."""
+    """Models by state, without those that are being unloaded."""
 
     total: int
     loading: list[str]
@@ -37,8 +37,12 @@ class Census(NamedTuple):
     def of(cls, models: Iterable[Model]) -> Census:
         total, loading, failed = 0, [], []
         for model in models:
-            versions = [version for version in model.versions.values() if version.reason != UNLOADED]
-            if not versions and not model.reason:
+            versions = [
+                version
+                for version in model.versions.values()
+                if version.reason != UNLOADED and version.state is not VersionState.UNLOADING
+            ]
+            if not versions and not model.coming and not model.reason:
                 continue
             total += 1
             if any(version.state is VersionState.LOADING for version in [*versions, *model.coming.values()]):

@@ -21,7 +21,8 @@ from shmserve.core.states import VersionState
 from shmserve.gateway.service import Service
 from shmserve.system.service_manager import VARIABLES, ServiceManager
 
-READY, LOADING, UNAVAILABLE = VersionState.READY, VersionState.LOADING, VersionState.UNAVAILABLE
+READY, LOADING = VersionState.READY, VersionState.LOADING
+UNAVAILABLE, UNLOADING = VersionState.UNAVAILABLE, VersionState.UNLOADING
 
 
 class Ear:
@@ -175,11 +176,13 @@ def test_the_census() -> None:
         model("new", LOADING),
         model("again", READY, coming=True),
         model("broken", reason="no such field"),
+        model("going", UNLOADING),
+        model("back", UNLOADING, coming=True),
         unloaded,
     ]
     census = Census.of(models)
-    assert census == Census(5, ["new", "again"], ["half", "broken"])
-    assert census.text() == "loading 2 of 5 models: again, new; failed: broken, half"
+    assert census == Census(6, ["new", "again", "back"], ["half", "broken"])
+    assert census.text() == "loading 3 of 6 models: again, back, new; failed: broken, half"
     assert Census(5, [], ["half"]).text() == "serving 4 of 5 models; failed: half"
     assert Census(0, [], []).text() == "serving 0 of 0 models"
 
