@@ -124,7 +124,7 @@ def test_the_called_worker_is_killed(client: shmserve.Client, gate: Gate) -> Non
 
 
 def test_the_deadline_of_the_client_ends_the_call(client: shmserve.Client, gate: Gate) -> None:
-    future = under_way(client, gate, timeout=1)
+    future = under_way(client, gate, timeout=3)
     with pytest.raises(shmserve.DeadlineExceeded):
         future.result(30)
     gate.open()

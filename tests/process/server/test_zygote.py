@@ -25,7 +25,7 @@ from shmserve.errors import ModelFailed, Unavailable
 from shmserve.workers import zygote
 from shmserve.workers.zygote import CannotFork
 from tests.support.launch import Launched, await_end, children_of, descriptors_of, identity
-from tests.support.living import until
+from tests.support.living import pids, until
 from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
@@ -113,8 +113,7 @@ def test_the_end_of_a_forked_worker_is_detected(place: Place) -> None:
     after = place.look()["pid"]
     assert before != after
     os.kill(after, signal.SIGKILL)
-    await_end(after)
-    place.client.wait_ready("look", timeout=60)
+    until(place.client, lambda: after not in pids(place.client, "look").values(), "its end is noticed")
     assert place.look()["parent"] == place.server.process.pid
 
 
@@ -146,13 +145,13 @@ def test_a_worker_is_spawned_if_the_prepared_process_ends_first(place: Place) ->
 
 def test_a_prepared_process_that_hangs_is_killed(tmp_path: Path) -> None:
     identity(tmp_path / "models", "m")
-    options = ("--model-control-mode", "explicit", "--load-model", "m", "--load-limit-secs", "2")
+    options = ("--model-control-mode", "explicit", "--load-model", "m", "--load-limit-secs", "5")
     with Launched(tmp_path / "models", tmp_path / "run", *options) as server:
         with shmserve.Client(f"unix://{server.lane}") as client:
             (stopped,) = set(children_of(server.process.pid)) - set(server.workers())
             client.unload("m")
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(Unavailable, match=r"it did not load within 2 s \(--load-limit-secs\)"):
+            with pytest.raises(Unavailable, match=r"it did not load within 5 s \(--load-limit-secs\)"):
                 client.load("m")
             await_end(stopped)
             client.load("m")
