@@ -27,12 +27,12 @@ from shmserve.clients.load.analysis.windows import Collector, Responses, is_long
 from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.generation.schedule import describe_rate, useful_processes
 from shmserve.clients.load.generation.team import Generators
-from shmserve.clients.load.plan import SECOND, Closed, Load, Open, Plan, Replay
+from shmserve.clients.load.plan import HTTP, SECOND, Closed, Load, Open, Plan, Replay
 from shmserve.clients.load.record import Cost, Echo, Interval, Latencies, Point, Run, Window
 from shmserve.clients.load.search import best, next_load
 from shmserve.clients.load.targets.base import Target
 from shmserve.clients.load.targets.opening import open_target
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, Unsupported
 
 BUSY = 0.8
 """Use of a core by a generator process above which another process is added."""
@@ -108,7 +108,9 @@ async def measured(
 
 
 def check(plan: Plan) -> None:
-    """Raises InvalidRequest for a plan that cannot be carried out."""
+    """Raises InvalidRequest or Unsupported for a plan that cannot be carried out."""
+    if plan.stream and plan.endpoint.kind == HTTP:
+        raise Unsupported("streams are measured natively or over gRPC, not over http://: give another --url")
     if not plan.loads:
         raise InvalidRequest("the plan has no load")
     for load in plan.loads:

@@ -32,7 +32,10 @@ class Recorder:
         self.done, self.latency, self.delay, self.code = array("q"), array("q"), array("q"), array("h")
         self.first, self.gap_at, self.gap = array("q"), array("q"), array("q")
 
-    def add(self, intended: int, sent: int, done: int, error: ServeError | None) -> None:
+    def add(self, intended: int, sent: int, done: int, error: ServeError | None, first: int | None = None) -> None:
+        """`first`: of a stream, the time to its first answer; 0: it had none."""
+        if first is not None:
+            self.first.append(first)
         self.done.append(done)
         self.latency.append(done - intended)
         self.delay.append(sent - intended)
@@ -62,20 +65,17 @@ class Answers:
 
     def __init__(self, recorder: Recorder, intended: int, clock: Callable[[], int]) -> None:
         self._recorder, self._intended, self._clock = recorder, intended, clock
-        self._first = self._last = 0
+        self.first = self._last = 0
+        """The time to the first answer."""
 
     def __call__(self) -> None:
         now, recorder = self._clock(), self._recorder
         if self._last:
             recorder.gap_at.append(now)
             recorder.gap.append(now - self._last)
+        else:
+            self.first = now - self._intended
         self._last = now
-        if not self._first:
-            self._first = now
-
-    def end(self) -> None:
-        """The time to the first answer counts with the request, so there is one for each."""
-        self._recorder.first.append(self._first - self._intended if self._first else 0)
 
 
 class SequenceIds:
@@ -211,23 +211,17 @@ class Sender:
         body = self._bodies[self._number % len(self._bodies)]
         self._number += 1
         sent = self._clock()
+        answers = Answers(self.recorder, intended, self._clock) if self._stream else None
         error = None
         try:
-            if not self._stream:
+            if answers is None:
                 await slot.send(body, part)
             else:
-                await self._streamed(slot, body, part, intended)
+                await slot.stream(body, part, answers)
         except ServeError as failed:
             error = failed.with_traceback(None)
             await asyncio.sleep(0)  # a request that fails at once must not keep the loop from everything else
-        self.recorder.add(intended, sent, self._clock(), error)
-
-    async def _streamed(self, slot: Slot, body: Any, part: Part | None, intended: int) -> None:
-        answers = Answers(self.recorder, intended, self._clock)
-        try:
-            await slot.stream(body, part, answers)
-        finally:
-            answers.end()
+        self.recorder.add(intended, sent, self._clock(), error, None if answers is None else answers.first)
 
     async def _finish(self, slot: Slot, parts: _Parts) -> None:
         """Ends a sequence that the end of the load has interrupted; not recorded."""

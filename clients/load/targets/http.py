@@ -122,7 +122,7 @@ class _HttpSlot:
             raise _error(status, answer)
 
     async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
-        raise Unsupported("streams are measured natively or over gRPC, not over http://: give another --url")
+        raise Unsupported("this target has no streams")
 
 
 def _error(status: int, body: bytes) -> ServeError:

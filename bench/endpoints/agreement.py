@@ -1,0 +1,173 @@
+"""`python -m bench.endpoints.agreement`: does `shmserve bench` measure what other load generators measure?
+
+One server, one model, the same number of requests in flight. `bench`, `perf_analyzer` and `wrk` take turns in an order
+that changes, because the machine's own speed varies more than the tools differ. Compared are the medians of all turns.
+A tool that is not installed is skipped, with a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bench.endpoints import perf_analyzer
+from bench.endpoints.servers import ROW, Serving, ours
+from bench.lib import models, table
+from bench.lib.table import Row, micros
+from shmserve.clients.load.measure import measure
+from shmserve.clients.load.plan import Closed, Endpoint, Plan, Settings
+
+TOOL = Path(__file__).parents[2] / "build" / "tritonclient-env" / "bin" / "perf_analyzer"
+WITHIN = 0.05
+MODEL = "identity"
+DELAY_US = 2000
+"""The model waits as long by default, so that the server, and not a generator that shares its cores, is the limit."""
+WRK_REPORT = """
+wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+wrk.body = '{body}'
+done = function(summary, latency, requests)
+  io.write(string.format('RESULT {{"count": %d, "us": %d, "p50": %d, "failed": %d}}\\n', summary.requests,
+    summary.duration, latency:percentile(50), summary.errors.status + summary.errors.read + summary.errors.timeout))
+end
+"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    per_s: float
+    p50_us: float
+
+
+Take = Callable[[], Turn]
+
+
+def repository(work: Path, delay_us: int) -> Path:
+    root = work / "agreement"
+    tensors = {"x": ("FP32", [ROW])}, {"y": ("FP32", [ROW])}
+    parameters = {"delay_us": str(delay_us)} if delay_us else {}
+    models.write(root, MODEL, models.Model("identity", *tensors, max_batch=32, parameters=parameters), {})
+    return root
+
+
+def by_bench(url: str, concurrency: int, seconds: float) -> Turn:
+    window = round(seconds * 1e9 / perf_analyzer.WINDOWS)
+    settings = Settings(
+        warmup_ns=window // 2, window_ns=window, min_windows=perf_analyzer.WINDOWS, max_windows=perf_analyzer.WINDOWS
+    )
+    plan = Plan(model=MODEL, endpoint=Endpoint(url=url), loads=(Closed(concurrency),), settings=settings, processes=1)
+    (point,) = measure(plan).points
+    if point.failed:
+        raise RuntimeError(f"bench: {point.errors}")
+    windows = point.windows
+    per_s = sum(window.good for window in windows) * 1e9 / sum(window.length_ns for window in windows)
+    return Turn(per_s, point.latency.percentiles["p50"].mean / 1000)
+
+
+def by_perf_analyzer(tool: Path, server: Serving, protocol: str, concurrency: int, seconds: float) -> Turn:
+    options = ["--concurrency-range", str(concurrency)]
+    (found,) = perf_analyzer.rows(tool, server, MODEL, protocol, options, seconds)
+    return Turn(found.per_s, found.p50_us)
+
+
+def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path) -> Turn:
+    data = [0.5] * ROW
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, ROW], "data": data}]})
+    script = work / "wrk.lua"
+    script.write_text(WRK_REPORT.format(body=body))
+    command = [tool, "-t1", f"-c{concurrency}", f"-d{max(1, round(seconds))}s", "-s", str(script)]
+    said = subprocess.run(
+        [*command, f"http://{address}/v2/models/{MODEL}/infer"], capture_output=True, text=True, check=True
+    ).stdout
+    line = re.search(r"^RESULT (.*)$", said, re.MULTILINE)
+    if line is None:
+        raise RuntimeError(f"wrk printed no result: {said[-300:]}")
+    found = json.loads(line[1])
+    if found["failed"]:
+        raise RuntimeError(f"wrk: {found['failed']} requests failed")
+    return Turn(found["count"] * 1e6 / found["us"], found["p50"])
+
+
+def in_turn(rounds: int, takes: Mapping[str, Take]) -> dict[str, list[Turn]]:
+    """Each tool once a round, in an order that is reversed each time."""
+    found: dict[str, list[Turn]] = {name: [] for name in takes}
+    for number in range(rounds):
+        for name in list(takes)[:: -1 if number % 2 else 1]:
+            found[name].append(takes[name]())
+    return found
+
+
+def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:
+    """Throughput and median latency of bench as shares of those of the other tools."""
+    mine = found["bench"]
+    for name, turns in found.items():
+        if name == "bench":
+            continue
+        for metric, own, other in (
+            ("requests/s", [turn.per_s for turn in mine], [turn.per_s for turn in turns]),
+            ("p50", [turn.p50_us for turn in mine], [turn.p50_us for turn in turns]),
+        ):
+            a, b = median(own), median(other)
+            shown = f"{a:,.0f} to {b:,.0f}" if metric != "p50" else f"{micros(a)} to {micros(b)}"
+            yield Row(f"{what}: {metric} of bench, to {name}", a / b, "x", 1 - WITHIN, 1 + WITHIN, shown)
+
+
+def rows(
+    tool: Path | None, wrk: str | None, delay_us: int, rounds: int, seconds: float, flights: list[int]
+) -> list[Row]:
+    found: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        work = Path(folder)
+        with ours(repository(work, delay_us)) as server:
+            for protocol in ("http", "grpc"):
+                url = f"{protocol}://{server.http if protocol == 'http' else server.grpc}"
+                for flight in flights:
+                    takes: dict[str, Take] = {"bench": lambda u=url, n=flight: by_bench(u, n, seconds)}  # type: ignore[misc]
+                    if tool is not None:
+                        takes["perf_analyzer"] = lambda p=protocol, n=flight: by_perf_analyzer(  # type: ignore[misc]
+                            tool, server, p, n, seconds
+                        )
+                    if wrk is not None and protocol == "http":
+                        takes["wrk"] = lambda n=flight: by_wrk(wrk, server.http, n, seconds, work)  # type: ignore[misc]
+                    if len(takes) > 1:
+                        found += compared(f"{protocol}, {flight} in flight", in_turn(rounds, takes))
+    return found
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.endpoints.agreement", description=__doc__)
+    option = parser.add_argument
+    option("--perf-analyzer", type=Path, default=TOOL, metavar="PATH", help="(default: %(default)s)")
+    option("--wrk", default="wrk", metavar="PATH", help="(default: the one in PATH)")
+    option("--seconds", type=float, default=3.0, help="length of one turn (default 3)")
+    option("--rounds", type=int, default=5, help="turns of each tool (default 5)")
+    option("--delay-us", type=int, default=DELAY_US, help="time of the model; 0 compares the generators' own cost too "
+           "(default: %(default)s)")  # fmt: skip
+    option("--in-flight", type=int, action="append", metavar="N", help="may be given again (default: 1 and 8)")
+    chosen = parser.parse_args(words)
+    tool = chosen.perf_analyzer if chosen.perf_analyzer.exists() else None
+    wrk = shutil.which(chosen.wrk)
+    for name, there, hint in (
+        ("perf_analyzer", tool, "`make tritonclient` installs it, or give --perf-analyzer"),
+        ("wrk", wrk, "`apt install wrk`, or give --wrk"),
+    ):
+        if there is None:
+            print(f"skipped: there is no {name}; {hint}", file=sys.stderr)
+    if tool is None and wrk is None:
+        return 0
+    found = rows(tool, wrk, chosen.delay_us, chosen.rounds, chosen.seconds, chosen.in_flight or [1, 8])
+    print(table.plain(found))
+    return 1 if any(row.verdict != "ok" for row in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,310 @@
+"""`shmserve bench` against a real server, over each transport.
+
+No assertion depends on how fast anything is, but for what a model that needs 20 ms can do at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.clients.cli import main
+from shmserve.clients.load import record
+from shmserve.clients.load.calibration import calibrate
+from shmserve.clients.load.measure import Progress, measure
+from shmserve.clients.load.plan import SECOND, Closed, Endpoint, Inputs, Limit, Open, Plan, Replay, Sequences, Settings
+from shmserve.errors import ConnectionLost, InvalidRequest, NotFound, Unsupported
+from shmserve.repo import samples
+from shmserve.terminal.errors import Misuse
+from shmserve.testing import Server
+from tests.support import pages
+from tests.support.gateway.running_gateway import model, talker
+from tests.support.model_files import write_model
+
+pytestmark = pytest.mark.process
+
+SERVICE_NS = 20_000_000
+QUICK = Settings(warmup_ns=SECOND // 20, window_ns=SECOND // 10, min_windows=2, max_windows=2, least=3)
+SHORT = ["--warmup", "20ms", "--window", "100ms", "--windows", "2:2", "--no-echo"]
+SLOW = f"""
+name: "slow" backend: "identity" max_batch_size: 0
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+parameters {{ key: "delay_us" value: {{ string_value: "{SERVICE_NS // 1000}" }} }}
+"""
+SEQUENCE = """
+sequence_batching { direct { } max_sequence_idle_microseconds: 60000000 }
+"""
+
+
+class Place:
+    """A server with all endpoints; `endpoints` are those of plans."""
+
+    def __init__(self, server: Server, keys: Path) -> None:
+        self.server = server
+        own, theirs = str(keys / "alice.key"), str(keys / "server.pub")
+        address = server.endpoints
+        self.endpoints = {
+            "lane": Endpoint(url=server.url),
+            "ipc": Endpoint(url=server.zmq_url),
+            "tcp": Endpoint(url=f"tcp://{address['zmq']}", server_key=theirs, key_file=own),
+            "http": Endpoint(url=f"http://{address['http']}"),
+            "grpc": Endpoint(url=f"grpc://{address['grpc']}"),
+        }
+
+    def requests(self, name: str) -> int:
+        """Successful requests to the model since its start."""
+        with self.server.client() as client:
+            (entry,) = client.statistics(name)["model_stats"]
+        return int(entry["inference_stats"]["success"]["count"])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    repository, keys = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("keys")
+    samples.build(repository, lambda text: None)
+    model(repository, "id", ["FP32", "BYTES"], "[ 4 ]", 8, "dynamic_batching { }")
+    model(repository, "sequence", ["INT32"], "[ 1 ]", 4, SEQUENCE)
+    talker(repository)
+    write_model(repository, "slow", SLOW)
+    for name, roles in (("server", "infer"), ("alice", "infer,observe")):
+        assert command("keygen", name, "--out", str(keys), "--roles", roles)[0] == 0
+    options = ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(keys / "server.key")]
+    options += ["--zmq-keys", str(keys / "alice.pub")]
+    with Server(repository, *options, gateway=True) as server:
+        yield Place(server, keys)
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main.main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+def one_point(plan: Plan) -> record.Point:
+    (point,) = measure(plan).points
+    return point
+
+
+KINDS = ("lane", "ipc", "tcp", "http", "grpc")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closed_loop_over_each_transport(kind: str, place: Place) -> None:
+    """Two processes send; what they report is what the server has counted, but for warm-up and end."""
+    before = place.requests("id")
+    seen: list[Progress] = []
+    plan = Plan(
+        model="id", endpoint=place.endpoints[kind], loads=(Closed(3),), inputs=Inputs(batch=2), settings=QUICK,
+        processes=2,
+    )  # fmt: skip
+    run = measure(plan, on_progress=seen.append)
+    (point,) = run.points
+    assert not point.errors
+    assert not point.failed
+    assert point.rows == 2
+    assert point.cost.processes == 2
+    assert 3 * 2 <= point.latency.count == sum(window.good for window in point.windows[slice(*point.used)])
+    assert point.latency.count <= place.requests("id") - before
+    server = point.server
+    assert server is not None
+    assert server.requests > 0
+    assert server.rows == 2 * server.requests
+    assert server.batches <= server.requests
+    assert sum(int(rows) * count for rows, count in server.batch_sizes.items()) == server.rows
+    assert point.usage is not None
+    assert {"broker", "models"} <= set(point.usage.server)
+    assert record.decode(record.encode(run)) == run
+    assert {progress.phase for progress in seen} >= {"warm-up", "window 1", "window 2"}
+
+
+def test_latencies_are_at_least_the_time_of_the_model(place: Place) -> None:
+    point = one_point(Plan(model="slow", endpoint=place.endpoints["http"], loads=(Closed(2),), settings=QUICK))
+    assert point.latency.low >= SERVICE_NS
+    assert point.throughput.mean <= 1.01 * SECOND / SERVICE_NS + 2 * SECOND / QUICK.window_ns
+    assert point.server is not None
+    assert point.server.parts["compute"] >= SERVICE_NS
+
+
+@pytest.mark.parametrize("kind", ["lane", "http"])
+def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, place: Place) -> None:
+    """200 requests per second to a model that answers 50: they pile up, and their latencies grow."""
+    settings = replace(QUICK, window_ns=SECOND // 4, min_windows=3, max_windows=6)
+    plan = Plan(
+        model="slow", endpoint=place.endpoints[kind], loads=(Open(200.0, "constant"),), settings=settings, in_flight=4
+    )
+    point = one_point(plan)
+    assert point.note.startswith("overloaded: ")
+    assert not point.stable
+    medians = [window.percentiles["p50"] for window in point.windows]
+    assert medians == sorted(medians)
+    assert medians[-1] > 4 * SERVICE_NS, "requests that wait in the generator wait longer than 4 in flight would"
+
+
+def test_recorded_times(place: Place) -> None:
+    times = tuple(number * 4_000_000 + (number % 3) * 100_000 for number in range(50))
+    point = one_point(
+        Plan(model="id", endpoint=place.endpoints["lane"], loads=(Replay(times, "file"),), settings=QUICK)
+    )
+    assert not point.errors
+    assert point.latency.count >= 3
+    assert str(point.load).startswith("recorded times of file (")
+
+
+def test_a_deadline_that_cannot_be_kept(place: Place) -> None:
+    """A response may still arrive after the deadline, but none in time."""
+    plan = Plan(model="slow", endpoint=place.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
+    point = one_point(plan)
+    assert point.goodput is not None
+    assert point.goodput.mean == 0
+    assert point.failed == 0 or any("DEADLINE_EXCEEDED" in text for text in point.errors)
+
+
+@pytest.mark.parametrize("kind", ["lane", "grpc"])
+def test_streams(kind: str, place: Place) -> None:
+    plan = Plan(
+        model="talker", endpoint=place.endpoints[kind], stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK
+    )
+    point = one_point(plan)
+    assert not point.errors
+    first, between = point.first_answer, point.between_answers
+    assert first is not None
+    assert between is not None
+    assert first.count == point.latency.count
+    assert abs(between.count - 4 * first.count) <= 4, "but for those of the streams at the edges"
+    assert first.percentiles["p50"].mean < point.latency.percentiles["p50"].mean
+    assert point.answers_per_s > 0
+
+
+@pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
+@pytest.mark.parametrize("load", [Closed(3), Open(100.0)], ids=["closed", "open"])
+def test_sequences(kind: str, load: Any, place: Place) -> None:
+    """The model refuses requests without a sequence, and those of a sequence that has not been started."""
+    plan = Plan(
+        model="sequence", endpoint=place.endpoints[kind], loads=(load,), sequences=Sequences(3, 4), settings=QUICK
+    )
+    point = one_point(plan)
+    assert not point.errors
+    assert point.latency.count >= 3
+    without = one_point(replace(plan, sequences=None, loads=(Closed(1),)))
+    assert not without.latency.count
+    assert without.failed
+
+
+def test_the_search_for_a_limit(place: Place) -> None:
+    """With N callers every request takes N times 20 ms, or longer on a busy machine."""
+    run = measure(
+        Plan(
+            model="slow",
+            endpoint=place.endpoints["lane"],
+            limit=Limit(50.0, 5 * SERVICE_NS // 2, 1, 16),
+            settings=replace(QUICK, warmup_ns=SECOND // 5),
+        )
+    )
+    assert run.best in (None, 1, 2)
+    assert [point.value for point in run.points] == sorted(point.value for point in run.points)
+    assert all(keeps is (point.value <= (run.best or 0)) for point in run.points for keeps in [_kept(point)])
+
+
+def _kept(point: record.Point) -> bool:
+    return point.latency.percentiles["p50"].mean <= 5 * SERVICE_NS // 2
+
+
+def test_strings_and_files_reach_the_model(place: Place, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((2, 4), np.float32))
+    inputs = Inputs(texts=(f"i_FP32=@{tmp_path}", 'i_BYTES=[["a", "bc", "", "d"], ["1", "2", "3", "4"]]'))
+    for kind in ("lane", "http", "grpc"):
+        point = one_point(Plan(model="id", endpoint=place.endpoints[kind], inputs=inputs, settings=QUICK))
+        assert not point.errors
+        assert point.rows == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_before_the_load(kind: str, place: Place) -> None:
+    endpoint = place.endpoints[kind]
+    with pytest.raises((NotFound, InvalidRequest), match="unknown model"):
+        measure(Plan(model="nothing", endpoint=endpoint))
+    with pytest.raises(Misuse, match="the model has no input 'z'"):
+        measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(texts=("z=1",))))
+
+
+def test_streams_need_another_protocol_than_http(place: Place) -> None:
+    with pytest.raises(Unsupported, match="natively or over gRPC"):
+        measure(Plan(model="talker", endpoint=place.endpoints["http"], stream=True))
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_no_server(kind: str) -> None:
+    with pytest.raises(ConnectionLost, match=f"no server at {kind}://127.0.0.1:1 "):
+        measure(Plan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_generator_measures_itself(kind: str, place: Place) -> None:
+    found = calibrate(Plan(model="id", endpoint=place.endpoints[kind]))
+    assert found.protocol == {"lane": "unix", "tcp": "ipc"}.get(kind, kind)
+    assert found.per_s > 0
+    assert found.request_ns > 0
+
+
+def test_the_command_writes_what_it_measured(place: Place, tmp_path: Path) -> None:
+    files = {name: str(tmp_path / f"run.{name}") for name in ("save", "csv", "html")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    words = ["bench", "id", "--url", place.server.url, "-c", "1,2", *SHORT, *options]
+    code, out, err = command(*words)
+    assert (code, err) == (0, "")
+    run = record.read(Path(files["save"]))
+    assert [point.load for point in run.points] == [Closed(1), Closed(2)]
+    assert out.count("concurrency 1 ") == 3
+    assert Path(files["csv"]).read_text().count("\n") == 3
+    assert Path(files["html"]).read_text().startswith("<!doctype html>")
+    assert command("bench", "--compare", files["save"], files["save"])[1].endswith("is not different from run\n") or (
+        not all(point.stable for point in run.points)
+    )
+
+
+def test_a_run_without_a_success_fails(place: Place) -> None:
+    words = ["bench", "sequence", "--url", place.endpoints["http"].url or "", *SHORT]
+    code, out, err = command(*words, "--json")
+    assert code == 1
+    assert json.loads(out)["points"][0]["failed"] > 0
+    assert err.startswith("shmserve bench: no request succeeded: ")
+    assert "sequence" in err
+
+
+# ---------------------------------------------------------------------------------------- docs/bench.md
+
+
+def test_the_commands_of_the_page(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, as later ones read what earlier ones have written, but for a short time. Only a comparison may
+    find a difference.
+    """
+    np.save(tmp_path / "x.npy", np.ones((2, 64), np.float32))
+    (tmp_path / "inputs").mkdir()
+    for number in range(2):
+        np.save(tmp_path / "inputs" / f"{number}.npy", np.full((1, 64), number, np.float32))
+    (tmp_path / "request.json").write_text('{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [4, 3, 2, 1]}}')
+    (tmp_path / "times.json").write_text("".join(f'{{"at": {n / 100}, "model": "mlp"}}\n' for n in range(20)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHMSERVE_URL", place.server.url)
+    for kind in ("http", "grpc"):
+        monkeypatch.setenv(f"{kind.upper()}_URL", place.endpoints[kind].url or "")
+    for line in pages.commands("bench"):
+        words = shlex.split(os.path.expandvars(line))[1:]
+        compares = "--compare" in words
+        code, out, err = command(*words, *([] if compares else SHORT))
+        assert code == 0 or (code == 1 and compares), f"{line}: {err}"
+        assert out, line
+        assert not err, line
+    assert (tmp_path / "report.html").read_text().count("<h2>") == 7
