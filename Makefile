@@ -18,7 +18,7 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test tritonclient triton-qa check fmt docs stress bench bench-endpoints proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo 'make stress      run the long tests for half an hour: kill -9, chaos, fuzz, hostile clients; SHMSERVE_SEED=N sets the seed'
 	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
 	@echo 'make bench-endpoints  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
+	@echo 'make bench-agreement  compare the figures of shmserve bench with those of perf_analyzer and wrk'
 	@echo 'make proto       regenerate the files made from the .proto files'
 	@echo 'make install-systemd     as root: install the server as a service in PREFIX=$(PREFIX); docs/operations.md'
 	@echo 'make uninstall-systemd   as root: remove the service; settings and models are kept'
@@ -81,6 +82,9 @@ bench: $(VENV)/.dev
 
 bench-endpoints: $(VENV)/.dev tritonclient $(TRITON)/.made
 	@$(BIN)/python -m bench.endpoints --triton-python $(TRITON)/bin/python $(ARGS)
+
+bench-agreement: $(VENV)/.dev tritonclient
+	@$(BIN)/python -m bench.endpoints.agreement $(ARGS)
 
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
