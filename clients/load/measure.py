@@ -23,7 +23,7 @@ from shmserve.clients.load.analysis import server_side
 from shmserve.clients.load.analysis.confidence import Stability, interval, stability
 from shmserve.clients.load.analysis.latencies import Histogram, percentile_of
 from shmserve.clients.load.analysis.usage import Meter, Reading, is_local
-from shmserve.clients.load.analysis.windows import Collector, Responses, is_long_enough, window_of
+from shmserve.clients.load.analysis.windows import Collector, Responses, is_long_enough, timeline, window_of
 from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.generation.schedule import describe_rate, useful_processes
 from shmserve.clients.load.generation.team import Generators
@@ -199,6 +199,7 @@ class _Load:
         self._collector = session._collector = Collector(processes)
         self._windows: list[Window] = []
         self._responses: list[Responses] = []
+        self._timeline: list[Window] = []
         self._boundaries: list[_Boundary] = []
         self._errors: list[Counter[str]] = []
 
@@ -240,6 +241,7 @@ class _Load:
         found = self._collector.take(start, end)
         self._windows.append(window_of(found, start, end, self._start, self._plan.deadline_ns))
         self._responses.append(found)
+        self._timeline += timeline(found, start, end, self._start)
         self._errors.append(self._collector.error_counts(found))
 
     async def _boundary(self, at: int) -> None:
@@ -314,6 +316,7 @@ class _Load:
         return Point(
             load=self._load,
             windows=tuple(self._windows),
+            timeline=tuple(self._timeline),
             used=(first, len(self._windows)),
             stable=found.stable and not behind,
             note=behind or found.note,

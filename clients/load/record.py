@@ -111,6 +111,8 @@ class Point(Struct, frozen=True, kw_only=True):
 
     load: Load
     windows: tuple[Window, ...]
+    timeline: tuple[Window, ...] = ()
+    """Parts of the windows, for charts."""
     used: tuple[int, int]
     stable: bool
     note: str

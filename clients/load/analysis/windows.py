@@ -6,6 +6,7 @@ Pure: times come with the responses.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from shmserve.clients.load.record import Window
 
 LONGEST = 10
 """A window may be extended to so many times its length."""
+PARTS = 5
+"""Parts of a window in the timeline."""
 Array = NDArray[np.int64]
 
 
@@ -136,6 +139,15 @@ def window_of(found: Responses, start: int, end: int, origin: int, deadline_ns: 
         mean_ns=float(good.mean()) if len(good) else 0.0,
         percentiles=window_percentiles(good),
     )
+
+
+def timeline(found: Responses, start: int, end: int, origin: int) -> list[Window]:
+    """The window in equal parts."""
+    edges = [start + (end - start) * number // PARTS for number in range(PARTS + 1)]
+    return [
+        window_of(_chosen(found, (found.done >= left) & (found.done < right)), left, right, origin, 0)
+        for left, right in pairwise(edges)
+    ]
 
 
 def is_long_enough(length_ns: int, responses: int, settings: Settings) -> bool:

@@ -12,7 +12,7 @@ from html import escape
 from msgspec import Struct
 
 WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 78, 16, 30, 48
+LEFT, RIGHT, TOP, BOTTOM = 78, 36, 30, 48
 COLORS = ("#0b6bcb", "#c7431a", "#2a8a43", "#8a4fbf", "#b8860b", "#c2185b")
 Write = Callable[[float], str]
 

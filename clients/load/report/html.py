@@ -25,6 +25,7 @@ def _second(seconds: float) -> str:
 
 RATE = Axis("responses per second", rate_text)
 LATENCY = Axis("latency", _time, log=True)
+ROWS = Axis("rows", lambda rows: f"{rows:g}" if rows == int(rows) else "")
 
 
 def html_text(run: Run) -> str:
@@ -110,26 +111,27 @@ def _of_point(point: Point) -> list[str]:
         parts.append(_histogram("Time to the first answer", point.first_answer))
     if point.between_answers is not None:
         parts.append(_histogram("Time between answers", point.between_answers))
-    starts = [(window.start_ns + window.length_ns / 2) / SECOND for window in point.windows]
+    shown = point.timeline or point.windows
+    starts = [(window.start_ns + window.length_ns / 2) / SECOND for window in shown]
     time_axis = Axis("seconds since the start", _second)
     series = [
         Series(
             name,
             [
                 (at, window.percentiles[name])
-                for at, window in zip(starts, point.windows, strict=True)
+                for at, window in zip(starts, shown, strict=True)
                 if name in window.percentiles
             ],
         )
         for name in ("p50", "p99")
     ]
-    rates = Series("responses/s", [(at, window.per_s) for at, window in zip(starts, point.windows, strict=True)])
+    rates = Series("responses/s", [(at, window.per_s) for at, window in zip(starts, shown, strict=True)])
     parts += [lines("Throughput over time", time_axis, RATE, [rates])]
     parts += [lines("Latency over time", time_axis, LATENCY, series)]
     if point.server is not None and point.server.batch_sizes:
         sizes = sorted((int(size), count) for size, count in point.server.batch_sizes.items())
         values = [(size - 0.5, size + 0.5, float(count)) for size, count in sizes]
-        parts.append(bars("Batch sizes", Axis("rows", from_zero=False), Axis("batches"), values))
+        parts.append(bars("Batch sizes", ROWS, Axis("batches"), values))
     return parts
 
 

@@ -10,6 +10,9 @@ import io
 import json
 import os
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.clients.cli import main
+from shmserve.clients.load import measure as measurement
 from shmserve.clients.load import record
 from shmserve.clients.load.calibration import calibrate
 from shmserve.clients.load.measure import Progress, measure
@@ -33,6 +37,7 @@ from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
+END_S = 60
 SERVICE_NS = 20_000_000
 QUICK = Settings(warmup_ns=SECOND // 20, window_ns=SECOND // 10, min_windows=2, max_windows=2, least=3)
 SHORT = ["--warmup", "20ms", "--window", "100ms", "--windows", "2:2", "--no-echo"]
@@ -237,6 +242,37 @@ def test_errors_before_the_load(kind: str, place: Place) -> None:
         measure(Plan(model="nothing", endpoint=endpoint))
     with pytest.raises(Misuse, match="the model has no input 'z'"):
         measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(texts=("z=1",))))
+
+
+def test_processes_are_added_while_they_are_busy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until each caller has a process of its own; a number that was given stays."""
+    monkeypatch.setattr(measurement, "BUSY", 0.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    plan = Plan(model="id", endpoint=place.endpoints["lane"], loads=(Closed(3), Closed(1)), settings=QUICK)
+    three, one = measure(plan).points
+    assert (three.cost.processes, one.cost.processes) == (3, 1)
+    assert not three.errors
+    assert one_point(replace(plan, processes=1, loads=(Closed(3),))).cost.processes == 1
+
+
+def test_ctrl_c_ends_the_load(place: Place) -> None:
+    before = place.requests("id")
+    words = ["bench", "id", "--url", place.server.url, "--windows", "1000:1000", "--no-echo"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shmserve.clients.cli.main", *words], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            while place.requests("id") == before and process.poll() is None:
+                continue
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=END_S)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (130, "shmserve bench: interrupted\n")
+    after = place.requests("id")
+    with place.server.client() as client:
+        assert client.statistics("id")["model_stats"][0]["in_flight"] == 0
+    assert place.requests("id") == after
 
 
 def test_streams_need_another_protocol_than_http(place: Place) -> None:

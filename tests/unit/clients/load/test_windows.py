@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.clients.load.analysis.latencies import DIGITS, Histogram, buckets, percentile_of, window_percentiles
-from shmserve.clients.load.analysis.windows import Collector, is_long_enough, window_of
+from shmserve.clients.load.analysis.windows import Collector, is_long_enough, timeline, window_of
 from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.plan import Settings
 from tests.support.hypothesis_profiles import examples
@@ -91,6 +91,14 @@ def test_no_response_is_lost_or_counted_twice(
     assert sorted((done, latency) for part in taken for done, latency in zip(part.done, part.latency, strict=True)) == (
         sorted(responses)
     )
+
+
+def test_a_timeline_divides_a_window() -> None:
+    collector = Collector(1)
+    collector.add(0, samples(200, [100, 119, 120, 199], [1, 2, 3, 4], [0, 0, 0, 1]))
+    parts = timeline(collector.take(100, 200), 100, 200, 50)
+    assert [(part.start_ns, part.length_ns) for part in parts] == [(50 + 20 * number, 20) for number in range(5)]
+    assert [(part.good, part.failed) for part in parts] == [(2, 0), (1, 0), (0, 0), (0, 0), (0, 1)]
 
 
 def test_a_slow_model_gets_longer_windows() -> None:
