@@ -122,7 +122,7 @@ async def _follow(reader: asyncio.StreamReader, generator: Generator) -> None:
     while True:
         try:
             order = await read_order(reader)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):  # reset: our last samples were not read
             return
         await generator.follow(order)
 

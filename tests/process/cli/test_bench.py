@@ -106,7 +106,7 @@ KINDS = ("lane", "ipc", "tcp", "http", "grpc")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_closed_loop_over_each_transport(kind: str, place: Place) -> None:
+def test_a_closed_loop_over_each_transport(kind: str, place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     """Two processes send; what they report is what the server has counted, but for warm-up and end."""
     before = place.requests("id")
     seen: list[Progress] = []
@@ -132,6 +132,7 @@ def test_a_closed_loop_over_each_transport(kind: str, place: Place) -> None:
     assert {"broker", "models"} <= set(point.usage.server)
     assert record.decode(record.encode(run)) == run
     assert {progress.phase for progress in seen} >= {"warm-up", "window 1", "window 2"}
+    assert capfd.readouterr() == ("", ""), "the processes end quietly"
 
 
 def test_latencies_are_at_least_the_time_of_the_model(place: Place) -> None:

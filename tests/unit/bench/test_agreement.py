@@ -1,0 +1,59 @@
+"""How `bench.endpoints.agreement` compares load generators. Starts no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.endpoints import agreement
+from bench.endpoints.agreement import Turn
+
+
+def test_medians_are_compared() -> None:
+    found = {
+        "bench": [Turn(100, 1000), Turn(104, 1000), Turn(500, 1)],
+        "wrk": [Turn(100, 900), Turn(100, 900), Turn(1, 900)],
+    }
+    rate, latency = agreement.compared("http, 1 in flight", found)
+    assert rate.value == pytest.approx(1.04)
+    assert latency.value == pytest.approx(1000 / 900)
+    assert (rate.verdict, latency.verdict) == ("ok", "missed")
+
+
+def test_the_order_is_reversed_each_round() -> None:
+    order: list[str] = []
+
+    def take(name: str) -> Turn:
+        order.append(name)
+        return Turn(1, 1)
+
+    found = agreement.in_turn(3, {name: lambda name=name: take(name) for name in "abc"})  # type: ignore[misc]
+    assert "".join(order) == "abccbaabc"
+    assert {name: len(turns) for name, turns in found.items()} == dict.fromkeys("abc", 3)
+
+
+def test_tools_that_are_missing_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "none")
+    assert agreement.main(["--perf-analyzer", missing, "--wrk", missing]) == 0
+    said = capsys.readouterr().err
+    assert "skipped: there is no perf_analyzer; `make tritonclient` installs it, or give --perf-analyzer" in said
+    assert "skipped: there is no wrk; `apt install wrk`, or give --wrk" in said
+
+
+def tool(folder: Path, body: str) -> str:
+    path = folder / "wrk"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_report_of_wrk_is_read(tmp_path: Path) -> None:
+    fake = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "failed": 0}'""")
+    assert agreement.by_wrk(fake, "127.0.0.1:1", 2, 1.0, tmp_path) == Turn(250.0, 1500)
+    assert '"shape": [1, 16]' in (tmp_path / "wrk.lua").read_text()
+    failed = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "failed": 3}'""")
+    with pytest.raises(RuntimeError, match="wrk: 3 requests failed"):
+        agreement.by_wrk(failed, "127.0.0.1:1", 2, 1.0, tmp_path)
+    with pytest.raises(RuntimeError, match="wrk printed no result: nothing"):
+        agreement.by_wrk(tool(tmp_path, "echo nothing"), "127.0.0.1:1", 2, 1.0, tmp_path)
