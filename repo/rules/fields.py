@@ -26,6 +26,11 @@ from shmserve.repo.rules.schedulers import validate_scheduler
 PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 """Valid names of Python models: Triton derives a process name from it."""
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
+OTHER_NAMES = {
+    "libtorch": "pytorch", "onnx": "onnxruntime", "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python",
+    "torch": "pytorch", "torchscript": "pytorch", "trt": "tensorrt", "vino": "openvino",
+}  # fmt: skip
+"""Other names of engines, which people write for the names of backends."""
 INSTANCES = 1024
 """Most instances of one model; each is a process."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
@@ -124,6 +129,13 @@ def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
     validate_padding(config, config.max_batch_size == 0 and needs_completion(config), problem)
 
 
+def _nearest_backend(found: str, available: Collection[str]) -> str | None:
+    """The backend that is meant by another name of its engine, by the name of a platform, or by a misspelling."""
+    platforms = {engine.platform: engine.backend for engine in ENGINES if engine.platform}
+    other = (OTHER_NAMES | platforms).get(found.lower())
+    return other if other in available else nearest(found, available)
+
+
 def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
     platforms = [engine.platform for engine in ENGINES if engine.platform]
     if is_ensemble(config):
@@ -144,7 +156,7 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
             text = "not given, and no file in the version directory determines it"
             problem("backend", f"{text}; set one of {_listed(host.backends)}, or add one of {files}")
     elif config.backend not in host.backends:
-        near = nearest(config.backend, host.backends)
+        near = _nearest_backend(config.backend, host.backends)
         hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
         problem("backend", f'found "{escaped(config.backend)}", which this server does not have; {hint}')
     elif not can_complete(config):

@@ -92,12 +92,13 @@ class Broker:
         override_bytes: int,
         other_children: Set[int],
         busy_poll_ns: int = 0,
+        triton_compatible: bool = False,
     ) -> None:
         """`mode`, `overrides_dir`, `override_bytes`: of load calls. `other_children`: a live set of pids of children
         that other code reaps."""
         self.core = core
         self.operations = ClientOperations(
-            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, override_bytes
+            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, override_bytes, triton_compatible
         )
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
         """Called with the trace of each completed request that was sampled."""

@@ -176,6 +176,7 @@ class ServerProcess:
             override_bytes=settings.override_bytes,
             other_children=self._gateways.pids,
             busy_poll_ns=busy_poll_ns,
+            triton_compatible=settings.triton_compatible,
         )
         self._operations = self._broker.operations
         generations.discard = self._operations.discard

@@ -43,7 +43,9 @@ UPLOADS = 16
 """Limit of bodies that are being received, of all clients."""
 CHUNK = FIELD_BYTES // 2
 
-REFUSED = "explicit model load / unload is not allowed if polling is enabled"
+REFUSED = "explicit model load / unload is not allowed"
+POLLING = "if polling is enabled"
+"""The rest of Triton's text, which Triton also has in mode none."""
 
 T = TypeVar("T")
 
@@ -71,7 +73,9 @@ class ClientOperations:
         place: Path,
         mode: str = "none",
         override_bytes: int = 1 << 30,
+        compatible: bool = False,
     ) -> None:
+        """`compatible`: with Triton's texts, also where they are misleading."""
         self._loop = loop
         self._core = core
         self._catalog = catalog
@@ -80,6 +84,7 @@ class ClientOperations:
         self._place = place
         self._mode = mode
         self._override_bytes = override_bytes
+        self._compatible = compatible
         self._reader = ThreadPoolExecutor(1, "reader")
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
@@ -123,7 +128,8 @@ class ClientOperations:
     def _begin(self, what: str) -> Upload:
         """Checks the operation at its first piece, before hundreds of megabytes are received."""
         if what not in ALWAYS and not self.explicit:
-            raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
+            why = POLLING if self._mode == "poll" or self._compatible else f"in mode {self._mode}"
+            raise Unavailable(f"{REFUSED} {why}; start the server with --model-control-mode explicit")
         if len(self._uploads) >= UPLOADS:
             raise Unavailable(
                 f"{UPLOADS} load calls are already being received; try again when one of them is complete"

@@ -16,7 +16,8 @@ from tests.support.living import answer, generation, group, identity, index, pid
 
 pytestmark = pytest.mark.process
 
-REFUSED = "explicit model load / unload is not allowed if polling is enabled"
+REFUSED = "explicit model load / unload is not allowed"
+POLLING = f"{REFUSED} if polling is enabled; start the server with --model-control-mode explicit"
 BROKEN = living.IDENTITY.replace("max_batch", "max_bach")
 
 # ------------------------------------------------------------------------------------------------ none
@@ -27,7 +28,9 @@ def test_mode_none_ignores_changes_and_refuses_operations(tmp_path: Path) -> Non
     with Server(tmp_path) as server, server.client() as client:
         before = pids(client, "m")
         for operation in (client.load, client.unload):
-            with pytest.raises(shmserve.Unavailable, match=REFUSED):
+            with pytest.raises(
+                shmserve.Unavailable, match=f"{REFUSED} in mode none; start the server with --model-con"
+            ):
                 operation("m")
         with pytest.raises(shmserve.Unavailable, match=REFUSED):
             client.load("m", config={"backend": "identity"}, files={"1/large": bytes(3_000_000)})
@@ -181,7 +184,7 @@ def test_a_model_is_not_read_before_it_has_settled(tmp_path: Path) -> None:
 def test_models_are_added_changed_and_removed_by_polling(polled: tuple[Server, Path]) -> None:
     server, root = polled
     with server.client() as client:
-        with pytest.raises(shmserve.Unavailable, match=REFUSED):
+        with pytest.raises(shmserve.Unavailable, match=POLLING):
             client.load("m")
         files = generation(root, "files", 1)
         identity(root, "config")

@@ -34,7 +34,7 @@ class Loop:
 
 
 class Shell:
-    def __init__(self, root: Path, config: str = GOOD) -> None:
+    def __init__(self, root: Path, config: str = GOOD, mode: str = "explicit", compatible: bool = False) -> None:
         model(root / "models", "m", config, {"1/weights": "a"})
         self.loop = Loop()
         self.core = Core()
@@ -48,7 +48,8 @@ class Shell:
             lambda event: self.inbox.append((0, event)),
             lambda peer, message: self.said.append(message),
             root / "overrides",
-            "explicit",
+            mode,
+            compatible=compatible,
         )
 
     def ask(self, what: str, body: bytes = b"") -> None:
@@ -104,3 +105,21 @@ def test_what_a_spawn_needs_is_kept_until_the_core_has_seen_it(shell: Shell) -> 
     shell.operations.tidy()
     with pytest.raises(KeyError):
         shell.catalog.load_order(spawn)
+
+
+@pytest.mark.parametrize(
+    ("mode", "compatible", "why"),
+    [
+        ("none", False, "in mode none"),
+        ("none", True, "if polling is enabled"),
+        ("poll", False, "if polling is enabled"),
+        ("poll", True, "if polling is enabled"),
+    ],
+)
+def test_loading_in_other_modes(tmp_path: Path, mode: str, compatible: bool, why: str) -> None:
+    """Triton says that polling is enabled in mode none, too."""
+    shell = Shell(tmp_path, mode=mode, compatible=compatible)
+    for what in ("load", "unload"):
+        shell.operations.handle(1, Ask(1, what, "m"))
+        text = "explicit model load / unload is not allowed"
+        assert shell.said.pop().text == f"{text} {why}; start the server with --model-control-mode explicit"
