@@ -41,7 +41,7 @@ class ScannedModel(NamedTuple):
     `versions` are those selected by the version policy whose file exists, ascending; `missing` are the others that it
     selects, and why they cannot be served. `given` is the configuration as written in the file or override, without
     defaults, None if it cannot be parsed. `file` is the configuration's file, "" if there is none. `places` maps
-    fields to positions.
+    fields to positions. `present`: all version directories, None if they cannot be listed.
     """
 
     name: str
@@ -54,6 +54,7 @@ class ScannedModel(NamedTuple):
     file: str = ""
     missing: Mapping[int, str] = MappingProxyType({})
     places: Mapping[str, Place] = MappingProxyType({})
+    present: tuple[int, ...] | None = None
 
     @classmethod
     def failed(cls, name: str, path: Path, reason: str) -> ScannedModel:
@@ -163,10 +164,11 @@ class _Scan:
         examined: ExaminedConfig | None = None
         file = ""
         versions: tuple[int, ...] = ()
+        present: tuple[int, ...] | None = None
         try:
             if not MODEL_NAME.fullmatch(self._path.name):
                 raise _BadModel(f"a model cannot have this name; expected {NAME_RULE}")
-            numbers = self._version_directories()
+            present = numbers = self._version_directories()
             given, file = self._given(config_name, override)
             examined = self._examine(given, file, numbers)
             versions = self._select(examined, numbers)
@@ -186,6 +188,7 @@ class _Scan:
             file=file,
             missing=self._missing,
             places=examined.places if examined is not None else {},
+            present=present,
         )
 
     def _add_problem(self, text: str, below: str = "") -> None:

@@ -85,13 +85,15 @@ class Deploy(Struct):
 
     Versions that are served continue until all replacements are READY; if a replacement fails, they simply continue.
     Settled reports the outcome of `operation` (0: no report). `fresh`: also reload versions that are already served
-    from the same source.
+    from the same source. `present`: the versions that are in the repository, None if unknown; others are forgotten
+    when they have been unloaded.
     """
 
     model: str
     targets: tuple[Target, ...]
     operation: int = 0
     fresh: bool = False
+    present: tuple[int, ...] | None = None
 
 
 class Refuse(Struct):

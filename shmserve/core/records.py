@@ -540,6 +540,7 @@ class Version:
         "compose_number",
         "crash_limit",
         "decoupled",
+        "deleted",
         "graph",
         "idle",
         "instances",
@@ -638,6 +639,8 @@ class Version:
         self.wake = 0
         """When to dispatch again if no event arrives; 0: never."""
         self.statistics = Statistics()
+        self.deleted = False
+        """It is no longer in the repository: forget it when it is unloaded."""
 
     @property
     def label(self) -> str:

@@ -328,7 +328,7 @@ class Control:
         return {"config": as_triton_json(self._catalog.config(version.source)), "origins": origins, "text": text}
 
     def _statistics(self, ask: Ask) -> Any:
-        versions = self._find(ask) if ask.model else self._versions()
+        versions = self._find(ask) if ask.model else list(filter(self._is_of_interest, self._versions()))
         if ask.model and not ask.version:
             loaded = [
                 one for one in self._core.state.models[ask.model].versions.values() if one.state is VersionState.READY

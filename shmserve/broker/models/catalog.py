@@ -200,7 +200,7 @@ class Catalog:
         targets = tuple(self._target(reading, scanned.config, number, instances) for number in scanned.versions)
         self._rejected.pop(scanned.name, None)
         self._wanted(scanned.name, targets)
-        events: list[Event] = [(0, Deploy(scanned.name, targets, operation))]
+        events: list[Event] = [(0, Deploy(scanned.name, targets, operation, present=scanned.present))]
         events += [(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]
         return events
 

@@ -53,6 +53,8 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
     for number in [number for number in model.coming if number not in wanted]:
         _abandon(state, model, model.coming.pop(number))
     operation.dropped = [number for number in model.versions if number not in wanted]
+    if event.present is not None:
+        operation.deleted = frozenset(operation.dropped).difference(event.present)
     start_waiting(state)
     settle(state, model)
 
@@ -330,11 +332,15 @@ def _commit(state: State, model: Model, operation: Operation) -> None:
     for version, instance in operation.surplus:
         stop(state, version, instance)
     for number in operation.dropped:
+        if number not in model.versions:  # it was deleted, and has been unloaded since the operation began
+            continue
         version = model.versions[number]
-        if version.state is _V.UNAVAILABLE and version.gone and version.reason != UNLOADED:
-            del model.versions[number]
-        else:
+        version.deleted = number in operation.deleted
+        if version.reason == UNLOADED or version.state is not _V.UNAVAILABLE or not version.gone:
             retire(state, version)
+            _forget_deleted(model, version)
+        else:
+            del model.versions[number]
 
 
 # ------------------------------------------------------------------------------------ retirement
@@ -470,7 +476,15 @@ def finish_unloads(state: State) -> None:
             model = state.models[version.model]
             if model.versions.get(version.number) is version:
                 state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)
+            _forget_deleted(model, version)
             complete_departures(state, model)
+
+
+def _forget_deleted(model: Model, version: Version) -> None:
+    """Drops a version that was unloaded and is no longer in the repository, so that it is not listed for ever."""
+    unloaded = version.state is _V.UNAVAILABLE and version.gone
+    if version.deleted and unloaded and model.versions.get(version.number) is version:
+        del model.versions[version.number]
 
 
 def complete_departures(state: State, model: Model) -> None:

@@ -28,6 +28,8 @@ class Operation(Struct, eq=False):
     surplus: list[tuple[Version, Instance]] = []
     dropped: list[int] = []
     """Versions that are no longer wanted."""
+    deleted: frozenset[int] = frozenset()
+    """Those of them that are no longer in the repository."""
     failures: list[str] = []
     traceback: str = ""
     """The model's traceback, for the log."""

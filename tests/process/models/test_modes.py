@@ -47,6 +47,32 @@ def test_mode_none_ignores_changes_and_refuses_operations(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------ explicit
 
 
+def test_deleted_versions_are_not_listed_for_ever(tmp_path: Path) -> None:
+    """One that the version policy leaves out is still listed, as Triton does."""
+    config = "version_policy { all { } }"
+    for version in (1, 2, 3):
+        generation(tmp_path, "m", version, config, version=version)
+    options = ("--model-control-mode", "explicit", "--load-model", "m")
+    with Server(tmp_path, *options) as server, server.client() as client:
+        assert index(client).keys() == {"m/1", "m/2", "m/3"}
+        shutil.rmtree(tmp_path / "m" / "1")
+        living.write(tmp_path / "m" / "config.pbtxt", living.PYTHON + "version_policy { latest { num_versions: 1 } }")
+        client.load("m")
+        until(client, lambda: states(client, "m") == {"2": "UNAVAILABLE", "3": "READY"})
+        assert [entry["version"] for entry in client.statistics("m")["model_stats"]] == ["3"]
+        assert {entry["version"] for entry in client.statistics()["model_stats"]} == {"2", "3"}
+        with pytest.raises(shmserve.NotFound, match="'m' version 1 is not found"):
+            client.infer("m", {"x": living.ONE}, version=1)
+        shutil.rmtree(tmp_path / "m" / "2")
+        client.load("m")
+        assert index(client).keys() == {"m/3"}
+        client.unload("m")
+        assert states(client, "m") == {"3": "UNAVAILABLE"}
+        shutil.rmtree(tmp_path / "m")
+        assert client.models() == []
+        assert client.statistics() == {"model_stats": []}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def resnet(root: Path) -> None:
     identity(root, "resnet")

@@ -16,13 +16,15 @@ Event = tuple[int, Any]
 class Operating(World):
     model = ""
 
-    def do_deploy(self, name: str, *versions: str, op: str = "0") -> list[Event]:
+    def do_deploy(self, name: str, *versions: str, op: str = "0", present: str = "") -> list[Event]:
         """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
-        load what is served, too. `unloaded`: the workers do not load by themselves."""
+        load what is served, too. `unloaded`: the workers do not load by themselves. `present=1,3`: the versions in
+        the repository, if they are known."""
         flags = [word for word in versions if ":" not in word]
         targets = tuple(self._target(name, word) for word in versions if ":" in word)
         self.loads_itself[name] = "unloaded" not in flags
-        return [(0, events.Deploy(name, targets, int(op), "fresh" in flags))]
+        known = tuple(map(int, present.split(","))) if present else None
+        return [(0, events.Deploy(name, targets, int(op), "fresh" in flags, known))]
 
     def _target(self, name: str, word: str) -> events.Target:
         number, _, what = word.partition(":")
