@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmserve.extras import install_command
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTROL = Path("/dev/nvidiactl")
 """Exists if the driver is loaded."""
@@ -62,7 +64,7 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return Gpus((), _why("the package nvidia-ml-py is not installed: pip install 'shmserve[gpu]'", control))
+        return Gpus((), _why(f"the package nvidia-ml-py is not installed: {install_command('gpu')}", control))
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

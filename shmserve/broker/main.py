@@ -40,6 +40,7 @@ from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
+from shmserve.extras import install_command
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.repo.check import repository_findings
 from shmserve.repo.gpus import Gpus, discover
@@ -102,7 +103,10 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            text = f"another server runs in {self._path}; stop it, or use another directory (--runtime-dir)"
+            text = (
+                f"another server runs in {self._path}; stop it, with Ctrl-C in its terminal, or give this one another "
+            )
+            text += "--runtime-dir and other ports (--http-port, --grpc-port, --metrics-port)"
             raise CannotStart(text) from None
         self._remove()
         (self._path / GENERATIONS).mkdir(mode=0o700)
@@ -183,8 +187,7 @@ class ServerProcess:
         self._control.process_of = self._broker.process_of
         self._progress = LoadProgress(self._core, self._loaded, log_record)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
-        report = self._activity_report()
-        self._control.add({"activity": lambda ask: report.document()})
+        self._add_activity_query()
         self._trace_file = self._add_setting_queries(settings, recent)
         self._waits_for = {"models", "gateways"}
         """Startup phases that must finish before the server is ready."""
@@ -199,9 +202,10 @@ class ServerProcess:
         control.metrics_budget = settings.metrics_interval_ms > 0
         return control
 
-    def _activity_report(self) -> ActivityReport:
+    def _add_activity_query(self) -> None:
         control, gpus = self._control, self._gpu_metrics
-        return ActivityReport(self._core.state, control.index, control.about, gpus.document, gpus.used_by)
+        report = ActivityReport(self._core.state, control.index, control.about, gpus.document, gpus.used_by)
+        control.add({"activity": lambda ask: report.document()})
 
     def _add_setting_queries(self, settings: argparse.Namespace, recent: RecentRecords) -> TraceFile:
         """Registers the queries about log and traces. Returns the trace file."""
@@ -365,7 +369,7 @@ def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Ga
     missing = [name for name in NEEDED if wanted.count and find_spec(name) is None]
     if not missing:
         return wanted
-    text = f"the gateway needs the package {missing[0]}: pip install 'shmserve[gateway]'"
+    text = f"the gateway needs the package {missing[0]}: {install_command('gateway')}"
     if wanted.words or wanted.count > 1:
         raise CannotStart(f"{text}, or omit its flags")
     log.warning("%s; serving only clients on this machine", text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import DIMS
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.output import from_bfloat16
-from shmserve.terminal.tables import shape_text
+from shmserve.terminal.tables import bytes_text, shape_text
 
 Spec = Mapping[str, Any]
 """A tensor in the metadata: name, datatype, shape."""
@@ -30,6 +31,10 @@ Arrays = dict[str, NDArray[Any]]
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 RANDOM_BELOW = 100
 RANDOM_LETTERS = 8
+WIDE_BYTES = 8
+"""Bytes of a random number, before it is converted to the input's dtype."""
+STRING_BYTES = 8 + RANDOM_LETTERS + 33
+"""Bytes of a random string, as an object, and of the reference to it."""
 SHOWN = 60
 """The most characters of a refused value to show."""
 
@@ -162,6 +167,7 @@ def _shape(spec: Spec, batch: int | None) -> tuple[int, ...]:
 
 def _random(spec: Spec, shape: tuple[int, ...], generator: np.random.Generator) -> Any:
     dtype = spec["datatype"]
+    _check_size(spec["name"], shape, STRING_BYTES if dtype == "BYTES" else WIDE_BYTES)
     if dtype == "BYTES":
         letters = generator.integers(ord("a"), ord("z") + 1, (math.prod(shape), RANDOM_LETTERS), np.uint8)
         return _objects([row.tobytes() for row in letters], shape)
@@ -170,6 +176,15 @@ def _random(spec: Spec, shape: tuple[int, ...], generator: np.random.Generator) 
     if dtype in FLOATS:
         return _floats(generator.random(shape), spec)
     return generator.integers(0, RANDOM_BELOW, shape).astype(to_numpy(dtype))
+
+
+def _check_size(name: str, shape: tuple[int, ...], item_bytes: int) -> None:
+    """Misuse if the data cannot fit into this machine's memory."""
+    size = math.prod(shape) * item_bytes
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > machine:
+        text = f"random data for input '{name}' of shape {shape_text(shape)} would take {bytes_text(size)}"
+        raise Misuse(f"{text}, this machine has {bytes_text(machine)}; give a smaller --shape or --batch, or --input")
 
 
 # ------------------------------------------------------------------------------------------ values

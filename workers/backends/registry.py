@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.extras import install_command
 from shmserve.repo.backends import FILE, GROUP, MODEL, in_directory
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
 
@@ -53,7 +54,7 @@ def find(name: str, directory: str = "") -> type[Backend]:
         if not known.extra:
             raise
         raise Unsupported(
-            f"backend '{name}' needs a package that is not installed ({error}): pip install 'shmserve[{known.extra}]'"
+            f"backend '{name}' needs a package that is not installed ({error}): {install_command(known.extra)}"
         ) from error
     return kind
 

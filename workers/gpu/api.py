@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable, Unsupported
+from shmserve.extras import install_command
 from shmserve.shm.extents.cuda import device_id
 
 EXTRA = "gpu"
@@ -207,5 +208,5 @@ def major(trt: Any) -> int:
 
 def _missing(name: str, error: ImportError) -> Unsupported:
     return Unsupported(
-        f"a model for the GPU needs a package that is not installed, {name} ({error}): pip install 'shmserve[{EXTRA}]'"
+        f"a model for the GPU needs a package that is not installed, {name} ({error}): {install_command(EXTRA)}"
     )

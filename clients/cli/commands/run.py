@@ -11,6 +11,7 @@ import sys
 from typing import NoReturn
 
 from shmserve.clients.cli.commands.base import order_of
+from shmserve.extras import install_command
 from shmserve.paths import python
 from shmserve.terminal.errors import Failed
 
@@ -46,5 +47,5 @@ def gateway(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "httptools":
             raise
-        raise Failed("the package httptools is not installed: pip install 'shmserve[gateway]'") from error
+        raise Failed(f"the package httptools is not installed: {install_command('gateway')}") from error
     return main.run(args)

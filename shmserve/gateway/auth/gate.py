@@ -8,6 +8,7 @@ import logging
 import ssl
 from collections.abc import Iterator
 
+from shmserve.extras import install_command
 from shmserve.gateway.auth import restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward
@@ -161,4 +162,4 @@ def _forward(flag: str, pattern: str | None, withheld: set[str]) -> Forward | No
     except ValueError as error:
         raise Misuse(f"{flag}: {error}") from error
     except ImportError as error:
-        raise Failed(f"{flag} requires the package google-re2: pip install 'shmserve[gateway]'") from error
+        raise Failed(f"{flag} requires the package google-re2: {install_command('gateway')}") from error

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shmserve.errors import ModelFailed, Unavailable, Unsupported
+from shmserve.extras import install_command
 from shmserve.shm.extents import cuda
 from shmserve.shm.extents.cuda import CudaExtent
 
@@ -28,7 +29,7 @@ class ClientCuda:
             self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
         except ImportError as error:
             raise Unsupported(
-                f"tensors on a GPU need a package that is not installed, cupy ({error}): pip install 'shmserve[gpu]'"
+                f"tensors on a GPU need a package that is not installed, cupy ({error}): {install_command('gpu')}"
             ) from error
         self._error: type[Exception] = self._runtime.CUDARuntimeError
 

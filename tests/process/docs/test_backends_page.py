@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import shmserve
 from shmserve.broker.config import settings
 from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.extras import install_command
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem, installed
 from shmserve.repo.config.complete import can_complete
 from shmserve.workers.backends import Context, StackedBackend, registry
@@ -175,7 +177,7 @@ def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pyt
     for module in ("onnx.backend", "pytorch.backend", "pytorch.programs", "pytorch.device", "openvino"):
         monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*pip install 'shmserve\[{extra}\]'"):
+    with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*{re.escape(install_command(extra))}"):
         registry.find(name)
 
 
@@ -191,4 +193,4 @@ def test_who_can_say_what_the_configuration_leaves_out(backend: str, file: str, 
 
 
 def test_the_reason_on_the_page() -> None:
-    assert "backend 'pytorch' needs a package that is not installed (No module named 'torch'): pip install" in PAGE
+    assert "backend 'pytorch' needs a package that is not installed (No module named 'torch'): .venv/bin/pip" in PAGE

@@ -15,6 +15,7 @@ import pytest
 
 from shmserve.repo import ocr
 from tests import ROOT
+from tests.support import living, pages
 
 MADE = ROOT / ".venv" / ".serve"
 NEWER = [ROOT / name for name in ("setup.cfg", "pyproject.toml")]
@@ -59,7 +60,31 @@ def served(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str],
                 process.stdout.read()
 
 
-def test_serve_demo_and_ctrl_c(served: tuple[subprocess.Popen[str], list[str]], environment: dict[str, str]) -> None:
+OWN = next(block for block in pages.blocks((ROOT / "README.md").read_text(), "sh") if "--model-repository" in block)
+"""How the README serves a model of the reader."""
+
+
+def in_a_shell(place: Path, environment: dict[str, str], lines: str, more: str = "") -> subprocess.Popen[str]:
+    """A new shell that runs these lines, with more arguments for the last one, in a directory with a model."""
+    if not place.exists():
+        living.identity(place / "models", "mine")
+        (place / ".venv").symlink_to(ROOT / ".venv")
+    shell = environment | {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+    return subprocess.Popen(
+        ["bash", "-ec", f"{lines.rstrip()} {more}"],
+        cwd=place,
+        env=shell,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_serve_demo_and_ctrl_c(
+    served: tuple[subprocess.Popen[str], list[str]], environment: dict[str, str], tmp_path: Path
+) -> None:
     process, said = served
     text = "\n".join(said)
     names = ["add_sub", "cnn", "mlp"] + ([ocr.MODEL] if ocr.model_file() else [])
@@ -80,6 +105,12 @@ def test_serve_demo_and_ctrl_c(served: tuple[subprocess.Popen[str], list[str]], 
     if ocr.MODEL in found:
         assert found[ocr.MODEL]["text"] == "Handles travel, tensors stay: 64 MiB, 0 copies"
 
+    place = tmp_path / "own"
+    with in_a_shell(place, environment, OWN, "--http-port 0 --grpc-port 0 --metrics-port 0") as second:
+        why = second.communicate()[1]
+    assert second.returncode == 1
+    assert "stop it, with Ctrl-C in its terminal, or give this one another --runtime-dir" in why
+
     os.killpg(process.pid, signal.SIGINT)  # what the terminal does
     assert process.stdout
     rest = process.stdout.read()
@@ -89,3 +120,17 @@ def test_serve_demo_and_ctrl_c(served: tuple[subprocess.Popen[str], list[str]], 
     # make itself was interrupted too, and says so; the server under it has ended with 0.
     assert process.wait() == -signal.SIGINT
     assert not list((Path(environment["SHMSERVE_RUNTIME_DIR"])).glob("*.sock"))
+
+    with in_a_shell(place, environment, OWN, "--http-port 0 --grpc-port 0 --metrics-port 0") as own:
+        assert own.stderr
+        try:
+            for line in own.stderr:
+                if " ready: " in line:
+                    break
+            with in_a_shell(place, environment, f"{OWN.splitlines()[0]}\nshmserve models --json") as other:
+                assert other.stdout
+                assert [entry["state"] for entry in json.load(other.stdout)] == ["READY"]
+        finally:
+            os.killpg(own.pid, signal.SIGINT)
+            own.communicate()
+    assert own.returncode in (0, -signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.measures import ALL
 from shmserve.broker.config import command_line
 from shmserve.clients.cli import parser
 from tests import ROOT
@@ -94,3 +96,15 @@ def test_files_that_contributing_names_exist() -> None:
     named = [name for row in rows for name in re.findall(r"`([a-z_.]+(?:/[a-z_.]*)+)`", row)]
     assert len(named) > 20
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_measures_and_modules_in_the_pages_exist() -> None:
+    texts = [page.read_text() for page in PAGES if page.name != "CHANGELOG.md"]
+    measures = {name for text in texts for name in re.findall(r"--only ([a-z-]+)", text)}
+    assert measures
+    assert measures <= set(ALL)
+    modules = {
+        name for text in texts for name in re.findall(r"python3? -m ((?:shmserve|bench|tests)[a-z_.]*[a-z_])", text)
+    }
+    assert {"shmserve.sim", "shmserve.repo.samples"} <= modules
+    assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []

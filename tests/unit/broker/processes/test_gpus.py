@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shmserve.broker.processes import gpus
 from shmserve.broker.processes.gpus import GpuMetrics
+from shmserve.extras import install_command
 from shmserve.repo.gpus import Gpu, Gpus, cpu_only, discover, visible
 from tests.support.workers.gpu_harness import standins
 
@@ -102,7 +103,7 @@ def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     set_up(monkeypatch, TWO[0] | {"missing": ["uuid"]})
     assert discover({}, control).why == "NVML error: not supported"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "nvidia-ml-py is not installed: pip install 'shmserve[gpu]'" in discover({}, control).why
+    assert f"nvidia-ml-py is not installed: {install_command('gpu')}" in discover({}, control).why
 
 
 # ---------------------------------------------------------------------------------------------- metrics

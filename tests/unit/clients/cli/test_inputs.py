@@ -304,3 +304,12 @@ def test_shapes_for_random_data() -> None:
 def test_batches_need_a_free_first_dim() -> None:
     with pytest.raises(Misuse, match=r"input 'x' is \[4\]: the model takes no batches"):
         inputs.random(known(spec("FP32", 4)), 2, {}, None)
+
+
+@pytest.mark.parametrize("dtype", ["FP32", "INT8", "BOOL", "BYTES", "BF16"])
+def test_random_data_that_no_machine_can_hold(dtype: str) -> None:
+    text = r"'x' of shape \[1000000000000000000, 4\] would take [\d.]+ TiB, this machine has [\d.]+ \w+; give a sm"
+    with pytest.raises(Misuse, match=text):
+        inputs.random(known(spec(dtype, 10**18, 4)), None, {}, None)
+    with pytest.raises(Misuse, match="would take"):
+        inputs.random(known(spec(dtype, -1, 4)), None, {"x": (10**18, 4)}, None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.extras import install_command
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.gpu_harness import adder, plan, tensor
@@ -197,7 +199,7 @@ def test_other_versions_of_the_library(gpu: Gpu, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("name", ["cupy.cuda.runtime", "tensorrt"])
 def test_without_the_libraries(gpu: Gpu, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, name, None)
-    with pytest.raises(Unsupported, match=rf"{name.partition('.')[0]} \(.*\): pip install 'shmserve\[gpu\]'"):
+    with pytest.raises(Unsupported, match=rf"{name.partition('.')[0]} \(.*\): {re.escape(install_command('gpu'))}"):
         gpu.load(tmp_path)
 
 
