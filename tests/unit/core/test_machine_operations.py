@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Settled
@@ -58,12 +59,18 @@ class OperatedMachine(CoreMachine):
 
     @rule(
         which=st.integers(0, 9), source=st.integers(0, 3), count=st.integers(1, 3), fresh=st.booleans(),
-        together=st.booleans(),
+        numbers=st.sampled_from([(1,), (1,), (1, 2), (2,)]), known=st.booleans(), together=st.booleans(),
     )  # fmt: skip
-    def deploy(self, which: int, source: int, count: int, fresh: bool, together: bool) -> None:
+    def deploy(
+        self, which: int, source: int, count: int, fresh: bool, numbers: tuple[int, ...], known: bool, together: bool
+    ) -> None:
+        """`known`: versions that are not in it were deleted."""
         name = self.names[which % len(self.names)]
         specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(count))
-        self.operate(events.Deploy(name, (events.Target(1, source, specs),), 0, fresh and source == 0), together)
+        first = self.world.policies[name, 1]
+        self.world.policies[name, 2] = replace(first, version=2)
+        targets = tuple(events.Target(number, source + 10 * (number - 1), specs) for number in numbers)
+        self.operate(events.Deploy(name, targets, 0, fresh and source == 0, numbers if known else None), together)
 
     @rule(which=st.integers(0, 9), really=st.integers(0, 2), together=st.booleans())
     def unload(self, which: int, really: int, together: bool) -> None:
