@@ -11,7 +11,7 @@ import numpy as np
 
 from shmserve.clients.transport.address import address_of
 from shmserve.clients.transport.event_loop import LoopLink
-from shmserve.errors import Internal, InvalidRequest, Unavailable, Unsupported
+from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -187,8 +187,21 @@ class GatewayLink(LoopLink):
 
     def _readable(self) -> None:
         self._polling.wake(monotonic_ns())
-        super()._readable()
-        if self.session.tickets:
+        session, link = self.session, self._link
+        if link is not None and len(session.tickets) == 1:
+            # The answer to the only call: do not look for another packet.
+            try:
+                incoming = link.receive(0)
+                if incoming is not None:
+                    session.receive(*incoming)
+            except ServeError as error:
+                self._lose(error)
+                return
+            if session.urgent or session.memory.drops.full:
+                self._send()
+        else:
+            super()._readable()
+        if session.tickets:
             self._polling.wait(True)
 
     @cached_property
