@@ -28,7 +28,7 @@ from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
 from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
 from shmserve.gateway.listeners.callers import peer_address
 from shmserve.gateway.upstream.documents import error_body
-from shmserve.gateway.upstream.receive import ReceiveBuffer
+from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
 
 T = TypeVar("T")
@@ -41,12 +41,18 @@ COMPRESSED_BYTES = 1024
 """Responses below this size are not compressed."""
 _scratch = memoryview(bytearray(256 * 1024))
 """Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
+_little = _scratch[: 4 * 1024]
+"""Receive buffer when a large body is expected: only its start is read here, the rest directly into its place."""
+LARGE_BYTES = 64 * 1024
+"""After a body of at least this size, another one is expected."""
+_VIEWED_BYTES = 16 * 1024
+"""Bodies of at least this size are not copied to cut them out of the bytes that were received with them."""
 
 
 class RequestHandler(Protocol):
     """Receives requests from connections. A ServeError raised by either method becomes the response."""
 
-    def prepare(self, connection: HttpConnection, head: HttpHead, first: bytes) -> None:
+    def prepare(self, connection: HttpConnection, head: HttpHead, first: Buffer) -> None:
         """Calls `HttpConnection.fill` with the buffers for the body, of which only `first` has arrived."""
 
     def begin(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
@@ -71,7 +77,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._sink: ReceiveBuffer | None = None
         self._sinks: list[ReceiveBuffer] = []
         """Buffers to fill after `_sink`, in reverse order."""
-        self._then: Callable[[bytes], None] | None = None
+        self._then: Callable[[Buffer], None] | None = None
+        self.trusted_bytes = 0
+        """Size of the last large body: the next one of this size gets its memory at once."""
         self._chunks: bodies.Chunks | None = None
         self._writable = True
         self.turn = listener.turn
@@ -117,7 +125,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             self._go_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _scratch if self._sink is None else self._listener.reads.bounded(self._sink.space())
+        if self._sink is not None:
+            return self._listener.reads.bounded(self, self._sink.space())
+        return _little if self.trusted_bytes and self._phase == HEAD else _scratch
 
     def buffer_updated(self, count: int) -> None:
         if self._phase == FILL:
@@ -186,7 +196,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         until = end + head.length
         if not head.chunked and len(data) >= until:
             self._phase = BUSY
-            self.whole(data[end:until])
+            self.whole(data[end:until] if head.length < _VIEWED_BYTES else memoryview(data)[end:until])
             return data[until:]
         if head.refusal is not None:
             self._refused(head)  # without reading the body
@@ -197,7 +207,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             self._phase = CHUNKS
             self._chunks = bodies.Chunks(limit)
             return data[end:]
-        self._fill_body(head, data[end:])
+        self._fill_body(head, data[end:] if len(data) < _VIEWED_BYTES else memoryview(data)[end:])
         return None
 
     def _refused(self, head: HttpHead) -> None:
@@ -226,14 +236,14 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------------------------------ bodies read in place
 
-    def _fill_body(self, head: HttpHead, first: bytes) -> None:
+    def _fill_body(self, head: HttpHead, first: Buffer) -> None:
         try:
             self._account.take(len(first))
             self._handler.prepare(self, head, first)
         except ServeError as error:
             self._refuse_for(error)
 
-    def fill(self, sinks: Sequence[ReceiveBuffer], first: bytes, then: Callable[[bytes], None]) -> None:
+    def fill(self, sinks: Sequence[ReceiveBuffer], first: Buffer, then: Callable[[Buffer], None]) -> None:
         """Reads until all `sinks` are full, starting with `first`, then calls `then` with the rest of `first`."""
         self._phase = FILL
         self._sinks = list(reversed(sinks))
@@ -252,7 +262,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         except ServeError as error:
             self._refuse_for(error)
 
-    def _next_sink(self, first: bytes) -> None:
+    def _next_sink(self, first: Buffer) -> None:
         self._sink = None
         while self._sinks:
             sink = self._sinks.pop()
@@ -270,9 +280,15 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             else:
                 self._refuse_for(error)
 
+    def trusts(self, head: HttpHead) -> bool:
+        """Whether the body may have its memory before it arrives."""
+        return head.length <= self.trusted_bytes
+
     def complete(self) -> None:
         """The body is complete."""
         self._phase = BUSY
+        size = self._head.length if self._head is not None else 0
+        self.trusted_bytes = min(size, TRUSTED_BYTES) if size >= LARGE_BYTES else 0
 
     # ------------------------------------------------------------------------------------ complete requests
 

@@ -220,7 +220,7 @@ class Requests:
 
     # ------------------------------------------------------------------------------------ bodies read in place
 
-    def prepare(self, connection: HttpConnection, head: HttpHead, first: bytes) -> None:
+    def prepare(self, connection: HttpConnection, head: HttpHead, first: Buffer) -> None:
         """Chooses the buffers for the body, of which only `first` has arrived."""
         infer = head.route.action is INFER and not head.encoding
         if infer and head.json_length is None and head.length > self._limits.json_bytes:
@@ -234,29 +234,32 @@ class Requests:
             if size > SLICE_BYTES:
                 self._gather(connection, head, first)
                 return
+            if len(first) >= size:
+                self._tensors(connection, head, bytes(first[:size]), first[size:])
+                return
             text = ReceiveBuffer(size)
             connection.fill([text], first, lambda left: self._tensors(connection, head, bytes(text.memory), left))
         else:
-            tensor = self._sink(head.length)
+            tensor = self._sink(head.length, connection.trusts(head))
 
-            def whole(left: bytes) -> None:
+            def whole(left: Buffer) -> None:
                 connection.complete()
                 self._infer_raw(connection, head, _piece(tensor))
 
             connection.fill([tensor], first, whole)
 
-    def _gather(self, connection: HttpConnection, head: HttpHead, first: bytes) -> None:
-        body = ReceiveBuffer(head.length)
+    def _gather(self, connection: HttpConnection, head: HttpHead, first: Buffer) -> None:
+        body = ReceiveBuffer(head.length, trusted=connection.trusts(head))
 
-        def whole(left: bytes) -> None:
+        def whole(left: Buffer) -> None:
             connection.complete()
             connection.whole(body.memory)
 
         connection.fill([body], first, whole)
 
-    def _sink(self, size: int) -> ReceiveBuffer:
+    def _sink(self, size: int, trusted: bool) -> ReceiveBuffer:
         """A buffer for a tensor, in shared memory if it is too large to be sent inline."""
-        return ReceiveBuffer(size, self._allocate(size) if size > INLINE_BYTES else None)
+        return ReceiveBuffer(size, self._allocate(size) if size > INLINE_BYTES else None, trusted)
 
     def _allocate(self, size: int) -> Allocate:
         def allocate(arrived: Buffer) -> Room | None:
@@ -264,13 +267,14 @@ class Requests:
 
         return allocate
 
-    def _tensors(self, connection: HttpConnection, head: HttpHead, text: bytes, first: bytes) -> None:
+    def _tensors(self, connection: HttpConnection, head: HttpHead, text: bytes, first: Buffer) -> None:
         """The JSON is complete: read each tensor into a buffer of the size that the JSON gives."""
         plan = self._plan(text)
         self._check_size(plan, head.length - len(text), head.route.model)
-        sinks = [self._sink(spec.size) for spec in plan.inputs if spec.follows]
+        trusted = connection.trusts(head)
+        sinks = [self._sink(spec.size, trusted) for spec in plan.inputs if spec.follows]
 
-        def whole(left: bytes) -> None:
+        def whole(left: Buffer) -> None:
             connection.complete()
             received = map(_piece, sinks)
             pieces = [next(received) if spec.follows else self._sender.local_input(spec) for spec in plan.inputs]

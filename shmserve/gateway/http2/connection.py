@@ -55,7 +55,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         space = core.space()
         self._filling = space is not None
         if space is not None:
-            return self._listener.reads.bounded(space)
+            return self._listener.reads.bounded(self, space)
         return _little if core.large else _scratch
 
     def buffer_updated(self, count: int) -> None:

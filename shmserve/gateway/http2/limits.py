@@ -12,6 +12,10 @@ FRAME_BYTES = 1 << 20
 """Largest frame that is accepted (SETTINGS_MAX_FRAME_SIZE)."""
 CONTINUATIONS = 16
 """Maximum frames of one header block."""
+LARGE_FRAME = 64 << 10
+"""After a DATA frame of at least this size, another one is expected: its header is read alone, its body in place."""
+DIRECT_BYTES = 4 << 10
+"""The rest of a frame is read in place from this size on; less is copied there."""
 QUANTUM = 256 << 10
 """Bytes that one stream sends before the next one's turn."""
 AHEAD_BYTES = 1 << 20

@@ -71,7 +71,7 @@ class Http2(Http2Streams):
 
     def space(self) -> memoryview | None:
         """Memory for the next bytes, if they belong to a large message; then call `fill` instead of `feed`."""
-        if self._left < most.QUANTUM // 16 or self._stream is None or self.over:
+        if self._left < most.DIRECT_BYTES or self._stream is None or self.over:
             return None
         return self._stream.space(self._left)
 
@@ -169,6 +169,7 @@ class Http2(Http2Streams):
             self._left, self._skip = 0, body + padding
             return start
         end = start + body
+        self.large = body >= most.LARGE_FRAME
         if end <= size:
             self._skip = padding
             stream.receive(data, start, end)

@@ -21,13 +21,15 @@ from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, notify
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import Job, SlicedWork
-from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
+from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer, Room
 
 log = logging.getLogger("shmserve.gateway")
 T = TypeVar("T")
 
 LARGE = 64 * 1024
 """Messages of at least this size are not copied here."""
+KNOWN_BYTES = 1024
+"""With less than this of a message, the service may not know yet where to place it."""
 
 
 class Http2Stream(Sending):
@@ -149,7 +151,6 @@ class Http2Stream(Sending):
                 size, flag = int.from_bytes(data[at + 1 : at + 5], "big"), data[at]
                 at += 5
                 if size <= end - at:
-                    self._core.large = False
                     if size > self._core.limits.message_bytes:
                         self.fail(message_size_error(size, self._core.limits.message_bytes))
                         return
@@ -168,8 +169,10 @@ class Http2Stream(Sending):
             self._deliver(flag, b"")
             return
         self._flag = flag
-        self._core.large = size >= most.QUANTUM
-        self._buffer = ReceiveBuffer(size, self._room if size >= LARGE and not flag else None)
+        trusted = len(first) >= KNOWN_BYTES and size <= self._core.trusted_bytes
+        if trusted:
+            self._core.trusted_bytes -= size
+        self._buffer = ReceiveBuffer(size, self._room if size >= LARGE and not flag else None, trusted)
         self._core.watch(self)
         if self._hold(len(first)) and self._received(self._buffer.begin, first):
             self.moved += len(first)
@@ -196,6 +199,8 @@ class Http2Stream(Sending):
         self.moved += size
         if self._received(buffer.add, size) and buffer.full:
             self._buffer = None
+            if buffer.size >= LARGE:
+                self._core.trusted_bytes = min(self._core.trusted_bytes + buffer.size, TRUSTED_BYTES)
             self._free_held(buffer.size)
             self._deliver(self._flag, buffer.memory)
 
@@ -366,7 +371,9 @@ class Http2Streams(Channel):
         self.last = 0
         """The highest stream id that the client opened."""
         self.large = False
-        """The last message was large."""
+        """The last DATA frame was large."""
+        self.trusted_bytes = 0
+        """Bytes of complete large messages, less those for which memory was reserved before they arrived."""
         self.unsent: dict[Http2Stream, None] = {}
         """Streams with queued output."""
         self.watched: set[Http2Stream] = set()

@@ -90,7 +90,7 @@ READ_BYTES = 2 << 20
 LEAST_BYTES = 64 * 1024
 """Minimum share of a connection."""
 BUSY_READ_BYTES = 16 * 1024
-"""Maximum size of one read when READ_BYTES are used up."""
+"""Maximum size of one read when READ_BYTES or the share of the connection are used up."""
 
 
 class FairReader:
@@ -134,9 +134,12 @@ class ReadTurns:
         self._paused: deque[FairReader] = deque()
         self._scheduled = False
 
-    def bounded(self, space: memoryview) -> memoryview:
-        """The part of `space` that one read may use in this iteration."""
-        return space[: self._share if self._left > 0 else BUSY_READ_BYTES]
+    def bounded(self, reader: FairReader, space: memoryview) -> memoryview:
+        """The part of `space` that the next read may use in this iteration."""
+        left = 0
+        if self._left > 0:
+            left = self._share - reader.read_bytes if reader.read_turn == self._turn else self._share
+        return space[: left if left > BUSY_READ_BYTES else BUSY_READ_BYTES]
 
     def count(self, reader: FairReader, size: int) -> None:
         """Counts bytes that were read, and pauses the connection when its share is used up."""

@@ -4,7 +4,8 @@ announcement alone reserves next to nothing.
 Large tensors are received straight into shared memory that the worker maps, so the client's bytes are not copied. A
 block there can neither grow nor be reserved in part, so it is allocated once a sixteenth has arrived. That part is
 copied, and the pages of the block are warmed, little by little as the rest arrives: a turn of the loop costs as much as
-the bytes that it receives.
+the bytes that it receives. A connection that has sent bodies of this size before gets the block at once: it reserves no
+more than it has sent.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ PART = 16
 """One part in PART must have arrived before memory is reserved for the whole body."""
 FIRST_BYTES = 64 * 1024
 """Reserved at once."""
-WINDOW_BYTES = 256 * 1024
+WINDOW_BYTES = 1024 * 1024
 """Maximum size of one read."""
+TRUSTED_BYTES = 16 << 20
+"""Most bytes that a connection may reserve for bodies of which nothing has arrived, having sent as many before."""
 
 
 class Room(NamedTuple):
@@ -37,12 +40,12 @@ Allocate = Callable[[Buffer], Room | None]
 
 
 class ReceiveBuffer:
-    """`allocate` allocates memory for the whole body. `begin` and `add` raise Unavailable if the machine has no more
-    memory."""
+    """`allocate` allocates memory for the whole body. `trusted`: at once. `begin` and `add` raise Unavailable if the
+    machine has no more memory."""
 
-    __slots__ = ("_allocate", "_arrived", "_copied", "_end", "_warm", "filled", "memory", "placed", "size")
+    __slots__ = ("_allocate", "_arrived", "_copied", "_end", "_trusted", "_warm", "filled", "memory", "placed", "size")
 
-    def __init__(self, size: int, allocate: Allocate | None = None) -> None:
+    def __init__(self, size: int, allocate: Allocate | None = None, trusted: bool = False) -> None:
         self.size = size
         self.filled = 0
         self.memory = memoryview(b"")
@@ -50,6 +53,7 @@ class ReceiveBuffer:
         self.placed = False
         """The memory was allocated by `allocate`."""
         self._allocate = allocate
+        self._trusted = trusted
         self._warm: Callable[[int, int], None] | None = None
         self._end = 0
         """End of the part that can be written."""
@@ -63,11 +67,15 @@ class ReceiveBuffer:
 
     def begin(self, first: Buffer) -> int:
         """Takes bytes that have arrived already, and returns how many."""
-        enough = max(FIRST_BYTES, self.size // PART)
+        enough = 0 if self._trusted else max(FIRST_BYTES, self.size // PART)
         taken = min(len(first), self.size)
         if max(taken, enough) >= self.size or taken >= enough:
             self._reserve_all(first[:taken])
-            self._copy(taken)
+            self._arrived = b""
+            self._end = min(max(taken, WINDOW_BYTES), self.size)
+            if self._warm is not None:
+                self._warm(0, self._end)
+            self.memory[:taken] = first[:taken]
         else:
             self.memory = np.empty(enough, np.uint8).data
             self.memory[:taken] = first[:taken]

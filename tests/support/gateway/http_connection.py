@@ -11,6 +11,7 @@ from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import NoRoute
+from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -73,11 +74,11 @@ class Echo:
         else:
             self.answers.append(lambda: connection.answer(200, [body]))
 
-    def prepare(self, connection: HttpConnection, head: Any, first: bytes) -> None:
+    def prepare(self, connection: HttpConnection, head: Any, first: Buffer) -> None:
         half = head.length // 2
         begin, end = ReceiveBuffer(half), ReceiveBuffer(head.length - half)
 
-        def whole(left: bytes) -> None:
+        def whole(left: Buffer) -> None:
             assert not left
             connection.complete()
             connection.whole(bytes(begin.memory) + bytes(end.memory))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
+from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from tests.support.gateway.http2_caller import Caller, Host
@@ -96,8 +97,8 @@ def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]
 # ---------------------------------------------------------------------------------------- memory
 
 
-@given(st.integers(0, 300_000), st.lists(st.integers(1, 90_000), max_size=20), st.booleans())
-def test_bytes_may_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) -> None:
+@given(st.integers(0, 300_000), st.lists(st.integers(1, 90_000), max_size=20), st.booleans(), st.booleans())
+def test_bytes_may_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool, trusted: bool) -> None:
     data = bytes(range(256)) * (size // 256 + 1)
     asked: list[int] = []
     warm = bytearray(size)
@@ -110,15 +111,16 @@ def test_bytes_may_arrive_in_any_pieces(size: int, pieces: list[int], shared: bo
         asked.append(len(arrived))
         return Room(memoryview(bytearray(size)), heat) if shared else None
 
-    buffer = ReceiveBuffer(size, place)
+    buffer = ReceiveBuffer(size, place, trusted)
     at = buffer.begin(data[: pieces[0] if pieces else 0])
+    assert buffer.placed == shared or not trusted
     for piece in pieces[1:]:
         room = buffer.space()
         count = min(piece, len(room))
         room[:count] = data[at : at + count]
         at += count
         buffer.add(count) if count else None
-        assert len(buffer.memory) <= max(FIRST_BYTES, PART * at), "memory is reserved for what has arrived"
+        assert trusted or len(buffer.memory) <= max(FIRST_BYTES, PART * at), "memory is reserved for what has arrived"
     while not buffer.full:
         room = buffer.space()
         assert 0 < len(room) <= WINDOW_BYTES
@@ -128,7 +130,7 @@ def test_bytes_may_arrive_in_any_pieces(size: int, pieces: list[int], shared: bo
         buffer.add(len(room))
     assert bytes(buffer.memory) == data[:size]
     assert not buffer.placed or all(warm)
-    assert asked == [] or asked[0] >= min(size // PART, FIRST_BYTES) or size <= FIRST_BYTES
+    assert asked == [] or asked[0] >= min(size // PART, FIRST_BYTES) or size <= FIRST_BYTES or trusted
     assert buffer.placed == (shared and bool(asked))
 
 
@@ -194,6 +196,70 @@ def test_announced_messages_of_grpc_are_not_counted() -> None:
     assert all(buffer is not None and len(buffer.memory) == 4 * MIB for buffer in buffers)
     assert honest.call(b"a" * 60_000) == (b"a" * 60_000, 0)
     hostile.core.lost()
+    assert host.held == 0
+
+
+def test_a_body_like_the_last_one_gets_its_memory_at_once() -> None:
+    """So a connection reserves no more than it has sent before. Its next head is read without the body behind it."""
+    connection, transport, echo, _ = connected(input_bytes=64 * MIB)
+    sinks: list[ReceiveBuffer] = []
+
+    def prepare(connection: HttpConnection, head: Any, first: Any) -> None:
+        trusted = connection.trusts(head)
+        sinks[:] = [ReceiveBuffer(size, None, trusted) for size in (head.length // 2, head.length - head.length // 2)]
+
+        def whole(left: Any) -> None:
+            connection.complete()
+            connection.whole(b"".join([sink.memory for sink in sinks]))
+
+        connection.fill(sinks, first, whole)
+
+    echo.prepare = prepare  # type: ignore[method-assign]
+
+    def reserved(size: int) -> int:
+        """Of a body of `size` bytes of which one has arrived. Then the others arrive."""
+        body = bytes(range(256)) * (size // 256)
+        receive(connection, lines(f"Content-Length: {size}") + body[:1])
+        found = sum(len(sink.memory) for sink in sinks)
+        receive(connection, body[1:])
+        assert answered(transport.sent) == [(200, body)]
+        transport.sent = b""
+        return found
+
+    assert reserved(2 * MIB) == FIRST_BYTES
+    assert len(connection.get_buffer(-1)) == 4096
+    assert reserved(2 * MIB) == MIB, "the first half, with one of its bytes"
+    assert reserved(2 * MIB + 512) < MIB, "it is larger than the last"
+    assert reserved(32 * 1024) == 16 * 1024
+    assert len(connection.get_buffer(-1)) > 4096, "a large body is not expected"
+    assert reserved(2 * MIB) == FIRST_BYTES
+
+
+def test_a_message_like_earlier_ones_gets_its_memory_at_once() -> None:
+    """So a connection reserves no more than it has sent before, over all streams together."""
+    host = Host(message_bytes=64 * MIB)
+    caller = Caller(host)
+    body = bytes(range(256)) * (2 * MIB // 256)
+
+    def announce() -> tuple[int, int]:
+        number = caller.begin()
+        caller.send(number, message(body)[:2000], end=False)
+        buffer = caller.core.streams[number]._buffer
+        assert buffer is not None
+        return number, len(buffer.memory)
+
+    first, reserved = announce()
+    assert reserved == 2 * MIB // PART
+    caller.send(first, message(body)[2000:])
+    assert caller.messages(first) == [body]
+    second, reserved = announce()
+    assert reserved == 2 * MIB
+    third, reserved = announce()
+    assert reserved == 2 * MIB // PART, "what was sent before is used up"
+    for number in (third, second):
+        caller.send(number, message(body)[2000:])
+        assert caller.messages(number) == [body]
+    caller.core.lost()
     assert host.held == 0
 
 

@@ -358,7 +358,7 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
 def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
     connection, transport, echo, _ = connected()
 
-    def prepare(connection: HttpConnection, head: Any, first: bytes) -> None:
+    def prepare(connection: HttpConnection, head: Any, first: Any) -> None:
         memory = memoryview(bytearray(head.length))
 
         def warm(begin: int, end: int) -> None:
