@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from shmserve.clients.load.analysis import server_side
 from shmserve.clients.load.analysis.confidence import Stability, interval, stability
 from shmserve.clients.load.analysis.latencies import Histogram, percentile_of
-from shmserve.clients.load.analysis.usage import Meter, Reading, is_local
+from shmserve.clients.load.analysis.usage import Meter, Reading, is_local, used
 from shmserve.clients.load.analysis.windows import Collector, Responses, is_long_enough, timeline, window_of
 from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.generation.schedule import describe_rate, useful_processes
@@ -90,6 +90,9 @@ async def measured(
     control = open_target(plan.endpoint)
     try:
         facts = await control.facts(plan.model, plan.version)
+        if facts.decoupled and not plan.stream:
+            text = f"model '{plan.model}' is decoupled, it may answer a request several times: use --stream"
+            raise InvalidRequest(text)
         session = _Session(plan, control, on_progress)
         async with Generators(plan, session.on_samples) as generators:
             session.generators = generators
@@ -332,7 +335,7 @@ class _Load:
             between_answers=_latencies([part.gaps for part in responses], confidence) if streams else None,
             answers_per_s=sum(len(part.gaps) + int((part.first > 0).sum()) for part in responses) / seconds,
             server=server_side.between(before.statistics, after.statistics),
-            usage=after.usage.since(before.usage, (after.at - before.at) / SECOND),
+            usage=used([boundary.usage for boundary in self._boundaries[first:]], (after.at - before.at) / SECOND),
             cost=self._cost(before, after, responses),
         )
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from msgspec import Struct
 
 from shmserve import paths
 from shmserve.clients.load.plan import GRPC, HTTP, Endpoint
@@ -135,7 +139,7 @@ def _role(pid: int, top: int) -> str:
 
 
 class Meter:
-    """Reads counters; the difference of two readings is the use between them."""
+    """Takes readings of counters."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._top = server_pid(endpoint)
@@ -151,23 +155,29 @@ class Meter:
         return Reading(_machine_seconds(), processes, self._gpus.read() if self._gpus is not None else {})
 
 
-class Reading:
-    def __init__(
-        self, machine: float, processes: dict[int, tuple[str, float]], gpus: dict[str, tuple[float, int]]
-    ) -> None:
-        self._machine, self._processes, self._gpus = machine, processes, gpus
+class Reading(Struct, frozen=True):
+    machine: float
+    """Busy seconds of all cores."""
+    processes: dict[int, tuple[str, float]]
+    """Of the server: pid -> role and seconds."""
+    gpus: dict[str, tuple[float, int]]
+    """GPU -> utilization and used bytes."""
 
-    def since(self, before: Reading, seconds: float) -> Usage:
-        roles: dict[str, float] = {}
-        for pid, (role, used) in self._processes.items():
-            _, earlier = before._processes.get(pid, ("", 0.0))
-            roles[role] = roles.get(role, 0.0) + max(0.0, used - earlier) / seconds
-        return Usage(
-            machine=max(0.0, self._machine - before._machine) / seconds,
-            server={role: round(cores, 4) for role, cores in roles.items()},
-            gpus={name: share for name, (share, _) in self._gpus.items()},
-            gpu_bytes={name: used for name, (_, used) in self._gpus.items()},
-        )
+
+def used(readings: Sequence[Reading], seconds: float) -> Usage:
+    """The use between the first reading and the last; of GPUs, the mean of all readings but the first."""
+    before, after = readings[0], readings[-1]
+    roles: dict[str, float] = {}
+    for pid, (role, busy) in after.processes.items():
+        earlier = before.processes.get(pid, ("", 0.0))[1]
+        roles[role] = roles.get(role, 0.0) + max(0.0, busy - earlier) / seconds
+    found = [reading.gpus for reading in readings[1:]]
+    return Usage(
+        machine=max(0.0, after.machine - before.machine) / seconds,
+        server={role: round(cores, 4) for role, cores in roles.items()},
+        gpus={name: fmean(gpus[name][0] for gpus in found) for name in after.gpus},
+        gpu_bytes={name: max(gpus[name][1] for gpus in found) for name in after.gpus},
+    )
 
 
 def _machine_seconds() -> float:

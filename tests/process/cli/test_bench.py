@@ -279,6 +279,9 @@ def test_ctrl_c_ends_the_load(place: Place) -> None:
 def test_streams_need_another_protocol_than_http(place: Place) -> None:
     with pytest.raises(Unsupported, match="natively or over gRPC"):
         measure(Plan(model="talker", endpoint=place.endpoints["http"], stream=True))
+    for kind in ("lane", "grpc"):
+        with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled, .*: use --stream"):
+            measure(Plan(model="talker", endpoint=place.endpoints[kind]))
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
