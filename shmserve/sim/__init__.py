@@ -15,7 +15,7 @@ from shmserve.sim.load import Bursts, Closed, Load, Poisson, Regular, Replay, re
 from shmserve.sim.plan import Plan, SimModel
 from shmserve.sim.results import Histogram, ModelResult, Result
 from shmserve.sim.run import simulate
-from shmserve.sim.service import Affine, Constant, Lognormal, Service, Table
+from shmserve.sim.service import Affine, Constant, Lognormal, Measured, Service, Table
 
 __all__ = [
     "Affine",
@@ -26,6 +26,7 @@ __all__ = [
     "Histogram",
     "Load",
     "Lognormal",
+    "Measured",
     "ModelResult",
     "Plan",
     "Poisson",

@@ -81,7 +81,29 @@ class Table(Struct, frozen=True):
         return low + (high - low) * (rows - below) // (above - below)
 
 
-Service = Constant | Affine | PerElement | Lognormal | Table
+class Measured(Struct, frozen=True):
+    """Mean times with a relative spread: (rows, ns), ascending, plus a time for each element (rows x padded length),
+    times one of the factors in `spread`. Times are interpolated, and extrapolated from the last two entries."""
+
+    entries: tuple[tuple[int, float], ...]
+    element_ns: float = 0.0
+    spread: tuple[float, ...] = (1.0,)
+
+    def mean_ns(self, rows: int, length: int = 1) -> float:
+        entries = self.entries
+        after = min(max(bisect_left(entries, rows, key=lambda entry: entry[0]), 1), len(entries) - 1)
+        above, high = entries[after]
+        below, low = entries[after - 1]
+        time = high if above == below else low + (high - low) * (rows - below) / (above - below)
+        return time + self.element_ns * rows * length
+
+    def ns(self, rows: int, random: Random, length: int = 1) -> int:
+        return round(self.mean_ns(rows, length) * self.spread[int(random.random() * len(self.spread))])
+
+
+Service = Constant | Affine | PerElement | Lognormal | Table | Measured
+BY_LENGTH = (PerElement, Measured)
+"""The services whose times may depend on the length."""
 
 
 def _drawn(times: tuple[int, ...], share: float) -> int:

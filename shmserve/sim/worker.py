@@ -37,7 +37,7 @@ from shmserve.sim.calling import ANSWERS, SimCalls
 from shmserve.sim.faults import POISON, FaultDraws
 from shmserve.sim.plan import SimModel
 from shmserve.sim.results import ModelResult
-from shmserve.sim.service import PerElement
+from shmserve.sim.service import BY_LENGTH
 from shmserve.sim.tensors import MANY, SimOutputs, length_of
 from shmserve.sim.world import World
 
@@ -231,7 +231,7 @@ class SimWorker:
         policy = self.model.policy
         padding = policy.padding
         if padding is None:
-            return length_of(policy, works[0]) if isinstance(self.model.service, PerElement) else 1
+            return length_of(policy, works[0]) if isinstance(self.model.service, BY_LENGTH) else 1
         lengths = [length_of(policy, work) for work in works]
         longest = rounded(max(lengths), padding)
         self._result.elements += rows * longest
