@@ -9,6 +9,7 @@ from itertools import islice
 
 from shmserve.clients.cli.arguments import local, measure, observe, operate, requests
 from shmserve.clients.cli.arguments.common import add_color
+from shmserve.clients.cli.arguments.tune import add_tune
 from shmserve.clients.cli.help import CommandParser, rare
 from shmserve.terminal.help_text import rows
 
@@ -49,7 +50,7 @@ USUAL = (
     ),
 )
 """The commands of the short help, in groups."""
-OTHERS = ("build", "completion", "gateway", "keygen", "version")
+OTHERS = ("build", "completion", "gateway", "keygen", "tune", "version")
 """The other commands, which the short help only names."""
 
 
@@ -81,7 +82,7 @@ def parser() -> CommandParser:
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, requests.add_infer,
         requests.add_run, measure.add_bench, observe.add_stats, observe.add_ready, observe.add_config,
         observe.add_logs, local.add_check, local.add_build, local.add_gateway, local.add_keygen,
-        observe.add_version_command, requests.add_demo, local.add_completion,
+        add_tune, observe.add_version_command, requests.add_demo, local.add_completion,
     ):  # fmt: skip
         add(commands)
     return shmserve

@@ -1,0 +1,90 @@
+"""Arguments of `shmserve tune`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from shmserve.clients.cli.arguments.common import add_backend_directory, add_command, add_output, at_least_1, seconds
+from shmserve.clients.cli.help import rare
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
+_TIMES = {"us": 1e3, "ms": 1e6, "s": 1e9}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
+
+
+def add_tune(commands: Any) -> None:
+    examples = """  shmserve tune models/mlp --p99 20ms --memory 2GiB
+  shmserve tune models/mlp --p99 20ms --rate 500           the cheapest setting for this load
+  shmserve tune models/mlp --p99 20ms --apply --html report.html
+"""
+    note = """
+Measures how long batches take, searches in the simulator, and confirms the best settings on a server of its own. The
+changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found until then.
+"""
+    about = "find the settings of a model that hold a latency target under the most load"
+    codes = ("a setting holds the target", "none does, or the model cannot be tuned")
+    command = add_command(commands, "tune", "tune", about, examples, codes, note)
+    add = command.add_argument
+    add("model", metavar="MODEL", type=Path, help="directory with the model's config.pbtxt")
+    add("--p99", metavar="TIME", type=time_ns, required=True, help="limit of the 99th percentile; 20ms")
+    add("--memory", metavar="SIZE", type=size, default=0, help="limit for all instances; 2GiB (default: none)")
+    add("--rate", metavar="N", type=positive, default=0.0, help="requests per second (default: as many as possible)")
+    add("--apply", action="store_true", help="write the changes to config.pbtxt")
+    add("--html", metavar="FILE", type=Path, help="write a report with curves")
+    add("--rows", metavar="N", type=at_least_1, default=1, help="rows of each request (default: 1)")
+    add("--lengths", metavar="N[-M]", type=span, help="size of the dims of -1")
+    add("--instances", metavar="N[-M]", type=span, default=(1, 16), help="instances to try (default: 1-16)")
+    text = "largest batch to try (default: the model's max_batch_size)"
+    add("--max-batch", metavar="N", type=at_least_1, default=0, help=text)
+    text = "an input: numbers, JSON, or @FILE.npy; repeatable (default: random)"
+    rare(add("-i", "--input", metavar="NAME=VALUE", action="append", default=[], help=text))
+    text = "duration of each measurement (default: 2)"
+    rare(add("--seconds", metavar="SECONDS", type=seconds, default=2.0, help=text))
+    text = "number of settings to measure on the server (default: 3)"
+    rare(add("--confirm", metavar="N", type=at_least_1, default=3, help=text))
+    text = "requests of each simulation; more is slower and steadier (default: 2000)"
+    rare(add("--simulated", metavar="N", type=at_least_1, default=2000, help=text))
+    rare(add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[],
+             help="backend setting, as for serve; repeatable"))  # fmt: skip
+    add_backend_directory(add)
+    add_output(command)
+
+
+def time_ns(text: str) -> int:
+    """20ms, 500us or 1.5s as nanoseconds."""
+    found = _TIME.fullmatch(text.strip())
+    value = round(float(found[1]) * _TIMES[found[2]]) if found else 0
+    if not value:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0, such as 500us, 20ms or 1.5s")
+    return value
+
+
+def size(text: str) -> int:
+    """2GiB, 512M or a number of bytes. Units are binary."""
+    found = _SIZE.fullmatch(text.strip())
+    value = round(float(found[1]) * 1024 ** (" KMGT".index(found[2].upper()) if found[2] else 0)) if found else 0
+    if not value:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size above 0, such as 512MiB or 2GiB")
+    return value
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return value
+
+
+def span(text: str) -> tuple[int, int]:
+    """8 or 8-128."""
+    low, dash, high = text.partition("-")
+    found = at_least_1(low), at_least_1(high if dash else low)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"'{text}': the upper bound is below the lower bound")
+    return found

@@ -1,0 +1,211 @@
+"""`shmserve tune`: finds settings for a model that hold a latency target.
+
+Invariant: nothing is decided here. It starts a temporary server, runs `shmserve.clients.tune`, and prints the outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli.commands.base import print_json, screen_of
+from shmserve.terminal.console import Screen
+from shmserve.terminal.errors import Failed, Misuse
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+    from shmserve.clients.tune.goal import Goal
+    from shmserve.clients.tune.predict import Prediction
+    from shmserve.clients.tune.space import TunedModel
+    from shmserve.clients.tune.tuner import Outcome
+
+CONFIG = "config.pbtxt"
+ASK_S = 30.0
+START_S = 60.0
+VARIETY = 64
+"""Number of different requests."""
+VARIETY_BYTES = 64 << 20
+STEPS = {"measure": "measuring service times", "search": "searching", "confirm": "confirming on the server"}
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Returns 0 if a setting holds the target, 130 after Ctrl-C, else 1."""
+    folder = _folder(args.model)
+    goal = _goal(args)
+    screen = screen_of(args)
+    outcome = _tuned(args, folder, goal)
+    from shmserve.clients.tune import report
+
+    path = os.path.relpath(folder / CONFIG)
+    changes = report.diff(outcome, path)
+    if args.html is not None:
+        _write(args.html, _html(outcome, path))
+    if args.json:
+        print_json(report.as_json(outcome, path))
+    else:
+        print(report.text(outcome, screen))
+        print(f"\n{changes}" if changes else "\nNo changes.", end="" if changes else "\n")
+    if outcome.interrupted:
+        return 130
+    if args.apply and changes and outcome.chosen is not None:
+        _apply(folder / CONFIG, outcome)
+        if not args.json:
+            print(f"\n{path} is written; `shmserve load {folder.name}` applies it to a running server")
+    return 0 if outcome.holds else 1
+
+
+def _folder(given: Path) -> Path:
+    folder = given.resolve()
+    if not folder.is_dir():
+        raise Misuse(f"{given} is not a directory; MODEL is the directory with the model's {CONFIG}")
+    return folder
+
+
+def _goal(args: argparse.Namespace) -> Goal:
+    from shmserve.clients.tune.goal import Goal
+
+    return Goal(
+        args.p99, args.rate, args.memory, args.rows, args.lengths or (1, 1), args.instances, args.seconds, args.confirm,
+        args.simulated,
+    )  # fmt: skip
+
+
+def _html(outcome: Outcome, path: str) -> str:
+    from shmserve.clients.tune.html import page
+
+    return page(outcome, path)
+
+
+def _write(file: Path, content: str) -> None:
+    try:
+        file.write_text(content)
+    except OSError as error:
+        raise Failed(f"cannot write {file}: {error.strerror}") from error
+
+
+def _apply(file: Path, outcome: Outcome) -> None:
+    """Replaces the file in one step, unless it has changed meanwhile."""
+    assert outcome.chosen is not None
+    if _read(file) != outcome.model.text:
+        raise Failed(f"{file} has changed since tuning began; it is not overwritten")
+    written = file.with_name(f".{file.name}.new")
+    _write(written, outcome.model.text_of(outcome.chosen))
+    if file.exists():
+        written.chmod(file.stat().st_mode & 0o777)
+    written.replace(file)
+
+
+def _read(file: Path) -> str:
+    """The configuration; empty if the model has none."""
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failed(f"cannot read {file}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- the server
+
+
+def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
+    from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
+    from shmserve.clients.tune.served import Served
+    from shmserve.clients.tune.space import TunedModel, check_tunable
+    from shmserve.clients.tune.tuner import Tuner
+    from shmserve.repo.config.schema import from_triton_json
+
+    options = ["--model-control-mode", "explicit"]
+    options += [word for given in args.backend_config for word in ("--backend-config", given)]
+    options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
+    with ended_in_order(), TemporaryServer([folder.parent], options) as server, server.client(ASK_S) as client:
+        if not server.ready(START_S):
+            raise Failed(f"the temporary server did not start within {START_S:g} s: {server.last_words}")
+        client.load(folder.name)
+        config = from_triton_json(client.config(folder.name))
+        check_tunable(config)
+        cores = len(os.sched_getaffinity(0))
+        model = TunedModel(_read(folder / CONFIG), config, cores, args.max_batch)
+        served = Served(client, folder.name, _inputs(args, client, model))
+        with _progress(args) as events:
+            return Tuner(served, model, goal, events, cores).run()
+
+
+def _inputs(
+    args: argparse.Namespace, client: Client, model: TunedModel
+) -> Callable[[int], Sequence[Mapping[str, Any]]]:
+    """The requests: those of --input, or random ones."""
+    from shmserve.session import Raw
+    from shmserve.terminal import inputs
+
+    known = inputs.specs(client.metadata(model.name))
+    given = inputs.from_arguments(args.input, known)
+    batched = bool(model.config.max_batch_size)
+    varies = [name for name, spec in known.items() if -1 in spec["shape"][batched:] and name not in given]
+    if varies and args.lengths is None:
+        raise Misuse(f"input '{varies[0]}' has dims of any size: give --lengths N or --lengths N-M, or --input")
+    for name, array in given.items():
+        if batched and array.shape[0] != args.rows:
+            raise Misuse(f"--input {name} has {array.shape[0]} rows, and --rows is {args.rows}")
+    low, high = args.lengths or (1, 1)
+
+    def made(length: int, seed: int) -> Mapping[str, Any]:
+        size = length or Random(seed).randint(low, high)
+        shapes = {}
+        for name, spec in known.items():
+            dims = [size if dim < 0 else dim for dim in spec["shape"]]
+            shapes[name] = tuple([args.rows, *dims[1:]] if batched else dims)
+        left = {name: spec for name, spec in known.items() if name not in given}
+        arrays = given | inputs.random(left, None, shapes, seed)
+        return {name: Raw("BF16", x) if known[name]["datatype"] == "BF16" else x for name, x in arrays.items()}
+
+    def requests(length: int) -> Sequence[Mapping[str, Any]]:
+        found = [made(length, 0)]
+        size = sum(getattr(array, "nbytes", 0) for array in found[0].values())
+        count = min(VARIETY, max(1, VARIETY_BYTES // max(size, 1)))
+        return found + [made(length, seed) for seed in range(1, count)]
+
+    return requests
+
+
+# ------------------------------------------------------------------------------------------------- progress
+
+
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[Any]:
+    """Shows the progress on stderr: on a terminal a live line, else a line for each step."""
+    from shmserve.clients.tune.tuner import Events
+
+    screen = Screen(getattr(args, "color", None), sys.stderr)
+
+    class Lines(Events):
+        def step(self, name: str) -> None:
+            print(f"shmserve tune: {STEPS[name]}", file=sys.stderr, flush=True)
+
+    if not screen.is_terminal:
+        yield Lines()
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()
+    with Progress(*columns, console=screen.console(), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        class Live(Events):
+            def step(self, name: str) -> None:
+                progress.update(task, description=STEPS[name], total=None)
+
+            def within(self, text: str) -> None:
+                progress.update(task, description=text)
+
+            def simulated(self, done: int, total: int, best: Prediction | None) -> None:
+                found = f"; best so far {best.rate:,.0f}/s" if best is not None else ""
+                progress.update(task, description=f"simulating{found}", completed=done, total=total)
+
+        yield Live()

@@ -1,0 +1,52 @@
+"""What tuning needs of a server: to apply a configuration and to be put under load."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from shmserve.repo.config.schema import ModelConfig
+
+
+class Observation(Struct, frozen=True):
+    """One measurement. Latencies are in ns; `latencies` is a sorted sample of them. `p99_ns`: median of the windows'.
+    `batches` and `rows`: that the server has run meanwhile. `overloaded`: stopped early, as the queue kept growing."""
+
+    per_s: float
+    """Responses per second."""
+    seconds: float
+    p50_ns: float
+    p99_ns: float
+    latencies: tuple[int, ...] = ()
+    batches: int = 0
+    rows: int = 0
+    failed: int = 0
+    error: str = ""
+    """The text of the first error."""
+    overloaded: bool = False
+
+    @property
+    def mean_batch(self) -> float:
+        return self.rows / self.batches if self.batches else 0.0
+
+
+class Bench(Protocol):
+    """A server with the model, and callers for it. All requests have the goal's number of rows, except where `rows` is
+    given; `length` replaces the dims of -1, 0: drawn from the goal's range."""
+
+    def apply(self, config: ModelConfig) -> None:
+        """Serve the model with this configuration."""
+        ...
+
+    def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
+        """Each of the callers sends its next request when the last one is answered."""
+        ...
+
+    def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
+        """`rate` requests per second at random times; latencies count from the intended time."""
+        ...
+
+    def memory(self) -> int:
+        """Bytes of memory of the model's processes."""
+        ...

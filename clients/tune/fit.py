@@ -1,0 +1,144 @@
+"""Service times of every setting, from measured times of a few.
+
+The time of a batch is affine in its rows (and, for padded inputs, in its elements) where that fits to 10 %, else a
+table of the measured times. For a number of instances or threads that was measured at a few sizes only, the curve of
+the nearest setting that was measured completely is scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log
+from statistics import median
+
+import numpy as np
+from msgspec import Struct
+
+from shmserve.sim.service import Measured
+
+AFFINE_ERROR = 0.10
+"""Largest relative error up to which the affine function is used instead of the measured times."""
+QUANTILES = 100
+
+Pair = tuple[int, int]
+"""Instances and threads."""
+
+
+class Sample(Struct, frozen=True):
+    """A measured time: an instance takes `batch_ns` for each batch of `rows`, with all instances busy."""
+
+    instances: int
+    threads: int
+    rows: float
+    batch_ns: float
+    length: int = 1
+
+    @property
+    def pair(self) -> Pair:
+        return self.instances, self.threads
+
+
+class Fit(Struct, frozen=True):
+    """The service time with some number of instances and threads. `error`: largest relative error of the curve at a
+    measured point. `batch_ns`, `row_ns`, `element_ns`: the affine function, also if the table is used instead."""
+
+    pair: Pair
+    batch_ns: float
+    row_ns: float
+    element_ns: float
+    error: float
+    affine: bool
+    entries: tuple[tuple[int, float], ...]
+    scaled: bool = False
+    """Measured at a few sizes only."""
+
+    def ns(self, rows: int, length: int = 1) -> float:
+        return self.service().mean_ns(rows, length)
+
+    def service(self, spread: tuple[float, ...] = (1.0,)) -> Measured:
+        return Measured(self.entries, self.element_ns, spread)
+
+    def rows_per_s(self, rows: int, length: int = 1) -> float:
+        """The capacity with batches of this size."""
+        return self.pair[0] * rows * 1e9 / self.ns(rows, length)
+
+
+def fit(samples: Sequence[Sample]) -> dict[Pair, Fit]:
+    """A fit for each measured number of instances and threads."""
+    groups: dict[Pair, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.pair, []).append(sample)
+    sizes = max(len({(sample.rows, sample.length) for sample in group}) for group in groups.values())
+    found: dict[Pair, Fit] = {}
+    for pair, group in sorted(groups.items()):
+        if len({(sample.rows, sample.length) for sample in group}) == sizes:
+            found[pair] = _curve(pair, group)
+    for pair, group in groups.items():
+        if pair not in found:
+            found[pair] = _scaled(pair, group, _nearest(pair, found))
+    return found
+
+
+def _curve(pair: Pair, samples: Sequence[Sample]) -> Fit:
+    by_length = len({sample.length for sample in samples}) > 1
+    columns = [[1.0, s.rows, s.rows * s.length] if by_length else [1.0, s.rows] for s in samples]
+    times = np.array([sample.batch_ns for sample in samples])
+    solved = _not_negative(np.array(columns), times)
+    batch, row, element = [*map(float, solved), 0.0][:3]
+    fitted = np.array(columns) @ solved
+    error = float(np.max(np.abs(fitted - times) / times))
+    sizes = sorted({max(1, round(sample.rows)) for sample in samples})
+    affine = by_length or error <= AFFINE_ERROR
+    if affine:
+        entries = tuple((size, batch + row * size) for size in {1, *sizes, max(sizes) + 1})
+    else:
+        measured = {max(1, round(sample.rows)): sample.batch_ns for sample in samples}
+        entries, error = tuple(measured.items()), 0.0
+    return Fit(pair, batch, row, element, error, affine, tuple(sorted(entries)))
+
+
+def _not_negative(columns: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Least squares of the relative errors, without negative coefficients: a negative one is left out."""
+    used = list(range(columns.shape[1]))
+    while True:
+        solved = np.linalg.lstsq(columns[:, used] / times[:, None], np.ones(len(times)), rcond=None)[0]
+        least = int(np.argmin(solved))
+        if solved[least] >= 0 or len(used) == 1:
+            break
+        del used[least]
+    found = np.zeros(columns.shape[1])
+    found[used] = np.maximum(solved, 0.0)
+    return found
+
+
+def _nearest(pair: Pair, complete: Mapping[Pair, Fit]) -> Fit:
+    """The complete curve with the same number of threads, if there is one."""
+    return min(complete.values(), key=lambda fit: (fit.pair[1] != pair[1], abs(fit.pair[0] - pair[0])))
+
+
+def _scaled(pair: Pair, samples: Sequence[Sample], base: Fit) -> Fit:
+    """The base curve times a factor that is interpolated over the logarithm of the rows."""
+    ordered = sorted(samples, key=lambda sample: (sample.rows, sample.length))
+    factors = [sample.batch_ns / base.ns(max(1, round(sample.rows)), sample.length) for sample in ordered]
+    if base.element_ns:
+        factor = median(factors)
+        entries = tuple((rows, time * factor) for rows, time in base.entries)
+        error = max(abs(factor - each) / each for each in factors)
+        parts = base.batch_ns * factor, base.row_ns * factor, base.element_ns * factor
+        return Fit(pair, *parts, error, True, entries, scaled=True)
+    rows = [log(max(1.0, sample.rows)) for sample in ordered]
+    sizes = sorted({size for size, _ in base.entries} | {max(1, round(sample.rows)) for sample in ordered})
+    entries = tuple((size, base.ns(size) * float(np.interp(log(size), rows, factors))) for size in sizes)
+    curve = _curve(pair, [Sample(*pair, size, time) for size, time in entries])
+    return Fit(pair, curve.batch_ns, curve.row_ns, 0.0, base.error, curve.affine, entries, scaled=True)
+
+
+def spread_of(latencies: Sequence[float], overhead_ns: float) -> tuple[float, ...]:
+    """The relative spread of service times, with mean 1, from the latencies of lone requests in ns. `overhead_ns` is
+    the part of each that is not service."""
+    times = np.maximum(np.array(latencies, dtype=float) - overhead_ns, 0.0)
+    if len(times) < 2 or not times.mean():
+        return (1.0,)
+    shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    quantiles = np.quantile(times, shares)
+    return tuple(float(value) for value in quantiles / quantiles.mean())

@@ -1,0 +1,27 @@
+"""What to tune for: the latency target, the load, and the limits."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Goal(Struct, frozen=True):
+    """`rate`: requests per second that must hold the p99; 0: find the highest rate that does. `memory`: bytes for all
+    instances; 0: no limit. `lengths`: range of the dims of -1. `instances`: range of the instance count."""
+
+    p99_ns: int
+    rate: float = 0.0
+    memory: int = 0
+    rows: int = 1
+    lengths: tuple[int, int] = (1, 1)
+    instances: tuple[int, int] = (1, 16)
+    seconds: float = 2.0
+    """Duration of each measurement."""
+    confirm: int = 3
+    """Number of candidates to measure on the server."""
+    simulated: int = 2000
+    """Requests of a simulation."""
+
+    @property
+    def typical_length(self) -> int:
+        return (self.lengths[0] + self.lengths[1] + 1) // 2

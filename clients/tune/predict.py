@@ -1,0 +1,109 @@
+"""Predicts what a candidate does under a load: the scheduler of the server in simulated time, with the fitted times.
+
+Invariant: a prediction depends only on its arguments. All candidates see the same arrivals, so that they differ by
+their settings and not by chance.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shmserve.clients.tune.fit import Fit, Pair
+from shmserve.clients.tune.goal import Goal
+from shmserve.clients.tune.space import Candidate, TunedModel
+from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
+
+MOST_REQUESTS = 40_000
+LATENCIES = 5
+"""A simulation lasts at least this many times the latency target: a queue that grows must have time to show."""
+STEPS = (0.8, 0.95, 0.5, 0.25, 0.1, 0.03)
+"""Shares of the capacity at which the search for the highest rate begins."""
+AROUND = (1.0, 1.04, 0.96, 0.9)
+"""Factors of a guess to try first."""
+PRECISION = 0.04
+FINE = 0.015
+"""Relative precision of the highest rate, without and with a guess."""
+CLIENTS = 1
+"""One process sends all requests, as in a measurement."""
+
+
+class Prediction(Struct, frozen=True):
+    """What the simulator says of a candidate at this many requests per second."""
+
+    candidate: Candidate
+    rate: float
+    p50_ns: float
+    p99_ns: float
+    mean_batch: float
+    utilisation: float
+
+
+class Predictor(Struct, frozen=True):
+    """`fits` and `spread` describe the service times, `link_ns` the delay of a message."""
+
+    model: TunedModel
+    goal: Goal
+    fits: dict[Pair, Fit]
+    spread: tuple[float, ...] = (1.0,)
+    link_ns: int = 20_000
+
+    def capacity(self, candidate: Candidate) -> float:
+        """An upper limit for the requests per second."""
+        fit = self.fits[candidate.instances, candidate.threads]
+        sizes = {size for size, _ in fit.entries if size <= candidate.batch} | {candidate.batch, self.goal.rows}
+        shortest = self.goal.lengths[0]
+        return max(fit.rows_per_s(size, shortest) for size in sizes) / self.goal.rows * self.model.devices
+
+    def at(self, candidate: Candidate, rate: float, longer: int = 1) -> Prediction:
+        """`longer`: factor for the length of the simulation."""
+        goal = self.goal
+        service = self.fits[candidate.instances, candidate.threads].service(self.spread)
+        policy = self.model.policy_of(candidate)
+        model = SimModel(policy, self.model.instances_of(candidate), service)
+        load = Load(policy.name, Poisson(rate), CLIENTS, (goal.rows, goal.rows), lengths=goal.lengths)
+        count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MOST_REQUESTS)
+        plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns)
+        found = simulate(plan).models[policy.name]
+        latency = found.latency
+        return Prediction(
+            candidate, rate, latency.quantile(0.5), latency.quantile(0.99), found.mean_batch, found.utilisation
+        )
+
+    def holds(self, prediction: Prediction) -> bool:
+        return prediction.p99_ns <= self.goal.p99_ns
+
+    def highest(
+        self, candidate: Candidate, floor: float = 0.0, longer: int = 1, guess: float = 0.0
+    ) -> Prediction | None:
+        """The prediction at the highest rate that holds the p99. None: there is none above `floor`. `guess`: a rate
+        near it, if one is known."""
+        capacity = self.capacity(candidate)
+        best: Prediction | None = None
+        low, high = 0.0, capacity
+        if floor:
+            best = self.at(candidate, floor, longer=longer) if floor < capacity else None
+            if best is None or not self.holds(best):
+                return None
+            low = floor
+        around = (guess * factor for factor in AROUND) if guess else ()
+        for rate in (*around, *(capacity * share for share in STEPS)):
+            if not low < rate < high:
+                continue
+            found = self.at(candidate, rate, longer=longer)
+            if self.holds(found):
+                low, best = rate, found
+            else:
+                high = rate
+        if best is None:
+            return None
+        while high - low > (FINE if guess else PRECISION) * high:
+            rate = (low + high) / 2
+            found = self.at(candidate, rate, longer=longer)
+            if self.holds(found):
+                low, best = rate, found
+            else:
+                high = rate
+        return best
+
+    def curve(self, candidate: Candidate, rates: tuple[float, ...]) -> list[Prediction]:
+        return [self.at(candidate, rate) for rate in rates]

@@ -1,0 +1,166 @@
+"""Why a candidate was chosen, in sentences with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from shmserve.clients.tune.fit import Fit
+from shmserve.clients.tune.space import Candidate
+from shmserve.clients.tune.tuner import Outcome
+
+MS = 1e6
+MIB = 1 << 20
+
+
+def reasons(outcome: Outcome) -> list[str]:
+    """Sentences about the chosen candidate; empty if there is none."""
+    chosen = outcome.chosen
+    if chosen is None:
+        return []
+    found = [
+        *_result(outcome, chosen),
+        *_against_now(outcome, chosen),
+        *_instances(outcome, chosen),
+        *_threads(outcome, chosen),
+        *_batch(outcome, chosen),
+        *_delay(outcome, chosen),
+        *_padding(outcome, chosen),
+    ]
+    return [*found, *(f"Not tried: {text}." for text in outcome.times.skipped)]
+
+
+def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    goal, found, told = outcome.goal, outcome.of(chosen), outcome.prediction(chosen)
+    limit = f"{goal.p99_ns / MS:g} ms"
+    if found is None or not found.points:
+        if told is not None:
+            yield f"Predicted, not measured: {told.rate:,.0f} requests/s with a p99 of {told.p99_ns / MS:.1f} ms."
+        return
+    if goal.rate:
+        p99 = found.p99_ns(goal.rate)
+        if found.holds_at(goal.rate):
+            yield f"At {goal.rate:,.0f} requests/s the p99 is {p99 / MS:.1f} ms; the limit is {limit}."
+        else:
+            yield f"No candidate holds {limit} at {goal.rate:,.0f} requests/s; the closest has {p99 / MS:.1f} ms."
+    elif found.rate:
+        above = f"; {found.failed_rate:,.0f} do not" if found.failed_rate > found.rate else ""
+        yield f"{found.rate:,.0f} requests/s hold a p99 of {limit}{above}."
+    else:
+        yield f"No rate that was measured holds a p99 of {limit}; the lowest was {found.failed_rate:,.0f} requests/s."
+    error = prediction_error(outcome, chosen)
+    if error is not None:
+        what = "p99" if goal.rate else "rate"
+        yield f"The prediction of the {what} was off by {error:+.0%}."
+
+
+def prediction_error(outcome: Outcome, candidate: Candidate) -> float | None:
+    """The relative error of the predicted rate; with a target rate, of the predicted p99."""
+    found = outcome.of(candidate)
+    if found is None or found.predicted is None or not found.points:
+        return None
+    if outcome.goal.rate:
+        return found.predicted.p99_ns / found.p99_ns(outcome.goal.rate) - 1
+    return found.predicted.rate / found.rate - 1 if found.rate else None
+
+
+def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    now = outcome.model.current
+    if chosen == now:
+        yield "The present settings are the best; nothing needs to change."
+        return
+    before, after = outcome.of(now), outcome.of(chosen)
+    if before is None or after is None or not before.points or not after.points:
+        return
+    if outcome.goal.rate:
+        p99 = before.p99_ns(outcome.goal.rate)
+        yield f"The present settings have a p99 of {p99 / MS:.1f} ms at this rate."
+    elif before.rate and after.rate:
+        gain = after.rate / before.rate
+        yield f"The present settings reach {before.rate:,.0f} requests/s; this is {gain:.2f} x as many."
+    else:
+        yield "The present settings do not hold the p99 at any rate that was measured."
+
+
+def _instances(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    highest: dict[int, float] = {}
+    for (count, _), rate in outcome.times.highest.items():
+        highest[count] = max(highest.get(count, 0.0), rate)
+    if len(highest) > 1:
+        each = ", ".join(f"{count}: {rate:,.0f}" for count, rate in sorted(highest.items()))
+        yield f"Instances: {chosen.instances}. Highest throughput in rows/s by number of instances: {each}."
+    size = outcome.times.memory.get((chosen.instances, chosen.threads), 0)
+    if size:
+        limit = f" of {outcome.goal.memory / MIB:,.0f} MiB" if outcome.goal.memory else ""
+        yield f"Memory: {size / MIB:,.0f} MiB{limit}."
+
+
+def _threads(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    fits = {pair[1]: fit for pair, fit in outcome.fits.items() if pair[0] == chosen.instances}
+    if chosen.threads and len(fits) > 1:
+        each = ", ".join(f"{threads}: {fit.ns(chosen.batch) / MS:.2f} ms" for threads, fit in sorted(fits.items()))
+        yield f"Threads: {chosen.threads}. A batch of {chosen.batch} rows takes, by number of threads, {each}."
+
+
+def _batch(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    fit = outcome.fits.get((chosen.instances, chosen.threads))
+    if fit is None:
+        return
+    sizes = [
+        size for size in outcome.model.batches(outcome.goal.rows) if size <= _measured(fit) or size <= chosen.batch
+    ]
+    length = outcome.goal.typical_length
+    each = ", ".join(f"{size}: {fit.ns(size, length) / MS:.2f} ms" for size in sizes)
+    yield f"Batches: up to {chosen.batch}. A batch takes, by rows, {each} ({_formula(fit)})."
+    largest = outcome.model.most
+    if chosen.batch < largest:
+        if fit.ns(largest, length) > outcome.goal.p99_ns:
+            yield f"A batch of {largest} rows would take longer than the p99 allows."
+        else:
+            rate = _best_of(outcome, largest)
+            if rate:
+                yield f"With batches of up to {largest}, the best prediction is {rate:,.0f} requests/s."
+
+
+def _measured(fit: Fit) -> int:
+    return max(size for size, _ in fit.entries)
+
+
+def _formula(fit: Fit) -> str:
+    if not fit.affine:
+        return "interpolated between measured times"
+    parts = [f"{fit.batch_ns / MS:.3g} ms"]
+    if fit.row_ns:
+        parts.append(f"{fit.row_ns / MS:.3g} ms/row")
+    if fit.element_ns:
+        parts.append(f"{fit.element_ns / 1000:.3g} us/element")
+    return f"{' + '.join(parts)}, off by at most {fit.error:.0%}"
+
+
+def _best_of(outcome: Outcome, batch: int) -> float:
+    if outcome.goal.rate:
+        return 0.0
+    return max((each.rate for each in outcome.ranked if each.candidate.batch == batch), default=0.0)
+
+
+def _delay(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    if outcome.model.config.max_batch_size < 2:
+        return
+    rest = replace(chosen, delay_us=0)
+    found = {each.candidate.delay_us: each for each in outcome.ranked if replace(each.candidate, delay_us=0) == rest}
+    if len(found) > 1 and not outcome.goal.rate:
+        each = ", ".join(f"{delay / 1000:g} ms: {one.rate:,.0f}" for delay, one in sorted(found.items()))
+        yield f"Queue delay: {chosen.delay_us / 1000:g} ms. Predicted requests/s by delay: {each}."
+    else:
+        yield f"Queue delay: {chosen.delay_us / 1000:g} ms."
+
+
+def _padding(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+    fit = outcome.fits.get((chosen.instances, chosen.threads))
+    if chosen.multiple and fit is not None and fit.element_ns:
+        worth = fit.batch_ns / fit.element_ns
+        yield (
+            f"Padding: a batch costs as much as {worth:,.0f} elements, so padding_batch_cost is {chosen.batch_cost}; "
+            f"lengths are padded to multiples of {chosen.multiple}."
+        )

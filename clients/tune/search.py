@@ -1,0 +1,159 @@
+"""The search over all candidates, in the simulator.
+
+1. For each number of instances and threads, and each batch size: the highest rate, without a queue delay.
+2. For the best of these, the other settings: delays and padding. A candidate whose highest rate is below those known
+   already costs one simulation.
+3. The best again, with longer simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import log
+
+from msgspec.structs import replace
+
+from shmserve.clients.tune.fit import Fit, Pair
+from shmserve.clients.tune.goal import Goal
+from shmserve.clients.tune.pool import Pool
+from shmserve.clients.tune.predict import Prediction, Predictor
+from shmserve.clients.tune.space import MULTIPLES, Candidate, TunedModel
+
+REFINED = 4
+"""Settings of step 1 whose other settings are tried."""
+FINAL = 6
+"""Candidates of step 3."""
+LONGER = 3
+"""Factor for the length of the simulations of step 3."""
+POOR = 0.7
+"""In step 1, candidates below this share of the best known rate are not examined further."""
+ALIKE = 0.01
+"""Predicted rates this close are equal: the simpler setting comes first."""
+
+NONE: Mapping[Candidate, float] = {}
+
+Report = Callable[[int, int, Prediction | None], None]
+"""Simulated candidates, of how many, and the best so far."""
+
+
+class Search:
+    def __init__(self, predictor: Predictor, memory: Callable[[Pair], float], pool: Pool, report: Report) -> None:
+        self._predictor = predictor
+        self._memory = memory
+        self._pool = pool
+        self._report = report
+        self._goal: Goal = predictor.goal
+        self._model: TunedModel = predictor.model
+        self._done = self._total = 0
+        self.found: dict[Candidate, Prediction] = {}
+        """All candidates with a prediction; with a target rate, those that do not hold the p99 too."""
+        self.tried: set[Candidate] = set()
+
+    def run(self) -> list[Prediction]:
+        """The candidates that hold the p99, best first."""
+        coarse = sorted(self._coarse(), key=lambda candidate: -self._predictor.capacity(candidate))
+        self._total = len(coarse)
+        first = max(4, len(coarse) // 4)
+        self._try(coarse[:first], 0.0, 1)
+        self._try(coarse[first:], POOR * self._floor(1), 1)
+        fine = [candidate for each in self.ranked()[:REFINED] for candidate in self._around(each.candidate)]
+        fine = [candidate for candidate in dict.fromkeys(fine) if candidate not in self.found]
+        self._total += len(fine)
+        self._try(fine, self._floor(FINAL), 1)
+        guesses = {each.candidate: each.rate for each in self.ranked()[:FINAL]}
+        final = list(guesses)
+        self._total += len(final)
+        self._try(final, 0.0, LONGER, guesses)
+        ranked = self.ranked()
+        return [each for each in ranked if each.candidate in final] + [
+            each for each in ranked if each.candidate not in final
+        ]
+
+    def _coarse(self) -> list[Candidate]:
+        now, pairs = self._model.current, [pair for pair in self._predictor.fits if self._fits(pair)]
+        sizes = self._model.batches(self._goal.rows)
+        found = [Candidate(*pair, size, 0, now.multiple, self._batch_cost(pair)) for pair in pairs for size in sizes]
+        if (now.instances, now.threads) in pairs and now.batch >= self._goal.rows:
+            found.append(now)
+        return list(dict.fromkeys(found))
+
+    def _fits(self, pair: Pair) -> bool:
+        return not self._goal.memory or self._memory(pair) <= self._goal.memory
+
+    def _batch_cost(self, pair: Pair) -> int:
+        """The fixed cost of a batch in elements, which the fit says."""
+        fit: Fit = self._predictor.fits[pair]
+        now = self._model.current
+        return round(fit.batch_ns / fit.element_ns) if now.multiple and fit.element_ns else now.batch_cost
+
+    def _around(self, candidate: Candidate) -> Iterable[Candidate]:
+        """The same instances, threads and batch size with all delays, or with other padding."""
+        if candidate.batch > 1:
+            for delay in self._model.delays_us(self._goal.p99_ns):
+                yield replace(candidate, delay_us=delay)
+        if candidate.multiple:
+            cost = candidate.batch_cost
+            for multiple in MULTIPLES:
+                yield replace(candidate, multiple=multiple)
+            for other in (cost // 4, cost * 4, self._model.current.batch_cost):
+                yield replace(candidate, batch_cost=other)
+
+    def _floor(self, place: int) -> float:
+        """The rate of the candidate at this place of the ranking; of the last one, if there are fewer."""
+        ranked = self.ranked()
+        return ranked[min(len(ranked), place) - 1].rate if ranked else 0.0
+
+    def _try(
+        self, candidates: Sequence[Candidate], floor: float, longer: int, guesses: Mapping[Candidate, float] = NONE
+    ) -> None:
+        if self._goal.rate:
+            work = partial(_at_rate, self._predictor, self._goal.rate, longer)
+        else:
+            work = partial(_highest, self._predictor, floor, longer, guesses)
+        for candidate, found in zip(candidates, self._pool.run(work, candidates), strict=True):
+            self._done += 1
+            self.tried.add(candidate)
+            if found is not None:
+                self.found[candidate] = found
+            else:
+                self.found.pop(candidate, None)
+            ranked = self.ranked()
+            self._report(self._done, self._total, ranked[0] if ranked else None)
+
+    def ranked(self) -> list[Prediction]:
+        return sorted((each for each in self.found.values() if self._predictor.holds(each)), key=self._order)
+
+    def _order(self, found: Prediction) -> tuple[float, ...]:
+        candidate = found.candidate
+        memory = self._memory((candidate.instances, candidate.threads))
+        cores = candidate.instances * max(candidate.threads, 1)
+        if self._goal.rate:  # the cheapest that holds the p99
+            return (candidate.instances, memory, cores, found.p99_ns)
+        changes = len(self._model.edits(candidate))
+        return (-round(log(found.rate) / ALIKE), candidate.instances, cores, changes, -found.rate)
+
+
+def _highest(
+    predictor: Predictor, floor: float, longer: int, guesses: Mapping[Candidate, float], candidate: Candidate
+) -> Prediction | None:
+    return predictor.highest(candidate, floor, longer, guesses.get(candidate, 0.0))
+
+
+def _at_rate(predictor: Predictor, rate: float, longer: int, candidate: Candidate) -> Prediction | None:
+    return predictor.at(candidate, rate, longer=longer) if predictor.capacity(candidate) >= rate else None
+
+
+def shortlist(ranked: Sequence[Prediction], count: int, worst: float) -> list[Prediction]:
+    """The best candidate, and the best of those that differ from the chosen ones in more than delay and padding, as far
+    as their rate is at least `worst` times the best; then whatever follows. The confirmation corrects errors of the
+    fits, and those are shared by candidates with equal instances, threads and batch size."""
+    chosen: list[Prediction] = []
+    kinds = set()
+    for each in ranked:
+        kind = each.candidate.instances, each.candidate.threads, each.candidate.batch
+        if kind not in kinds and (not chosen or each.rate >= worst * ranked[0].rate):
+            kinds.add(kind)
+            chosen.append(each)
+    chosen += [each for each in ranked if each not in chosen]
+    return chosen[:count]

@@ -1,0 +1,221 @@
+"""The settings to search: what a model's configuration allows to change, and the text edits for each candidate.
+
+Invariant: `max_batch_size` is never lowered, because clients may send requests of that size. Smaller batches are set
+by `preferred_batch_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.errors import Unsupported
+from shmserve.repo.compile import compile_instances, compile_policy
+from shmserve.repo.config.edit import Edit, edited
+from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelParameter, parameter
+from shmserve.repo.load import parse
+from shmserve.repo.rules.padding import BATCH_COST, MULTIPLE, padding_of
+
+THREADS = {
+    "onnxruntime": "intra_op_thread_count",
+    "pytorch": "INTRA_OP_THREAD_COUNT",
+    "openvino": "INFERENCE_NUM_THREADS",
+}
+"""Backend -> the parameter for the number of threads within an operator."""
+DELAYS = (0.0, 0.025, 0.05, 0.1, 0.2, 0.35)
+"""Queue delays to try, as shares of the latency target."""
+MULTIPLES = (1, 8, 16, 32, 64)
+
+
+class Candidate(Struct, frozen=True, order=True):
+    """A setting. `instances`: count of the instance group. `threads`: of the engine in an instance; 0: not adjustable.
+    `batch`: largest batch in rows; 1: requests run alone. `multiple` and `batch_cost`: padding; 0: not padded."""
+
+    instances: int
+    threads: int = 0
+    batch: int = 1
+    delay_us: int = 0
+    multiple: int = 0
+    batch_cost: int = 0
+
+    def describe(self) -> str:
+        parts = [f"{self.instances} instance{'s' if self.instances > 1 else ''}"]
+        if self.threads:
+            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
+        parts.append(f"batch {self.batch}")
+        parts.append(f"delay {self.delay_us / 1000:g} ms" if self.delay_us else "no delay")
+        if self.multiple:
+            parts.append(f"padding to multiples of {self.multiple}, batch cost {self.batch_cost}")
+        return ", ".join(parts)
+
+
+class TunedModel(Struct, frozen=True):
+    """The model to tune. `text`: its config.pbtxt; `config`: as completed by the server. `cores`: that an instance may
+    use. `largest`: upper limit for batches."""
+
+    text: str
+    config: ModelConfig
+    cores: int
+    largest: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def most(self) -> int:
+        """The largest batch to consider."""
+        return max(self.config.max_batch_size, self.largest if self.config.max_batch_size else 0, 1)
+
+    @property
+    def thread_parameter(self) -> str:
+        group = self.config.instance_group[0]
+        return THREADS.get(self.config.backend, "") if group.kind == "KIND_CPU" else ""
+
+    @property
+    def devices(self) -> int:
+        """Instances for each unit of `count`."""
+        group = self.config.instance_group[0]
+        return len(group.gpus) if group.kind == "KIND_GPU" else 1
+
+    @property
+    def pads(self) -> bool:
+        return padding_of(self.config) is not None
+
+    def share(self, instances: int) -> int:
+        """The default number of threads of an instance."""
+        return max(1, self.cores // max(1, instances * self.devices))
+
+    @property
+    def current(self) -> Candidate:
+        config = self.config
+        count = config.instance_group[0].count
+        key = self.thread_parameter
+        threads = (int(parameter(config, key) or 0) or self.share(count)) if key else 0
+        dynamic = config.dynamic_batching
+        padding = padding_of(config)
+        multiple, cost = (padding.multiple, padding.batch_cost) if padding is not None else (0, 0)
+        if dynamic is None or not config.max_batch_size:
+            return Candidate(count, threads, 1, 0, multiple, cost)
+        batch = max(dynamic.preferred_batch_size, default=config.max_batch_size)
+        return Candidate(count, threads, batch, dynamic.max_queue_delay_microseconds, multiple, cost)
+
+    # ------------------------------------------------------------------------------------ changes
+
+    def edits(self, candidate: Candidate) -> list[Edit]:
+        """The edits of config.pbtxt for a candidate. Nothing that is as wanted is touched."""
+        now, found = self.current, []
+        if candidate.instances != now.instances:
+            found.append(Edit(("instance_group", "count"), str(candidate.instances)))
+        key = self.thread_parameter
+        if key and candidate.threads:
+            given = int(parameter(self.config, key) or 0)
+            if candidate.threads != (given or self.share(candidate.instances)):
+                found.append(Edit(("parameters", key), f'"{candidate.threads}"'))
+        found += self._batching(candidate, now)
+        if candidate.multiple and candidate.multiple != now.multiple:
+            found.append(Edit(("parameters", MULTIPLE), f'"{candidate.multiple}"'))
+        if candidate.multiple and candidate.batch_cost != now.batch_cost:
+            found.append(Edit(("parameters", BATCH_COST), f'"{candidate.batch_cost}"'))
+        return found
+
+    def _batching(self, candidate: Candidate, now: Candidate) -> list[Edit]:
+        most, found = self.config.max_batch_size, []
+        preferred = ("dynamic_batching", "preferred_batch_size")
+        if candidate.batch > most and most:
+            found.append(Edit(("max_batch_size",), str(candidate.batch)))
+        if candidate.batch != now.batch:
+            if self.config.dynamic_batching is None:
+                found.append(Edit(("dynamic_batching",), "{ }"))
+            if candidate.batch < most:
+                found.append(Edit(preferred, f"[ {candidate.batch} ]"))
+            else:
+                found.append(Edit(preferred, None))
+        if candidate.delay_us != now.delay_us:
+            value = str(candidate.delay_us) if candidate.delay_us else None
+            found.append(Edit(("dynamic_batching", "max_queue_delay_microseconds"), value))
+        return found
+
+    def text_of(self, candidate: Candidate) -> str:
+        return edited(self.text, self.edits(candidate))
+
+    def config_of(self, candidate: Candidate) -> ModelConfig:
+        """The completed configuration of a candidate."""
+        base, edits = self.config, self.edits(candidate)
+        if not edits:
+            return base
+        given = parse(self.text_of(candidate))
+        largest = given.max_batch_size or base.max_batch_size
+        dynamic: ModelDynamicBatching | None = given.dynamic_batching
+        if dynamic is not None and not dynamic.preferred_batch_size and largest:
+            dynamic = replace(dynamic, preferred_batch_size=(largest,))
+        parameters = dict(base.parameters)
+        for edit in edits:
+            if edit.path[0] == "parameters" and edit.value is not None:
+                parameters[edit.path[1]] = ModelParameter(string_value=edit.value.strip('"'))
+        groups = (replace(base.instance_group[0], count=candidate.instances), *base.instance_group[1:])
+        return replace(
+            base, max_batch_size=largest, dynamic_batching=dynamic, parameters=parameters, instance_group=groups
+        )
+
+    def policy_of(self, candidate: Candidate) -> ModelPolicy:
+        return compile_policy(self.config_of(candidate), 1)
+
+    def instances_of(self, candidate: Candidate) -> tuple[InstanceSpec, ...]:
+        return compile_instances(self.config_of(candidate))
+
+    # ------------------------------------------------------------------------------------ what to try
+
+    def batches(self, rows: int) -> list[int]:
+        """The sizes of batches to try: powers of two, and the limit. `rows`: of a request."""
+        if self.config.max_batch_size < 2:
+            return [1]
+        sizes = {self.most, self.current.batch}
+        size = 1
+        while size < self.most:
+            sizes.add(size)
+            size *= 2
+        return sorted({max(size, rows) for size in sizes})
+
+    def thread_counts(self, instances: int) -> list[int]:
+        """The numbers of threads to try with this many instances."""
+        if not self.thread_parameter:
+            return [0]
+        found = {1, self.share(instances)}
+        threads = 2
+        while threads <= self.share(instances):
+            found.add(threads)
+            threads *= 2
+        if instances == self.current.instances:
+            found.add(self.current.threads)
+        return sorted(found)
+
+    def delays_us(self, p99_ns: int) -> list[int]:
+        if self.config.max_batch_size < 2:
+            return [0]
+        found = {_two_digits(share * p99_ns / 1000) for share in DELAYS}
+        if self.current.delay_us * 1000 < p99_ns:
+            found.add(self.current.delay_us)
+        return sorted(found)
+
+
+def _two_digits(value: float) -> int:
+    """The value with two significant digits: a delay that a person would write."""
+    return int(float(f"{value:.2g}"))
+
+
+def check_tunable(config: ModelConfig) -> None:
+    """Raises Unsupported for models whose load the search cannot describe."""
+    decoupled = config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
+    reasons: Sequence[tuple[bool, str]] = (
+        (config.ensemble_scheduling is not None, "is an ensemble; tune the models of its steps one by one"),
+        (config.sequence_batching is not None, "has sequence_batching; only models without it can be tuned"),
+        (decoupled, "is decoupled; only models with one response to each request can be tuned"),
+        (len(config.instance_group) > 1, "has several instance groups; tune it with one"),
+    )
+    for found, text in reasons:
+        if found:
+            raise Unsupported(f"model '{config.name}' {text}")

@@ -1,0 +1,123 @@
+"""`shmserve tune` as its user runs it: the commands of its page, what they write, and that they leave nothing.
+
+The model waits for 5 ms, and the target is 200 ms, so that a busy machine does not decide what is found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import pages
+from tests.support.model_files import write_model
+
+pytestmark = pytest.mark.process
+
+END_S = 240
+CONFIG = """# Waits for five milliseconds.
+backend: "python"
+max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]  # one
+"""
+MODEL = """import select
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        select.select([], [], [], 0.005)
+        given = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in given]
+"""
+QUICK = "--p99 200ms --seconds 0.1 --instances 1-2 --confirm 1 --simulated 200 --json"
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "shmserve.clients.cli.main", *words]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with models/mlp, the model of the page."""
+    write_model(tmp_path / "models", "mlp", CONFIG, MODEL)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"TMPDIR": str(folder / "tmp")}
+
+
+def test_the_commands_of_the_page(folder: Path) -> None:
+    lines = pages.commands("tune")
+    assert [line.split()[0] for line in lines] == ["shmserve"] * 3
+    file = folder / "models/mlp/config.pbtxt"
+    for line in lines:
+        words = [*shlex.split(line)[1:], *QUICK.split()]
+        done = subprocess.run(
+            command(*words), cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=END_S
+        )
+        assert done.returncode in (0, 1), done.stderr
+        found = json.loads(done.stdout)
+        assert found["holds"] == (done.returncode == 0)
+        assert found["chosen"]["instances"] in (1, 2)
+        assert {entry["instances"] for entry in found["service_times"]} >= {1}
+        assert found["confirmed"][0]["points"]
+        assert os.listdir(folder / "tmp") == []
+        if "--rate" in words:
+            assert found["confirmed"][0]["points"][0]["rate"] == 500
+        if "--apply" not in words:
+            assert file.read_text() == CONFIG
+    before, after = CONFIG.splitlines(), file.read_text().splitlines()
+    changed = [line[1:] for line in found["diff"].splitlines()[2:] if line.startswith("+")]
+    assert [line for line in after if line not in before] == changed
+    assert before[0] in after
+    assert found["chosen"] == found["present"] or changed
+    assert "<svg" in (folder / "report.html").read_text()
+
+
+def test_an_interrupt(folder: Path) -> None:
+    words = ["tune", "models/mlp", *QUICK.split(), "--seconds", "2", "--rate", "50"]
+    with subprocess.Popen(
+        command(*words), cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "confirming" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=END_S)
+    assert process.returncode == 130, error
+    found = json.loads(out)
+    assert found["interrupted"] == "confirm"
+    assert found["chosen"] is not None
+    assert "Traceback" not in error
+    assert os.listdir(folder / "tmp") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("nowhere",), "nowhere is not a directory"),
+        (("models/mlp", "--rows", "8"), "requests of 8 rows: the largest batch of 'mlp' is 4"),
+        (("models/mlp", "--input", "x=1,2,3"), "does not fit"),
+    ],
+)
+def test_wrong_usage(folder: Path, words: tuple[str, ...], text: str) -> None:
+    done = subprocess.run(
+        command("tune", *words, "--p99", "20ms"), cwd=folder, env=environment(folder), capture_output=True, text=True,
+        timeout=END_S,
+    )  # fmt: skip
+    assert done.returncode in (1, 2)
+    assert text in done.stderr
+    assert os.listdir(folder / "tmp") == []

@@ -1,0 +1,145 @@
+"""Settings and their edits of config.pbtxt; fits of service times."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from msgspec.structs import replace
+
+from shmserve.clients.tune.fit import Sample, fit, spread_of
+from shmserve.clients.tune.predict import Prediction
+from shmserve.clients.tune.search import shortlist
+from shmserve.clients.tune.space import Candidate, check_tunable
+from shmserve.errors import Unsupported
+from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.load import ModelContext, examine
+from tests.unit.clients.tune.simulated import CONFIG, MS, tuned
+
+PADDED = """name: "net"
+backend: "onnxruntime"
+max_batch_size: 8
+input [ { name: "ids" data_type: TYPE_INT64 dims: [ -1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] } ]
+dynamic_batching { max_queue_delay_microseconds: 100 }
+parameters { key: "padding" value: { string_value: "ids" } }
+"""
+
+
+def completed(text: str) -> ModelConfig:
+    context = ModelContext("net", frozenset({"onnxruntime"}), ["model.onnx"], ())
+    return examine(text.encode(), "config.pbtxt", context).require()
+
+
+@pytest.mark.parametrize("text", [CONFIG, CONFIG.replace("dynamic_batching { }\n", ""), PADDED])
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(1, 1, 8),
+        Candidate(3, 2, 4, 500),
+        Candidate(2, 1, 64, 0, 16, 99),
+        Candidate(2, 1, 8, 100, 1, 128),
+    ],
+)
+def test_the_text_means_the_candidate(text: str, candidate: Candidate) -> None:
+    """The edited text, parsed as a server does, is the configuration that the tuner has measured."""
+    model = replace(tuned(text), largest=64)
+    if not model.pads:
+        candidate = replace(candidate, multiple=0, batch_cost=0)
+    elif not candidate.multiple:
+        candidate = replace(candidate, multiple=1, batch_cost=128)
+    edited = completed(model.text_of(candidate))
+    assert edited == model.config_of(candidate)
+    assert replace(model, text=model.text_of(candidate), config=edited).current == candidate
+    assert edited.max_batch_size >= model.config.max_batch_size
+
+
+def test_nothing_is_touched_without_need() -> None:
+    model = tuned()
+    assert model.edits(model.current) == []
+    assert model.text_of(model.current) == CONFIG
+    changed = model.text_of(replace(model.current, delay_us=700)).splitlines()
+    lines = CONFIG.splitlines()
+    lines[lines.index("dynamic_batching { }")] = "dynamic_batching { max_queue_delay_microseconds: 700 }"
+    assert changed == lines
+
+
+def test_default_threads_follow_the_instances() -> None:
+    model = tuned(CONFIG.replace('parameters { key: "intra_op_thread_count" value: { string_value: "1" } }\n', ""), 4)
+    assert model.current.threads == 4
+    assert model.thread_counts(1) == [1, 2, 4]
+    assert model.thread_counts(2) == [1, 2]
+    assert [edit.path for edit in model.edits(Candidate(2, 2, 32))] == [("instance_group", "count")]
+    assert [edit.path for edit in model.edits(Candidate(1, 1, 32))] == [("parameters", "intra_op_thread_count")]
+
+
+def test_what_cannot_be_tuned() -> None:
+    groups = CONFIG.replace("count: 1 kind: KIND_CPU }", "count: 1 kind: KIND_CPU }, { count: 1 kind: KIND_CPU }")
+    for text, reason in (
+        (CONFIG.replace("dynamic_batching { }", "sequence_batching { }"), "sequence_batching"),
+        (CONFIG + "model_transaction_policy { decoupled: true }\n", "decoupled"),
+        (groups, "several instance groups"),
+    ):
+        with pytest.raises(Unsupported, match=reason):
+            check_tunable(completed(text))
+    check_tunable(completed(CONFIG))
+
+
+# ------------------------------------------------------------------------------------ fits
+
+
+def test_an_affine_fit() -> None:
+    samples = [Sample(1, 1, rows, (2 + 0.5 * rows) * MS) for rows in (1, 2, 4, 8)]
+    samples += [Sample(2, 1, rows, (2 + 0.5 * rows) * MS * (1.2 if rows == 1 else 1.5)) for rows in (1, 8)]
+    fits = fit(samples)
+    one, two = fits[1, 1], fits[2, 1]
+    assert one.affine
+    assert one.batch_ns == pytest.approx(2 * MS)
+    assert one.row_ns == pytest.approx(0.5 * MS)
+    assert one.error < 1e-9
+    assert one.ns(32) == pytest.approx(18 * MS)
+    assert one.rows_per_s(8) == pytest.approx(8 / 0.006)
+    assert two.scaled
+    assert two.ns(1) == pytest.approx(3 * MS)
+    assert two.ns(8) == pytest.approx(9 * MS)
+    assert one.ns(4) * 1.2 < two.ns(4) < one.ns(4) * 1.5
+
+
+def test_a_fit_with_lengths() -> None:
+    samples = [
+        Sample(1, 0, rows, 3 * MS + 2000 * rows * length, length) for rows in (1, 4, 8) for length in (10, 50, 100)
+    ]
+    found = fit(samples)[1, 0]
+    assert found.element_ns == pytest.approx(2000)
+    assert found.batch_ns + found.row_ns == pytest.approx(3 * MS, rel=1e-6)
+    assert found.ns(8, 200) == pytest.approx(3 * MS + 2000 * 1600)
+
+
+def test_the_spread_has_a_mean_of_one() -> None:
+    spread = spread_of([2.0 * MS] * 90 + [6.0 * MS] * 10, 1.0 * MS)
+    assert sum(spread) / len(spread) == pytest.approx(1)
+    assert max(spread) / min(spread) == pytest.approx(5)
+    assert spread_of([], 0.0) == (1.0,)
+
+
+def test_the_shortlist_differs_in_more_than_the_delay() -> None:
+    def told(rate: float, *settings: int) -> Prediction:
+        return Prediction(Candidate(*settings), rate, 1.0, 1.0, 1.0, 1.0)
+
+    ranked = [told(100, 2, 1, 8), told(99, 2, 1, 8, 500), told(90, 1, 2, 8), told(60, 1, 1, 8)]
+    assert [each.rate for each in shortlist(ranked, 3, 0.75)] == [100, 90, 99]
+    assert [each.rate for each in shortlist(ranked, 1, 0.75)] == [100]
+
+
+def test_the_pool_keeps_the_order() -> None:
+    # In a process of its own, because multiprocessing keeps a helper process until the end.
+    program = """
+from shmserve.clients.tune.pool import Pool
+if __name__ == "__main__":
+    for processes in (1, 2):
+        with Pool(processes) as pool:
+            print(list(pool.run(abs, [-3, 2, -1])))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[3, 2, 1]\n[3, 2, 1]\n", done.stderr
