@@ -40,6 +40,9 @@ KEEPS_UP = 0.97
 """Share of an open loop's rate that a server must answer."""
 SHOW_S = 0.25
 OVERLOADED = "overloaded"
+DRAIN_S, OVERLOADED_S = 30.0, 0.5
+"""Longest wait for responses after a load; the backlog of an overloaded server is cancelled, as the next load must not
+find it."""
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -227,7 +230,8 @@ class _Load:
                 if found.stable or self._is_hopeless():
                     break
         finally:
-            unanswered = await generators.end()
+            overloaded = bool(self._windows and self._behind(self._windows))
+            unanswered = await generators.end(OVERLOADED_S if overloaded else DRAIN_S)
         return self._result(found, unanswered)
 
     async def _window(self) -> None:
@@ -310,7 +314,7 @@ class _Load:
         errors: Counter[str] = Counter()
         for counts in self._errors[first:]:
             errors += counts
-        if unanswered:
+        if unanswered and not behind:
             errors[f"no response within the time after the load ({unanswered})"] += unanswered
         seconds = sum(window.length_ns for window in windows) / SECOND
         before, after = self._boundaries[first], self._boundaries[-1]

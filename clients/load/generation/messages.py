@@ -29,7 +29,9 @@ class Begin(Struct, frozen=True, tag=True):
 
 
 class End(Struct, frozen=True, tag=True):
-    """Stop sending and wait for the responses; the answer is Ended."""
+    """Stop sending, wait for the responses up to `patience_s`, then cancel the requests; the answer is Ended."""
+
+    patience_s: float
 
 
 Order = Prepare | Begin | End

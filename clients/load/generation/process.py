@@ -37,8 +37,6 @@ from shmserve.errors import ServeError
 from shmserve.terminal.errors import Misuse
 
 FLUSH_S = 0.1
-DRAIN_S = 30.0
-"""Longest wait for responses after the end of a load."""
 
 
 class Generator:
@@ -58,7 +56,7 @@ class Generator:
         elif isinstance(order, Begin):
             await self._begin(order)
         else:
-            unanswered = await self._the_sender.stop(DRAIN_S)
+            unanswered = await self._the_sender.stop(order.patience_s)
             self.flush()
             self.tell(Ended(unanswered))
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shmserve.clients.load.plan import Inputs
 from shmserve.clients.load.targets.base import ModelFacts
 from shmserve.dtypes import to_numpy
+from shmserve.extras import install_command
 from shmserve.terminal import inputs
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.inputs import Arrays, Spec
@@ -122,7 +123,8 @@ def _image(path: Path, spec: Spec) -> Any:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise Misuse(f"reading {path} needs the package pillow: pip install pillow") from error
+        text = f"reading {path} needs the package pillow: {install_command('bench')}"
+        raise Misuse(text) from error
     shape = [int(dim) for dim in spec["shape"][-3:]]
     planes_first = len(shape) == 3 and shape[0] in (1, 3)
     if len(shape) < 3 or not (planes_first or shape[2] in (1, 3)):

@@ -138,10 +138,10 @@ class Generators:
             process.order(Begin(load, start, process.index, processes))
         return start
 
-    async def end(self) -> int:
-        """Stops the load. Returns the number of requests that were not answered."""
+    async def end(self, patience_s: float) -> int:
+        """Stops the load. Returns the number of requests that were not answered within this time."""
         for process in self._active:
-            process.order(End())
+            process.order(End(patience_s))
         answers = [await process.answer() for process in self._active]
         self._active = ()
         return sum(answer.unanswered for answer in answers if isinstance(answer, Ended))

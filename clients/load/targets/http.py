@@ -117,7 +117,11 @@ class _HttpSlot:
     async def send(self, body: Any, part: Part | None) -> None:
         if self._connection.closed:  # by the server, after an error or when idle
             self._connection = await self._connect()
-        status, answer = await self._connection.ask(body.request(part))
+        try:
+            status, answer = await self._connection.ask(body.request(part))
+        except asyncio.CancelledError:
+            self._connection.close()  # its response would be taken for that of the next request
+            raise
         if status != 200:
             raise _error(status, answer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shmserve.clients.load.plan import GRPC, HTTP, Endpoint
 from shmserve.clients.load.targets.base import Target
 from shmserve.errors import Unsupported
+from shmserve.extras import install_command
 
 
 def open_target(endpoint: Endpoint) -> Target:
@@ -18,8 +19,7 @@ def open_target(endpoint: Endpoint) -> Target:
 
             return GrpcTarget(endpoint)
     except ImportError as error:
-        package = {"httptools": "httptools", "grpc": "grpcio"}.get(error.name or "", error.name)
-        text = f"load over {endpoint.kind}:// needs the package {package}: pip install {package}"
+        text = f"load over {endpoint.kind}:// needs a package that is missing ({error}): {install_command('bench')}"
         raise Unsupported(text) from error
     from shmserve.clients.load.targets.native import NativeTarget
 

@@ -156,6 +156,21 @@ def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, place: Place) 
     medians = [window.percentiles["p50"] for window in point.windows]
     assert medians == sorted(medians)
     assert medians[-1] > 4 * SERVICE_NS, "requests that wait in the generator wait longer than 4 in flight would"
+    assert not point.errors
+
+
+@pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
+def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, place: Place) -> None:
+    """After the first load, hundreds of requests wait for a model that answers 50 per second."""
+    settings = replace(QUICK, window_ns=SECOND // 2)
+    loads = (Open(1000.0, "constant"), Closed(1))
+    plan = Plan(model="slow", endpoint=place.endpoints[kind], loads=loads, settings=settings, in_flight=500)
+    first, second = measure(plan).points
+    assert first.note.startswith("overloaded: ")
+    assert not second.errors
+    assert second.latency.percentiles["p50"].mean < first.latency.percentiles["p50"].mean
+    assert second.server is not None
+    assert second.server.parts["queue"] < SERVICE_NS
 
 
 def test_recorded_times(place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from PIL import Image
 
 from shmserve.clients.load.generation.request_data import request_inputs
-from shmserve.clients.load.plan import Inputs
+from shmserve.clients.load.plan import Endpoint, Inputs
 from shmserve.clients.load.targets.base import ModelFacts
 from shmserve.clients.load.targets.kserve import raw_bytes
+from shmserve.clients.load.targets.opening import open_target
+from shmserve.errors import Unsupported
 from shmserve.terminal.errors import Misuse
 
 
@@ -106,6 +109,17 @@ def test_a_file_that_is_no_image(tmp_path: Path) -> None:
     (tmp_path / "odd.png").write_bytes(b"abc")
     with pytest.raises(Misuse, match="is no image"):
         requests(Inputs(texts=(f"x=@{tmp_path / 'odd.png'}",)), facts(x=("UINT8", [-1, 2, 2, 3])))
+
+
+def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIL", "httptools", "grpc"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for module in ("http", "grpc"):
+        monkeypatch.delitem(sys.modules, f"shmserve.clients.load.targets.{module}", raising=False)
+        with pytest.raises(Unsupported, match=rf"load over {module}:// needs .*pip install .*\[bench\]"):
+            open_target(Endpoint(url=f"{module}://127.0.0.1:1"))
+    with pytest.raises(Misuse, match=r"needs the package pillow: .*\[bench\]"):
+        requests(Inputs(texts=(f"x=@{tmp_path / 'v.png'}",)), facts(x=("UINT8", [-1, 2, 3, 3])))
 
 
 def test_strings_have_their_length_before_them() -> None:
