@@ -18,8 +18,12 @@ from shmserve.terminal.tables import GAP, table, visible
 if TYPE_CHECKING:
     from rich.console import Console
 
+EMPTY = ("", "-")
+"""Cells that have no text."""
 WIDEST = 100_000
 """The width of text that is coloured but not for a terminal."""
+LEAST_NAME = 8
+"""The least width of a column of names, even if the terminal is narrower."""
 NARROWEST = 20
 """The least width of a column of free text; below it, the text gets lines of its own."""
 HOME, CLEAR, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[2J", "\x1b[K", "\x1b[J"
@@ -144,7 +148,7 @@ class Screen:
         free text moves below its row; then columns are left out, by rank, with a note about them."""
         shown = list(range(len(columns)))
         if self.width is not None:
-            shown = [at for at in shown if not columns[at].free or any(row[at] for row in rows)]
+            shown = [at for at in shown if not columns[at].free or any(row[at] not in EMPTY for row in rows)]
         if self.width is None and not self.color:
             right = [at for at, column in enumerate(columns) if column.right]
             return table([column.name for column in columns], rows, right)
@@ -179,37 +183,47 @@ class Screen:
                 if columns[at].rank and _least(columns, widths, shown) > limit:
                     shown.remove(at)
                     hidden.append(at)
-        text = self._rendered(columns, rows, shown, below)
+        if limit is not None:  # free text gets what is left; otherwise names are folded
+            flexible = next((at for at in shown if columns[at].free), shown[0])
+            others = [at for at in shown if at != flexible]
+            room = limit - sum(widths[at] + len(GAP) for at in others)
+            widths[flexible] = max(min(widths[flexible], room), LEAST_NAME)
+        lines = self._rendered(columns, rows, shown, widths, below)
         if hidden:
             names = ", ".join(columns[at].name for at in sorted(hidden))
-            text += "\n" + self.styled(f"not shown in {limit} columns: {names}", FAINT)
-        return text
+            lines += self.wrapped(f"not shown in {limit} columns: {names}", "", "", FAINT)
+        return "\n".join(lines)
 
     def _rendered(
-        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int], below: int | None
-    ) -> str:
+        self,
+        columns: Sequence[Column],
+        rows: Sequence[Sequence[str]],
+        shown: Sequence[int],
+        widths: Sequence[int],
+        below: int | None,
+    ) -> list[str]:
         """`below`: the column whose cells get lines of their own."""
         from rich.padding import Padding
         from rich.table import Table
         from rich.text import Text
 
-        grid = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), collapse_padding=True, header_style=HEAD)
-        for at in shown:
-            column = columns[at]
-            justify: Any = "right" if column.right else "left"
-            overflow: Any = "fold" if column.free else "crop"
-            grid.add_column(Text(column.name), justify=justify, no_wrap=not column.free, overflow=overflow)
-        for row in rows:
-            grid.add_row(*(Text(row[at], _style(columns[at], row[at])) for at in shown))
-        lines = self._lines(grid)
+        def grid(header: bool, shown_rows: Sequence[Sequence[str]]) -> list[str]:
+            found = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style=HEAD, show_header=header)
+            for at in shown:
+                justify: Any = "right" if columns[at].right else "left"
+                found.add_column(Text(columns[at].name), justify=justify, width=widths[at], overflow="fold")
+            for row in shown_rows:
+                found.add_row(*(Text(row[at], _style(columns[at], row[at])) for at in shown))
+            return self._lines(found)
+
         if below is None:
-            return "\n".join(lines)
-        texts = lines[:1]  # each row is one line: the columns that are left do not wrap
-        for row, line in zip(rows, lines[1:], strict=True):
-            texts.append(line)
-            if row[below]:
-                texts += self._lines(Padding(Text(row[below], _style(columns[below], row[below])), (0, 0, 0, 4)))
-        return "\n".join(texts)
+            return grid(True, rows)
+        lines = grid(True, [])
+        for row in rows:
+            lines += grid(False, [row])
+            if row[below] not in EMPTY:
+                lines += self._lines(Padding(Text(row[below], _style(columns[below], row[below])), (0, 0, 0, 4)))
+        return lines
 
     def _lines(self, renderable: Any) -> list[str]:
         """The lines of what rich renders, without trailing spaces."""

@@ -40,6 +40,7 @@ def add_load(commands: Any) -> None:
     add("--previous", action="store_true",
         help="restore what was served before; whatever the repository has; in every mode")  # fmt: skip
     _add_operation(command)
+    add_color(command)
 
 
 def add_unload(commands: Any) -> None:
@@ -79,4 +80,3 @@ def _add_operation(command: argparse.ArgumentParser) -> None:
     text = "maximum time to wait; without a limit by default; the server continues the operation"
     command.add_argument("--timeout", metavar="SECONDS", type=seconds, help=text)
     add_json(command, "print a JSON list with an object per model")
-    add_color(command)

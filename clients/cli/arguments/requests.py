@@ -8,7 +8,6 @@ from typing import Any
 
 from shmserve.clients.cli.arguments.common import (
     add_backend_directory,
-    add_color,
     add_command,
     add_json,
     add_model,
@@ -40,7 +39,6 @@ def add_infer(commands: Any) -> None:
     )
     add_version(command)
     add_json(command)
-    add_color(command)
 
 
 def _add_inputs(command: argparse.ArgumentParser) -> None:

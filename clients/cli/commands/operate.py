@@ -14,11 +14,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import CLEAR_LINE, complain, connected, make_client, next_step, print_json
+from shmserve.clients.cli.commands.base import (
+    CLEAR_LINE,
+    complain,
+    connected,
+    make_client,
+    next_step,
+    print_json,
+    screen_of,
+)
 from shmserve.errors import ServeError
+from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.tables import duration_text
 
@@ -49,7 +59,7 @@ def load(args: argparse.Namespace) -> int:
     def one(client: Client, model: str) -> dict[str, Any]:
         return client.load(model, config=config, files=files, previous=args.previous, timeout=args.timeout)
 
-    return _each(args, one, "loading", _loaded)
+    return _each(args, one, "loading", partial(_loaded, screen_of(args)))
 
 
 def unload(args: argparse.Namespace) -> int:
@@ -147,11 +157,11 @@ def _as_json(name: str, error: ServeError) -> dict[str, Any]:
     return {"model": name, "error": {"code": error.code, "message": str(error)}}
 
 
-def _loaded(found: Mapping[str, Any]) -> str:
+def _loaded(screen: Screen, found: Mapping[str, Any]) -> str:
     states = []
     for entry in found["versions"]:
         seconds = f" after {duration_text(entry['seconds'])}" if found.get("changed", True) else ""
-        states.append(f"version {entry['version']} is {entry['state']}{seconds}")
+        states.append(f"version {entry['version']} is {screen.state(entry['state'])}{seconds}")
     unchanged = "" if found.get("changed", True) else "nothing has changed; "
     return unchanged + (", ".join(states) or "it has no versions")
 

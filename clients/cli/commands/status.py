@@ -64,7 +64,7 @@ MODELS = (
     Column("reason", free=True),
 )
 INSTANCES = (
-    Column("model"),
+    Column("model", rank=2),
     Column("version", right=True, rank=1),
     Column("instance"),
     Column("state", style=state_style),
@@ -210,9 +210,9 @@ STATS = (
     Column("requests", right=True),
     Column("failed", right=True, style=nonzero(BAD)),
     Column("batches", right=True, rank=4),
-    Column("mean batch", right=True, rank=1),
-    Column("queue us", right=True),
-    Column("compute us", right=True),
+    Column("mean batch", right=True, rank=2),
+    Column("queue us", right=True, rank=1),
+    Column("compute us", right=True, rank=1),
     Column("batches formed because", free=True, style=faint),
 )
 

@@ -328,7 +328,7 @@ def test_what_was_served_before(catalog: Catalog, root: Path) -> None:
     catalog.replaced("m", served)
     newer = [target.source for target in second.targets]
     catalog.prune(newer)
-    assert catalog.previous("m", 7, newer) == replace(first, operation=7)
+    assert catalog.previous("m", 7, newer) == replace(first, operation=7, present=None)
     load, descriptor = catalog.load_order(spawn(catalog, served[0]))
     read_descriptor(descriptor)
     assert (Path(load.model_dir) / "labels.txt").read_text() == "cat\n"

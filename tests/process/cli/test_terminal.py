@@ -1,0 +1,127 @@
+"""What the commands print on a terminal: it fits the width, and has colours unless they are not wanted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from shmserve.testing import Server
+from tests.support.living import PATIENCE_S, group, identity
+from tests.support.model_files import write_model
+
+pytestmark = pytest.mark.process
+
+ESCAPE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
+LONG = "a_model_with_a_name_of_some_length"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    identity(root, "m")
+    identity(root, LONG, group(3))
+    write_model(root, "broken", 'backend: "onnx" max_batch_size: -1')
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    with Server(root) as server:
+        yield server
+
+
+def on_a_terminal(words: list[str], columns: int, variables: Mapping[str, str] = {}) -> str:
+    """What the command prints on a terminal of this size."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    ignored = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM")
+    environment = {name: value for name, value in os.environ.items() if name not in ignored}
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
+    process = subprocess.Popen(
+        command, stdout=theirs, stderr=subprocess.PIPE, env={**environment, "TERM": "xterm", **variables}
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while True:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            seen += data
+        process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        os.close(ours)
+    return seen.decode().replace("\r\n", "\n")
+
+
+def words(command: str, server: Server, root: Path) -> list[str]:
+    return ["check", str(root)] if command == "check" else [*command.split(), "--url", server.url]
+
+
+@pytest.mark.parametrize("columns", [60, 250])
+@pytest.mark.parametrize("command", ["models", "models --instances", "stats", "check"])
+def test_it_fits_the_terminal(server: Server, root: Path, command: str, columns: int) -> None:
+    text = on_a_terminal(words(command, server, root), columns)
+    lines = ESCAPE.sub("", text).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert LONG[:12] in text
+    if command == "check":  # other commands show the processes of models, and this one has none
+        assert "did you mean" in " ".join("".join(lines).split())
+    assert "\x1b[" in text
+    assert ("not shown in" in text) is (columns < 100 and command != "check")
+
+
+def test_a_reason_is_shown_below_its_row(server: Server, root: Path) -> None:
+    text = ESCAPE.sub("", on_a_terminal(words("models", server, root), 80))
+    assert re.search(
+        r'^broken .* UNAVAILABLE .*\n    broken/config.pbtxt:1:1: backend: found "onnx"', text, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "variables", "colored"),
+    [
+        ([], {}, True),
+        ([], {"NO_COLOR": "1"}, False),
+        ([], {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        ([], {"TERM": "dumb"}, False),
+        (["--no-color"], {"FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_color(server: Server, root: Path, more: list[str], variables: dict[str, str], colored: bool) -> None:
+    text = on_a_terminal([*words("models", server, root), *more], 120, variables)
+    assert bool(re.search(r"\x1b\[32mREADY", text)) is colored
+    assert ("\x1b" in text) is colored
+
+
+def test_the_choice_before_the_command(server: Server, root: Path) -> None:
+    assert "\x1b[32mREADY" in on_a_terminal(["--color", *words("models", server, root)], 120, {"NO_COLOR": "1"})
+
+
+def test_a_pipe_has_whole_lines_without_color(server: Server) -> None:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "models", "--url", server.url]
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    environment["COLUMNS"] = "40"
+    plain = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "\x1b" not in plain
+    assert len(plain.splitlines()) == 4
+    assert plain.splitlines()[0].endswith("reason")
+    colored = subprocess.run(
+        command, env=environment | {"FORCE_COLOR": "1", "TERM": "xterm"}, capture_output=True, text=True, check=True
+    ).stdout
+    assert [line.rstrip() for line in ESCAPE.sub("", colored).splitlines()] == plain.splitlines()
+    assert "\x1b[32mREADY" in colored
