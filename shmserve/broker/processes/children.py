@@ -105,9 +105,10 @@ class Output:
         """The last lines, including those that the rate limit dropped."""
         return [_text(line) for line in self._tail]
 
-    def last_words(self) -> str:
-        """The last non-empty line, without its level prefix."""
-        return next((self._parse(line)[1] for line in reversed(self.tail) if line.strip()), "")
+    def last_words(self, start: str = "") -> str:
+        """The last non-empty line, without its level prefix. Prefers a line that begins with `start`."""
+        lines = [self._parse(line)[1] for line in reversed(self.tail) if line.strip()]
+        return next((line for line in lines if line.startswith(start)), lines[0] if lines else "")
 
     def read(self) -> None:
         """Reads up to READ_BYTES and logs the lines."""

@@ -36,6 +36,7 @@ OPEN_S = 60.0
 """Time for a gateway to start listening."""
 GRACE_S = 1.0
 """Time beyond that for requests at a stop; less than `stop_deadline.KILL_S`."""
+ERROR_START = "shmserve gateway: "
 _LEVELS = {level: level for level in ("debug", "info", "warning", "error", "critical")}
 _PASSED_ON = ("SSL_", "OPENSSL_")
 """Prefixes of environment variables for gateways, besides those of every child. Few: they parse network input."""
@@ -187,7 +188,7 @@ class Gateways:
         assert gateway.output is not None
         code = gateway.process.wait()
         gateway.output.finish()
-        last_words = gateway.output.last_words()
+        last_words = gateway.output.last_words(ERROR_START)  # it may print a hint after its error
         self._drop(gateway)
         self._handle_exit(gateway, code, last_words)
 
@@ -209,7 +210,7 @@ class Gateways:
             self._check_ended()
         elif not self._begun:
             self._ended = _nothing  # do not report the others, which are stopped now
-            why = last_words.removeprefix("shmserve gateway: ") or children.ended_with(code)
+            why = last_words.removeprefix(ERROR_START) or children.ended_with(code)
             self._failed(2 if code == 2 else 1, f"cannot start the gateway: {why}")
         else:
             lived = self._loop.time() - gateway.began if gateway.is_open else 0.0

@@ -77,7 +77,8 @@ def test_lines_and_their_levels(child: Make) -> None:
     assert one.loop.readers == {}
     assert one.read() == []
     assert one.output.tail[-2:] == [r"error: \x1b[2J\xff\r", "the rest"]
-    assert one.output.last_words() == "the rest"
+    assert one.output.last_words() == one.output.last_words("nothing: ") == "the rest"
+    assert one.output.last_words("ha") == "half"
 
 
 def test_a_segfault_is_an_error(child: Make) -> None:
