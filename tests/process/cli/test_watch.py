@@ -22,7 +22,7 @@ BRIEF = """
 import sys
 from shmserve.clients.cli.commands import base
 from shmserve.clients.cli.main import main
-base.CONNECT_S = 0.2
+base.CONNECT_S = 2
 sys.exit(main(sys.argv[1:]))
 """
 """The command, but for how long it waits for a server to come back."""

@@ -80,6 +80,10 @@ class Serving:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+    def end(self) -> int:
+        """Waits until it has ended by itself: its exit code."""
         self.said += self._log
         self._log.close()
         return self.process.wait(END_S)
@@ -178,7 +182,7 @@ def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path
         port = taken.getsockname()[1]
         server = Serving(repository, tmp_path, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
         said = server.until("ERROR cannot start the gateway").string
-        assert server.stop() == 1
+        assert server.end() == 1
     assert f"cannot listen on 127.0.0.1, port {port}" in said
     assert "--no-gateway" in said
     assert "ready:" not in "".join(server.said)
@@ -187,7 +191,7 @@ def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path
 def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Path) -> None:
     server = Serving(repository, tmp_path, *ANY, "--gateway-args=--http-idle-timeout=never")
     said = server.until("ERROR cannot start the gateway").string
-    assert server.stop() == 2
+    assert server.end() == 2
     assert "'never' is not a number of seconds" in said
 
 
