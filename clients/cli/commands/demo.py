@@ -6,6 +6,7 @@ Every statement it prints is about this run, with measured numbers.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ MANY = 2000
 IN_FLIGHT = 64
 PICTURES = 16
 FIRST_STEP = "`python -m shmserve.repo.samples DIR` writes them, `shmserve serve --model-repository DIR` serves them"
-NEXT = """Next: `shmserve stats` shows the statistics of these requests; `shmserve infer mlp --random` sends one.
+NEXT = """Next: `{command} stats` shows the statistics of these requests; `{command} infer mlp --random` sends one.
 Over HTTP, on the port that the server has logged: `curl localhost:8000/v2/models/add_sub`."""
 
 
@@ -65,7 +66,7 @@ def demo(args: argparse.Namespace) -> int:
     if not results:
         raise Failed(f"the server has none of the sample models: {FIRST_STEP}")
     if not args.json:
-        print(NEXT)
+        print(NEXT.format(command="shmserve" if shutil.which("shmserve") else sys.argv[0]))
     return 0
 
 
