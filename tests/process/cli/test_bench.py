@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from shmserve.terminal.errors import Misuse
 from shmserve.testing import Server
 from tests.support import pages
 from tests.support.gateway.running_gateway import model, talker
+from tests.support.living import await_connections, until
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
@@ -272,6 +274,7 @@ def test_processes_are_added_while_they_are_busy(place: Place, monkeypatch: pyte
 
 
 def test_ctrl_c_ends_the_load(place: Place) -> None:
+    urllib.request.urlopen(f"{place.endpoints['http'].url}/v2/health/ready").close()  # the gateway connects
     before = place.requests("id")
     words = ["bench", "id", "--url", place.server.url, "--windows", "1000:1000", "--no-echo"]
     with subprocess.Popen(
@@ -285,9 +288,10 @@ def test_ctrl_c_ends_the_load(place: Place) -> None:
         finally:
             process.kill()
     assert (process.returncode, errors) == (130, "shmserve bench: interrupted\n")
-    after = place.requests("id")
     with place.server.client() as client:
-        assert client.statistics("id")["model_stats"][0]["in_flight"] == 0
+        await_connections(client, 2)  # of the gateway and of this test: the end of the others has been noticed
+        until(client, lambda: client.statistics("id")["model_stats"][0]["in_flight"] == 0)
+    after = place.requests("id")
     assert place.requests("id") == after
 
 
