@@ -23,6 +23,8 @@ LONGEST = 10
 PARTS = 5
 """Parts of a window in the timeline."""
 Array = NDArray[np.int64]
+GeneratorUse = dict[int, tuple[int, int]]
+"""Generator process -> its processor time so far, and when that was, in ns."""
 
 
 class Responses(Struct):
@@ -51,12 +53,13 @@ class Collector:
         self._gaps: list[tuple[Array, Array]] = []
         self.errors: dict[int, list[str]] = {}
         self.until = dict.fromkeys(range(processes), 0)
-        self.cpu = dict.fromkeys(range(processes), 0)
+        self.used: GeneratorUse = dict.fromkeys(range(processes), (0, 0))
 
     def add(self, process: int, samples: Samples) -> None:
         if process not in self.until:
             return  # a process without a part in this load
-        self.until[process], self.cpu[process] = samples.until_ns, samples.cpu_ns
+        self.until[process] = samples.until_ns
+        self.used[process] = (samples.cpu_ns, samples.until_ns)
         self.errors[process] = samples.errors
         done = np.frombuffer(samples.done, np.int64)
         if len(done):

@@ -37,9 +37,9 @@ OnSamples = Callable[[int, Samples], None]
 class _Process:
     """One of them, and its link."""
 
-    def __init__(self, index: int, on_samples: OnSamples) -> None:
+    def __init__(self, index: int, team: Generators) -> None:
         self.index = index
-        self._on_samples = on_samples
+        self._team = team
         self._answers: asyncio.Queue[News] = asyncio.Queue()
 
     async def start(self) -> None:
@@ -63,7 +63,7 @@ class _Process:
                 await self._answers.put(Broken("INTERNAL", "a generator process has ended unexpectedly"))
                 return
             if isinstance(news, Samples):
-                self._on_samples(self.index, news)
+                self._team.on_samples(self.index, news)
             else:
                 await self._answers.put(news)
 
@@ -101,9 +101,10 @@ def _answer(news: News) -> Prepared | Ended:
 class Generators:
     """Processes are added as they are needed; the first `processes` of them share a load."""
 
-    def __init__(self, plan: Plan, on_samples: OnSamples) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._on_samples = on_samples
+        self.on_samples: OnSamples = lambda process, samples: None
+        """Receives the samples; each load has its own."""
         self._processes: list[_Process] = []
         self._active: Sequence[_Process] = ()
         self.prepared: Prepared | None = None
@@ -118,7 +119,7 @@ class Generators:
 
     async def ensure(self, count: int) -> Prepared:
         """Starts processes until there are `count`, and lets them prepare."""
-        added = [_Process(index, self._on_samples) for index in range(len(self._processes), count)]
+        added = [_Process(index, self) for index in range(len(self._processes), count)]
         for process in added:
             await process.start()
             self._processes.append(process)

@@ -23,8 +23,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.clients.cli import main
-from shmserve.clients.load import measure as measurement
-from shmserve.clients.load import record
+from shmserve.clients.load import one_load, record
 from shmserve.clients.load.calibration import calibrate
 from shmserve.clients.load.measure import Progress, measure
 from shmserve.clients.load.plan import SECOND, Closed, Endpoint, Inputs, Limit, Open, Plan, Replay, Sequences, Settings
@@ -133,7 +132,7 @@ def test_a_closed_loop_over_each_transport(kind: str, place: Place, capfd: pytes
     assert point.usage is not None
     assert {"broker", "models"} <= set(point.usage.server)
     assert record.decode(record.encode(run)) == run
-    assert {progress.phase for progress in seen} >= {"warm-up", "window 1", "window 2"}
+    assert {"warm-up"} <= {progress.phase for progress in seen} <= {"warm-up", "window 1", "window 2"}
     assert capfd.readouterr() == ("", ""), "the processes end quietly"
 
 
@@ -161,10 +160,10 @@ def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, place: Place) 
     assert not point.errors
 
 
-@pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
+@pytest.mark.parametrize("kind", ["lane", "http"])
 def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, place: Place) -> None:
     """After the first load, hundreds of requests wait for a model that answers 50 per second."""
-    settings = replace(QUICK, window_ns=SECOND // 2)
+    settings = replace(QUICK, window_ns=SECOND // 3)
     loads = (Open(1000.0, "constant"), Closed(1))
     plan = Plan(model="slow", endpoint=place.endpoints[kind], loads=loads, settings=settings, in_flight=500)
     first, second = measure(plan).points
@@ -264,7 +263,7 @@ def test_errors_before_the_load(kind: str, place: Place) -> None:
 
 def test_processes_are_added_while_they_are_busy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until each caller has a process of its own; a number that was given stays."""
-    monkeypatch.setattr(measurement, "BUSY", 0.0)
+    monkeypatch.setattr(one_load, "BUSY", -1.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     plan = Plan(model="id", endpoint=place.endpoints["lane"], loads=(Closed(3), Closed(1)), settings=QUICK)
     three, one = measure(plan).points
@@ -366,4 +365,4 @@ def test_the_commands_of_the_page(place: Place, tmp_path: Path, monkeypatch: pyt
         assert code == 0 or (code == 1 and compares), f"{line}: {err}"
         assert out, line
         assert not err, line
-    assert (tmp_path / "report.html").read_text().count("<h2>") == 7
+    assert (tmp_path / "report.html").read_text().count("<h2>") == 5

@@ -108,7 +108,7 @@ def test_a_slow_model_gets_longer_windows() -> None:
     assert is_long_enough(1000, 0, settings)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(20))
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=300))
 def test_percentiles_are_exact_to_the_digits_of_the_histogram(values: list[int]) -> None:
     histogram = Histogram()
