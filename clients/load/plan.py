@@ -40,6 +40,12 @@ class Endpoint(Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"invalid url {self.url!r}: expected {self.kind}://HOST:PORT")
         return host.strip("[]"), int(port)
 
+    @property
+    def authority(self) -> str:
+        """Host and port as in a URL: an IPv6 address has brackets."""
+        host, port = self.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
     def __str__(self) -> str:
         return self.url or self.runtime_dir or "this user's server"
 

@@ -30,8 +30,7 @@ _FINAL = "triton_final_response"
 
 class GrpcTarget:
     def __init__(self, endpoint: Endpoint) -> None:
-        host, port = endpoint.address
-        self._address = f"{host}:{port}"
+        self._address = endpoint.authority
         self._methods = methods(INFERENCE)
         self._channels: list[Any] = []
         self._slots = 0

@@ -23,6 +23,7 @@ CODES: dict[int, type[ServeError]] = {400: InvalidRequest, 404: NotFound, 429: U
 class HttpTarget:
     def __init__(self, endpoint: Endpoint) -> None:
         self._address = endpoint.address
+        self._authority = endpoint.authority
         self._connections: list[_Connection] = []
         self._control: _Connection | None = None
 
@@ -32,7 +33,7 @@ class HttpTarget:
         return facts_of(metadata, await self._get(f"{path}/config", {}), server)
 
     def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
-        return _Body(arrays, facts, options, f"{self._address[0]}:{self._address[1]}")
+        return _Body(arrays, facts, options, self._authority)
 
     async def slot(self) -> Slot:
         connection = await self._connect()
@@ -52,18 +53,16 @@ class HttpTarget:
         try:
             _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, port)
         except OSError as error:
-            text = (
-                f"no server at http://{host}:{port} ({error.strerror or error}): start one, or select another by --url"
-            )
-            raise ConnectionLost(text) from error
+            text = f"no server at http://{self._authority} ({error.strerror or error})"
+            raise ConnectionLost(f"{text}: start one, or select another by --url") from error
         return connection
 
     async def _get(self, path: str, default: Any = None) -> Any:
         """A document; `default` if the server does not have it."""
         if self._control is None or self._control.closed:
             self._control = await self._connect()
-        host, port = self._address
-        status, body = await self._control.ask(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        request = f"GET {path} HTTP/1.1\r\nHost: {self._authority}\r\n\r\n"
+        status, body = await self._control.ask(request.encode())
         if status != 200:
             if default is not None and status in (400, 404):
                 return default

@@ -12,6 +12,7 @@ from shmserve.clients.cli.main import main
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.load import record
 from shmserve.clients.load.plan import Closed, Limit, Open, Replay, Sequences
+from shmserve.errors import InvalidRequest
 from shmserve.terminal.errors import Misuse
 from tests.unit.clients.load.points import run, steady
 
@@ -63,6 +64,15 @@ def test_the_rest_of_a_plan() -> None:
     settings = found.settings
     assert (settings.min_windows, settings.max_windows, settings.warmup_ns) == (2, 4, 10_000_000)
     assert settings.tolerance == pytest.approx(0.025)
+
+
+def test_addresses() -> None:
+    six = plan("--url", "http://[::1]:8000/").endpoint
+    assert (six.address, six.authority) == (("::1", 8000), "[::1]:8000")
+    assert plan("--url", "grpc://host:1").endpoint.authority == "host:1"
+    for url in ("http://host", "http://:1", "grpc://host:0", "http://host:port"):
+        with pytest.raises(InvalidRequest, match=r"expected \w+://HOST:PORT"):
+            _ = plan("--url", url).endpoint.address
 
 
 @pytest.mark.parametrize(
