@@ -1,0 +1,195 @@
+"""`shmserve tune` against an exhaustive sweep: how good its choice is, and how much time it saves.
+
+    python -m bench.suites.tune FOLDER [--model mlp] [--minutes 8]
+
+A sweep measures every setting of the tuner's own space on a real server: instances, threads, batch sizes and queue
+delays, each at several rates until the highest one that holds the p99 is known to 4 %. That takes long, so the results
+are kept in FOLDER, and a run continues where the last one stopped. At the end the tuner's choice and the best settings
+of the sweep are measured again, in turn: the best of a hundred noisy values is partly luck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Any
+
+from bench.lib import models
+from bench.suites.overload import WAITS
+from shmserve.clients.cli.temporary_server import TemporaryServer
+from shmserve.clients.tune.bench import Bench
+from shmserve.clients.tune.confirm import Confirmation, Confirmed
+from shmserve.clients.tune.goal import Goal
+from shmserve.clients.tune.predict import Prediction
+from shmserve.clients.tune.served import Served
+from shmserve.clients.tune.space import Candidate, TunedModel
+from shmserve.paths import python
+from shmserve.repo.config.schema import from_triton_json
+
+MS = 1_000_000
+MODELS = ("mlp", "cnn", "waits")
+P99_MS = {"mlp": 20, "cnn": 60, "waits": 40}
+INSTANCES = (1, 2)
+BEST = 2
+"""Settings of the sweep that are measured again."""
+ROUNDS = 3
+IN_FLIGHT = 3
+
+
+def write_models(root: Path) -> None:
+    """An MLP of 1.4 M and a residual network of 30 M multiply-adds per row, on the engine, and a model that waits for
+    2 ms and 1 ms for each row, as one on a device of its own does."""
+    if (root / "waits").exists():
+        return
+    models.make_mlp(root / "mlp.onnx")
+    models.make_cnn(root / "cnn.onnx", 8)
+    models.write(root, "mlp", models.onnx_model([256], 64, 32), {"model.onnx": root / "mlp.onnx"})
+    models.write(root, "cnn", models.onnx_model([3, 224, 224], 1000, 16), {"model.onnx": root / "cnn.onnx"})
+    tensors = {"x": ("FP32", [16])}, {"y": ("FP32", [16])}
+    models.write(root, "waits", models.Model("python", *tensors, 16, True), {"model.py": WAITS})
+
+
+@contextmanager
+def served(root: Path, name: str) -> Iterator[tuple[Bench, TunedModel]]:
+    from shmserve.terminal import inputs
+
+    with (
+        TemporaryServer([root], ["--model-control-mode", "explicit"]) as server,
+        server.client(30.0) as client,
+    ):
+        if not server.ready(60.0):
+            raise RuntimeError(server.last_words)
+        client.load(name)
+        config = from_triton_json(client.config(name))
+        text = (root / name / "config.pbtxt").read_text()
+        known = inputs.specs(client.metadata(name))
+        feeds = [inputs.random(known, 1, {}, seed) for seed in range(16)]
+        yield Served(client, name, lambda length: feeds), TunedModel(text, config, len(os.sched_getaffinity(0)))
+
+
+def space(model: TunedModel, goal: Goal) -> list[Candidate]:
+    """All settings that the tuner may choose, but for padding. With batches of one row, a delay does nothing."""
+    return [
+        Candidate(count, threads, batch, delay)
+        for count in INSTANCES
+        for threads in model.thread_counts(count)
+        for batch in model.batches(goal.rows)
+        for delay in (model.delays_us(goal.p99_ns) if batch > 1 else [0])
+    ]
+
+
+def highest(bench: Bench, model: TunedModel, goal: Goal, candidate: Candidate) -> Confirmed:
+    """The highest rate of one setting. The search begins below the throughput with all instances busy."""
+    bench.apply(model.config_of(candidate))
+    busy = bench.closed(IN_FLIGHT * candidate.instances * candidate.batch, goal.seconds / 2)
+    start = Prediction(candidate, 0.8 * busy.per_s, 0.0, 0.0, 0.0, 0.0)
+    return Confirmation(bench, model, goal, lambda text: None).run([(candidate, start)])[0]
+
+
+def sweep(root: Path, name: str, goal: Goal, kept: dict[str, Any], until: float, save: Callable[[], None]) -> bool:
+    """Measures what is missing. Returns whether all is measured."""
+    found = kept.setdefault("sweep", {})
+    with served(root, name) as (bench, model):
+        todo = [candidate for candidate in space(model, goal) if candidate.describe() not in found]
+        for number, candidate in enumerate(todo):
+            if monotonic() > until:
+                print(f"{name}: {len(todo) - number} settings are left; run it again")
+                return False
+            begun = monotonic()
+            one = highest(bench, model, goal, candidate)
+            settings = [getattr(candidate, field) for field in candidate.__struct_fields__]
+            found[candidate.describe()] = {"rate": one.rate, "seconds": monotonic() - begun, "settings": settings}
+            save()
+    return True
+
+
+def tune(root: Path, name: str, goal: Goal) -> dict[str, Any]:
+    """The command, as its user runs it."""
+    words = ["tune", str(root / name), "--p99", f"{P99_MS[name]}ms", "--seconds", str(goal.seconds), "--json"]
+    words += ["--instances", f"{INSTANCES[0]}-{INSTANCES[1]}"]
+    begun = monotonic()
+    done = subprocess.run(
+        [sys.executable, *python(), "-m", "shmserve.clients.cli.main", *words], capture_output=True, text=True
+    )
+    if not done.stdout:
+        raise RuntimeError(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {"seconds": monotonic() - begun, "chosen": found["chosen"], "confirmed": found["confirmed"]}
+
+
+def judge(root: Path, name: str, goal: Goal, kept: dict[str, Any]) -> dict[str, Any]:
+    """The choice and the best of the sweep, measured in turn."""
+    ranked = sorted(kept["sweep"].values(), key=lambda each: -each["rate"])
+    choice = Candidate(**kept["tune"]["chosen"])
+    rates: dict[Candidate, list[float]] = {choice: []}
+    for each in ranked[:BEST]:
+        rates.setdefault(Candidate(*each["settings"]), [])
+    start = ranked[0]["rate"]
+    with served(root, name) as (bench, model):
+        for _ in range(ROUNDS):
+            told = [(candidate, Prediction(candidate, start, 0.0, 0.0, 0.0, 0.0)) for candidate in rates]
+            for each in Confirmation(bench, model, goal, lambda text: None).run(told):
+                rates[each.candidate].append(each.rate)
+    medians = {candidate: median(found) for candidate, found in rates.items()}
+    best = max((candidate for candidate in rates if candidate != choice), key=medians.__getitem__, default=choice)
+    return {
+        "choice": choice.describe(),
+        "choice_rates": rates[choice],
+        "best": best.describe(),
+        "best_rates": rates[best],
+        "share": medians[choice] / medians[best] if medians[best] else 0.0,
+    }
+
+
+def report(name: str, kept: dict[str, Any]) -> str:
+    swept = sum(each["seconds"] for each in kept["sweep"].values())
+    tuned, judged = kept["tune"]["seconds"], kept["judge"]
+    return (
+        f"{name}: the choice ({judged['choice']}) reaches {judged['share']:.3f} of the best of {len(kept['sweep'])} "
+        f"settings ({judged['best']}), rates {_rates(judged['choice_rates'])} and {_rates(judged['best_rates'])}; "
+        f"tuning took {tuned:.0f} s, the sweep {swept:.0f} s: {tuned / swept:.3f}"
+    )
+
+
+def _rates(rates: list[float]) -> str:
+    return "/".join(f"{rate:,.0f}" for rate in rates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="shmserve tune against an exhaustive sweep")
+    parser.add_argument("folder", type=Path, help="for the models and the results")
+    parser.add_argument("--model", action="append", choices=MODELS, help="only this one; repeatable")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop sweeping after this time")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
+    given = parser.parse_args()
+    until = monotonic() + 60 * given.minutes
+    root = given.folder.resolve() / "models"
+    root.mkdir(parents=True, exist_ok=True)
+    write_models(root)
+    for name in given.model or MODELS:
+        file = given.folder / f"{name}.json"
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        goal = Goal(P99_MS[name] * MS, seconds=given.seconds)
+
+        def save(file: Path = file, kept: dict[str, Any] = kept) -> None:
+            file.write_text(json.dumps(kept, indent=1))
+
+        if "tune" not in kept:
+            kept["tune"] = tune(root, name, goal)
+            save()
+        if sweep(root, name, goal, kept, until, save) and monotonic() < until:
+            kept["judge"] = judge(root, name, goal, kept)
+            save()
+            print(report(name, kept), flush=True)
+
+
+if __name__ == "__main__":
+    main()
