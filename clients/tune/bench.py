@@ -25,6 +25,8 @@ class Observation(Struct, frozen=True):
     error: str = ""
     """The text of the first error."""
     overloaded: bool = False
+    late_ns: float = 0.0
+    """Open loop: how late requests were sent, at the 99th percentile. Their latencies include it."""
 
     @property
     def mean_batch(self) -> float:

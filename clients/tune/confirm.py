@@ -38,6 +38,8 @@ class Point(Struct, frozen=True):
     p99_ns: float
     mean_batch: float
     holds: bool
+    late_ns: float = 0.0
+    """How late the load generator was."""
 
 
 class Confirmed(Struct):
@@ -89,15 +91,22 @@ class Confirmation:
         self.found: list[Confirmed] = []
 
     def run(self, chosen: Sequence[tuple[Candidate, Prediction | None]]) -> list[Confirmed]:
-        """`chosen`: the candidates, and what was predicted of them."""
-        self.found = [Confirmed(candidate, predicted) for candidate, predicted in chosen]
+        """`chosen`: the candidates, and what was predicted of them. Those of earlier calls stay among the results."""
+        known = {each.candidate for each in self.found}
+        self.found += [Confirmed(candidate, told) for candidate, told in chosen if candidate not in known]
         rounds = RATE_ROUNDS if self._goal.rate else ROUNDS
         for number in range(rounds):
             for each in self.found if number % 2 == 0 else reversed(self.found):
-                rate = self._goal.rate or (0.0 if self._hopeless(each) else each.next_rate())
+                rate = self._next(each, number)
                 if rate and not each.error:
                     self._measure(each, rate)
         return self.found
+
+    def _next(self, each: Confirmed, number: int) -> float:
+        """The rate to measure in this round; 0: none."""
+        if self._goal.rate:
+            return self._goal.rate if len(each.points) <= number else 0.0
+        return 0.0 if len(each.points) > number + 1 or self._hopeless(each) else each.next_rate()
 
     def _hopeless(self, each: Confirmed) -> bool:
         best = max(other.rate for other in self.found)
@@ -118,4 +127,4 @@ class Confirmation:
 
 def point(found: Observation, rate: float, goal: Goal) -> Point:
     holds = not found.overloaded and not found.failed and found.p99_ns <= goal.p99_ns
-    return Point(rate, found.per_s, found.p50_ns, found.p99_ns, found.mean_batch, holds)
+    return Point(rate, found.per_s, found.p50_ns, found.p99_ns, found.mean_batch, holds, found.late_ns)

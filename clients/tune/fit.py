@@ -18,7 +18,8 @@ from shmserve.sim.service import Measured
 
 AFFINE_ERROR = 0.10
 """Largest relative error up to which the affine function is used instead of the measured times."""
-QUANTILES = 100
+QUANTILES = 200
+USUAL = 0.95
 
 Pair = tuple[int, int]
 """Instances and threads."""
@@ -38,6 +39,15 @@ class Sample(Struct, frozen=True):
         return self.instances, self.threads
 
 
+class Spread(Struct, frozen=True):
+    """How single times differ from the mean: factors, whose mean is 1, and pauses in ns, whose mean is 0. Most
+    variation grows with the time; pauses of the machine do not, and as factors of large batches they would be far too
+    long."""
+
+    factors: tuple[float, ...] = (1.0,)
+    pauses: tuple[float, ...] = ()
+
+
 class Fit(Struct, frozen=True):
     """The service time with some number of instances and threads. `error`: largest relative error of the curve at a
     measured point. `batch_ns`, `row_ns`, `element_ns`: the affine function, also if the table is used instead."""
@@ -55,8 +65,9 @@ class Fit(Struct, frozen=True):
     def ns(self, rows: int, length: int = 1) -> float:
         return self.service().mean_ns(rows, length)
 
-    def service(self, spread: tuple[float, ...] = (1.0,)) -> Measured:
-        return Measured(self.entries, self.element_ns, spread)
+    def service(self, spread: Spread | None = None) -> Measured:
+        found = spread or Spread()
+        return Measured(self.entries, self.element_ns, found.factors, found.pauses)
 
     def rows_per_s(self, rows: int, length: int = 1) -> float:
         """The capacity with batches of this size."""
@@ -133,12 +144,13 @@ def _scaled(pair: Pair, samples: Sequence[Sample], base: Fit) -> Fit:
     return Fit(pair, curve.batch_ns, curve.row_ns, 0.0, base.error, curve.affine, entries, scaled=True)
 
 
-def spread_of(latencies: Sequence[float], overhead_ns: float) -> tuple[float, ...]:
-    """The relative spread of service times, with mean 1, from the latencies of lone requests in ns. `overhead_ns` is
-    the part of each that is not service."""
+def spread_of(latencies: Sequence[float], overhead_ns: float) -> Spread:
+    """From the latencies of lone requests in ns. `overhead_ns` is the part of each that is not service. What a time
+    exceeds the USUAL quantile by is a pause."""
     times = np.maximum(np.array(latencies, dtype=float) - overhead_ns, 0.0)
     if len(times) < 2 or not times.mean():
-        return (1.0,)
-    shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    quantiles = np.quantile(times, shares)
-    return tuple(float(value) for value in quantiles / quantiles.mean())
+        return Spread()
+    quantiles = np.quantile(times, (np.arange(QUANTILES) + 0.5) / QUANTILES, method="inverted_cdf")
+    usual = np.minimum(quantiles, np.quantile(times, USUAL, method="inverted_cdf"))
+    pauses = quantiles - usual
+    return Spread(tuple(map(float, usual / usual.mean())), tuple(map(float, pauses - pauses.mean())))

@@ -96,7 +96,7 @@ class Measurement:
             self._round(pair, size, lengths, rounds)
         if complete:
             self._progress("a request alone")
-            times.lone = _checked(self._bench.closed(1, goal.seconds / 2, goal.typical_length), "one was sent alone")
+            times.lone = _checked(self._bench.closed(1, goal.seconds, goal.typical_length), "one was sent alone")
         for (_, length), found in rounds.items():
             rows, batch_ns = (median(values) for values in zip(*found, strict=True))
             times.samples.append(Sample(*pair, rows, batch_ns, length))

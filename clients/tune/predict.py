@@ -7,8 +7,9 @@ their settings and not by chance.
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from shmserve.clients.tune.fit import Fit, Pair
+from shmserve.clients.tune.fit import Fit, Pair, Spread
 from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.space import Candidate, TunedModel
 from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
@@ -23,6 +24,11 @@ AROUND = (1.0, 1.04, 0.96, 0.9)
 PRECISION = 0.04
 FINE = 0.015
 """Relative precision of the highest rate, without and with a guess."""
+WRONG = 1.1
+"""Factor between predicted and measured rate from which on the cost of messages is adapted."""
+BUSY = 0.75
+"""Use of the instances from which on they are the limit themselves."""
+MESSAGE_NS = 4_000
 CLIENTS = 1
 """One process sends all requests, as in a measurement."""
 
@@ -39,13 +45,15 @@ class Prediction(Struct, frozen=True):
 
 
 class Predictor(Struct, frozen=True):
-    """`fits` and `spread` describe the service times, `link_ns` the delay of a message."""
+    """`fits` and `spread` describe the service times, `link_ns` the delay of a message, and `message_ns` the time that
+    the server and the callers spend on one."""
 
     model: TunedModel
     goal: Goal
     fits: dict[Pair, Fit]
-    spread: tuple[float, ...] = (1.0,)
+    spread: Spread = Spread()
     link_ns: int = 20_000
+    message_ns: int = MESSAGE_NS
 
     def capacity(self, candidate: Candidate) -> float:
         """An upper limit for the requests per second."""
@@ -62,7 +70,7 @@ class Predictor(Struct, frozen=True):
         model = SimModel(policy, self.model.instances_of(candidate), service)
         load = Load(policy.name, Poisson(rate), CLIENTS, (goal.rows, goal.rows), lengths=goal.lengths)
         count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MOST_REQUESTS)
-        plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns)
+        plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
         found = simulate(plan).models[policy.name]
         latency = found.latency
         return Prediction(
@@ -104,6 +112,25 @@ class Predictor(Struct, frozen=True):
             else:
                 high = rate
         return best
+
+    def calibrated(self, candidate: Candidate, rate: float, mean_batch: float) -> Predictor:
+        """With the cost of messages that explains why `candidate` holds the p99 up to `rate` and not to the predicted
+        one. It is only adapted if the instances are not the limit: if batches of `mean_batch` rows at this rate leave
+        them idle."""
+        told = self.highest(candidate)
+        fit = self.fits[candidate.instances, candidate.threads]
+        rows = max(1, round(mean_batch))
+        use = rate * self.goal.rows / fit.rows_per_s(rows, self.goal.typical_length) / self.model.devices
+        if told is None or told.rate < rate * WRONG or use > BUSY:
+            return self
+        low, high = self.message_ns, round(1e9 / rate)
+        while high - low > FINE * high:
+            middle = (low + high) // 2
+            if self.holds(replace(self, message_ns=middle).at(candidate, rate)):
+                low = middle
+            else:
+                high = middle
+        return replace(self, message_ns=low)
 
     def curve(self, candidate: Candidate, rates: tuple[float, ...]) -> list[Prediction]:
         return [self.at(candidate, rate) for rate in rates]

@@ -12,6 +12,8 @@ from shmserve.clients.tune.tuner import Outcome
 
 MS = 1e6
 MIB = 1 << 20
+LATE = 0.3
+"""Lateness of the load generator, as a share of the latency target, that is reported."""
 
 
 def reasons(outcome: Outcome) -> list[str]:
@@ -49,6 +51,12 @@ def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         yield f"{found.rate:,.0f} requests/s hold a p99 of {limit}{above}."
     else:
         yield f"No rate that was measured holds a p99 of {limit}; the lowest was {found.failed_rate:,.0f} requests/s."
+    late = max((point.late_ns for point in found.points if not point.holds), default=0.0)
+    if late > LATE * goal.p99_ns:
+        yield (
+            f"The load generator itself was late by up to {late / MS:.1f} ms where the p99 was exceeded: it needs more "
+            "cores, and the server may be able to do more."
+        )
     error = prediction_error(outcome, chosen)
     if error is not None:
         what = "p99" if goal.rate else "rate"
@@ -161,6 +169,6 @@ def _padding(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     if chosen.multiple and fit is not None and fit.element_ns:
         worth = fit.batch_ns / fit.element_ns
         yield (
-            f"Padding: a batch costs as much as {worth:,.0f} elements, so padding_batch_cost is {chosen.batch_cost}; "
+            f"Padding: a batch costs as much as {worth:,.0f} elements more; padding_batch_cost is {chosen.batch_cost}; "
             f"lengths are padded to multiples of {chosen.multiple}."
         )

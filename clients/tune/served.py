@@ -121,6 +121,7 @@ class _Load:
         self._failed = 0
         self._error = ""
         self._overloaded = False
+        self._late: list[float] = []
         self._ended = 0
         self._before = (0, 0)
         self._after = (0, 0)
@@ -188,6 +189,8 @@ class _Load:
 
     def _send_due(self) -> None:
         now = perf_counter_ns()
+        if self._from <= self._at <= now:
+            self._late.append(now - self._at)
         while self._at <= now and self._at < self._to:
             self._send(round(self._at), self._answered)
             self._at += self._draws.expovariate(1.0) * self._mean
@@ -220,7 +223,7 @@ class _Load:
         p99 = math.inf if self._overloaded or not latencies else _p99(answers, latencies)
         return Observation(
             len(answers) / seconds, seconds, _quantile(latencies, 0.5), p99, tuple(latencies[::step]), batches, rows,
-            self._failed, self._error, self._overloaded,
+            self._failed, self._error, self._overloaded, _quantile(sorted(self._late), 0.99) if self._late else 0.0,
         )  # fmt: skip
 
 
@@ -235,7 +238,7 @@ def _p99(answers: Sequence[tuple[int, int]], latencies: Sequence[int]) -> float:
     return median(_quantile(sorted(latency for _, latency in part), 0.99) for part in parts)
 
 
-def _quantile(ordered: Sequence[int], share: float) -> float:
+def _quantile(ordered: Sequence[float], share: float) -> float:
     return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) if ordered else math.inf
 
 

@@ -12,11 +12,11 @@ from msgspec import Struct, field
 
 from shmserve.clients.tune.bench import Bench
 from shmserve.clients.tune.confirm import Confirmation, Confirmed
-from shmserve.clients.tune.fit import Fit, Pair, fit, spread_of
+from shmserve.clients.tune.fit import Fit, Pair, Spread, fit, spread_of
 from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.measure import Measurement, Times
 from shmserve.clients.tune.pool import Pool
-from shmserve.clients.tune.predict import Prediction, Predictor
+from shmserve.clients.tune.predict import MESSAGE_NS, Prediction, Predictor
 from shmserve.clients.tune.search import Search, shortlist
 from shmserve.clients.tune.space import Candidate, TunedModel
 from shmserve.errors import InvalidRequest, ModelFailed
@@ -41,7 +41,8 @@ class Outcome(Struct):
     times: Times = field(default_factory=Times)
     fits: dict[Pair, Fit] = field(default_factory=dict)
     link_ns: int = 0
-    spread: tuple[float, ...] = (1.0,)
+    message_ns: int = MESSAGE_NS
+    spread: Spread = Spread()
     ranked: list[Prediction] = field(default_factory=list)
     searched: int = 0
     confirmed: list[Confirmed] = field(default_factory=list)
@@ -81,9 +82,16 @@ class Tuner:
         self._events = events
         self._processes = processes
         self.outcome = Outcome(model, goal)
+        self._confirmation = Confirmation(bench, model, goal, events.within)
+        self.outcome.confirmed = self._confirmation.found
 
     def run(self) -> Outcome:
-        steps = (("measure", self._measure), ("search", self._search), ("confirm", self._confirm))
+        steps = (
+            ("measure", self._measure),
+            ("calibrate", self._calibrate),
+            ("search", self._search),
+            ("confirm", self._confirm),
+        )
         for name, work in steps:
             begun = monotonic()
             self._events.step(name)
@@ -110,6 +118,23 @@ class Tuner:
         outcome.link_ns = round(min(max((overhead - 2 * TURN_NS) / 4, LINK_NS[0]), LINK_NS[1]))
         outcome.spread = spread_of(times.lone.latencies, overhead)
 
+    def _calibrate(self) -> None:
+        """Measures the present setting. If it holds less than predicted, although its instances are idle then, the cost
+        of messages is adapted."""
+        outcome, goal, now = self.outcome, self.outcome.goal, self.outcome.model.current
+        pair = now.instances, now.threads
+        if goal.rate or pair not in outcome.fits or now.batch < goal.rows:
+            return
+        told = self.predictor.highest(now)
+        if told is None:
+            return
+        self._confirmation.run([(now, told)])
+        found = outcome.of(now)
+        assert found is not None
+        if found.rate and not found.error:
+            batches = [point.mean_batch for point in found.points if point.rate == found.rate]
+            outcome.message_ns = self.predictor.calibrated(now, found.rate, batches[-1]).message_ns
+
     def _search(self) -> None:
         outcome = self.outcome
         predictor = self.predictor
@@ -127,7 +152,7 @@ class Tuner:
     @property
     def predictor(self) -> Predictor:
         outcome = self.outcome
-        return Predictor(outcome.model, outcome.goal, outcome.fits, outcome.spread, outcome.link_ns)
+        return Predictor(outcome.model, outcome.goal, outcome.fits, outcome.spread, outcome.link_ns, outcome.message_ns)
 
     def _confirm(self) -> None:
         outcome, goal = self.outcome, self.outcome.goal
@@ -136,12 +161,7 @@ class Tuner:
         now = outcome.model.current
         if all(candidate != now for candidate, _ in wanted) and (now.instances, now.threads) in outcome.fits:
             wanted.append((now, outcome.prediction(now) or self._of_current(now)))
-        confirmation = Confirmation(self._bench, outcome.model, goal, self._events.within)
-        outcome.confirmed = confirmation.found
-        try:
-            confirmation.run(wanted)
-        finally:
-            outcome.confirmed = confirmation.found
+        self._confirmation.run(wanted)
         chosen = choose(outcome)
         found = outcome.of(chosen)
         if chosen is not None and found is not None and found.rate:
@@ -166,6 +186,10 @@ def choose(outcome: Outcome) -> Candidate | None:
     goal = outcome.goal
     limit = goal.memory or float("inf")
     tried = [each for each in outcome.confirmed if each.points and not each.error and each.memory <= limit]
+    now = outcome.model.current
+    others = [each for each in outcome.confirmed if each.candidate != now and (each.points or each.error)]
+    if outcome.ranked and outcome.ranked[0].candidate != now and not others:
+        return outcome.ranked[0].candidate  # only the present setting has been measured
     if goal.rate:
         good = [each for each in tried if each.holds_at(goal.rate)]
         if good:  # in the order of the search, the cheapest first

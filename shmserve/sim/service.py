@@ -82,12 +82,14 @@ class Table(Struct, frozen=True):
 
 
 class Measured(Struct, frozen=True):
-    """Mean times with a relative spread: (rows, ns), ascending, plus a time for each element (rows x padded length),
-    times one of the factors in `spread`. Times are interpolated, and extrapolated from the last two entries."""
+    """Mean times and how they vary: (rows, ns), ascending, plus a time for each element (rows x padded length). A time
+    is the mean times one of the factors in `spread`, plus the pause at the same place of `pauses`, if there are any.
+    Times are interpolated, and extrapolated from the last two entries."""
 
     entries: tuple[tuple[int, float], ...]
     element_ns: float = 0.0
     spread: tuple[float, ...] = (1.0,)
+    pauses: tuple[float, ...] = ()
 
     def mean_ns(self, rows: int, length: int = 1) -> float:
         entries = self.entries
@@ -98,7 +100,9 @@ class Measured(Struct, frozen=True):
         return time + self.element_ns * rows * length
 
     def ns(self, rows: int, random: Random, length: int = 1) -> int:
-        return round(self.mean_ns(rows, length) * self.spread[int(random.random() * len(self.spread))])
+        place = int(random.random() * len(self.spread))
+        time = self.mean_ns(rows, length) * self.spread[place]
+        return max(0, round(time + self.pauses[place])) if self.pauses else round(time)
 
 
 Service = Constant | Affine | PerElement | Lognormal | Table | Measured

@@ -31,7 +31,12 @@ START_S = 60.0
 VARIETY = 64
 """Number of different requests."""
 VARIETY_BYTES = 64 << 20
-STEPS = {"measure": "measuring service times", "search": "searching", "confirm": "confirming on the server"}
+STEPS = {
+    "measure": "measuring service times",
+    "calibrate": "measuring the present settings",
+    "search": "searching",
+    "confirm": "confirming on the server",
+}
 
 
 def tune(args: argparse.Namespace) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from msgspec.structs import replace
 
-from shmserve.clients.tune.fit import Sample, fit, spread_of
+from shmserve.clients.tune.fit import Sample, Spread, fit, spread_of
 from shmserve.clients.tune.predict import Prediction
 from shmserve.clients.tune.search import shortlist
 from shmserve.clients.tune.space import Candidate, check_tunable
@@ -116,11 +117,19 @@ def test_a_fit_with_lengths() -> None:
     assert found.ns(8, 200) == pytest.approx(3 * MS + 2000 * 1600)
 
 
-def test_the_spread_has_a_mean_of_one() -> None:
-    spread = spread_of([2.0 * MS] * 90 + [6.0 * MS] * 10, 1.0 * MS)
-    assert sum(spread) / len(spread) == pytest.approx(1)
-    assert max(spread) / min(spread) == pytest.approx(5)
-    assert spread_of([], 0.0) == (1.0,)
+def test_the_spread_keeps_the_mean() -> None:
+    # A tenth of the times is five times as long: that is usual. One in a hundred is a pause of the machine.
+    spread = spread_of([2.0 * MS] * 89 + [6.0 * MS] * 10 + [56.0 * MS], 1.0 * MS)
+    assert sum(spread.factors) / len(spread.factors) == pytest.approx(1)
+    assert max(spread.factors) / min(spread.factors) == pytest.approx(5)
+    assert sum(spread.pauses) == pytest.approx(0, abs=1)
+    assert max(spread.pauses) - min(spread.pauses) == pytest.approx(50 * MS, rel=0.01)
+    assert spread_of([], 0.0) == Spread()
+    # For a batch that takes ten times as long, the pause is as long as before.
+    service = fit([Sample(1, 0, 1, 2 * MS), Sample(1, 0, 10, 20 * MS)])[1, 0].service(spread)
+    drawn = [service.ns(10, Random(seed)) for seed in range(3000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(20 * MS, rel=0.1)
+    assert 60 * MS < max(drawn) < 150 * MS
 
 
 def test_the_shortlist_differs_in_more_than_the_delay() -> None:
