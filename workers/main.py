@@ -21,6 +21,7 @@ from shmserve.protocol.messages import Load, Loaded, LoadFailed
 from shmserve.system.process import NAME, NO_NEW_PRIVS, PDEATHSIG, keep_freed_memory, prctl
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.process.exit_codes import Exit, exit_process
+from shmserve.workers.process.load_priority import LoadPriority
 from shmserve.workers.process.log import TRACE_LIMIT, log_message, log_traceback, trace_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
     keep_freed_memory()
     if os.getppid() != parent:
         return Exit.LINK_LOST  # the broker died before PDEATHSIG was set
+    priority = LoadPriority(arguments.load_nice, arguments.normal_nice)
+    priority.lower()
     try:
         if arguments.group:
             _join_control_group(arguments.group)
@@ -63,8 +66,8 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
     link = BrokerLink(sock, arguments.busy_poll_ns)
     try:
         if arguments.environment:
-            return _replace_interpreter(link, arguments, words)
-        return _serve(link)
+            return _replace_interpreter(link, arguments, [*words, f"--normal-nice={priority.normal}"])
+        return _serve(link, priority)
     except ConnectionLost as error:
         log_message(str(error))
         return Exit.LINK_LOST
@@ -89,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--environment", default="", help="where the interpreter is that the model brings, if it does")
     parser.add_argument("--unpacked", default="", help="where archives of interpreters are unpacked to")
     parser.add_argument("--busy-poll-ns", type=int, default=0, help="longest time to poll for orders before sleeping")
+    parser.add_argument("--load-nice", type=int, default=0, help="how much to lower the priority while loading")
+    parser.add_argument("--normal-nice", type=int, help="the nice value after loading; default: the present one")
     return parser
 
 
@@ -175,7 +180,7 @@ def _report_load_failure(order: Load, error: Exception, outbox: Outbox) -> Exit:
     return Exit.LOAD_FAILED
 
 
-def _serve(link: BrokerLink) -> Exit:
+def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
     orders, descriptors = _first_order(link)
     order: Load = orders[0]
     from shmserve.shm.mapped import Mapped
@@ -192,6 +197,7 @@ def _serve(link: BrokerLink) -> Exit:
         return _report_load_failure(order, error, outbox)
     stopped = False
     try:
+        priority.restore()
         _report_loaded(model, outbox)
         gc.collect()
         gc.freeze()

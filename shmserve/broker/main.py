@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -166,14 +166,7 @@ class ServerProcess:
             runtime_dir=settings.runtime_dir,
             arena_bytes=settings.broker_arena_bytes,
             access=setting.access(settings),
-            workers=WorkerSettings(
-                settings.prepared_process,
-                setting.log_rate(settings),
-                settings.model_environment,
-                gpus.uuids(),
-                self._gpu_metrics.used_by,
-                busy_poll_ns,
-            ),
+            workers=_worker_settings(settings, gpus.uuids(), self._gpu_metrics.used_by, busy_poll_ns),
             metrics=setting.metrics(settings),
             mode=self._mode,
             overrides_dir=settings.runtime_dir / GENERATIONS,
@@ -360,6 +353,20 @@ class ServerProcess:
 
     def _drain(self, until: float) -> None:
         self._broker.put(events.Drain(max(0, int((until - self._loop.time()) * 1e9))))
+
+
+def _worker_settings(
+    settings: argparse.Namespace, gpus: Mapping[int, str], used_on_gpu: Callable[[int], int], busy_poll_ns: int
+) -> WorkerSettings:
+    return WorkerSettings(
+        settings.prepared_process,
+        setting.log_rate(settings),
+        settings.model_environment,
+        gpus,
+        used_on_gpu,
+        busy_poll_ns,
+        settings.load_nice,
+    )
 
 
 def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:

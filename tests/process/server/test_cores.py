@@ -24,7 +24,9 @@ LOOK = """\
 import os, sys
 import shmserve.workers.main as worker
 assert not {"numpy", "onnxruntime"} & set(sys.modules), "the libraries read the variables when they are imported"
-worker._serve = lambda link: print("found", *sorted(os.sched_getaffinity(0)), *map(os.environ.get, %r), flush=True) or 0
+names = %r
+found = lambda: (*sorted(os.sched_getaffinity(0)), *map(os.environ.get, names))
+worker._serve = lambda *_: print("found", *found(), flush=True) or 0
 """
 
 

@@ -1,0 +1,155 @@
+"""The priority of workers: low while they load, and afterwards that of the server, also for what a model has started.
+
+Nice values and autogroups are read from the kernel. Whether a process may restore its nice value depends on its
+privileges, so the tests that need root drop them in a child process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.workers.process.load_priority import HIGHEST_NICE
+from tests.support.launch import Launched
+from tests.support.model_files import python_model, write_model
+
+pytestmark = pytest.mark.process
+
+LOWERED = 7
+SCRIPT = """
+import json, os, resource, subprocess, sys, threading
+from shmserve.system.process import prctl
+from shmserve.workers.process.load_priority import AUTOGROUP, LoadPriority
+
+def look(others):
+    found = [os.getpriority(os.PRIO_PROCESS, number) for number in (0, *others)]
+    group = open(AUTOGROUP).read().split()[-1:] if os.path.exists(AUTOGROUP) else []
+    print(json.dumps([found, list(map(int, group))]), flush=True)
+
+nice, limit = int(sys.argv[1]), int(sys.argv[2])
+if limit >= 0:
+    try:
+        resource.setrlimit(resource.RLIMIT_NICE, (limit, limit))
+    except ValueError:
+        sys.exit(77)  # without CAP_SYS_RESOURCE
+    os.setgroups([])
+    os.setresuid(65534, 65534, 65534)
+    assert prctl(4, 1) == 0  # PR_SET_DUMPABLE, as after the exec of a service manager: else /proc/self belongs to root
+look(())
+priority = LoadPriority(nice)
+priority.lower()
+if "again" in sys.argv:
+    priority = LoadPriority(nice, priority.normal)
+    priority.lower()
+ended = threading.Event()
+thread = threading.Thread(target=ended.wait)
+thread.start()
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+others = thread.native_id, child.pid
+look(others)
+priority.restore()
+look(others)
+ended.set()
+child.communicate()
+"""
+
+
+def looks(*words: str | int, new_session: bool = True) -> list[tuple[list[int], list[int]]]:
+    """Nice values (of the process itself, a thread, and a child) and autogroup, before, while and after loading."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *map(str, words)],
+        stdout=subprocess.PIPE,
+        check=False,
+        timeout=60,
+        start_new_session=new_session,
+    )
+    if done.returncode == 77:
+        pytest.skip("this user may not raise the limit of nice values")
+    assert not done.returncode
+    found: list[tuple[list[int], list[int]]] = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    return found
+
+
+def may_restore() -> bool:
+    """Whether a process of this user may lower its nice value to what it was."""
+    script = "import os; os.setpriority(os.PRIO_PROCESS, 0, os.nice(0) + 1); os.setpriority(os.PRIO_PROCESS, 0, {})"
+    normal = os.getpriority(os.PRIO_PROCESS, 0)
+    return (
+        subprocess.run([sys.executable, "-c", script.format(normal)], check=False, capture_output=True).returncode == 0
+    )
+
+
+AS_OTHERS = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, with another limit")
+
+
+@pytest.mark.parametrize("more", [(), ("again",)], ids=["once", "in a second interpreter"])
+@pytest.mark.parametrize("limit", [-1, pytest.param(20, marks=AS_OTHERS)], ids=["as we are", "with RLIMIT_NICE"])
+def test_a_priority_that_can_be_restored_is_lowered(limit: int, more: tuple[str, ...]) -> None:
+    if limit < 0 and not may_restore():
+        pytest.skip("this user may not restore a nice value")
+    ((normal,), group), (loading, group_loading), (after, group_after) = looks(LOWERED, limit, *more)
+    assert loading == [min(normal + LOWERED, HIGHEST_NICE)] * 3
+    assert after == [normal] * 3
+    # Without CAP_SYS_ADMIN, the kernel refuses to lower a group if another one was changed just before.
+    assert group_loading in (group, [LOWERED])
+    assert group_after == group
+
+
+@AS_OTHERS
+def test_a_nice_value_that_could_not_be_restored_stays() -> None:
+    ((normal,), group), (loading, _), (after, group_after) = looks(LOWERED, 0)
+    assert loading == after == [normal] * 3
+    assert group_after == group
+
+
+def test_the_priority_of_other_processes_stays() -> None:
+    """A worker that shares its session, or its process group, with other processes does not change theirs."""
+    ((normal,), group), *later = looks(LOWERED, -1, new_session=False)
+    assert later == [([normal] * 3, group)] * 2
+
+
+def test_nothing_changes_without_the_setting() -> None:
+    ((normal,), group), *later = looks(0, -1)
+    assert later == [([normal] * 3, group)] * 2
+
+
+MODEL = python_model(
+    """
+    now = [os.getpriority(os.PRIO_PROCESS, number) for number in (0, self.thread.native_id)]
+    return self.respond(np.array([json.dumps([self.loading, now])], object))
+    """,
+    """
+    self.loading = os.getpriority(os.PRIO_PROCESS, 0)
+    self.thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    self.thread.start()
+    """,
+)
+CONFIG = """
+backend: "python" max_batch_size: 0
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+
+
+@pytest.mark.parametrize("prepared", ["true", "false"])
+def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: Path, prepared: str) -> None:
+    write_model(tmp_path / "models", "look", CONFIG, MODEL)
+    options = ("--load-nice", str(LOWERED), "--prepared-process", prepared)
+    with (
+        Launched(tmp_path / "models", tmp_path / "run", *options) as server,
+        shmserve.Client(f"unix://{server.lane}") as client,
+    ):
+        normal = os.getpriority(os.PRIO_PROCESS, server.process.pid)
+        found: Any = client.infer("look", {"x": np.zeros(1, np.float32)}, timeout=60)["y"][0]
+        loading, now = json.loads(found)
+    assert now == [normal] * 2
+    assert loading == (min(normal + LOWERED, HIGHEST_NICE) if may_restore() else normal)

@@ -1,0 +1,93 @@
+"""The scheduling priority of a worker while its model is loaded: the server's requests take precedence.
+
+What the model starts meanwhile, threads and processes, inherits the priority; it is restored for all of them. The
+kernel has two priorities, of which the worker lowers each that it can restore:
+
+- The kernel may give each session a share of the processors (autogroups). Anyone may set the share of his own session.
+- The nice value of a thread. It counts within the session if there are autogroups, and otherwise within the control
+  group. Lowering it again needs CAP_SYS_NICE or a resource limit (RLIMIT_NICE).
+
+Invariant: a worker that serves has the priority with which it was started.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+
+from shmserve.workers.process.log import log_message
+
+HIGHEST_NICE = 19
+AUTOGROUP = "/proc/self/autogroup"
+RETRY_S = 0.01
+PATIENCE_S = 10.0
+"""Without CAP_SYS_ADMIN, the kernel accepts one change of an autogroup in 100 ms, for the whole machine."""
+
+
+class LoadPriority:
+    """`nice`: how much to lower the priority; 0: not at all. `normal`: the nice value to restore, if another
+    interpreter has lowered the priority of this process."""
+
+    def __init__(self, nice: int, normal: int | None = None) -> None:
+        self.normal = os.getpriority(os.PRIO_PROCESS, 0) if normal is None else normal
+        self._nice = nice
+        self._in_autogroup = False
+        self._in_process = False
+
+    def lower(self) -> None:
+        """Lowers what can be restored. Does nothing in a process whose session or process group has other processes."""
+        if not self._nice or os.getsid(0) != os.getpid() or os.getpgrp() != os.getpid():
+            return
+        self._in_autogroup = _set_autogroup(min(self._nice, HIGHEST_NICE))
+        lowered = min(self.normal + self._nice, HIGHEST_NICE)
+        if _can_restore(self.normal, lowered):
+            os.setpriority(os.PRIO_PGRP, 0, lowered)
+            self._in_process = True
+
+    def restore(self) -> None:
+        if self._in_autogroup and not _set_autogroup(0, PATIENCE_S):
+            log_message(f"the worker keeps the low priority of loading: the kernel does not accept it in {AUTOGROUP}")
+        if self._in_process:
+            try:
+                os.setpriority(os.PRIO_PGRP, 0, self.normal)  # all threads of all processes of the group
+            except OSError as error:
+                log_message(f"a process of the model keeps the low priority of loading: {error.strerror}", "warning")
+        self._in_autogroup = self._in_process = False
+
+
+def _set_autogroup(nice: int, patience_s: float = 0.0) -> bool:
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            descriptor = os.open(AUTOGROUP, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(descriptor, str(nice).encode())
+            finally:
+                os.close(descriptor)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            select.select((), (), (), RETRY_S)
+        except OSError:  # the kernel has no autogroups, or the session is not one
+            return False
+
+
+def _can_restore(normal: int, lowered: int) -> bool:
+    """Tries it in a thread that then ends, as nice values belong to threads."""
+    succeeded = []
+
+    def attempt() -> None:
+        try:
+            for nice in (lowered, normal):
+                os.setpriority(os.PRIO_PROCESS, 0, nice)
+        except OSError:
+            return  # without the privilege: the common case
+        succeeded.append(True)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return bool(succeeded)
