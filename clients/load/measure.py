@@ -19,7 +19,7 @@ from shmserve.clients.load.analysis.usage import Meter, is_local
 from shmserve.clients.load.generation.schedule import useful_processes
 from shmserve.clients.load.generation.team import Generators
 from shmserve.clients.load.one_load import OVERLOADED, LoadRun
-from shmserve.clients.load.plan import HTTP, Closed, Load, Open, Plan, Replay
+from shmserve.clients.load.plan import HTTP, NATIVE, Closed, Load, Open, Plan, Replay
 from shmserve.clients.load.record import Echo, Point, Run
 from shmserve.clients.load.search import best, next_load
 from shmserve.clients.load.targets.base import Target
@@ -83,7 +83,7 @@ async def measured(
         await control.close()
     return Run(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        plan=plan,
+        plan=replace(plan, endpoint=replace(plan.endpoint, headers=())),
         server=facts.server,
         machine=_machine(),
         points=tuple(points),
@@ -96,6 +96,8 @@ def check(plan: Plan) -> None:
     """Raises InvalidRequest or Unsupported for a plan that cannot be carried out."""
     if plan.stream and plan.endpoint.kind == HTTP:
         raise Unsupported("streams are measured natively or over gRPC, not over http://: give another --url")
+    if plan.endpoint.headers and plan.endpoint.kind == NATIVE:
+        raise InvalidRequest("headers are only for http:// and grpc://")
     if not plan.loads:
         raise InvalidRequest("the plan has no load")
     for load in plan.loads:

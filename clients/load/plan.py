@@ -26,6 +26,8 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     server_key: str | None = None
     key_file: str | None = None
     memory: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    """Sent with each request over HTTP and gRPC, e.g. a token. A saved run does not have them."""
 
     @property
     def kind(self) -> str:

@@ -33,6 +33,8 @@ def add_bench(commands: Any) -> None:
     urls = "http://HOST:PORT or grpc://HOST:PORT of any KServe v2 server, "
     command = add_server_command(commands, "bench", "bench", about, examples, codes, urls=urls)
     add_model(command, "?")
+    text = "with http:// or grpc://: send it with each request; repeatable"
+    rare(command.add_argument("--header", metavar="NAME: VALUE", type=header, action="append", default=[], help=text))
     _add_load(command)
     _add_requests(command)
     _add_measurement(command)
@@ -124,6 +126,13 @@ def duration(text: str) -> int:
     if not 0 < found < 10**15:
         raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0 such as 20ms, 1.5s or 300us")
     return found
+
+
+def header(text: str) -> tuple[str, str]:
+    match = re.fullmatch(r"([\w-]+):\s*([^\r\n]+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a header such as 'Authorization: Bearer TOKEN'")
+    return match[1], match[2]
 
 
 def percentile(text: str) -> float:

@@ -53,8 +53,9 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
     endpoint = Endpoint(
-        url=url, runtime_dir=args.runtime_dir, server_key=args.server_key, key_file=args.key_file, memory=args.memory
-    )
+        url=url, runtime_dir=args.runtime_dir, server_key=args.server_key, key_file=args.key_file, memory=args.memory,
+        headers=tuple(args.header),
+    )  # fmt: skip
     inputs = Inputs(
         texts=tuple(args.input), data=args.data, batch=args.batch, shapes=tuple(args.shape), seed=args.seed,
         outputs=tuple(args.outputs.split(",")) if args.outputs else (),

@@ -31,6 +31,7 @@ _FINAL = "triton_final_response"
 class GrpcTarget:
     def __init__(self, endpoint: Endpoint) -> None:
         self._address = endpoint.authority
+        self._metadata = tuple((name.lower(), value) for name, value in endpoint.headers)
         self._methods = methods(INFERENCE)
         self._channels: list[Any] = []
         self._slots = 0
@@ -55,7 +56,7 @@ class GrpcTarget:
     async def slot(self) -> Slot:
         channel = self._channel(self._slots // SLOTS)
         self._slots += 1
-        return _GrpcSlot(channel, self._response)
+        return _GrpcSlot(channel, self._response, self._metadata, self._address)
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
         try:
@@ -79,7 +80,9 @@ class GrpcTarget:
         request = message_class(kind.input_type.full_name)(**fields)
         call = self._channel(0).unary_unary(_PREFIX + method)
         try:
-            answer = message_class(kind.output_type.full_name).FromString(await call(request.SerializeToString()))
+            answer = message_class(kind.output_type.full_name).FromString(
+                await call(request.SerializeToString(), metadata=self._metadata)
+            )
         except grpc.aio.AioRpcError as error:
             raise _error(error, self._address) from error
         found: dict[str, Any] = json_format.MessageToDict(
@@ -115,21 +118,22 @@ class _Body:
 
 
 class _GrpcSlot:
-    def __init__(self, channel: Any, response: Any) -> None:
+    def __init__(self, channel: Any, response: Any, metadata: tuple[tuple[str, str], ...], where: str) -> None:
         self._infer = channel.unary_unary(_PREFIX + "ModelInfer")
         self._stream = channel.stream_stream(_PREFIX + "ModelStreamInfer")
-        self._target = "the server"
+        self._metadata = metadata
+        self._where = where
         self._response = response
 
     async def send(self, body: Any, part: Part | None) -> None:
         try:
-            await self._infer(body.request(part))
+            await self._infer(body.request(part), metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise _error(error, self._target) from error
+            raise _error(error, self._where) from error
 
     async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
         done = asyncio.Event()
-        answers = self._stream(_one(body.request(part, stream=True), done))
+        answers = self._stream(_one(body.request(part, stream=True), done), metadata=self._metadata)
         try:
             async for data in answers:
                 answer = self._response.FromString(data)
@@ -141,7 +145,7 @@ class _GrpcSlot:
                 if final:
                     return
         except grpc.aio.AioRpcError as error:
-            raise _error(error, self._target) from error
+            raise _error(error, self._where) from error
         finally:
             done.set()
             answers.cancel()

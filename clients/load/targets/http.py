@@ -23,6 +23,10 @@ CODES: dict[int, type[ServeError]] = {400: InvalidRequest, 404: NotFound, 429: U
 class HttpTarget:
     def __init__(self, endpoint: Endpoint) -> None:
         self._address = endpoint.address
+        self._head = f"Host: {endpoint.authority}\r\n" + "".join(
+            f"{name}: {value}\r\n" for name, value in endpoint.headers
+        )
+        """The first headers of each request."""
         self._authority = endpoint.authority
         self._connections: list[_Connection] = []
         self._control: _Connection | None = None
@@ -33,7 +37,7 @@ class HttpTarget:
         return facts_of(metadata, await self._get(f"{path}/config", {}), server)
 
     def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
-        return _Body(arrays, facts, options, self._authority)
+        return _Body(arrays, facts, options, self._head)
 
     async def slot(self) -> Slot:
         connection = await self._connect()
@@ -61,7 +65,7 @@ class HttpTarget:
         """A document; `default` if the server does not have it."""
         if self._control is None or self._control.closed:
             self._control = await self._connect()
-        request = f"GET {path} HTTP/1.1\r\nHost: {self._authority}\r\n\r\n"
+        request = f"GET {path} HTTP/1.1\r\n{self._head}\r\n"
         status, body = await self._control.ask(request.encode())
         if status != 200:
             if default is not None and status in (400, 404):
@@ -77,9 +81,9 @@ def _model_path(model: str, version: str) -> str:
 class _Body:
     """A request; its JSON is written again only for the parts of sequences, its tensors never."""
 
-    def __init__(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions, host: str) -> None:
+    def __init__(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions, head: str) -> None:
         self._options = options
-        self._start = f"POST {_model_path(options.model, options.version)}/infer HTTP/1.1\r\nHost: {host}\r\n".encode()
+        self._start = f"POST {_model_path(options.model, options.version)}/infer HTTP/1.1\r\n{head}".encode()
         raw = {name: raw_bytes(array) for name, array in arrays.items()}
         self._document: dict[str, Any] = {
             "inputs": [

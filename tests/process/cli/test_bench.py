@@ -28,11 +28,12 @@ from shmserve.clients.load.calibration import calibrate
 from shmserve.clients.load.measure import Progress, measure
 from shmserve.clients.load.plan import SECOND, Closed, Endpoint, Inputs, Limit, Open, Plan, Replay, Sequences, Settings
 from shmserve.errors import ConnectionLost, InvalidRequest, NotFound, Unsupported
+from shmserve.gateway.auth import tokens
 from shmserve.repo import samples
 from shmserve.terminal.errors import Misuse
 from shmserve.testing import Server
 from tests.support import pages
-from tests.support.gateway.running_gateway import model, talker
+from tests.support.gateway.running_gateway import Gateway, model, talker
 from tests.support.living import await_connections, until
 from tests.support.model_files import write_model
 
@@ -339,6 +340,24 @@ def test_a_run_without_a_success_fails(place: Place) -> None:
     assert json.loads(out)["points"][0]["failed"] > 0
     assert err.startswith("shmserve bench: no request succeeded: ")
     assert "sequence" in err
+
+
+def test_a_token_is_sent_and_not_saved(place: Place, tmp_path: Path) -> None:
+    text, line = tokens.new("alice", "infer,observe")
+    (tmp_path / "tokens").write_text(f"{line}\n")
+    gateway = Gateway(place.server, "--tokens-file", str(tmp_path / "tokens"))
+    try:
+        for url in (f"http://127.0.0.1:{gateway.http}", f"grpc://127.0.0.1:{gateway.grpc}"):
+            words = ["bench", "id", "--url", url, *SHORT]
+            assert command(*words)[0] == 1
+            code, out, err = command(*words, "--json", "--header", f"Authorization: Bearer {text}")
+            assert (code, err) == (0, "")
+            assert json.loads(out)["points"][0]["failed"] == 0
+            assert text not in out
+    finally:
+        gateway.stop()
+    code, _, err = command("bench", "id", "--url", place.server.url, "--header", "a: b")
+    assert (code, err) == (2, "shmserve bench: headers are only for http:// and grpc://\n")
 
 
 # ---------------------------------------------------------------------------------------- docs/bench.md

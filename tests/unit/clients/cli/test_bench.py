@@ -87,6 +87,7 @@ def test_addresses() -> None:
         (["--until", "p101=1ms"], "'p101' is not a percentile such as p99"),
         (["--until", "p99=20"], "'20' is not a time above 0 such as 20ms"),
         (["--windows", "1:3"], "'1:3' is not a range MIN:MAX of at least 2 windows"),
+        (["--header", "token"], "'token' is not a header such as 'Authorization: Bearer TOKEN'"),
         (["--tolerance", "0"], "'0' is not a percentage between 0 and 100"),
         (["-c", "1", "-r", "1"], "not allowed with argument"),
     ],
