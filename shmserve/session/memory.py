@@ -247,6 +247,11 @@ class Drops:
     def full(self) -> bool:
         return self._bytes >= FLUSH_BYTES
 
+    @property
+    def bytes(self) -> int:
+        """Approximate bytes of the handles to return."""
+        return self._bytes
+
     def dropped(self, handle: Handle) -> None:
         self._handles.append(handle)
         # threads may race and lose an update; this only affects when, not whether, handles are returned

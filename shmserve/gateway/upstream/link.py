@@ -3,6 +3,9 @@ no string is parsed. Bytes pass unchanged from the network to the model and back
 
 from __future__ import annotations
 
+import asyncio
+import weakref
+from collections.abc import Callable
 from functools import cached_property, partial
 from time import monotonic_ns
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.clients.transport.address import address_of
-from shmserve.clients.transport.event_loop import LoopLink
+from shmserve.clients.transport.event_loop import BURST, LoopLink
 from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
@@ -27,6 +30,10 @@ from shmserve.shm.views import Array
 from shmserve.system.loop_polling import LoopPolling
 
 _BYTE = np.dtype("uint8")
+RETURN_BYTES = 4 << 20
+"""Outputs of this many bytes are returned to the server at once."""
+RETURN_S = 0.005
+"""After this time, outputs are returned without a request."""
 RECONNECT_S = 1.0
 """Time for which calls wait for a server that is being restarted."""
 Piece = bytes | bytearray | memoryview | Array
@@ -172,6 +179,7 @@ class GatewayLink(LoopLink):
                 f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
             )
         self._busy_poll_ns = busy_poll_ns
+        self._return_timer: asyncio.TimerHandle | None = None
         self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
         super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
 
@@ -187,22 +195,56 @@ class GatewayLink(LoopLink):
 
     def _readable(self) -> None:
         self._polling.wake(monotonic_ns())
-        session, link = self.session, self._link
-        if link is not None and len(session.tickets) == 1:
-            # The answer to the only call: do not look for another packet.
+        session = self.session
+        for _ in range(BURST):
+            link = self._link
+            if link is None:
+                return
             try:
                 incoming = link.receive(0)
-                if incoming is not None:
-                    session.receive(*incoming)
+                if incoming is None:
+                    break
+                session.receive(*incoming)
             except ServeError as error:
                 self._lose(error)
                 return
-            if session.urgent or session.memory.drops.full:
-                self._send()
+            if not session.tickets:
+                break  # nothing else is due; the loop reports what comes nevertheless
         else:
-            super()._readable()
+            self.bind().call_soon(self._readable)
+        if session.urgent:
+            self._send()
         if session.tickets:
             self._polling.wait(True)
+
+    # ------------------------------------------------------------------------------------ returns of outputs
+
+    def _flusher(self) -> Callable[[], None]:
+        """Large outputs that have been sent are returned to the server with the next request, as a message of its own
+        would wake up the broker once more; or alone, if none comes."""
+        send_now, reference = super()._flusher(), weakref.ref(self)
+
+        def flush() -> None:
+            link = reference()
+            if link is None or link.closed or link._loop is None:
+                return
+            drops = link.session.memory.drops
+            if not drops or drops.bytes >= RETURN_BYTES:
+                send_now()
+            elif link._return_timer is None and not link._loop.is_closed():
+                link._return_timer = link._loop.call_later(RETURN_S, link._return)
+
+        return flush
+
+    def _return(self) -> None:
+        self._return_timer = None
+        self.flush()
+
+    async def close(self) -> None:
+        if self._return_timer is not None:
+            self._return_timer.cancel()
+            self._return_timer = None
+        await super().close()
 
     @cached_property
     def turns(self) -> JobTurns:
