@@ -10,7 +10,7 @@ from shmserve.gateway.http2.interface import Awaits
 from shmserve.gateway.http2.listener import RpcListener
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.http2.stream import Http2Stream
-from shmserve.gateway.limits.turns import FairReader
+from shmserve.gateway.limits.turns import SMALL_READ_BYTES, FairReader
 from shmserve.gateway.listeners.callers import peer_address
 
 JOINED_BYTES = 128 * 1024
@@ -71,7 +71,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
                 self._transport.pause_reading()
                 self._listener.backlog.put(self)
         self._flush()
-        if not core.more and not core.over:
+        if count > SMALL_READ_BYTES and not core.more and not core.over:
             self._listener.reads.count(self, count)
 
     @property

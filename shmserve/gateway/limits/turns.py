@@ -89,6 +89,8 @@ READ_BYTES = 2 << 20
 """Bytes that all connections together read in one iteration of the loop: 1 to 2 ms of work."""
 LEAST_BYTES = 64 * 1024
 """Minimum share of a connection."""
+SMALL_READ_BYTES = LEAST_BYTES // 32
+"""Reads up to this size need not be counted: the event loop reads at most 32 times from a connection per iteration."""
 BUSY_READ_BYTES = 16 * 1024
 """Maximum size of one read when READ_BYTES or the share of the connection are used up."""
 
