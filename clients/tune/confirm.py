@@ -17,7 +17,7 @@ from shmserve.clients.tune.predict import Prediction
 from shmserve.clients.tune.space import Candidate, TunedModel
 
 FACTOR = 1.15
-"""Step up or down while only one side is known."""
+"""Step up or down while only one side is known. Each step is larger than the last by this factor."""
 PRECISION = 1.04
 ROUNDS = 7
 RATE_ROUNDS = 3
@@ -76,9 +76,9 @@ class Confirmed(Struct):
         if not self.points:
             return self.predicted.rate if self.predicted is not None else 0.0
         if not high or high < low:
-            return max(point.rate for point in self.points) * FACTOR
+            return max(point.rate for point in self.points) * FACTOR ** len(self.points)
         if not low:
-            return high / FACTOR
+            return high / FACTOR ** len(self.points)
         return 0.0 if high <= low * PRECISION else (low * high) ** 0.5
 
 

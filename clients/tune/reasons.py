@@ -17,10 +17,10 @@ LATE = 0.3
 
 
 def reasons(outcome: Outcome) -> list[str]:
-    """Sentences about the chosen candidate; empty if there is none."""
+    """Sentences about the chosen candidate, or why there is none."""
     chosen = outcome.chosen
     if chosen is None:
-        return []
+        return list(_nothing(outcome))
     found = [
         *_result(outcome, chosen),
         *_against_now(outcome, chosen),
@@ -31,6 +31,18 @@ def reasons(outcome: Outcome) -> list[str]:
         *_padding(outcome, chosen),
     ]
     return [*found, *(f"Not tried: {text}." for text in outcome.times.skipped)]
+
+
+def _nothing(outcome: Outcome) -> Iterator[str]:
+    goal, times = outcome.goal, outcome.times
+    if outcome.interrupted or times.lone is None:
+        return
+    at = f" at {goal.rate:,.0f} requests/s" if goal.rate else ""
+    alone = f"{times.lone.p50_ns / MS:.2f} ms, p99 {times.lone.p99_ns / MS:.2f} ms"
+    yield f"No setting holds a p99 of {goal.p99_ns / MS:g} ms{at}. A request alone takes {alone}."
+    least = min(times.memory.values(), default=0)
+    if goal.memory and least > goal.memory:
+        yield f"The smallest setting needs {least / MIB:,.0f} MiB, and --memory allows {goal.memory / MIB:,.0f} MiB."
 
 
 def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:

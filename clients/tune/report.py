@@ -50,6 +50,8 @@ def text(outcome: Outcome, screen: Screen) -> str:
         for reason in reasons(outcome):
             lines += screen.wrapped(reason, "  ", "    ")
         parts.append("\n".join(lines))
+    elif nothing := reasons(outcome):
+        parts.append("\n".join(line for reason in nothing for line in screen.wrapped(reason, "", "")))
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
     parts.append(screen.styled(f"{outcome.searched} settings simulated; {took}", FAINT))
     return "\n\n".join(parts)

@@ -89,7 +89,7 @@ def _html(outcome: Outcome, path: str) -> str:
 
 def _write(file: Path, content: str) -> None:
     try:
-        file.write_text(content)
+        file.write_bytes(content.encode())
     except OSError as error:
         raise Failed(f"cannot write {file}: {error.strerror}") from error
 
@@ -109,7 +109,7 @@ def _apply(file: Path, outcome: Outcome) -> None:
 def _read(file: Path) -> str:
     """The configuration; empty if the model has none."""
     try:
-        return file.read_text()
+        return file.read_bytes().decode()  # line ends stay as they are
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:

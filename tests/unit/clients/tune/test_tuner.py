@@ -138,6 +138,15 @@ def test_a_target_that_nothing_holds() -> None:
     assert report.diff(outcome, "x") == ""
     assert report.as_json(outcome, "x")["chosen"] is None
     assert "nothing found" in html.page(outcome, "x")
+    assert "No setting holds a p99 of 1 ms. A request alone takes 2." in report.text(outcome, Screen(False))
+
+
+def test_memory_for_not_even_one_instance() -> None:
+    goal = Goal(30 * MS, memory=50 * MIB, instances=(1, 1), simulated=QUICK)
+    outcome = Tuner(SimulatedBench(sweet), tuned(), goal, Events()).run()
+    assert outcome.chosen is None
+    text = "The smallest setting needs 100 MiB, and --memory allows 50 MiB."
+    assert text in report.text(outcome, Screen(False))
 
 
 @pytest.mark.parametrize("step", ["measure", "calibrate", "search", "confirm"])
