@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,9 +115,7 @@ def tune(root: Path, name: str, goal: Goal) -> dict[str, Any]:
     words = ["tune", str(root / name), "--p99", f"{P99_MS[name]}ms", "--seconds", str(goal.seconds), "--json"]
     words += ["--instances", f"{INSTANCES[0]}-{INSTANCES[1]}"]
     begun = monotonic()
-    done = subprocess.run(
-        [sys.executable, *python(), "-m", "shmserve.clients.cli.main", *words], capture_output=True, text=True
-    )
+    done = subprocess.run([*python(), "-m", "shmserve.clients.cli.main", *words], capture_output=True, text=True)
     if not done.stdout:
         raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout)
