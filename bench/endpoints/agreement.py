@@ -29,7 +29,7 @@ from shmserve.clients.load.plan import Closed, Endpoint, Plan, Settings
 TOOL = Path(__file__).parents[2] / "build" / "tritonclient-env" / "bin" / "perf_analyzer"
 WITHIN = 0.05
 MODEL = "identity"
-DELAY_US = 2000
+DELAY_US = 10_000
 """The model waits as long by default, so that the server, and not a generator that shares its cores, is the limit."""
 WRK_REPORT = """
 wrk.method = "POST"
@@ -148,8 +148,8 @@ def main(words: list[str]) -> int:
     option = parser.add_argument
     option("--perf-analyzer", type=Path, default=TOOL, metavar="PATH", help="(default: %(default)s)")
     option("--wrk", default="wrk", metavar="PATH", help="(default: the one in PATH)")
-    option("--seconds", type=float, default=3.0, help="length of one turn (default 3)")
-    option("--rounds", type=int, default=5, help="turns of each tool (default 5)")
+    option("--seconds", type=float, default=2.0, help="length of one turn (default 2)")
+    option("--rounds", type=int, default=7, help="turns of each tool (default 7)")
     option("--delay-us", type=int, default=DELAY_US, help="time of the model; 0 compares the generators' own cost too "
            "(default: %(default)s)")  # fmt: skip
     option("--in-flight", type=int, action="append", metavar="N", help="may be given again (default: 1 and 8)")

@@ -66,8 +66,8 @@ class GrpcTarget:
         return dict(entries[0]) if entries else {}
 
     async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
+        while self._channels:
+            await self._channels.pop().close()
 
     def _channel(self, number: int) -> Any:
         while len(self._channels) <= number:

@@ -6,9 +6,11 @@ No assertion depends on how fast anything is, but for what a model that needs 20
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -90,6 +93,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     options += ["--zmq-keys", str(keys / "alice.pub")]
     with Server(repository, *options, gateway=True) as server:
         yield Place(server, keys)
+
+
+@pytest.fixture(autouse=True)
+def _closed_by_grpc() -> Iterator[None]:
+    """grpcio closes the descriptors of a channel in a thread of its own, some time after the channel."""
+    before = _descriptors()
+    yield
+    gc.collect()
+    end = monotonic() + END_S
+    while _descriptors() - before and monotonic() < end:
+        select.select([], [], [], 0.01)
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return found
 
 
 def command(*words: str) -> tuple[int, str, str]:
