@@ -46,11 +46,12 @@ USUAL = (
     (
         ("infer", "send a request and print the outputs"),
         ("bench", "put load on a model; throughput and latency"),
+        ("tune", "find the settings that hold a latency target"),
         ("demo", "run the sample models on real examples"),
     ),
 )
 """The commands of the short help, in groups."""
-OTHERS = ("build", "completion", "gateway", "keygen", "tune", "version")
+OTHERS = ("build", "completion", "gateway", "keygen", "version")
 """The other commands, which the short help only names."""
 
 
@@ -61,8 +62,9 @@ class _Shmserve(CommandParser):
     def format_help(self) -> str:
         lines = [self.format_usage().rstrip()]
         aligned = iter(rows([*(pair for group in USUAL for pair in group), ("others", ", ".join(OTHERS))]))
-        for group in (*USUAL, OTHERS[:1]):
+        for group in USUAL:
             lines += ["", *islice(aligned, len(group))]
+        lines += aligned
         lines.append("`shmserve COMMAND --help` describes a command, `shmserve --help-all` lists all")
         return "\n".join(lines) + "\n"
 
