@@ -9,11 +9,14 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
+import select
 import shutil
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,32 +118,82 @@ def _each(args: argparse.Namespace, one: Operation, doing: str, describe: Callab
     """Run the operation on each model. Returns 0 if none failed, else 1."""
     with connected(args) as client:
         names = list(dict.fromkeys(args.model)) or sorted({entry["name"] for entry in client.models()})
-        pool = ThreadPoolExecutor(TOGETHER, "shmserve-operation")
-        try:
-            futures = {name: pool.submit(one, client, name) for name in names}
-            _watch(args, futures, doing)
-        except BaseException:
-            client.close()  # wakes up all waiting threads at once
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return _report(args, futures, describe)
+        with _Operations(names, partial(one, client), client.close) as operations:
+            _watch(args, operations, doing)
+    return _report(args, operations.outcomes(), describe)
+
+
+class _Operations:
+    """Operations on models, in threads. If the block is left by an exception, `cancel` is called, which ends them.
+
+    Invariant: the main thread waits only in select, and takes no lock that another thread needs. Ctrl-C could interrupt
+    it between taking the lock of a Condition and its block, and the other thread would wait for ever.
+    """
+
+    def __init__(self, names: Sequence[str], run: Callable[[str], dict[str, Any]], cancel: Callable[[], None]) -> None:
+        self._names = names
+        self._run = run
+        self._cancel = cancel
+        self._left = deque(names)
+        self._found: dict[str, dict[str, Any] | BaseException] = {}
+        self._reader, self._writer = os.pipe()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"shmserve-operation-{number}")
+            for number in range(min(TOGETHER, len(names)))
+        ]
+
+    def __enter__(self) -> _Operations:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._left.clear()
+            self._cancel()  # wakes up all waiting threads at once
+        for thread in self._threads:
+            thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _work(self) -> None:
+        while self._left:
+            try:
+                name = self._left.popleft()
+            except IndexError:  # another thread took it
+                return
+            try:
+                self._found[name] = self._run(name)
+            except BaseException as error:  # raised by `outcomes`, in the main thread
+                self._found[name] = error
+            os.write(self._writer, b".")
+
+    def waiting(self, seconds: float | None = None) -> list[str]:
+        """Wait until an operation ends, for up to `seconds`. Returns the models whose operations have not ended."""
+        if len(self._found) < len(self._names) and select.select([self._reader], [], [], seconds)[0]:
+            os.read(self._reader, TOGETHER)
+        return [name for name in self._names if name not in self._found]
+
+    def outcomes(self) -> dict[str, dict[str, Any] | ServeError]:
+        """The results or errors, by model. Raises other errors."""
+        found: dict[str, dict[str, Any] | ServeError] = {}
+        for name in self._names:
+            outcome = self._found[name]
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ServeError):
+                raise outcome
+            found[name] = outcome
+        return found
 
 
 def _report(
     args: argparse.Namespace,
-    futures: Mapping[str, Future[dict[str, Any]]],
+    outcomes: Mapping[str, dict[str, Any] | ServeError],
     describe: Callable[[Mapping[str, Any]], str],
 ) -> int:
-    done: dict[str, dict[str, Any]] = {}
-    failed: dict[str, ServeError] = {}
-    for name, future in futures.items():
-        try:
-            done[name] = future.result()
-        except ServeError as error:
-            failed[name] = error
+    failed = {name: error for name, error in outcomes.items() if isinstance(error, ServeError)}
+    done = {name: found for name, found in outcomes.items() if not isinstance(found, ServeError)}
     if args.json:
-        print_json([done.get(name) or _as_json(name, failed[name]) for name in futures])
+        print_json([done.get(name) or _as_json(name, failed[name]) for name in outcomes])
     else:
         for name, found in done.items():
             print(f"{name}: {describe(found)}")
@@ -184,18 +237,19 @@ def _versions(found: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------ progress
 
 
-def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: str) -> None:
+def _watch(args: argparse.Namespace, operations: _Operations, doing: str) -> None:
     """Wait until all are done. On a terminal a line shows the progress, which is queried over a separate connection."""
     if not sys.stderr.isatty() or args.json:
-        wait(futures.values())
+        while operations.waiting():
+            pass
         return
     started = time.monotonic()
     try:
         with make_client(args, timeout=ASK_S) as client:
             for turn in itertools.cycle(SPINNER):
-                if not wait(futures.values(), TICK_S).not_done:
+                waiting = operations.waiting(TICK_S)
+                if not waiting:
                     break
-                waiting = [name for name, future in futures.items() if not future.done()]
                 line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
                 with contextlib.suppress(ServeError):  # the operation itself reports what is wrong
                     line += progress(client.models(), waiting)
