@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import ProtocolError, ServeError
 from shmserve.protocol.codec import Refused
-from shmserve.protocol.messages import OWNER_SHIFT, Map, Unmap
+from shmserve.protocol.messages import OWNER_SHIFT, Lend, Map, Unmap
 from shmserve.workers.link import carries_descriptor
 from shmserve.workers.process.log import log_message
 
@@ -34,10 +34,15 @@ class Inbox:
         self._mapped = mapped
         self._arenas = arenas
         self._handlers: dict[type, Callable[[Any], None]] = {Unmap: self._unmap}
+        self._lend: Callable[[Lend, list[int]], None] | None = None
         self._kept: list[Any] | None = []  # None: the model is loaded
 
     def add(self, handlers: dict[type, Callable[[Any], None]]) -> None:
         self._handlers |= handlers
+
+    def add_lend(self, handler: Callable[[Lend, list[int]], None]) -> None:
+        """The handler owns the two descriptors of the order."""
+        self._lend = handler
 
     def take_kept(self) -> list[Any]:
         """Returns the orders that were kept. From now on an order without a handler is a protocol error."""
@@ -77,6 +82,8 @@ class Inbox:
             handler = self._handlers.get(order.__class__)
             if handler is not None:
                 handler(order)
+            elif isinstance(order, Lend) and self._lend is not None and len(descriptors) >= 2:
+                self._lend(order, [descriptors.popleft(), descriptors.popleft()])
             elif not carries_descriptor(order):
                 self._rare(order, None)
             else:

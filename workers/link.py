@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import Any
+from typing import Any, TypeVar
 
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.protocol import codec
@@ -17,6 +17,7 @@ from shmserve.protocol.descriptors import ANCILLARY_BYTES, DESCRIPTORS, LOST, re
 from shmserve.protocol.messages import PACKET_BYTES, Counted, Load, Loaded, Map, WorkerOrder
 from shmserve.system.busy_poll import PollBudget, core_is_free
 
+T = TypeVar("T")
 SEND_BUFFER = 4 * 1024 * 1024
 
 AT_ONCE_NS = 5_000
@@ -47,24 +48,32 @@ class BrokerLink:
 
     def receive(self) -> tuple[list[Any], list[int]]:
         """Waits for a packet and returns its messages and descriptors. Raises ConnectionLost at the end of the link."""
+        return self.wait(self.drain, self._block)
+
+    def _block(self) -> tuple[list[Any], list[int]]:
+        return self._take(_WAIT)
+
+    def wait(self, attempt: Callable[[], T | None], block: Callable[[], T]) -> T:
+        """The result of `block`, after calling `attempt`, which returns None if there is none, for as long as polling
+        pays."""
         polling = self._polling
         if polling is None:
-            return self._take(_WAIT)
+            return block()
         since = monotonic_ns()
-        packet = self._poll(polling, since + polling.ns) if polling.ns else None
-        if packet is None:
-            packet = self._take(_WAIT)
+        result = self._poll(polling, since + polling.ns, attempt) if polling.ns else None
+        if result is None:
+            result = block()
         now = monotonic_ns()
         polling.waited(now - since, now, now - since > AT_ONCE_NS)
-        return packet
+        return result
 
-    def _poll(self, polling: PollBudget, until: int) -> tuple[list[Any], list[int]] | None:
+    def _poll(self, polling: PollBudget, until: int, attempt: Callable[[], T | None]) -> T | None:
         taken = False
         while True:
-            try:
-                return self._take(_NO_WAIT)
-            except BlockingIOError:
-                now = monotonic_ns()
+            result = attempt()
+            if result is not None:
+                return result
+            now = monotonic_ns()
             if taken:
                 polling.preempted(now)
             if taken or now >= until:

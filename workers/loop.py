@@ -19,6 +19,7 @@ from shmserve.protocol.messages import (
     Probe,
     Probed,
     Return,
+    Revoke,
     Row,
     Started,
     Stop,
@@ -28,6 +29,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.messages import Withdrawn as WithdrawnReport
 from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
+from shmserve.workers.leases import LeaseHolder
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.base import Backend
@@ -64,6 +66,8 @@ class Loop:
             self._streams.connect(self._send_response, runner.row, runner.discard)
         self._calls = backend.calls
         self._prober = backend.probe
+        self._leases = LeaseHolder(link, outbox, runner, backend.streams is None and backend.calls is None)
+        inbox.add_lend(self._leases.lend)
         inbox.add(
             {
                 Execute: self._waiting.add,
@@ -74,6 +78,7 @@ class Loop:
                 EndSequences: self._end_sequences,
                 Stop: self._stop,
                 Probe: self._probe,
+                Revoke: self._leases.revoke,
             }
         )
 
@@ -103,7 +108,10 @@ class Loop:
         if self._streams is not None and self._streams.shared:
             self._streams.wait()
             return
-        self._handle(*self._receive())
+        packet = self._leases.receive() if self._leases.active else self._receive()
+        if packet is None:
+            return
+        self._handle(*packet)
         if not self._waiting.complete:
             self._drain()
 
@@ -143,6 +151,7 @@ class Loop:
 
     def _stop(self, order: Stop) -> None:
         self._stopping = True
+        self._leases.end()
 
     def _probe(self, order: Probe) -> None:
         streams = self._streams

@@ -115,6 +115,39 @@ class LoopLink(SessionLink):
             else:
                 loop.remove_writer(link.descriptors()[0])
 
+    # ------------------------------------------------------------------------------------ leases
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        super().open_lease(lease, fd)
+        self._watch_leases()
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        self._unwatch_leases()
+        packets = super().close_lease(lease)
+        self._watch_leases()
+        return packets
+
+    def _watch_leases(self) -> None:
+        link, loop = self._link, self._loop
+        if link is not None and loop is not None:
+            for descriptor in link.descriptors()[1:]:
+                loop.add_reader(descriptor, self._lease_readable, descriptor)
+            self._watched = link.descriptors()
+
+    def _unwatch_leases(self) -> None:
+        if self._loop is not None:
+            for descriptor in self._watched[1:]:
+                self._loop.remove_reader(descriptor)
+            del self._watched[1:]
+
+    def _lease_readable(self, descriptor: int) -> None:
+        """An answer, or the end of a lease. After that nothing comes until LeaseEnd closes the socket."""
+        link = self._link
+        expected = link is not None and link.awaits_lease
+        self._readable()
+        if not expected and self._loop is not None:
+            self._loop.remove_reader(descriptor)
+
     # ------------------------------------------------------------------------------------ receiving
 
     def _readable(self) -> None:

@@ -53,6 +53,28 @@ def connect(address: Address) -> Lane:
     return Lane(sock)
 
 
+class LeaseSocket:
+    """The socket of a lease. `poll` waits for input on it and on the lane."""
+
+    __slots__ = ("poll", "sock")
+
+    def __init__(self, sock: socket.socket, lane: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.poll = select.poll()
+        self.poll.register(sock, select.POLLIN)
+        self.poll.register(lane, select.POLLIN)
+
+    def receive(self, buffer: bytearray) -> int:
+        """The size of the next packet; 0 at the end, -1 if there is none yet."""
+        try:
+            return self.sock.recv_into(buffer)
+        except BlockingIOError:
+            return -1
+        except OSError:
+            return 0
+
+
 class Lane:
     """A ServerLink over a connected socket."""
 
@@ -67,10 +89,19 @@ class Lane:
         self._buffers = [self._buffer]
         self._view = memoryview(self._buffer)
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._leases: dict[int, LeaseSocket] = {}
+        self._leased: LeaseSocket | None = None
+        """The lease over which an answer is expected."""
 
     # ------------------------------------------------------------------------------------ sending
 
     def send(self, packet: Packet) -> bool:
+        if packet.lease:
+            self._leased = leased = self._leases.get(packet.lease)
+            if leased is not None:  # otherwise, and after errors, LeaseEnd arrives over the lane
+                with contextlib.suppress(OSError):
+                    leased.sock.send(packet.data, _SEND)
+            return True
         try:
             if packet.descriptors:
                 rights = array.array("i", packet.descriptors)
@@ -92,6 +123,8 @@ class Lane:
     def _poll(self, events: int, wait: float | None, wakeup: int | None = None) -> None:
         poll = select.poll()
         poll.register(self._sock, events)
+        if self._leased is not None:
+            poll.register(self._leased.sock, select.POLLIN)
         if wakeup is not None:
             poll.register(wakeup, select.POLLIN)
         poll.poll(None if wait is None else max(0.0, wait) * 1000 + 1)
@@ -100,6 +133,17 @@ class Lane:
 
     def receive(self, wait: float | None) -> Incoming | None:
         flags = _CLOEXEC
+        leased = self._leased
+        if leased is not None:
+            if wait is None or wait > 0:
+                leased.poll.poll(None if wait is None else wait * 1000 + 1)
+                wait = 0
+            size = leased.receive(self._buffer)
+            if size > 0:
+                self._leased = None
+                return self._view[:size], [], []
+            if size == 0:
+                self._leased = None  # LeaseEnd arrives over the lane
         if wait is None:
             if self._limit is not None:
                 self._set_limit(None)
@@ -144,8 +188,29 @@ class Lane:
     def wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
 
+    # ------------------------------------------------------------------------------------ leases
+
+    @property
+    def awaits_lease(self) -> bool:
+        return self._leased is not None
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        self._leases[lease] = LeaseSocket(socket.socket(fileno=fd), self._sock)
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        leased = self._leases.pop(lease, None)
+        if leased is None:
+            return []
+        if self._leased is leased:
+            self._leased = None
+        packets: list[bytes] = []
+        while (size := leased.receive(self._buffer)) > 0:
+            packets.append(bytes(self._view[:size]))
+        leased.sock.close()
+        return packets
+
     def descriptors(self) -> list[int]:
-        return [self._sock.fileno()]
+        return [self._sock.fileno(), *(leased.sock.fileno() for leased in self._leases.values())]
 
     # ------------------------------------------------------------------------------------ closing
 
@@ -157,6 +222,10 @@ class Lane:
 
     def close(self, linger: bool = False) -> None:  # a Unix socket always delivers what was sent
         self._sock.close()
+        for leased in self._leases.values():
+            leased.sock.close()
+        self._leases.clear()
+        self._leased = None
         wakeup, self._wakeup = self._wakeup, -1
         if wakeup >= 0:
             os.close(wakeup)

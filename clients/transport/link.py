@@ -11,6 +11,7 @@ from typing import Protocol
 from shmserve.clients.transport.address import Address
 from shmserve.errors import Cancelled, ConnectionLost, ServeError
 from shmserve.session import Incoming, Packet, Session
+from shmserve.session.leases import LeaseSockets
 
 CLOSED = "the client was closed before the response arrived"
 PAUSE_S = 0.01
@@ -45,6 +46,18 @@ class ServerLink(Protocol):
 
     def wake(self) -> None:
         """Wake up a thread that waits in `receive_or_event`."""
+
+    @property
+    def awaits_lease(self) -> bool:
+        """Whether an answer is expected on the socket of a lease."""
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        """Keep the socket of a lease. `send` uses it for packets of the lease, and `receive` also returns packets that
+        arrive there. Takes ownership of the descriptor.
+        """
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        """Close the socket of a lease, and return the packets that have arrived there."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that an event loop watches for reading. They are only hints: read until nothing is left."""
@@ -92,8 +105,23 @@ class SessionLink:
     def make_session(self) -> Session:
         address = self.address
         return Session(
-            address.memory, memory_bytes=self._memory_bytes, frame_bytes=address.frame_bytes, on_full=self._flusher()
-        )
+            address.memory, memory_bytes=self._memory_bytes, frame_bytes=address.frame_bytes, on_full=self._flusher(),
+            lease_sockets=self.lease_sockets(),
+        )  # fmt: skip
+
+    def lease_sockets(self) -> LeaseSockets | None:
+        return _LeaseSockets(self) if self.address.kind == "unix" else None
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        link = self._link
+        if link is None:
+            os.close(fd)
+        else:
+            link.open_lease(lease, fd)
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        link = self._link
+        return link.close_lease(lease) if link is not None else []
 
     def _flusher(self) -> Callable[[], None]:
         """The session's `on_full` callback, which sends returns of dropped memory. It may run inside the garbage
@@ -141,6 +169,24 @@ class SessionLink:
         link = getattr(self, "_link", None)
         if link is not None:
             link.close()
+
+
+class _LeaseSockets:
+    """Refers weakly to the owner of the session, which would otherwise be kept alive by a cycle."""
+
+    def __init__(self, owner: SessionLink) -> None:
+        self._owner = weakref.ref(owner)
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        owner = self._owner()
+        if owner is None:
+            os.close(fd)
+        else:
+            owner.open_lease(lease, fd)
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        owner = self._owner()
+        return owner.close_lease(lease) if owner is not None else []
 
 
 _all: weakref.WeakSet[SessionLink] = weakref.WeakSet()

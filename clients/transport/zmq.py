@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from shmserve.clients.transport.address import Address, no_server
-from shmserve.errors import ConnectionLost, Denied, ServeError, Unavailable
+from shmserve.errors import ConnectionLost, Denied, ProtocolError, ServeError, Unavailable
 from shmserve.protocol import zmq_frames
 from shmserve.session import Incoming, Packet
 
@@ -187,6 +187,14 @@ class ZmqLink:
         return zmq_frames.events(self._socket)
 
     # ------------------------------------------------------------------------------------ closing
+
+    awaits_lease = False
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        raise ProtocolError("the server sent a lease over ZeroMQ, which passes no descriptors")
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        return []
 
     def interrupt(self) -> None:
         self._ended = True

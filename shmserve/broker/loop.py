@@ -21,6 +21,7 @@ from shmserve.broker.admin.answers import QueryAnswers
 from shmserve.broker.admin.queries import Control
 from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.broker_memory import BrokerMemory
+from shmserve.broker.leases import Leases
 from shmserve.broker.link import PeerLink, close_all
 from shmserve.broker.listeners.access import AccessRules, Principal
 from shmserve.broker.listeners.client_link import ClientLink
@@ -128,6 +129,7 @@ class Broker:
         )
         self._peers = count(1)
         self._links: dict[int, PeerLink | ZmqOutbox] = {}
+        self._leases = Leases(self._links, self._put_from, self._workers.kill)
         self._dirty: dict[PeerLink | ZmqOutbox, None] = {}
         self._inbox: list[Event] = []
         self._turn_is_due = False
@@ -170,6 +172,8 @@ class Broker:
             effects.Spawn: self._spawn,
             effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
             effects.Close: self._close,
+            effects.StartLease: self._leases.start,
+            effects.ReadLease: self._leases.read,
             effects.Pause: self._pause,
             effects.Free: lambda effect: self._memory.free(effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
@@ -177,7 +181,7 @@ class Broker:
             effects.Traced: lambda effect: self.traced(effect),
             effects.Compose: self._compose,
             effects.Settled: self.operations.settled,
-            effects.Query: lambda effect: self._answers.query(effect.peer, effect.ask),
+            effects.Query: self._query,
             effects.Drained: lambda effect: self._loop.stop(),
         }
 
@@ -244,7 +248,10 @@ class Broker:
 
     def put(self, event: Any) -> None:
         """Adds an event that is not a message of a peer."""
-        self._inbox.append((0, event))
+        self._put_from(0, event)
+
+    def _put_from(self, peer: int, event: Any) -> None:
+        self._inbox.append((peer, event))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -470,6 +477,11 @@ class Broker:
         if isinstance(link, ClientLink | ZmqOutbox):
             link.pause(effect.until)
 
+    def _query(self, effect: effects.Query) -> None:
+        for lease, requests in self._leases.take_all().items():
+            self.core.count_leased(lease, requests)
+        self._answers.query(effect.peer, effect.ask)
+
     def send_to(self, peer: int, message: Any) -> None:
         """Sends a message that is not the result of a request."""
         kind = type(message)
@@ -491,6 +503,7 @@ class Broker:
         self.operations.close()
         self._model_counters.close()
         self._probes.close()
+        self._leases.close()
         self._workers.close()
         self._keepalive.cancel()
         if self._timer is not None:

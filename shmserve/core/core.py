@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.core import events, invariants
-from shmserve.core.batching import dispatch, reports
+from shmserve.core.batching import dispatch, leases, reports
 from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Effect
 from shmserve.core.ensembles import readiness
@@ -44,6 +44,8 @@ from shmserve.protocol.messages import (
     Hello,
     Infer,
     InferBatch,
+    LeaseLogged,
+    LeaseOver,
     LoadFailed,
     Map,
     More,
@@ -124,6 +126,7 @@ class Core:
             events.Restart: partial(deployment.restart, state),
             events.Exited: lifecycle.exited,
             events.Composed: partial(readiness.composed, state),
+            events.LeaseRead: partial(leases.read, state),
             events.Drain: lifecycle.drain,
         }
 
@@ -135,6 +138,8 @@ class Core:
             Streamed: partial(responses.streamed, state),
             Started: partial(reports.started, state),
             Withdrawn: partial(reports.withdrawn, state),
+            LeaseLogged: partial(leases.logged, state),
+            LeaseOver: partial(leases.over, state),
             Map: lifecycle.map,
             Unmap: lifecycle.unmap,
             Return: calls.give_back,
@@ -217,6 +222,10 @@ class Core:
         self._process_work(now)
         return effects
 
+    def count_leased(self, lease: int, requests: list[events.LeasedRequest]) -> None:
+        """Counts requests of a lease in the statistics, in the middle of a turn that reports them."""
+        leases.count(self.state, lease, requests)
+
     def roles_of(self, peer: int) -> int:
         """The roles of a peer. Workers have all, because models may ask all questions and start all operations."""
         if peer >= WORKERS_FROM:
@@ -250,6 +259,8 @@ class Core:
             deployment.finish_unloads(state)
         if state.readiness_changed:
             readiness.update(state, now)
+        if state.leases:
+            leases.revoke_unfit(state)
         state.ledger.flush()
         self._questions.pass_on()
         if state.draining:

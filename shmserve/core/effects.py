@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec
-from shmserve.protocol.messages import Ask, Cancel, Handle, Tensor
+from shmserve.protocol.messages import Ask, Cancel, Handle, Lease, Lend, Tensor
 
 
 class Send(Struct, gc=False):
@@ -40,6 +40,22 @@ class Kill(Struct):
 
     peer: int
     reason: str
+
+
+class StartLease(Struct):
+    """Create the socket pair and the log of a lease. Send these messages with them to the client and to the worker."""
+
+    client: int
+    worker: int
+    of_client: Lease
+    of_worker: Lend
+
+
+class ReadLease(Struct):
+    """Read the log of this lease: a LeaseRead follows. `final`: the worker has ended the lease, so remove the log."""
+
+    lease: int
+    final: bool = False
 
 
 class Close(Struct):
@@ -117,4 +133,7 @@ class Drained(Struct):
     """No request is in flight and every worker has ended: the process may exit."""
 
 
-Effect = Send | Spawn | Pause | Compose | Kill | Close | Free | Forget | Log | Traced | Settled | Query | Drained
+Effect = (
+    Send | Spawn | Pause | Compose | Kill | StartLease | ReadLease | Close | Free | Forget | Log | Traced | Settled
+    | Query | Drained
+)  # fmt: skip

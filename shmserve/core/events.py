@@ -137,6 +137,22 @@ class Compiled(Struct):
     policy: ModelPolicy
 
 
+LeasedRequest = tuple[int, int, int, int, int, int, int]
+"""A request that a worker has answered over a lease: when it arrived and was taken, its inputs were ready, its outputs
+computed and placed; its rows; and 1 if it failed."""
+
+
+class LeaseRead(Struct):
+    """What was new in the log of a lease. `running`: the request that its worker runs, 0 for none, since `since`."""
+
+    lease: int
+    requests: list[LeasedRequest]
+    running: int = 0
+    since: int = 0
+    final: bool = False
+    """The worker has ended the lease."""
+
+
 class Exited(Struct):
     """A worker's process has ended. `reason` names the signal or exit code; `detail` is shown to operators only."""
 

@@ -164,6 +164,10 @@ def _check_instance(state: State, idle: list[Instance], instance: Instance) -> N
         assert instance.waiting is None, story
         assert instance.running is None or instance.running.count == 1, story
     assert idle.count(instance) == int(instance.usable and instance.idle), story
+    if instance.lease:
+        lease = state.leases[instance.lease]
+        assert lease.instance is instance, story
+        assert not instance.batches(), story
     if instance.running is not None:
         assert instance.running.state is BatchState.RUNNING, story
     if instance.waiting is not None:

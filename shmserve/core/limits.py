@@ -32,6 +32,7 @@ class Limits(Struct, frozen=True):
     client_segments: int = 1024
     client_outbox_bytes: int = 64 << 20
     outbox_bytes: int = 256 << 20
+    leases: int = 32
     client_errors: int = 100
     crashes: int = 3
     """Consecutive crashes of an instance, without a completed batch between them, after which it counts as broken:
@@ -106,6 +107,9 @@ NAMED = (
     Limit("outbox_bytes",
           "unsent bytes queued for all clients that do not read; the limit of one user is a quarter",
           "above it, the client that has read nothing for the longest time is disconnected", PACKET_BYTES),
+    Limit("leases",
+          "instances lent to clients that send one request at a time, which then bypass the broker; 0: none",
+          "each costs the broker a page of memory, and a check in each turn", 0),
     Limit("client_errors",
           f"protocol errors of one client per second, not counting refused requests; a client with more is throttled "
           f"to this rate, and disconnected after {BURST_S} times as many at once; 0: no limit",

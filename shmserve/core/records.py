@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from shmserve.core.batching.form import BatchRules, Reason
+from shmserve.core.batching.lending import Lending, lending_of
 from shmserve.core.batching.padding import rounded
 from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.ensembles.graph import EnsembleGraph
@@ -37,6 +38,7 @@ from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Fail,
+    Failure,
     Handle,
     LabelFile,
     Options,
@@ -285,6 +287,8 @@ class Instance(Struct, eq=False):
     """Requests that were taken back without a confirmation: the worker must not start them any more."""
     caller: CallingWorker | None = None
     """Its process as a client, once it has called other models."""
+    lease: int = 0
+    """The lease by which a client uses it; 0: none."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
@@ -316,7 +320,7 @@ class Instance(Struct, eq=False):
 
     @property
     def idle(self) -> bool:
-        return self.running is None and self.waiting is None
+        return self.running is None and self.waiting is None and not self.lease
 
     @property
     def over(self) -> bool:
@@ -325,6 +329,22 @@ class Instance(Struct, eq=False):
 
     def batches(self) -> list[Batch]:
         return [batch for batch in (self.running, self.waiting) if batch is not None]
+
+
+class Lease(Struct, eq=False):
+    """An idle instance, lent to a client that sends one request at a time. Nothing else is sent to the instance until
+    the worker has ended the lease."""
+
+    number: int
+    client: ClientState
+    version: Version
+    instance: Instance
+    default: bool
+    """Also for requests that name no version."""
+    revoked: bool = False
+    served: int = 0
+    error: Failure | None = None
+    """The error of the request that its worker was running when it died; None: the client may send it again."""
 
 
 class Sequence(Struct, eq=False):
@@ -544,6 +564,7 @@ class Version:
         "graph",
         "idle",
         "instances",
+        "lending",
         "limit_ns",
         "logged_traceback",
         "member_recovering",
@@ -638,6 +659,8 @@ class Version:
         """The generation that a restart put in its place, which takes over its requests."""
         self.wake = 0
         """When to dispatch again if no event arrives; 0: never."""
+        self.lending: Lending | None = None
+        """None: its instances cannot be lent to clients."""
         self.statistics = Statistics()
         self.deleted = False
         """It is no longer in the repository: forget it when it is unloaded."""
@@ -673,6 +696,8 @@ class Version:
         self.cached = cache and policy.cached and self.order is None and not policy.decoupled and not policy.sequence
         if self.cached:
             self.plain = False
+        if self.plain and self.order is None:
+            self.lending = lending_of(policy)
 
     def move(self, finish: VersionState, reason: str = "") -> None:
         self.state = legal(VERSION_MOVES, self.label, self.state, finish, f"{len(self.instances)} instances")

@@ -19,7 +19,7 @@ from shmserve.core.ledger import Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.models.model import Model
 from shmserve.core.policy import ModelPolicy
-from shmserve.core.records import Instance, Key, Request, Sequence, Version
+from shmserve.core.records import Instance, Key, Lease, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.trace import Traces
@@ -69,6 +69,7 @@ class State:
         """Number of the request to an ensemble -> its run."""
         self.instances: dict[int, tuple[Version, Instance]] = {}
         """Worker -> its version and instance. Entries are removed when the process has ended."""
+        self.leases: dict[int, Lease] = {}
         self.ledger = Ledger()
         self.cache = Cache(limits.cache_bytes, self.ledger)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None

@@ -197,12 +197,14 @@ class More(Struct, array_like=True, tag=11, gc=False):
 
 
 class Hello(Struct, array_like=True, tag=6, gc=False):
-    """First message of a connection. `outputs`: how large outputs are returned: memfd (lane), posix, or frames."""
+    """First message of a connection. `outputs`: how large outputs are returned: memfd (lane), posix, or frames.
+    `leases`: on a lane, the client accepts Lease."""
 
     protocol: int
     pid: Id
     name: Name
     outputs: Annotated[str, Meta(max_length=16)]
+    leases: bool = False
 
 
 class Infer(Struct, array_like=True, tag=7, gc=False):
@@ -335,6 +337,34 @@ class ReplyBatch(Struct, array_like=True, tag=41, gc=False):
     columns: Columns
 
 
+class Failure(Struct, array_like=True, gc=False):
+    code: Name
+    text: Text
+
+
+class Lease(Struct, array_like=True, tag=42, gc=False):
+    """Lends the client an idle instance of a model until LeaseEnd. A SEQPACKET socket to its worker is attached.
+
+    While the client has no other request in flight, it may send a request for `model` and `version` (`default`: or for
+    version 0) as the only Infer of a packet over this socket: without wanted outputs and options, with inputs inside
+    the message, and with up to `rows` as their axis 0 (0: the model has no batch dimension). The worker answers there
+    with Reply or Fail."""
+
+    lease: Id
+    model: Name
+    version: Id
+    rows: Id
+    default: bool
+
+
+class LeaseEnd(Struct, array_like=True, tag=43, gc=False):
+    """The worker has closed the socket of this lease. A request that it left unanswered failed with `error`, or was not
+    run if there is none: send it to the broker."""
+
+    lease: Id
+    error: Failure | None = None
+
+
 BrokerMessage = (
     Welcome
     | Reply
@@ -346,6 +376,8 @@ BrokerMessage = (
     | Reclaim
     | Goodbye
     | Part
+    | Lease
+    | LeaseEnd
     | Map
     | Unmap
     | Ping
@@ -437,8 +469,27 @@ class Probe(Struct, array_like=True, tag=69, gc=False):
     number: Id
 
 
+class Lend(Struct, array_like=True, tag=70, gc=False):
+    """Answer the requests of a client directly. Two descriptors are attached: the socket to the client, and the lease's
+    log (`shm.lease_log`).
+
+    Only requests with inputs of these forms, in which a dim of -1 is any, and up to `rows` as axis 0 may be run (0: the
+    model has no batch dimension, and `dims` are whole shapes). Any other packet ends the lease."""
+
+    lease: Id
+    version: Id
+    inputs: Annotated[tuple[TensorForm, ...], Meta(max_length=TENSORS)]
+    rows: Id
+
+
+class Revoke(Struct, array_like=True, tag=71, gc=False):
+    """End the lease: answer a request that has already arrived, and close the socket. Answered with LeaseOver."""
+
+    lease: Id
+
+
 WorkerOrder = (
-    Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe
+    Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe | Lend | Revoke
     | Reply | Part | Fail | FailHeld | Released | Answer
 )  # fmt: skip
 """The last six answer the worker's own calls, with the same meaning as for a client."""
@@ -455,11 +506,6 @@ class LoadFailed(Struct, array_like=True, tag=97, gc=False):
     text: Text
     trace: Text = ""
     """The model's traceback, for the log only."""
-
-
-class Failure(Struct, array_like=True, gc=False):
-    code: Name
-    text: Text
 
 
 class Row(Struct, array_like=True, gc=False):
@@ -558,8 +604,21 @@ class Probed(Struct, array_like=True, tag=105, gc=False):
     ready: bool
 
 
+class LeaseLogged(Struct, array_like=True, tag=106, gc=False):
+    """The log of this lease is half full."""
+
+    lease: Id
+
+
+class LeaseOver(Struct, array_like=True, tag=107, gc=False):
+    """The worker has closed the socket of this lease. `unfit`: the model cannot be lent."""
+
+    lease: Id
+    unfit: bool = False
+
+
 WorkerReport = (
     Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong | Counted | Probed
-    | Call | Cancel | More | Ask
+    | LeaseLogged | LeaseOver | Call | Cancel | More | Ask
 )  # fmt: skip
 """In the last four the worker acts as a client of the broker; their numbers are those of its calls."""

@@ -10,10 +10,8 @@ one.
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -166,19 +164,6 @@ class SessionMemory:
         kept.received.clear()
 
     # ------------------------------------------------------------------------------------ outputs
-
-    def map_all(self, decode: Callable[[Any], list[Any]], data: Any, descriptors: Sequence[int]) -> None:
-        """Map the segments in a packet: the n-th nameless Map has the n-th descriptor. All other descriptors are
-        closed, also on errors.
-        """
-        left = list(descriptors)
-        try:
-            for message in decode(data):
-                if type(message) is Map and message.name is None and left:
-                    self.mapped.add(message.segment, message.size, fd=left.pop(0))
-        finally:
-            for descriptor in left:
-                os.close(descriptor)
 
     def on_map(self, message: Map) -> int:
         """Returns 0, the number of settled tickets, as does `on_unmap`."""

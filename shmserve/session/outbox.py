@@ -20,7 +20,7 @@ from shmserve.session.tickets import Tickets
 MAPS = 64
 """Most segments announced in one packet: each takes a descriptor, and the kernel passes at most 253."""
 HANDLES = 4096
-_UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
+UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class Packet(Struct, frozen=True, gc=False):
@@ -29,6 +29,8 @@ class Packet(Struct, frozen=True, gc=False):
     data: bytes
     descriptors: tuple[int, ...] = ()
     frames: tuple[bytes, ...] = ()
+    lease: int = 0
+    """Send it over the socket of this lease."""
 
 
 Incoming = tuple[Any, "list[int]", "list[Any]"]
@@ -79,7 +81,7 @@ class SessionOutbox:
                 batched = in_batches(batch, self.batch_requests) if self.batch_requests else batch
                 data = codec.encode(batched)
                 batch = batched
-            except _UNWRITABLE:
+            except UNWRITABLE:
                 batch = self._writable(batch)
                 data = codec.encode(batch)
             if len(data) <= PACKET_BYTES and len(batch) <= PACKET_MESSAGES:
@@ -114,7 +116,7 @@ class SessionOutbox:
         for message in batch:
             try:
                 codec.encode([message])
-            except _UNWRITABLE as error:
+            except UNWRITABLE as error:
                 ticket = self._tickets.pending.get(getattr(message, "request", 0))
                 if ticket is None:
                     raise

@@ -11,6 +11,7 @@ expired, its inputs are kept until the server reports that it no longer reads th
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,8 @@ from shmserve.protocol.messages import (
     Goodbye,
     Hello,
     Infer,
+    Lease,
+    LeaseEnd,
     Map,
     More,
     Part,
@@ -65,6 +68,7 @@ from shmserve.session.encode import (
     version_of,
     wanted_of,
 )
+from shmserve.session.leases import LeaseSockets, SessionLeases
 from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import Packet, SessionOutbox
 from shmserve.session.queries import Queries
@@ -104,6 +108,7 @@ class Session:
         row_reply: Callable[[int, int, tuple[TensorForm, ...], Shapes, tuple[bytes, ...]], Any] = RowReply,
         on_limits: Callable[[dict[str, int]], object] | None = None,
         explain_lost: Callable[[Fail, Ticket, SessionMemory], Fail] | None = None,
+        lease_sockets: LeaseSockets | None = None,
     ) -> None:
         self.memory = SessionMemory(memory, memory_bytes, on_full, frame_bytes, cold)
         self._tickets = Tickets(self.memory)
@@ -122,6 +127,8 @@ class Session:
         """`receive` handles replies whose outputs are all inline without it."""
         self._row_reply = row_reply
         """Makes the answer of one request of a ReplyBatch."""
+        self._leases = SessionLeases(self._tickets, lease_sockets)
+        self._leased_models = self._leases.by_model
         self._on_limits = on_limits
         self._explain_lost = explain_lost
         self._decode_packet = codec.Codec(BrokerMessage).decode
@@ -275,6 +282,10 @@ class Session:
         self.urgent = False
         while self._to_cancel:
             self.cancel(self._to_cancel.popleft())
+        if self._leased_models and len(self.tickets) == 1:
+            leased = self._leases.packet(self.outbox, GRACE_S)
+            if leased is not None:
+                return [*self.outbox.take(), leased]
         if self._operations_to_send:
             return self.questions.packets(self._fail) + self.outbox.take()
         return self.outbox.take()
@@ -286,7 +297,7 @@ class Session:
         settled = 0
         pop = self.tickets.pop
         if descriptors:
-            self.memory.map_all(self._decode_packet, data, descriptors)
+            self._take_descriptors(data, descriptors)
         for message in self._decode_packet(data):
             if type(message) is Reply:
                 ticket = pop(message.request, None)
@@ -311,6 +322,21 @@ class Session:
             else:
                 settled += _HANDLERS[type(message)](self, message)
         return settled
+
+    def _take_descriptors(self, data: Any, descriptors: Sequence[int]) -> None:
+        """The n-th descriptor belongs to the n-th message that has one. All others are closed, also on errors."""
+        left = list(descriptors)
+        try:
+            for message in self._decode_packet(data):
+                if not left:
+                    return
+                if type(message) is Map and message.name is None:
+                    self.memory.mapped.add(message.segment, message.size, fd=left.pop(0))
+                elif type(message) is Lease:
+                    self._leases.add(message, left.pop(0))
+        finally:
+            for descriptor in left:
+                os.close(descriptor)
 
     def _on_reply_batch(self, message: ReplyBatch) -> int:
         columns, version, row_reply = message.columns, message.version, self._row_reply
@@ -413,6 +439,27 @@ class Session:
         self._tickets.release(message.request)
         return 0
 
+    def _on_lease(self, message: Lease) -> int:
+        if (message.model, message.version) not in self._leased_models:
+            raise ProtocolError(f"the server sent lease {message.lease} without a descriptor")
+        return 0
+
+    def _on_lease_end(self, message: LeaseEnd) -> int:
+        number = self._leases.remove(message.lease)
+        sockets = self._leases.sockets
+        settled = sum(map(self.receive, sockets.close_lease(message.lease))) if sockets is not None else 0
+        ticket = self.tickets.get(number)
+        if ticket is None:
+            return settled
+        if message.error is not None or ticket.message is None:
+            code, text = (message.error.code, message.error.text) if message.error is not None else ("CANCELLED", "")
+            self._remove(ticket)
+            ticket.fail(from_wire(code, text))
+            return settled + 1
+        self.outbox.queue(ticket.message)
+        self.urgent = True
+        return settled
+
     def _on_reclaim(self, message: Reclaim) -> int:
         self.urgent = True
         return 0
@@ -439,7 +486,8 @@ class Session:
         """The first packet of a connection. Send nothing else until `connected` is true."""
         self.connected = False
         self.goodbye = None
-        return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind)]))
+        leases = self._leases.sockets is not None
+        return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind, leases)]))
 
     def _on_welcome(self, message: Welcome) -> int:
         if message.protocol != PROTOCOL:
@@ -481,6 +529,7 @@ class Session:
         """
         self.connected = False
         self.outbox.clear()
+        self._leased_models.clear()
         self.questions.disconnected()
         self.memory.disconnected()
         for number in sorted(self.tickets):
@@ -529,6 +578,8 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Fail: Session._on_fail,
     FailHeld: Session._on_fail_held,
     Released: Session._on_released,
+    Lease: Session._on_lease,
+    LeaseEnd: Session._on_lease_end,
     Answer: lambda session, message: session.questions.on_answer(message),
     Map: lambda session, message: session.memory.on_map(message),
     Unmap: lambda session, message: session.memory.on_unmap(message),

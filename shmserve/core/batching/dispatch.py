@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.batching import recall
+from shmserve.core.batching import leases, recall
 from shmserve.core.batching.form import BatchPlan, Reason
 from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
 from shmserve.core.batching.rate_limiter import Limiter
@@ -128,6 +128,9 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
     """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
     other models does not count; the timer is set again when they have answered."""
     instance.watched = False
+    if instance.lease and instance.state is not InstanceState.KILLED:
+        leases.read_log(state, instance)  # which shows whether it runs something, and since when
+        return
     running = instance.running
     if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
         return
@@ -198,6 +201,8 @@ def start(state: State, version: Version, instance: Instance, batch: Batch, requ
     version.idle.remove(instance)
     instance.running = batch
     batch.move(BatchState.RUNNING)
+    if version.lending is not None:
+        leases.count_alone(version, version.lending, requests)
     if not instance.watched:
         watch(state, version, instance, now)
     _send(state, instance, batch, requests, 0)

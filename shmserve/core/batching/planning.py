@@ -56,7 +56,9 @@ def busy(version: Version) -> list[Instance]:
     """Busy instances that may take more work, the one that will probably finish first in front."""
     kept = (version.trial, version.reserved)
     found = [
-        i for i in version.instances if not i.idle and i.usable and i not in kept and not i.waits and not i.quarantined
+        i
+        for i in version.instances
+        if not i.idle and i.usable and i not in kept and not (i.waits or i.quarantined or i.lease)
     ]
     if len(found) > 1:
         found.sort(key=_began)

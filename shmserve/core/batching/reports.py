@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmserve.core.batching import answers, dispatch, recall
+from shmserve.core.batching import answers, dispatch, leases, recall
 from shmserve.core.effects import Send
 from shmserve.core.models.termination import kill, kill_for_protocol_error
 from shmserve.core.records import Batch, Instance, Request, Version
@@ -98,6 +98,9 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         _run_waiting(state, version, instance, message.next, message.through, now)
     elif instance.waiting is None and instance.usable:
         version.idle.append(instance)
+        lending = version.lending
+        if lending is not None and lending.alone >= lending.needed:
+            leases.lend(state, version, lending, instance, now)
     state.to_dispatch[version] = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.batching import dispatch, recall
+from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.models import deployment
@@ -15,7 +15,7 @@ from shmserve.core.requests.questions import Questions
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.errors import HandleLost, ServeError
-from shmserve.protocol.messages import LoadFailed, Map, Stop, Unmap
+from shmserve.protocol.messages import Failure, LoadFailed, Map, Stop, Unmap
 
 _I, _V = InstanceState, VersionState
 
@@ -184,6 +184,8 @@ class Lifecycle:
         running, waiting = instance.running, instance.waiting
         instance.running = instance.waiting = None
         dispatch.stopped(self._state, instance)
+        if instance.lease:
+            self._lose_lease(version, instance, reason)
         if version.trial is instance:
             version.trial = None
         alone = running is not None and running.count == 1
@@ -215,6 +217,16 @@ class Lifecycle:
         if version.order is not None:
             completion.answer_in_order(self._state, version)
         return explained
+
+    def _lose_lease(self, version: Version, instance: Instance, reason: str) -> None:
+        """Ends the lease of a dead worker. A request that it ran fails, or its client sends it again, as if the broker
+        had sent it to the worker."""
+        retry = version.policy is not None and version.policy.retry
+        if retry and not instance.hung and _may_run_elsewhere(version, instance):
+            leases.end(self._state, instance)
+        else:
+            text = _lost(version, instance, None, True, reason)
+            leases.end(self._state, instance, Failure("MODEL_FAILED", text))
 
     def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
         """Fails requests with these tensors as inputs: queued ones cannot read them, running ones may read anything."""
@@ -400,10 +412,10 @@ def _may_run_elsewhere(version: Version, instance: Instance) -> bool:
     )
 
 
-def _lost(version: Version, instance: Instance, request: Request, alone: bool, reason: str) -> str:
+def _lost(version: Version, instance: Instance, request: Request | None, alone: bool, reason: str) -> str:
     text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended while it"
     if not alone:
         return f"{text} had this request ({reason})"
-    first = request.suspect
+    first = request.suspect if request is not None else None
     again = f"; so did that of instance '{first.spec.name}' before" if first is not None else ""
     return f"{text} ran this request alone ({reason}){again}"

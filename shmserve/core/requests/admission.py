@@ -128,6 +128,7 @@ class Admission:
             client.outputs = message.outputs
             client.roles = client.granted
             client.name = message.name
+            client.leases = message.leases and client.plane == "lane"
             client.audience = {"memfd": "", "posix": "posix:", "frames": INTERNAL}[message.outputs] + (
                 client.audience if message.outputs != "frames" else ""
             )

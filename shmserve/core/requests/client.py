@@ -37,6 +37,8 @@ class ClientState(Struct, eq=False):
     roles: int = 0
     disconnecting: bool = False
     denied: bool = False
+    leases: bool = False
+    """It accepts leases."""
     fined_until: int = 0
     """Position of its protocol errors against client_errors: each one advances it by 1 s / client_errors."""
 

@@ -1,0 +1,82 @@
+"""Leases as the broker's shell sees them: the socket pair and the log of each. The core decides about them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shmserve.broker.link import SEND_BUFFER, PeerLink
+from shmserve.core.effects import ReadLease, StartLease
+from shmserve.core.events import LeaseRead
+from shmserve.protocol.messages import LeaseOver
+from shmserve.shm import lease_log
+from shmserve.shm.lease_log import LeaseLog
+
+
+class Leases:
+    """`put(peer, event)` adds an event. `kill(peer, reason)` ends a worker whose log is invalid."""
+
+    def __init__(
+        self,
+        links: Mapping[int, Any],
+        put: Callable[[int, Any], None],
+        kill: Callable[[int, str], None],
+    ) -> None:
+        self._links = links
+        self._put = put
+        self._kill = kill
+        self._logs: dict[int, tuple[LeaseLog, int]] = {}
+        """Lease -> its log and its worker."""
+
+    def start(self, effect: StartLease) -> None:
+        """Without a link nothing needs to be done: the core learns that the client or the worker is gone."""
+        client, worker = self._links.get(effect.client), self._links.get(effect.worker)
+        if not isinstance(client, PeerLink) or not isinstance(worker, PeerLink):
+            self._put(effect.worker, LeaseOver(effect.of_client.lease))
+            return
+        number = effect.of_client.lease
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours, theirs:
+                for end in (ours, theirs):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+                fd = lease_log.create()
+                try:
+                    self._logs[number] = LeaseLog(fd), effect.worker
+                    worker.send_now([effect.of_worker], [ours.fileno(), fd])
+                    client.send_now([effect.of_client], [theirs.fileno()])
+                finally:
+                    os.close(fd)
+        except OSError:  # too many open files: the requests continue to pass through the broker
+            self._put(effect.worker, LeaseOver(number))
+
+    def read(self, effect: ReadLease) -> None:
+        """Reports what is new in the log, and removes it if the lease is over."""
+        known = self._logs.get(effect.lease)
+        if known is None:
+            self._put(0, LeaseRead(effect.lease, [], final=effect.final))
+            return
+        log, worker = known
+        running, since = log.running()
+        self._put(0, LeaseRead(effect.lease, self._take(log, worker), running, since, effect.final))
+        if effect.final:
+            del self._logs[effect.lease]
+            log.close()
+
+    def take_all(self) -> dict[int, list[lease_log.Record]]:
+        """What is new in the logs of all leases."""
+        return {number: self._take(log, worker) for number, (log, worker) in self._logs.items()}
+
+    def _take(self, log: LeaseLog, worker: int) -> list[lease_log.Record]:
+        try:
+            return log.take()
+        except ValueError as error:
+            self._kill(worker, f"the log of its lease is invalid: {error}")
+            return []
+
+    def close(self) -> None:
+        for log, _ in self._logs.values():
+            log.close()
+        self._logs.clear()

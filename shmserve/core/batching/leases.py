@@ -1,0 +1,197 @@
+"""Leases: an idle instance is lent to a client that sends one request at a time, which then bypasses the broker.
+
+    lent -> (revoked) -> ended by the worker -> log read, client notified
+
+The core lends an instance after `Lending.needed` requests in a row that were alone, and revokes the lease as soon as
+it needs the instance. Whoever ends a lease, it is over when the worker reports that (LeaseOver) or has died. Then its
+log is read for the last time, and only after that is the client notified (LeaseEnd), with the error of a request that
+died with the worker.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.batching.form import Reason
+from shmserve.core.batching.lending import ALONE, ALONE_MOST, Lending
+from shmserve.core.effects import ReadLease, StartLease
+from shmserve.core.events import LeasedRequest, LeaseRead
+from shmserve.core.models.termination import kill
+from shmserve.core.records import Instance, Lease, Request, Version
+from shmserve.core.state import State, Timer
+from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.stats.statistics import FailureKind
+from shmserve.protocol import messages
+from shmserve.protocol.messages import Failure, LeaseEnd, LeaseLogged, LeaseOver, Lend, Revoke
+
+CLIENT_LEASES = 4
+"""The most leases of one client."""
+
+
+def count_alone(version: Version, lending: Lending, requests: list[Request]) -> None:
+    """Counts requests in a row of one client that each were alone. Called with each batch that is sent to an idle
+    instance."""
+    request = requests[0]
+    client = request.client
+    if len(requests) > 1 or version.queue.count or len(client.requests) > 1 or not _plain(lending, request):
+        lending.client = None
+    elif client is lending.client:
+        lending.alone += 1
+        return
+    else:
+        lending.client = client if client.leases else None
+    lending.alone = 0
+
+
+def _plain(lending: Lending, request: Request) -> bool:
+    """Could it be sent over a lease?"""
+    special = request.outputs is not None or request.options is not None or request.segments or request.suspect
+    return not special and request.rows <= lending.rows
+
+
+def lend(state: State, version: Version, lending: Lending, instance: Instance, now: int) -> None:
+    """Lends the instance, which has become idle, to the client whose requests were alone, if nothing forbids it."""
+    client = lending.client
+    lending.alone = 0
+    if client is None or client.gone or client.disconnecting or client.requests or client.steps:
+        return
+    if state.limiter is not None or state.tracing or version.suspects or instance.quarantined:
+        return
+    if len(state.leases) >= state.limits.leases:
+        return
+    if sum(lease.client is client for lease in state.leases.values()) >= CLIENT_LEASES:
+        return
+    default = state.ready.get(version.model) is version
+    lease = Lease(state.next_number(), client, version, instance, default)
+    if _unfit(state, lease):
+        return
+    state.leases[lease.number] = lease
+    instance.lease = lease.number
+    version.idle.remove(instance)
+    state.effects.append(
+        StartLease(
+            client.number,
+            instance.peer,
+            messages.Lease(lease.number, version.model, version.number, lending.rows, default),
+            Lend(lease.number, version.number, lending.inputs, lending.rows),
+        )
+    )
+    watch(state, version, instance, now)
+
+
+def revoke_unfit(state: State) -> None:
+    """At the end of each turn: revokes the leases of instances that are needed for something else, or have to stop."""
+    for lease in state.leases.values():
+        if not lease.revoked and lease.instance.lease == lease.number and _unfit(state, lease):
+            lease.revoked = True
+            state.send(lease.instance.peer, Revoke(lease.number))
+
+
+def _unfit(state: State, lease: Lease) -> bool:
+    version, instance = lease.version, lease.instance
+    if version.waits:
+        if version.lending is not None:
+            version.lending.ended_by_others()
+        return True
+    return (
+        lease.client.gone
+        or lease.client.disconnecting
+        or not instance.usable
+        or instance.retiring
+        or version.state is not VersionState.READY
+        or state.draining
+        or bool(state.traces.samples)
+        or (lease.default and state.ready.get(version.model) is not version)
+    )
+
+
+def over(state: State, version: Version, instance: Instance, message: LeaseOver, now: int) -> None:
+    """The worker has ended a lease. It reports one twice if it was revoked at the same time."""
+    if message.lease != instance.lease:
+        return
+    if message.unfit:
+        version.lending = None
+    end(state, instance)
+    if instance.idle and instance.usable:
+        version.idle.append(instance)
+    state.to_dispatch[version] = None
+
+
+def end(state: State, instance: Instance, error: Failure | None = None) -> None:
+    """The worker has ended the lease, or is dead. `error`: of the request that it was running, if it may not be run
+    again."""
+    lease = state.leases[instance.lease]
+    lease.error = error
+    instance.lease = 0
+    state.effects.append(ReadLease(lease.number, True))
+
+
+def logged(state: State, version: Version, instance: Instance, message: LeaseLogged, now: int) -> None:
+    if message.lease == instance.lease:
+        read_log(state, instance)
+
+
+def read_log(state: State, instance: Instance) -> None:
+    state.effects.append(ReadLease(instance.lease))
+
+
+def watch(state: State, version: Version, instance: Instance, since: int) -> None:
+    """Sets the timer for the execution limit; there is at most one per instance."""
+    if version.limit_ns and not instance.watched:
+        instance.watched = True
+        state.set_timer(since + version.limit_ns, Timer.HANG, instance)
+
+
+def read(state: State, peer: int, event: LeaseRead, now: int) -> None:
+    """The log of a lease was read: counts its requests, checks whether one hangs, and finishes a lease that is over."""
+    lease = state.leases.get(event.lease)
+    if lease is None:
+        return
+    count(state, event.lease, event.requests)
+    version, instance = lease.version, lease.instance
+    if event.final:
+        _finish(state, lease, event, now)
+    elif instance.lease == lease.number and version.limit_ns and not instance.watched:
+        _check_hang(state, version, instance, event.since if event.running else now, now)
+
+
+def _check_hang(state: State, version: Version, instance: Instance, since: int, now: int) -> None:
+    """`since`: when its worker began to run a request, or else now."""
+    if since + version.limit_ns > now:
+        watch(state, version, instance, since)
+    elif instance.state is not InstanceState.KILLED:
+        instance.hung = True
+        limit = version.limit_ns / 1e9
+        text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
+        kill(state, version, instance, text)
+
+
+def _finish(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
+    del state.leases[lease.number]
+    lending = lease.version.lending
+    if lending is not None and lease.served >= ALONE_MOST:
+        lending.needed = ALONE
+    error = lease.error if event.running else None
+    if error is not None:
+        lease.version.statistics.failed(FailureKind.BACKEND, max(0, now - event.since))
+    if not lease.client.gone:
+        state.send(lease.client.number, LeaseEnd(lease.number, error))
+
+
+def count(state: State, number: int, requests: list[LeasedRequest]) -> None:
+    """Counts requests in the statistics of their version, each as a batch of its own."""
+    lease = state.leases.get(number)
+    if lease is None:
+        return
+    lease.served += len(requests)
+    version, instance = lease.version, lease.instance
+    statistics = version.statistics
+    reason = Reason.IDLE if version.batch_rules is not None else Reason.SINGLE
+    for arrived, taken, ready, computed, placed, rows, failed in requests:
+        cost = max(rows, 1)
+        if failed:
+            statistics.failed(FailureKind.BACKEND, placed - arrived)
+        else:
+            statistics.answered([arrived], cost, taken, placed)
+            if statistics.first is not None:
+                statistics.first.add(placed - arrived)
+            instance.deaths = instance.crashes = 0
+        statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)

@@ -1,0 +1,52 @@
+"""Which models can be lent to a client, and to which one: a client that sends one request at a time."""
+
+from __future__ import annotations
+
+from math import prod
+
+from msgspec import Struct
+
+from shmserve.core.policy import ModelPolicy
+from shmserve.core.requests.client import ClientState
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.protocol.messages import INLINE_BYTES, TensorForm
+
+ALONE = 16
+"""Requests in a row that a client must have sent alone."""
+ALONE_MOST = 1024
+"""As `ALONE`, after several leases that others have ended: lending costs about as much as a request."""
+MOST_ROWS = 64
+
+
+class Lending(Struct):
+    """`inputs` and `rows`: the requests that a worker may run without the core, as in the message Lend."""
+
+    inputs: tuple[TensorForm, ...]
+    rows: int
+    client: ClientState | None = None
+    """The client of the last request that was alone."""
+    alone: int = 0
+    """Its requests in a row that were alone."""
+    needed: int = ALONE
+
+    def ended_by_others(self) -> None:
+        self.alone = 0
+        self.needed = min(2 * self.needed, ALONE_MOST)
+
+
+def lending_of(policy: ModelPolicy) -> Lending | None:
+    """None: its requests need the core, or its outputs may not fit into a message."""
+    if policy.sequence or policy.steps or policy.decoupled or not policy.inputs or not policy.outputs:
+        return None
+    for spec in policy.inputs:
+        if spec.optional or spec.ragged or not ITEM_BYTES[spec.dtype]:
+            return None
+    rows = min(policy.max_batch, MOST_ROWS)
+    for spec in policy.outputs:
+        size = ITEM_BYTES[spec.dtype] * prod(spec.dims)
+        if size <= 0 or min(spec.dims, default=0) < 0:
+            return None
+        rows = min(rows, INLINE_BYTES // size)
+        if size > INLINE_BYTES:
+            return None
+    return Lending(tuple(TensorForm(spec.name, spec.dtype, spec.dims) for spec in policy.inputs), rows)

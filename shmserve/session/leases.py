@@ -1,0 +1,83 @@
+"""The session's leases: instances of models to which it may send a request directly while it has no other in flight."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Infer, Lease
+from shmserve.session.outbox import UNWRITABLE, Packet, SessionOutbox
+from shmserve.session.tickets import Tickets
+
+
+class LeaseSockets(Protocol):
+    """The sockets of leases, which the link keeps."""
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        """Takes ownership of the descriptor."""
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        """Returns the packets that have arrived."""
+
+
+class _Leased(Struct):
+    lease: int
+    rows: int
+    sent: int = 0
+    """The last request that was sent over it."""
+
+
+class SessionLeases:
+    __slots__ = ("_tickets", "by_model", "sockets")
+
+    def __init__(self, tickets: Tickets, sockets: LeaseSockets | None) -> None:
+        self._tickets = tickets
+        self.sockets = sockets
+        """None: the link has no leases."""
+        self.by_model: dict[tuple[str, int], _Leased] = {}
+        """By model and version as in a request; version 0: the default one."""
+
+    def add(self, message: Lease, fd: int) -> None:
+        assert self.sockets is not None, "the server lends only to clients that accept leases"
+        keys = [(message.model, message.version)]
+        if message.default:
+            keys.append((message.model, 0))
+        leased = _Leased(message.lease, message.rows)
+        self.by_model.update(dict.fromkeys(keys, leased))
+        self.sockets.open_lease(message.lease, fd)
+
+    def packet(self, outbox: SessionOutbox, grace_s: float) -> Packet | None:
+        """Takes the only request in flight out of the outbox, if it can be sent over a lease. `grace_s`: how much later
+        than the server the client enforces a deadline; over a lease, only the client does."""
+        messages = outbox.messages
+        if len(messages) != 1 or type(messages[0]) is not Infer:
+            return None
+        message: Infer = messages[0]
+        leased = self.by_model.get((message.model, message.version))
+        if leased is None or message.outputs is not None or message.options is not None:
+            return None
+        for tensor in message.inputs:
+            if type(tensor.data) is not bytes or (leased.rows and not 0 < tensor.shape[0] <= leased.rows):
+                return None
+        try:
+            data = codec.encode([message])
+        except UNWRITABLE:
+            return None
+        outbox.clear()
+        leased.sent = number = message.request
+        ticket = self._tickets.pending[number]
+        if ticket.deadline is not None:
+            ticket.deadline -= grace_s
+            self._tickets.add_deadline(ticket.deadline, number)
+        return Packet(data, lease=leased.lease)
+
+    def remove(self, lease: int) -> int:
+        """Returns the last request that was sent over it, 0 for none."""
+        sent = 0
+        for key, leased in list(self.by_model.items()):
+            if leased.lease == lease:
+                sent = leased.sent
+                del self.by_model[key]
+        return sent

@@ -1,0 +1,89 @@
+"""The log of a lease: a page in which a worker records the requests that a client has sent to it directly. The broker
+reads it while the lease lasts, and once more when it is over, even if the worker has died.
+
+The page holds 64-bit integers: the number of the running request (0: none), when it arrived, the counts of records ever
+written and ever read, and from `_HEAD` on a ring of records. Invariant: each word is written by one side only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+_RUNNING, _SINCE, _WRITTEN, _READ = range(4)
+_HEAD = _FIELDS = 8
+RECORDS = 255
+PAGE_BYTES = (_HEAD + RECORDS * _FIELDS) * 8
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+Record = tuple[int, int, int, int, int, int, int]
+"""When the request arrived and was taken, its inputs were ready, its outputs computed and placed (ns of the monotonic
+clock); its rows; 1 if it failed."""
+
+
+def create() -> int:
+    """The descriptor of an empty log, which cannot be truncated."""
+    fd = os.memfd_create("shmserve-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, PAGE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class LeaseLog:
+    """One side's mapping of a log. The descriptor stays the caller's."""
+
+    def __init__(self, fd: int) -> None:
+        self._pages = mmap.mmap(fd, PAGE_BYTES)
+        self._words = memoryview(self._pages).cast("q")
+
+    def close(self) -> None:
+        self._words.release()
+        self._pages.close()
+
+    # ------------------------------------------------------------------------------------ the worker
+
+    def begin(self, number: int, arrived: int) -> None:
+        """The worker runs this request from now on."""
+        words = self._words
+        words[_SINCE] = arrived
+        words[_RUNNING] = number
+
+    def end(self, arrived: int, times: tuple[int, int, int, int], rows: int, failed: bool) -> int:
+        """Records the running request. Returns the number of unread records; at RECORDS the log is full."""
+        words = self._words
+        written = words[_WRITTEN]
+        at = _HEAD + written % RECORDS * _FIELDS
+        words[at] = arrived
+        words[at + 1], words[at + 2], words[at + 3], words[at + 4] = times
+        words[at + 5] = rows
+        words[at + 6] = failed
+        words[_WRITTEN] = written + 1
+        words[_RUNNING] = 0
+        return written + 1 - words[_READ]
+
+    # ------------------------------------------------------------------------------------ the broker
+
+    def running(self) -> tuple[int, int]:
+        """Number and arrival of the running request; number 0: none."""
+        return self._words[_RUNNING], self._words[_SINCE]
+
+    def take(self) -> list[Record]:
+        """The records since the last call. ValueError if the log is invalid."""
+        words = self._words
+        read, written = words[_READ], words[_WRITTEN]
+        if not 0 <= written - read <= RECORDS:
+            raise ValueError(f"{written} records written and {read} read, in a log of {RECORDS}")
+        taken: list[Record] = []
+        for number in range(read, written):
+            at = _HEAD + number % RECORDS * _FIELDS
+            arrived, start, ready, computed, placed, rows, failed = words[at : at + 7].tolist()
+            if not 0 < arrived <= start <= ready <= computed <= placed or not 0 <= rows <= 1 << 31:
+                raise ValueError(f"record {number} has the times {arrived} to {placed} and {rows} rows")
+            taken.append((arrived, start, ready, computed, placed, rows, failed))
+        words[_READ] = written
+        return taken

@@ -1,0 +1,207 @@
+"""The worker's lease: a socket to a client that sends one request at a time, which the worker answers by itself.
+
+Invariant: a request is recorded in the lease's log before its answer is sent, and one that is not recorded as running
+was not run. Whatever the worker does not accept ends the lease; the client then sends the request to the broker.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from shmserve.dtypes import ITEM_BYTES, elements
+from shmserve.errors import ProtocolError
+from shmserve.protocol.codec import Codec, encode
+from shmserve.protocol.messages import (
+    PACKET_BYTES,
+    ClientMessage,
+    Fail,
+    Infer,
+    LeaseLogged,
+    LeaseOver,
+    Lend,
+    Reply,
+    Revoke,
+    Row,
+    Tensor,
+    Work,
+    rows_of,
+)
+from shmserve.shm.lease_log import RECORDS, LeaseLog
+
+if TYPE_CHECKING:
+    from shmserve.workers.link import BrokerLink
+    from shmserve.workers.outbox import Outbox
+    from shmserve.workers.runner import Runner
+
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_NO_WAIT = int(socket.MSG_DONTWAIT)
+_FORMS = 256
+"""Memoized shapes of inputs; beyond that, all are forgotten."""
+_TOO_LARGE = "the model returned outputs that differ from its configuration and do not fit into a message"
+
+_decode = Codec(ClientMessage, 1).decode
+
+
+class LeaseHolder:
+    """At most one lease at a time. `fit`: whether the model can answer by itself, without messages of its own."""
+
+    def __init__(self, link: BrokerLink, outbox: Outbox, runner: Runner[Any], fit: bool) -> None:
+        self.active = False
+        self._link = link
+        self._outbox = outbox
+        self._runner = runner
+        self._fit = fit
+        self._buffer = bytearray(PACKET_BYTES + 1)
+        self._view = memoryview(self._buffer)
+        self._poll = select.poll()
+        self._poll.register(link.fileno(), select.POLLIN)
+        self._known: dict[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[int, list[int]]] = {}
+        """Names, types and shapes of inputs -> rows, and bytes of each input."""
+        self._order: Lend
+        self._sock: socket.socket
+        self._log: LeaseLog
+
+    # ------------------------------------------------------------------------------------ orders
+
+    def lend(self, order: Lend, descriptors: list[int]) -> None:
+        """Takes ownership of the descriptors."""
+        sock = socket.socket(fileno=descriptors[0])
+        try:
+            if self.active:
+                raise ProtocolError(f"lease {order.lease} while lease {self._order.lease} lasts")
+            if not self._fit:
+                sock.close()
+                self._outbox.add(LeaseOver(order.lease, True))
+                return
+            self._log = LeaseLog(descriptors[1])
+        finally:
+            os.close(descriptors[1])
+        self._order, self._sock = order, sock
+        self._known.clear()
+        self._poll.register(sock, select.POLLIN)
+        self.active = True
+
+    def revoke(self, order: Revoke) -> None:
+        if not self.active or order.lease != self._order.lease:
+            self._outbox.add(LeaseOver(order.lease))
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Answers a request that has already arrived, and ends the lease."""
+        if self.active:
+            self._serve()
+        self._end()
+
+    def _end(self) -> None:
+        if self.active:
+            self.active = False
+            self._poll.unregister(self._sock)
+            self._sock.close()
+            self._log.close()
+            self._outbox.add(LeaseOver(self._order.lease))
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def receive(self) -> tuple[list[Any], list[int]] | None:
+        """Serves the client until an order arrives, and returns its packet; None if the lease has ended before."""
+        link, broker = self._link, self._link.fileno()
+        while self.active:
+            ready = link.wait(self._ready, self._poll.poll)
+            for fd, _ in ready:
+                if fd == broker:
+                    return link.drain()
+            self._serve()
+        return None
+
+    def _ready(self) -> list[tuple[int, int]] | None:
+        return self._poll.poll(0) or None
+
+    def _serve(self) -> None:
+        """Answers the next request, if one has arrived. Ends the lease if the client has left or sent anything else."""
+        try:
+            size = self._sock.recv_into(self._buffer, 0, _NO_WAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            size = 0
+        arrived = monotonic_ns()
+        try:
+            messages = _decode(self._view[:size]) if size else []  # type: ignore[arg-type]  # it accepts any buffer
+        except ProtocolError:
+            messages = []
+        rows = self._check(messages[0]) if len(messages) == 1 and type(messages[0]) is Infer else None
+        if rows is None:
+            self._end()
+        else:
+            self._run(messages[0], rows, arrived)
+
+    def _run(self, request: Infer, rows: int, arrived: int) -> None:
+        log = self._log
+        log.begin(request.request, arrived)
+        results, times, _ = self._runner.run_batch((Work(request.request, rows, request.inputs, None, ""),))
+        row = rows_of(results)[0]
+        answer = self._answer(request.request, row)
+        unread = log.end(arrived, times, rows, type(answer) is Fail)
+        if unread >= RECORDS // 2:
+            self._outbox.add(LeaseLogged(self._order.lease))
+            self._outbox.flush()
+        try:
+            self._sock.send(encode([answer]), _SEND)
+        except OSError:  # the client has left, or does not read its answers
+            self._end()
+        if unread >= RECORDS:
+            self._end()
+
+    def _answer(self, number: int, row: Row) -> Reply | Fail:
+        if row.error is not None:
+            return Fail(number, row.error.code, row.error.text)
+        if any(type(tensor.data) is not bytes for tensor in row.outputs):
+            self._runner.discard(row)
+            return Fail(number, "MODEL_FAILED", _TOO_LARGE)
+        return Reply(number, self._order.version, row.outputs, row.parameters)
+
+    def _check(self, request: Infer) -> int | None:
+        """The rows of a request that may be run; None for any other."""
+        inputs = request.inputs
+        if request.outputs is not None or request.options is not None:
+            return None
+        key = tuple([(tensor.name, tensor.dtype, tensor.shape) for tensor in inputs])
+        known = self._known.get(key)
+        if known is None:
+            known = self._check_form(inputs)
+            if known is None:
+                return None
+            if len(self._known) >= _FORMS:
+                self._known.clear()
+            self._known[key] = known
+        rows, sizes = known
+        for tensor, size in zip(inputs, sizes, strict=True):
+            data = tensor.data
+            if type(data) is not bytes or len(data) != size:
+                return None
+        return rows
+
+    def _check_form(self, inputs: tuple[Tensor, ...]) -> tuple[int, list[int]] | None:
+        forms = {form.name: form for form in self._order.inputs}
+        most = self._order.rows
+        rows = inputs[0].shape[0] if most and inputs and inputs[0].shape else 0
+        if len(inputs) != len(forms) or (most and not 0 < rows <= most):
+            return None
+        sizes: list[int] = []
+        for tensor in inputs:
+            form = forms.pop(tensor.name, None)
+            shape = tensor.shape
+            if form is None or tensor.dtype != form.dtype or len(shape) != len(form.dims) + bool(most):
+                return None
+            dims = shape[1:] if most else shape
+            if (most and shape[0] != rows) or any(dim < 0 for dim in dims):
+                return None
+            if any(want not in (-1, dim) for want, dim in zip(form.dims, dims, strict=True)):
+                return None
+            sizes.append(elements(shape) * ITEM_BYTES[form.dtype])
+        return rows, sizes
