@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections.abc import Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from shmserve.shm.lease_log import RECORDS, LeaseLog
 
 if TYPE_CHECKING:
     from shmserve.workers.link import BrokerLink
+    from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.runner import Runner
 
@@ -47,14 +49,20 @@ _decode = Codec(ClientMessage, 1).decode
 
 
 class LeaseHolder:
-    """At most one lease at a time. `fit`: whether the model can answer by itself, without messages of its own."""
+    """At most one lease at a time. `streams`: the open responses of the model, if it can send responses on its own."""
 
-    def __init__(self, link: BrokerLink, outbox: Outbox, runner: Runner[Any], fit: bool) -> None:
+    def __init__(
+        self, link: BrokerLink, outbox: Outbox, runner: Runner[Any], streams: OpenResponses | None = None
+    ) -> None:
         self.active = False
+        self._running = False
+        """A request runs; the model may handle orders meanwhile."""
+        self._ending = False
+        """End the lease when the running request is answered."""
         self._link = link
         self._outbox = outbox
         self._runner = runner
-        self._fit = fit
+        self._streams = streams
         self._buffer = bytearray(PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._poll = select.poll()
@@ -65,6 +73,11 @@ class LeaseHolder:
         self._sock: socket.socket
         self._log: LeaseLog
 
+    @property
+    def fit(self) -> bool:
+        """False if threads of the model may need the link while the worker waits for requests."""
+        return self._streams is None or not self._streams.shared
+
     # ------------------------------------------------------------------------------------ orders
 
     def lend(self, order: Lend, descriptors: list[int]) -> None:
@@ -73,7 +86,7 @@ class LeaseHolder:
         try:
             if self.active:
                 raise ProtocolError(f"lease {order.lease} while lease {self._order.lease} lasts")
-            if not self._fit:
+            if not self.fit:
                 sock.close()
                 self._outbox.add(LeaseOver(order.lease, True))
                 return
@@ -92,18 +105,21 @@ class LeaseHolder:
             self.end()
 
     def end(self) -> None:
-        """Answers a request that has already arrived, and ends the lease."""
+        """Answers a request that runs or has arrived, and ends the lease."""
+        if self._running:
+            self._ending = True
+            return
         if self.active:
             self._serve()
         self._end()
 
     def _end(self) -> None:
         if self.active:
-            self.active = False
+            self.active = self._ending = False
             self._poll.unregister(self._sock)
             self._sock.close()
             self._log.close()
-            self._outbox.add(LeaseOver(self._order.lease))
+            self._outbox.add(LeaseOver(self._order.lease, not self.fit))
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -111,6 +127,9 @@ class LeaseHolder:
         """Serves the client until an order arrives, and returns its packet; None if the lease has ended before."""
         link, broker = self._link, self._link.fileno()
         while self.active:
+            if not self.fit:
+                self.end()
+                return None
             ready = link.wait(self._ready, self._poll.poll)
             for fd, _ in ready:
                 if fd == broker:
@@ -141,11 +160,15 @@ class LeaseHolder:
             self._run(messages[0], rows, arrived)
 
     def _run(self, request: Infer, rows: int, arrived: int) -> None:
+        """Its Work has no number, as only the broker's are known to the model's own calls."""
         log = self._log
         log.begin(request.request, arrived)
-        results, times, _ = self._runner.run_batch((Work(request.request, rows, request.inputs, None, ""),))
-        row = rows_of(results)[0]
-        answer = self._answer(request.request, row)
+        self._running = True
+        results, times, _ = self._runner.run_batch((Work(0, rows, request.inputs, None, ""),))
+        self._running = False
+        answer = self._answer(request.request, rows_of(results))
+        if self._streams is not None:
+            self._streams.read()
         unread = log.end(arrived, times, rows, type(answer) is Fail)
         if unread >= RECORDS // 2:
             self._outbox.add(LeaseLogged(self._order.lease))
@@ -153,11 +176,14 @@ class LeaseHolder:
         try:
             self._sock.send(encode([answer]), _SEND)
         except OSError:  # the client has left, or does not read its answers
-            self._end()
-        if unread >= RECORDS:
+            self._ending = True
+        if self._ending or unread >= RECORDS:
             self._end()
 
-    def _answer(self, number: int, row: Row) -> Reply | Fail:
+    def _answer(self, number: int, rows: Sequence[Row]) -> Reply | Fail:
+        if not rows:
+            return Fail(number, "INTERNAL", "the model sent no response to this request")
+        row = rows[0]
         if row.error is not None:
             return Fail(number, row.error.code, row.error.text)
         if any(type(tensor.data) is not bytes for tensor in row.outputs):

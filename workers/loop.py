@@ -66,7 +66,7 @@ class Loop:
             self._streams.connect(self._send_response, runner.row, runner.discard)
         self._calls = backend.calls
         self._prober = backend.probe
-        self._leases = LeaseHolder(link, outbox, runner, backend.streams is None and backend.calls is None)
+        self._leases = LeaseHolder(link, outbox, runner, backend.streams)
         inbox.add_lend(self._leases.lend)
         inbox.add(
             {
@@ -105,12 +105,15 @@ class Loop:
         """Waits for orders. Releases `turn`, the lock on the worker's state, while waiting if threads of the model may
         need it to send responses or call models."""
         self._outbox.flush()
-        if self._streams is not None and self._streams.shared:
+        if self._leases.active:
+            packet = self._leases.receive()
+            if packet is None:
+                return
+        elif self._streams is not None and self._streams.shared:
             self._streams.wait()
             return
-        packet = self._leases.receive() if self._leases.active else self._receive()
-        if packet is None:
-            return
+        else:
+            packet = self._receive()
         self._handle(*packet)
         if not self._waiting.complete:
             self._drain()

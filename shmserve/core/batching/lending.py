@@ -13,7 +13,7 @@ from shmserve.protocol.messages import INLINE_BYTES, TensorForm
 
 ALONE = 16
 """Requests in a row that a client must have sent alone."""
-ALONE_MOST = 1024
+ALONE_MOST = 256
 """As `ALONE`, after several leases that others have ended: lending costs about as much as a request."""
 MOST_ROWS = 64
 

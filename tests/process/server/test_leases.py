@@ -1,0 +1,298 @@
+"""A client that sends one request at a time is lent an instance: the same results, errors and statistics as through the
+broker, whoever ends the lease."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.core.batching.lending import ALONE
+from shmserve.testing import Server
+from tests.support.client_faces import FACES
+from tests.support.living import pids, renew, until
+from tests.support.model_files import python_model, write_model
+
+pytestmark = pytest.mark.process
+
+CONFIG = """
+backend: "{backend}" max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+dynamic_batching {{ }}
+"""
+MODEL = """
+command = x[0, 0]
+if command == -1:
+    raise ValueError("not today")
+if command == -2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if command == -3:
+    open("{flags}/stuck", "w").close()
+    while not os.path.exists("{flags}/go"):
+        select.select([], [], [], 0.01)
+return self.respond(x * self.factor)
+"""
+INITIALIZE = """
+with open(os.path.join(args["model_repository"], args["model_version"], "generation")) as file:
+    self.factor = np.float32(file.read())
+"""
+FAIL, DIE, STICK = -1.0, -2.0, -3.0
+
+
+def inputs(first: float = 1.0, rows: int = 1) -> dict[str, Any]:
+    return {"x": np.full((rows, 2), first, np.float32)}
+
+
+class Leases:
+    """`flags`: the model creates `stuck` when it waits for `go`."""
+
+    def __init__(self, server: Server, repository: Path, flags: Path) -> None:
+        self.server = server
+        self.repository = repository
+        self.flags = flags
+
+    def release(self) -> None:
+        (self.flags / "go").touch()
+
+    def clear(self) -> None:
+        for name in ("go", "stuck"):
+            (self.flags / name).unlink(missing_ok=True)
+
+    def counts(self, model: str = "m") -> tuple[int, int, int, int]:
+        """Successful requests, their rows, batches, and failed requests."""
+        with self.server.client() as client:
+            (found,) = client.statistics(model)["model_stats"]
+        stats = found["inference_stats"]
+        rows, batches = found["inference_count"], found["execution_count"]
+        return stats["success"]["count"], rows, batches, stats["fail"]["count"]
+
+
+@pytest.fixture(scope="module")
+def leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leases]:
+    repository, flags = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("flags")
+    for name in ("m", "generations", "two", "limited"):
+        more = "instance_group [ { count: 2 kind: KIND_CPU } ]" if name == "two" else ""
+        if name == "limited":
+            more = 'parameters { key: "execution_limit_secs" value: { string_value: "1" } }'
+        source = python_model(MODEL.format(flags=flags), INITIALIZE)
+        folder = write_model(repository, name, CONFIG.format(backend="python") + more, source)
+        renew(folder, 2)
+    write_model(repository, "identity", CONFIG.format(backend="identity"))
+    options = ["--model-control-mode", "explicit", "--exit-timeout-secs", "5"]
+    with Server(repository, *options, "--load-model", "*", gateway=True) as server:
+        yield Leases(server, repository, flags)
+    assert "internal error" not in server.log.lower()
+
+
+def models(client: Any) -> set[str]:
+    """The models of which the client has a lease."""
+    real = getattr(client, "client", client)
+    return {model for model, _ in real._link.session._leased_models}
+
+
+def borrow(client: Any, model: str = "m") -> int:
+    """Sends requests until the client has a lease; returns how many."""
+    for count in range(1, 4096):
+        assert client.infer(model, inputs())["y"].tolist()[0][0] in (1.0, 2.0, 3.0)
+        if model in models(client):
+            return count
+    raise AssertionError("the client got no lease")
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("model", ["m", "identity"])
+def test_requests_over_a_lease_are_counted_as_all_others(leases: Leases, face: str, model: str) -> None:
+    before = leases.counts(model)
+    with FACES[face](leases.server.url) as client:
+        sent = borrow(client, model)
+        rows = 0
+        for number in range(600):  # more than the log of a lease has room for
+            size = 1 + number % 8
+            result = client.infer(model, inputs(number + 1.0, size))["y"]
+            factor = 2 if model == "m" else 1
+            assert (result.shape, result[0, 0]) == ((size, 2), factor * (number + 1))
+            rows += size
+        assert model in models(client)
+        after = leases.counts(model)
+    total = sent + 600
+    assert tuple(new - old for new, old in zip(after, before, strict=True)) == (total, rows + sent, total, 0)
+
+
+def test_the_first_lease_comes_after_requests_that_were_alone(leases: Leases) -> None:
+    with leases.server.client() as client, leases.server.client() as other:
+        other.infer("m", inputs())
+        assert borrow(client) >= ALONE
+
+
+def test_requests_of_others_end_a_lease_and_wait_for_one_request_at_most(leases: Leases) -> None:
+    with leases.server.client() as client, leases.server.client() as other:
+        borrow(client)
+        assert other.infer("m", inputs(5))["y"][0, 0] == 10
+        assert client.infer("m", inputs(6))["y"][0, 0] == 12
+        assert not models(client), "LeaseEnd came before the answer"
+        stop = threading.Event()
+        failures: list[Exception] = []
+
+        def run() -> None:
+            try:
+                while not stop.is_set():
+                    assert client.infer("m", inputs(7))["y"][0, 0] == 14
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        for number in range(200):
+            assert other.infer("m", inputs(number + 1))["y"][0, 0] == 2 * (number + 1)
+        stop.set()
+        thread.join()
+        assert not failures
+
+
+def test_errors_of_the_model_arrive_over_the_lease(leases: Leases) -> None:
+    with leases.server.client() as client:
+        borrow(client)
+        *_, failed = leases.counts()
+        with pytest.raises(shmserve.ModelFailed, match="not today"):
+            client.infer("m", inputs(FAIL))
+        assert "m" in models(client)
+        assert leases.counts()[3] == failed + 1
+
+
+def test_requests_that_a_lease_does_not_take_pass_through_the_broker(leases: Leases) -> None:
+    with leases.server.client() as client:
+        borrow(client)
+        with pytest.raises(shmserve.InvalidRequest, match=r"Expected \[-1,2\], got \[1,3\]"):
+            client.infer("m", {"x": np.zeros((1, 3), np.float32)})
+        borrow(client)
+        assert client.infer("m", inputs(2), outputs=["y"], request_id="a")["y"][0, 0] == 4
+        borrow(client)
+        with pytest.raises(shmserve.InvalidRequest, match="batch-size must be <= 8"):
+            client.infer("m", inputs(2, rows=9))
+        borrow(client)
+        futures = [client.submit("m", inputs(number)) for number in range(1, 40)]
+        assert [future.result()["y"][0, 0] for future in futures] == [2 * number for number in range(1, 40)]
+
+
+def test_a_worker_that_dies_while_it_runs_a_request_of_a_lease(leases: Leases) -> None:
+    with leases.server.client() as client:
+        borrow(client)
+        *_, failed = leases.counts()
+        with pytest.raises(shmserve.ModelFailed, match=r"ended while it ran this request alone \(signal SIGKILL"):
+            client.infer("m", inputs(DIE))
+        assert leases.counts()[3] == failed + 1
+        assert client.infer("m", inputs(3))["y"][0, 0] == 6
+        borrow(client)
+
+
+def test_a_worker_that_dies_between_requests_of_a_lease(leases: Leases) -> None:
+    with leases.server.client() as client:
+        borrow(client)
+        *_, failed = leases.counts()
+        for pid in pids(client, "m").values():
+            os.kill(pid, signal.SIGKILL)
+        assert client.infer("m", inputs(3))["y"][0, 0] == 6
+        assert leases.counts()[3] == failed
+        borrow(client)
+
+
+def test_another_instance_runs_what_died_with_its_worker(leases: Leases) -> None:
+    with leases.server.client() as client, leases.server.client() as other:
+        borrow(client, "two")
+        borrow(other, "two")
+        assert client.infer("two", inputs(3))["y"][0, 0] == 6
+        with pytest.raises(shmserve.ModelFailed, match="ended while it ran this request alone"):
+            client.infer("two", inputs(DIE))
+        until(client, lambda: len(pids(client, "two")) == 2)
+        assert other.infer("two", inputs(3))["y"][0, 0] == 6
+
+
+def test_a_request_over_the_execution_limit(leases: Leases) -> None:
+    with leases.server.client() as client:
+        borrow(client, "limited")
+        with pytest.raises(shmserve.ModelFailed, match=r"more than 1 s \(--execution-limit-secs"):
+            client.infer("limited", inputs(STICK))
+        leases.clear()
+        assert client.infer("limited", inputs(3))["y"][0, 0] == 6
+
+
+@pytest.mark.parametrize("by", ["load", "restart"])
+def test_a_new_generation_takes_over(leases: Leases, by: str) -> None:
+    with leases.server.client() as client, leases.server.client() as operator:
+        borrow(client, "generations")
+        if by == "restart":
+            before = pids(operator, "generations")
+            operator.restart("generations")
+            assert client.infer("generations", inputs())["y"][0, 0] in (2, 3)
+            assert set(pids(operator, "generations").values()).isdisjoint(before.values())
+        else:
+            renew(leases.repository / "generations", 3)
+            assert operator.load("generations")["changed"]
+            assert client.infer("generations", inputs())["y"][0, 0] == 3
+        borrow(client, "generations")
+
+
+def test_unloading_ends_a_lease(leases: Leases) -> None:
+    with leases.server.client() as client, leases.server.client() as operator:
+        borrow(client, "identity")
+        operator.unload("identity")
+        with pytest.raises(shmserve.ServeError, match="identity"):
+            client.infer("identity", inputs())
+        operator.load("identity")
+        borrow(client, "identity")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_client_that_gives_up(leases: Leases, face: str) -> None:
+    with FACES[face](leases.server.url) as client, leases.server.client() as other:
+        borrow(client)
+        with pytest.raises(shmserve.DeadlineExceeded, match="did not respond within the timeout of"):
+            client.infer("m", inputs(STICK), timeout=0.2)
+        late = other.submit("m", inputs(4))
+        leases.release()
+        assert late.result(60)["y"][0, 0] == 8
+        assert client.infer("m", inputs(5))["y"][0, 0] == 10
+    leases.clear()
+
+
+def test_a_client_that_leaves_with_a_request_running(leases: Leases) -> None:
+    client = leases.server.client()
+    borrow(client)
+    client.submit("m", inputs(STICK))
+    with leases.server.client() as other:
+        until(other, (leases.flags / "stuck").exists)
+        client.close()
+        late = other.submit("m", inputs(4))
+        leases.release()
+        assert late.result(60)["y"][0, 0] == 8
+    leases.clear()
+
+
+def test_a_forked_child_has_no_lease(leases: Leases) -> None:
+    with leases.server.client() as client:
+        borrow(client)
+        child = os.fork()
+        if child == 0:
+            ok = False
+            try:
+                ok = not models(client) and client.infer("m", inputs(5))["y"][0, 0] == 10
+            finally:
+                os._exit(0 if ok else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert client.infer("m", inputs(6))["y"][0, 0] == 12
+
+
+def test_a_server_that_lends_nothing(leases: Leases) -> None:
+    with Server(leases.repository, "--limit", "leases=0", "--load-model", "identity",
+                "--model-control-mode", "explicit") as server, server.client() as client:  # fmt: skip
+        for _ in range(4 * ALONE):
+            client.infer("identity", inputs())
+        assert not models(client)

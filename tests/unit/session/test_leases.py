@@ -1,0 +1,197 @@
+"""Requests over leases: which ones a session sends that way, and what becomes of them when a lease ends."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import DeadlineExceeded, ModelFailed, ProtocolError
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    PROTOCOL,
+    Cancel,
+    Failure,
+    Hello,
+    Infer,
+    Lease,
+    LeaseEnd,
+    Reply,
+    Return,
+    Welcome,
+)
+from shmserve.session import Packet, Session
+from tests.support.sessions import RecordingTicket, decode, decoded, feed
+
+ROW = {"x": np.ones((1, 3), np.float32)}
+LEASE = Lease(5, "m", 2, 4, True)
+
+
+class Sockets:
+    """The sockets of leases, of which it only keeps what has arrived."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[int, deque[bytes]] = {}
+
+    def open_lease(self, lease: int, fd: int) -> None:
+        os.close(fd)
+        self.arrived[lease] = deque()
+
+    def close_lease(self, lease: int) -> list[bytes]:
+        return list(self.arrived.pop(lease))
+
+
+class Client:
+    def __init__(self) -> None:
+        self.sockets = Sockets()
+        self.session = Session(lease_sockets=self.sockets)
+        (hello,) = decode(self.session.hello(7, "test").data)
+        assert hello == Hello(PROTOCOL, 7, "test", "memfd", True)
+        self.welcome()
+
+    def welcome(self) -> None:
+        feed(self.session, Welcome(PROTOCOL, 1, "server", {"client_requests": 10}))
+
+    def lend(self, lease: Lease = LEASE) -> None:
+        self.session.receive(codec.encode([lease]), [os.open(os.devnull, os.O_RDONLY)])
+
+    def ask(self, inputs: Any = None, **options: Any) -> tuple[RecordingTicket, list[Packet]]:
+        ticket = RecordingTicket()
+        self.session.infer(ticket, "m", ROW if inputs is None else inputs, 100.0, **options)
+        return ticket, self.session.take()
+
+
+@pytest.fixture
+def without() -> Iterator[Client]:
+    made = Client()
+    yield made
+    made.session.close()
+
+
+@pytest.fixture
+def client(without: Client) -> Client:
+    without.lend()
+    return without
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_request_that_is_alone_is_sent_over_the_lease(client: Client, version: int | None) -> None:
+    ticket, (packet,) = client.ask(version=version)
+    assert packet.lease == 5
+    (infer,) = decode(packet.data)
+    assert infer == Infer(1, "m", version or 0, infer.inputs)
+    assert feed(client.session, Reply(1, 2, infer.inputs)) == 1
+    assert ticket.answer["x"].tolist() == ROW["x"].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"outputs": ["y"]},
+        {"priority": 1},
+        {"request_id": "a"},
+        {"version": 3},
+        {"inputs": {"x": np.ones((5, 3), np.float32)}},
+        {"inputs": {"x": np.ones((1, 4096), np.float32)}},
+    ],
+    ids=["outputs", "priority", "id", "version", "rows", "shared memory"],
+)
+def test_other_requests_pass_through_the_broker(client: Client, options: dict[str, Any]) -> None:
+    _, packets = client.ask(**options)
+    assert {packet.lease for packet in packets} == {0}
+    assert type(decoded(packets)[-1]) is Infer
+
+
+def test_a_lease_of_a_version_that_is_not_the_default_is_for_requests_that_name_it(without: Client) -> None:
+    client = without
+    client.lend(Lease(5, "m", 2, 4, False))
+    assert [packet.lease for packet in client.ask()[1]] == [0]
+    feed(client.session, Reply(1, 2, ()))
+    assert [packet.lease for packet in client.ask(version=2)[1]] == [5]
+
+
+def test_requests_beside_others_pass_through_the_broker(client: Client) -> None:
+    _, (first,) = client.ask()
+    _, (second,) = client.ask()
+    assert (first.lease, second.lease) == (5, 0)
+    feed(client.session, Reply(1, 2, ()), Reply(2, 2, ()))
+    tickets = [RecordingTicket(), RecordingTicket()]
+    for ticket in tickets:
+        client.session.infer(ticket, "m", ROW, 100.0)
+    (both,) = client.session.take()
+    assert (both.lease, len(decode(both.data))) == (0, 2)
+
+
+def test_returns_are_sent_to_the_broker_beside_a_request_over_the_lease(client: Client) -> None:
+    client.session.memory.announcements.unmaps.append(9)
+    _, (returns, leased) = client.ask()
+    assert (returns.lease, leased.lease) == (0, 5)
+    assert Infer not in map(type, decode(returns.data))
+    assert Return not in map(type, decode(leased.data))
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_request_that_the_lease_left_unanswered_is_sent_again(client: Client, answered: bool) -> None:
+    ticket, _ = client.ask()
+    if answered:
+        client.sockets.arrived[5].append(codec.encode([Reply(1, 2, ())]))
+    assert feed(client.session, LeaseEnd(5)) == answered
+    packets = client.session.take()
+    assert (ticket.ends, len(decoded(packets))) == (answered, not answered)
+    assert not any(packet.lease for packet in packets)
+    if not answered:
+        assert feed(client.session, Reply(1, 2, ())) == 1
+    assert ticket.ends == 1
+    assert [packet.lease for packet in client.ask()[1]] == [0]
+
+
+def test_a_request_that_died_with_the_worker_fails(client: Client) -> None:
+    ticket, _ = client.ask()
+    assert feed(client.session, LeaseEnd(5, Failure("MODEL_FAILED", "it ended"))) == 1
+    assert isinstance(ticket.error, ModelFailed)
+    assert str(ticket.error) == "it ended"
+    assert not client.session.take()
+
+
+def test_an_answer_takes_precedence_over_the_error_of_the_lease(client: Client) -> None:
+    ticket, _ = client.ask()
+    client.sockets.arrived[5].append(codec.encode([Reply(1, 2, ())]))
+    assert feed(client.session, LeaseEnd(5, Failure("MODEL_FAILED", "it ended"))) == 1
+    assert (ticket.ends, ticket.error) == (1, None)
+
+
+def test_a_cancelled_request_ends_with_its_lease(client: Client) -> None:
+    ticket, _ = client.ask()
+    assert client.session.cancel(ticket)
+    assert [type(message) for message in decoded(client.session.take())] == [Cancel]
+    assert [packet.lease for packet in client.ask()[1]] == [0]
+    feed(client.session, LeaseEnd(5))
+    assert list(client.session.tickets) == [2]
+    assert (ticket.ends, decoded(client.session.take())) == (0, [])
+
+
+def test_the_client_itself_enforces_the_deadline(client: Client) -> None:
+    ticket, _ = client.ask(timeout=1.0)
+    assert client.session.deadline() == 101.0
+    client.session.tick(101.0)
+    assert isinstance(ticket.error, DeadlineExceeded)
+
+
+def test_a_lost_connection_ends_all_leases(client: Client) -> None:
+    ticket, _ = client.ask()
+    client.session.disconnected()
+    assert ticket.ends == 0
+    client.sockets.arrived.clear()
+    client.welcome()
+    question = decoded(client.session.take())[-1]
+    assert question.what == "loaded"
+    assert [packet.lease for packet in client.ask()[1]] == [0]
+
+
+def test_a_lease_without_a_descriptor_is_a_protocol_error(without: Client) -> None:
+    with pytest.raises(ProtocolError, match="lease 5 without a descriptor"):
+        feed(without.session, LEASE)

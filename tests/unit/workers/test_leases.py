@@ -1,0 +1,292 @@
+"""A worker's lease: what it runs, what ends it, and what its log shows."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from time import monotonic_ns
+from typing import Any
+
+import pytest
+
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    PACKET_BYTES,
+    BrokerMessage,
+    Cancel,
+    Fail,
+    Failure,
+    Handle,
+    Infer,
+    LeaseLogged,
+    LeaseOver,
+    Lend,
+    Options,
+    Reply,
+    Revoke,
+    Row,
+    Tensor,
+    TensorForm,
+    Wanted,
+    WorkerReport,
+)
+from shmserve.shm import lease_log
+from shmserve.shm.lease_log import RECORDS, LeaseLog
+from shmserve.workers.leases import LeaseHolder
+from shmserve.workers.link import BrokerLink
+from shmserve.workers.outbox import Outbox
+
+FORMS = (TensorForm("a", "FP32", (-1, 2)), TensorForm("b", "INT8", (3,)))
+_reports = codec.Codec(WorkerReport).decode
+_answers = codec.Codec(BrokerMessage).decode
+
+
+class Runner:
+    """Answers with what a test has set, and counts its batches."""
+
+    def __init__(self) -> None:
+        self.ran: list[Any] = []
+        self.discarded: list[Row] = []
+        self.times = (0, 0, 0, 0)
+        self.answer: list[Row] = [Row(0, (Tensor("y", "FP32", (1,), bytes(4)),))]
+
+    def run_batch(self, works: Sequence[Any]) -> Any:
+        self.ran += works
+        now = monotonic_ns()
+        self.times = (now, now + 1, now + 2, now + 3)
+        return self.answer, self.times, ()
+
+    def discard(self, row: Row) -> None:
+        self.discarded.append(row)
+
+
+class Streams:
+    def __init__(self) -> None:
+        self.shared = False
+        self.reads = 0
+
+    def read(self) -> None:
+        self.reads += 1
+
+
+class Lent:
+    """A worker with a lease, its broker and its client."""
+
+    def __init__(self, rows: int = 4, streams: Streams | None = None) -> None:
+        self.broker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.broker.setblocking(False)
+        self.link = BrokerLink(theirs)
+        self.outbox = Outbox(self.link)
+        self.runner = Runner()
+        self.holder = LeaseHolder(self.link, self.outbox, self.runner, streams)  # type: ignore[arg-type]
+        self.client, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.client.setblocking(False)
+        page = lease_log.create()
+        self.log = LeaseLog(page)
+        self.holder.lend(Lend(5, 2, FORMS, rows), [end.detach(), page])
+
+    def reports(self) -> list[Any]:
+        self.outbox.flush()
+        found: list[Any] = []
+        while True:
+            try:
+                found += _reports(self.broker.recv(PACKET_BYTES))
+            except BlockingIOError:
+                return found
+
+    def close(self) -> None:
+        if self.holder.active:
+            self.holder.end()
+        self.client.close()
+        self.broker.close()
+        self.link.close()
+        self.log.close()
+
+
+@pytest.fixture
+def lent() -> Iterator[Lent]:
+    made = Lent()
+    yield made
+    made.close()
+
+
+def infer(number: int = 1, rows: int = 1, length: int = 2, **more: Any) -> Infer:
+    a = Tensor("a", "FP32", (rows, length, 2), bytes(rows * length * 8))
+    b = Tensor("b", "INT8", (rows, 3), bytes(rows * 3))
+    return Infer(number, "m", 0, more.pop("inputs", (a, b)), **more)
+
+
+def packet(*messages: Any) -> bytes:
+    return codec.encode(list(messages))
+
+
+def serve_one(lent: Lent, data: bytes) -> Any:
+    """Serves one packet; the answer, or None if the lease has ended."""
+    lent.client.send(data)
+    lent.holder._serve()
+    try:
+        found = lent.client.recv(PACKET_BYTES)
+    except BlockingIOError:
+        raise AssertionError("neither an answer nor the end") from None
+    return _answers(found)[0] if found else None
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 2), (4, 7), (2, 0)])
+def test_a_request_is_answered_and_recorded(lent: Lent, rows: int, length: int) -> None:
+    request = infer(9, rows, length)
+    assert serve_one(lent, packet(request)) == Reply(9, 2, lent.runner.answer[0].outputs)
+    (work,) = lent.runner.ran
+    assert (work.request, work.rows, work.inputs) == (0, rows, request.inputs)
+    (record,) = lent.log.take()
+    assert record[1:] == (*lent.runner.times, rows, 0)
+    assert lent.log.running()[0] == 0
+
+
+def test_the_order_of_inputs_does_not_matter(lent: Lent) -> None:
+    request = infer()
+    assert type(serve_one(lent, packet(infer(inputs=request.inputs[::-1])))) is Reply
+
+
+def test_a_model_without_a_batch_dimension() -> None:
+    lent = Lent(rows=0)
+    a, b = Tensor("a", "FP32", (5, 2), bytes(40)), Tensor("b", "INT8", (3,), bytes(3))
+    assert type(serve_one(lent, packet(infer(inputs=(a, b))))) is Reply
+    assert lent.runner.ran[0].rows == 0
+    assert serve_one(lent, packet(infer())) is None
+    lent.close()
+
+
+def test_errors_of_the_model_are_answers(lent: Lent) -> None:
+    lent.runner.answer = [Row(0, (), Failure("MODEL_FAILED", "not today"))]
+    assert serve_one(lent, packet(infer(3))) == Fail(3, "MODEL_FAILED", "not today")
+    lent.runner.answer = []
+    answer = serve_one(lent, packet(infer(4)))
+    assert (answer.request, answer.code) == (4, "INTERNAL")
+    row = Row(0, (Tensor("y", "FP32", (1,), (Handle(1, 0, 4),)),))
+    lent.runner.answer = [row]
+    assert type(serve_one(lent, packet(infer(5)))) is Fail
+    assert lent.runner.discarded == [row]
+    assert lent.holder.active
+
+
+A, B = infer().inputs
+BAD = {
+    "garbage": b"\xc1",
+    "no message": packet(),
+    "two requests": packet(infer(1), infer(2)),
+    "another message": packet(Cancel(1)),
+    "wanted outputs": packet(infer(outputs=(Wanted("y"),))),
+    "options": packet(infer(options=Options(priority=1))),
+    "too many rows": packet(infer(rows=5)),
+    "no rows": packet(infer(rows=0)),
+    "a missing input": packet(infer(inputs=(A,))),
+    "an input twice": packet(infer(inputs=(A, A))),
+    "an unknown input": packet(infer(inputs=(A, Tensor("c", "INT8", (1, 3), bytes(3))))),
+    "another type": packet(infer(inputs=(A, Tensor("b", "UINT8", (1, 3), bytes(3))))),
+    "another dim": packet(infer(inputs=(A, Tensor("b", "INT8", (1, 4), bytes(4))))),
+    "another rank": packet(infer(inputs=(A, Tensor("b", "INT8", (1, 3, 1), bytes(3))))),
+    "no rank": packet(infer(inputs=(Tensor("a", "FP32", (), bytes(4)), B))),
+    "a negative dim": packet(infer(inputs=(Tensor("a", "FP32", (1, -2, 2), b""), B))),
+    "rows that differ": packet(infer(inputs=(A, Tensor("b", "INT8", (2, 3), bytes(6))))),
+    "too few bytes": packet(infer(inputs=(A, Tensor("b", "INT8", (1, 3), bytes(2))))),
+    "shared memory": packet(infer(inputs=(A, Tensor("b", "INT8", (1, 3), (Handle(1, 0, 3),))))),
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("before", [False, True], ids=["first", "after a good one"])
+def test_anything_else_ends_the_lease_and_is_not_run(lent: Lent, data: bytes, before: bool) -> None:
+    if before:
+        assert type(serve_one(lent, packet(infer()))) is Reply
+    assert serve_one(lent, data) is None
+    assert len(lent.runner.ran) == before
+    assert lent.reports() == [LeaseOver(5)]
+    assert not lent.holder.active
+
+
+def test_descriptors_of_the_client_are_not_received(lent: Lent) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    socket.send_fds(lent.client, [packet(infer())], [0, 1, 2])
+    lent.holder._serve()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert type(_answers(lent.client.recv(PACKET_BYTES))[0]) is Reply
+
+
+def test_a_client_that_leaves_ends_the_lease(lent: Lent) -> None:
+    lent.client.close()
+    assert lent.holder.receive() is None
+    assert lent.reports() == [LeaseOver(5)]
+
+
+def test_a_client_that_does_not_read_ends_the_lease(lent: Lent) -> None:
+    lent.holder._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    number = 0
+    while lent.holder.active:
+        number += 1
+        lent.client.send(packet(infer(number)))
+        lent.holder._serve()
+    assert lent.reports() == [LeaseOver(5)]
+
+
+def test_orders_come_before_requests(lent: Lent) -> None:
+    lent.client.send(packet(infer()))
+    lent.broker.send(packet(Revoke(5)))
+    received = lent.holder.receive()
+    assert received is not None
+    assert received[0] == [Revoke(5)]
+    assert not lent.runner.ran
+
+
+def test_a_revoked_lease_answers_what_has_arrived(lent: Lent) -> None:
+    lent.client.send(packet(infer()))
+    lent.holder.revoke(Revoke(5))
+    assert type(_answers(lent.client.recv(PACKET_BYTES))[0]) is Reply
+    assert lent.client.recv(PACKET_BYTES) == b""
+    assert lent.reports() == [LeaseOver(5)]
+
+
+def test_revoking_an_unknown_lease_is_answered_too(lent: Lent) -> None:
+    lent.holder.revoke(Revoke(4))
+    assert lent.reports() == [LeaseOver(4)]
+    assert lent.holder.active
+
+
+def test_a_lease_that_is_revoked_while_a_request_runs_ends_after_its_answer(lent: Lent) -> None:
+    run = lent.runner.run_batch
+
+    def run_batch(works: Sequence[Any]) -> Any:
+        lent.holder.revoke(Revoke(5))
+        assert lent.log.running()[0] == 1
+        return run(works)
+
+    lent.runner.run_batch = run_batch  # type: ignore[method-assign]
+    assert type(serve_one(lent, packet(infer()))) is Reply
+    assert lent.client.recv(PACKET_BYTES) == b""
+    assert lent.reports() == [LeaseOver(5)]
+
+
+def test_the_broker_is_told_when_the_log_is_half_full_and_a_full_log_ends_the_lease(lent: Lent) -> None:
+    for number in range(1, RECORDS + 1):
+        assert lent.holder.active
+        assert type(serve_one(lent, packet(infer(number)))) is Reply
+    reports = lent.reports()
+    assert reports[0] == LeaseLogged(5)
+    assert reports[-1] == LeaseOver(5)
+    assert len(lent.log._words) >= RECORDS
+
+
+def test_a_model_with_threads_cannot_be_lent() -> None:
+    streams = Streams()
+    lent = Lent(streams=streams)
+    assert type(serve_one(lent, packet(infer()))) is Reply
+    assert streams.reads == 1
+    streams.shared = True
+    assert lent.holder.receive() is None
+    assert lent.reports() == [LeaseOver(5, True)]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        lent.holder.lend(Lend(6, 2, FORMS, 4), [theirs.detach(), lease_log.create()])
+        assert ours.recv(1) == b""
+    assert lent.reports() == [LeaseOver(6, True)]
+    lent.close()
