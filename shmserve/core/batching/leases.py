@@ -57,7 +57,8 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
         return
     if len(state.leases) >= state.limits.leases:
         return
-    if sum(lease.client is client for lease in state.leases.values()) >= CLIENT_LEASES:
+    known = [lease.version.model for lease in state.leases.values() if lease.client is client]
+    if len(known) >= CLIENT_LEASES or version.model in known:  # a client knows its leases by model
         return
     default = state.ready.get(version.model) is version
     lease = Lease(state.next_number(), client, version, instance, default)
