@@ -80,20 +80,25 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
 
 def revoke_unfit(state: State) -> None:
     """At the end of each turn: revokes the leases of instances that are needed for something else, or have to stop."""
+    ended_by_others: set[Lending] = set()
     for lease in state.leases.values():
-        if not lease.revoked and lease.instance.lease == lease.number and _unfit(state, lease):
-            lease.revoked = True
-            state.send(lease.instance.peer, Revoke(lease.number))
+        version, instance = lease.version, lease.instance
+        if lease.revoked or instance.lease != lease.number or not _unfit(state, lease):
+            continue
+        lease.revoked = True
+        if version.lending is not None and _is_needed(version):
+            ended_by_others.add(version.lending)
+        if instance.state is not InstanceState.KILLED:
+            state.send(instance.peer, Revoke(lease.number))
+    for lending in ended_by_others:
+        lending.ended_by_others()
 
 
 def _unfit(state: State, lease: Lease) -> bool:
     version, instance = lease.version, lease.instance
-    if version.waits:
-        if version.lending is not None:
-            version.lending.ended_by_others()
-        return True
     return (
-        lease.client.gone
+        _is_needed(version)
+        or lease.client.gone
         or lease.client.disconnecting
         or not instance.usable
         or instance.retiring
@@ -102,6 +107,11 @@ def _unfit(state: State, lease: Lease) -> bool:
         or bool(state.traces.samples)
         or (lease.default and state.ready.get(version.model) is not version)
     )
+
+
+def _is_needed(version: Version) -> bool:
+    """Do others wait for an instance of the model, in its queue or behind a batch that runs?"""
+    return version.waits > 0 or any(instance.waiting is not None for instance in version.instances)
 
 
 def over(state: State, version: Version, instance: Instance, message: LeaseOver, now: int) -> None:

@@ -18,7 +18,7 @@ ALONE_MOST = 256
 MOST_ROWS = 64
 
 
-class Lending(Struct):
+class Lending(Struct, eq=False):
     """`inputs` and `rows`: the requests that a worker may run without the core, as in the message Lend."""
 
     inputs: tuple[TensorForm, ...]
