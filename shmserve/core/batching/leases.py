@@ -193,8 +193,7 @@ def count(state: State, number: int, requests: list[LeasedRequest]) -> None:
     if lease is None:
         return
     lease.served += len(requests)
-    version, instance = lease.version, lease.instance
-    statistics = version.statistics
+    version, statistics = lease.version, lease.version.statistics
     reason = Reason.IDLE if version.batch_rules is not None else Reason.SINGLE
     for arrived, taken, ready, computed, placed, rows, failed in requests:
         cost = max(rows, 1)
@@ -204,5 +203,4 @@ def count(state: State, number: int, requests: list[LeasedRequest]) -> None:
             statistics.answered([arrived], cost, taken, placed)
             if statistics.first is not None:
                 statistics.first.add(placed - arrived)
-            instance.deaths = instance.crashes = 0
         statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)
