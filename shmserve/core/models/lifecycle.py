@@ -387,7 +387,7 @@ class Lifecycle:
                 if instance.state in (_I.STARTING, _I.READY):
                     instance.move(_I.STOPPING)
                     state.send(peer, Stop())
-        if not state.instances and not state.requests and not state.drained:
+        if not (state.instances or state.requests or state.leases or state.drained):
             state.drained = True
             state.effects.append(Drained())
 
