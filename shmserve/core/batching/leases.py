@@ -53,7 +53,7 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
     lending.alone = 0
     if client is None or client.gone or client.disconnecting or client.requests or client.steps:
         return
-    if state.limiter is not None or state.tracing or version.suspects or instance.quarantined:
+    if state.limiter is not None or version.suspects or instance.quarantined:
         return
     if len(state.leases) >= state.limits.leases:
         return
@@ -104,6 +104,7 @@ def _unfit(state: State, lease: Lease) -> bool:
         or instance.retiring
         or version.state is not VersionState.READY
         or state.draining
+        or state.tracing
         or bool(state.traces.samples)
         or (lease.default and state.ready.get(version.model) is not version)
     )
