@@ -38,6 +38,8 @@ def lending_of(policy: ModelPolicy) -> Lending | None:
     """None: its requests need the core, or its outputs may not fit into a message."""
     if policy.sequence or policy.steps or policy.decoupled or not policy.inputs or not policy.outputs:
         return None
+    if policy.padding is not None:  # which is counted for each batch
+        return None
     for spec in policy.inputs:
         if spec.optional or spec.ragged or not ITEM_BYTES[spec.dtype]:
             return None
