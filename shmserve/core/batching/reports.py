@@ -139,6 +139,8 @@ def _run_waiting(state: State, version: Version, instance: Instance, number: int
         return
     instance.waiting = batch.split(through)
     instance.running = batch
+    if version.lending is not None:  # its requests came while others ran
+        version.lending.client = None
     batch.began = now
     batch.move(BatchState.RUNNING)
     if not instance.watched:
