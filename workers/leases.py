@@ -194,7 +194,7 @@ class LeaseHolder:
     def _check(self, request: Infer) -> int | None:
         """The rows of a request that may be run; None for any other."""
         inputs = request.inputs
-        if request.outputs is not None or request.options is not None:
+        if request.outputs is not None or request.options is not None or not request.request:
             return None
         key = tuple([(tensor.name, tensor.dtype, tensor.shape) for tensor in inputs])
         known = self._known.get(key)

@@ -346,9 +346,9 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
     """Lends the client an idle instance of a model until LeaseEnd. A SEQPACKET socket to its worker is attached.
 
     While the client has no other request in flight, it may send a request for `model` and `version` (`default`: or for
-    version 0) as the only Infer of a packet over this socket: without wanted outputs and options, with inputs inside
-    the message, and with up to `rows` as their axis 0 (0: the model has no batch dimension). The worker answers there
-    with Reply or Fail."""
+    version 0) as the only Infer of a packet over this socket: with a number above 0, without wanted outputs and
+    options, with inputs inside the message, and with up to `rows` as their axis 0 (0: the model has no batch
+    dimension). The worker answers there with Reply or Fail."""
 
     lease: Id
     model: Name
