@@ -177,6 +177,7 @@ class LeaseHolder:
             self._sock.send(encode([answer]), _SEND)
         except OSError:  # the client has left, or does not read its answers
             self._ending = True
+        log.answered()
         if self._ending or unread >= RECORDS:
             self._end()
 

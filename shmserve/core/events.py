@@ -143,7 +143,8 @@ computed and placed; its rows; and 1 if it failed."""
 
 
 class LeaseRead(Struct):
-    """What was new in the log of a lease. `running`: the request that its worker runs, 0 for none, since `since`."""
+    """What was new in the log of a lease. `running`: the request that its worker runs, 0 for none, since `since`. It
+    may be in `requests` already: then its client may not have the answer yet."""
 
     lease: int
     requests: list[LeasedRequest]

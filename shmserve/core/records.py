@@ -343,6 +343,8 @@ class Lease(Struct, eq=False):
     """Also for requests that name no version."""
     revoked: bool = False
     served: int = 0
+    recorded: int = 0
+    """When the last request in its log arrived."""
     error: Failure | None = None
     """The error of the request that its worker was running when it died; None: the client may send it again."""
 

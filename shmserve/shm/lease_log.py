@@ -63,13 +63,16 @@ class LeaseLog:
         words[at + 5] = rows
         words[at + 6] = failed
         words[_WRITTEN] = written + 1
-        words[_RUNNING] = 0
         return written + 1 - words[_READ]
+
+    def answered(self) -> None:
+        """The client has the answer of the recorded request."""
+        self._words[_RUNNING] = 0
 
     # ------------------------------------------------------------------------------------ the broker
 
     def running(self) -> tuple[int, int]:
-        """Number and arrival of the running request; number 0: none."""
+        """Number and arrival of the running request, which may be recorded already; number 0: none."""
         return self._words[_RUNNING], self._words[_SINCE]
 
     def take(self) -> list[Record]:

@@ -162,7 +162,8 @@ def read(state: State, peer: int, event: LeaseRead, now: int) -> None:
     if event.final:
         _finish(state, lease, event, now)
     elif instance.lease == lease.number and version.limit_ns and not instance.watched:
-        _check_hang(state, version, instance, event.since if event.running else now, now)
+        runs = event.running and event.since != lease.recorded
+        _check_hang(state, version, instance, event.since if runs else now, now)
 
 
 def _check_hang(state: State, version: Version, instance: Instance, since: int, now: int) -> None:
@@ -182,7 +183,7 @@ def _finish(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     if lending is not None and lease.served >= ALONE_MOST:
         lending.needed = ALONE
     error = lease.error if event.running else None
-    if error is not None:
+    if error is not None and event.since != lease.recorded:
         lease.version.statistics.failed(FailureKind.BACKEND, max(0, now - event.since))
     if not lease.client.gone:
         state.send(lease.client.number, LeaseEnd(lease.number, error))
@@ -193,7 +194,9 @@ def count(state: State, number: int, requests: list[LeasedRequest]) -> None:
     lease = state.leases.get(number)
     if lease is None:
         return
-    lease.served += len(requests)
+    if requests:
+        lease.served += len(requests)
+        lease.recorded = requests[-1][0]
     version, statistics = lease.version, lease.version.statistics
     reason = Reason.IDLE if version.batch_rules is not None else Reason.SINGLE
     for arrived, taken, ready, computed, placed, rows, failed in requests:
