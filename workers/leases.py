@@ -170,14 +170,14 @@ class LeaseHolder:
         if self._streams is not None:
             self._streams.read()
         unread = log.end(arrived, times, rows, type(answer) is Fail)
-        if unread >= RECORDS // 2:
-            self._outbox.add(LeaseLogged(self._order.lease))
-            self._outbox.flush()
         try:
             self._sock.send(encode([answer]), _SEND)
         except OSError:  # the client has left, or does not read its answers
             self._ending = True
         log.answered()
+        if unread == RECORDS // 2:
+            self._outbox.add(LeaseLogged(self._order.lease))
+            self._outbox.flush()
         if self._ending or unread >= RECORDS:
             self._end()
 

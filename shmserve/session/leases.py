@@ -7,7 +7,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Infer, Lease
+from shmserve.protocol.messages import PACKET_BYTES, Infer, Lease
 from shmserve.session.outbox import UNWRITABLE, Packet, SessionOutbox
 from shmserve.session.tickets import Tickets
 
@@ -64,6 +64,8 @@ class SessionLeases:
         try:
             data = codec.encode([message])
         except UNWRITABLE:
+            return None
+        if len(data) > PACKET_BYTES:
             return None
         outbox.clear()
         leased.sent = number = message.request

@@ -103,6 +103,7 @@ def _unfit(state: State, lease: Lease) -> bool:
         or not instance.usable
         or instance.retiring
         or version.state is not VersionState.READY
+        or state.models[version.model].operation is not None  # its outcome is for all requests after it
         or state.draining
         or state.tracing
         or bool(state.traces.samples)
