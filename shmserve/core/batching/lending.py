@@ -9,7 +9,7 @@ from msgspec import Struct
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.requests.client import ClientState
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.protocol.messages import INLINE_BYTES, TensorForm
+from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, TensorForm
 
 ALONE = 16
 """Requests in a row that a client must have sent alone."""
@@ -43,12 +43,11 @@ def lending_of(policy: ModelPolicy) -> Lending | None:
     for spec in policy.inputs:
         if spec.optional or spec.ragged or not ITEM_BYTES[spec.dtype]:
             return None
-    rows = min(policy.max_batch, MOST_ROWS)
-    for spec in policy.outputs:
-        size = ITEM_BYTES[spec.dtype] * prod(spec.dims)
-        if size <= 0 or min(spec.dims, default=0) < 0:
-            return None
-        rows = min(rows, INLINE_BYTES // size)
-        if size > INLINE_BYTES:
-            return None
+    sizes = [ITEM_BYTES[spec.dtype] * prod(spec.dims) for spec in policy.outputs]
+    if any(size <= 0 or min(spec.dims, default=0) < 0 for size, spec in zip(sizes, policy.outputs, strict=True)):
+        return None
+    rows = min(INLINE_BYTES // max(sizes), FIELD_BYTES // sum(sizes))
+    if not rows:
+        return None
+    rows = min(rows, policy.max_batch, MOST_ROWS)
     return Lending(tuple(TensorForm(spec.name, spec.dtype, spec.dims) for spec in policy.inputs), rows)
