@@ -169,6 +169,8 @@ def read(state: State, peer: int, event: LeaseRead, now: int) -> None:
 
 def _check_hang(state: State, version: Version, instance: Instance, since: int, now: int) -> None:
     """`since`: when its worker began to run a request, or else now."""
+    if instance.waits:  # for other models, which does not count
+        since = now
     if since + version.limit_ns > now:
         watch(state, version, instance, since)
     elif instance.state is not InstanceState.KILLED:
