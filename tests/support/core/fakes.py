@@ -25,6 +25,11 @@ from shmserve.protocol.messages import (
     Goodbye,
     Handle,
     Infer,
+    Lease,
+    LeaseEnd,
+    LeaseLogged,
+    LeaseOver,
+    Lend,
     Load,
     Map,
     More,
@@ -37,6 +42,7 @@ from shmserve.protocol.messages import (
     Reply,
     ReplyBatch,
     Return,
+    Revoke,
     Row,
     Rows,
     Started,
@@ -50,6 +56,7 @@ from shmserve.protocol.messages import (
     Withdrawn,
     Work,
 )
+from tests.support.core.leasing import RECORDS, FakeLease
 
 SEGMENT_BYTES = 1 << 40
 """Arenas of fake workers never run out: blocks are numbered on, so that no place is ever used for two blocks."""
@@ -165,13 +172,20 @@ class FakeWorker:
         """Calls that its model does nothing before the end of."""
         self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
         """Is told of each batch that starts."""
+        self.offered: dict[int, FakeLease] = {}
+        """Sockets and logs of leases whose Lend it has not read."""
+        self.lease: FakeLease | None = None
+        self.leased = 0
+        """Requests that it has recorded in logs of leases."""
         self.in_columns = False
         """It answers in columns where it may, but not every third batch."""
 
     # ------------------------------------------------------------------------------------ what the broker says
 
     def read(self, count: int | None = None) -> None:
-        """Takes messages in; all of them, or the first few."""
+        """Takes messages in; all of them, or the first few; but none while it runs a request of its lease."""
+        if self.lease is not None and self.lease.running is not None:
+            return
         messages, self.inbox = self.inbox[:count], self.inbox[len(self.inbox[:count]) :]
         for message in messages:
             self.take(message)
@@ -206,6 +220,16 @@ class FakeWorker:
             self.room[message.request] = self.room.get(message.request, 0) + message.count
         elif isinstance(message, Stop):
             self.stopping = True
+            self.end_lease(0)
+        elif isinstance(message, Lend):
+            assert self.lease is None, f"{self.name} is lent twice"
+            assert self.running is None
+            assert not any(batch.works for batch in self.waiting), f"{self.name} is lent and has work"
+            self.lease = self.offered.pop(message.lease)
+        elif isinstance(message, Revoke):
+            if self.lease is None or self.lease.number != message.lease:
+                self.outbox.append(LeaseOver(message.lease))
+            self.end_lease(message.lease)
         else:
             assert isinstance(message, (Ping, Load)), message
 
@@ -218,6 +242,7 @@ class FakeWorker:
 
     def _execute(self, order: Execute) -> None:
         assert order.batch > self.last, "batch numbers rise"
+        assert self.lease is None, f"{self.name} is lent and gets a batch"
         self.last = order.batch
         works = works_of(order)
         assert works
@@ -276,6 +301,51 @@ class FakeWorker:
             assert work.options.window > 0, "there is no room for any answer"
             self.streams[work.request] = work
             self.room[work.request] = self.room.get(work.request, 0) + work.options.window
+
+    # ------------------------------------------------------------------------------------ its lease
+
+    def run_leased(self, now: int, took: int = 0, error: tuple[str, str] | None = None, answer: bool = True) -> None:
+        """The request of its lease that runs, or else the next one, is run and answered. Not `answer`: it is only
+        recorded so far."""
+        lease = self.lease
+        assert lease is not None
+        if lease.running is None:
+            lease.begin(now - took)
+        request = lease.running
+        assert request is not None
+        rows = request.inputs[0].shape[0] if self.policy.max_batch else 0
+        row = self._row(Work(0, rows, request.inputs, None, ""), error)
+        lease.record(row, rows, lease.since, now)
+        self.leased += 1
+        unread = len(lease.records)
+        if unread == RECORDS // 2:
+            self.outbox.append(LeaseLogged(lease.number))
+        if answer:
+            lease.answer(row)
+            if unread >= RECORDS:
+                self._close_lease()
+
+    def notice(self) -> None:
+        """Ends a lease whose client has left."""
+        lease = self.lease
+        if lease is not None and not lease.client_open and not lease.requests and lease.running is None:
+            self._close_lease()
+
+    def end_lease(self, number: int, now: int = 0) -> None:
+        """Its lease, if it has this number (0: any), ends with the answer to a request that has arrived."""
+        lease = self.lease
+        if lease is not None and number in (0, lease.number):
+            if lease.requests:
+                self.run_leased(max(now, lease.opened, lease.since))
+            if self.lease is not None:
+                self._close_lease()
+
+    def _close_lease(self) -> None:
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        lease.worker_open = False
+        lease.requests.clear()
+        self.outbox.append(LeaseOver(lease.number))
 
     def _verify(self, batch: WaitingBatch) -> None:
         """What a model may rely on."""
@@ -428,6 +498,14 @@ class FakeClient:
         self.withdrawn: set[int] = set()
         self.holds: Counter[Handle] = Counter()
         self.errors: list[Fail] = []
+        self.leases: dict[int, FakeLease] = {}
+        self.takes_leases = False
+        self.lent: list[Lease] = []
+        """All leases that it was told of."""
+        self.leased: dict[int, Infer] = {}
+        """Lease -> the last request that it sent over it."""
+        self.unsent: list[Infer] = []
+        """Requests whose lease has ended without an answer: to be sent to the broker."""
         self.welcomed = self.ended = False
 
     def sends(self, request: int, window: int = 0) -> None:
@@ -480,8 +558,49 @@ class FakeClient:
             self.welcomed = True
         elif isinstance(message, Goodbye):
             self.ended = True
+        elif isinstance(message, LeaseEnd):
+            self._lease_ended(message)
         else:
             assert isinstance(message, (Reclaim, Answer, Pong)), message
+
+    # ------------------------------------------------------------------------------------ its leases
+
+    def lends(self, message: Lease, lease: FakeLease) -> None:
+        assert not any(known.model == lease.model for known in self.leases.values()), "a second lease of one model"
+        self.leases[message.lease] = lease
+        self.lent.append(message)
+
+    def send_leased(self, lease: FakeLease, request: Infer) -> None:
+        assert not self.open, "only the only request in flight goes over a lease"
+        self.sends(request.request)
+        self.leased[lease.number] = request
+        lease.send(request)
+
+    def read_leases(self) -> None:
+        for lease in self.leases.values():
+            for answer in lease.take_answers():
+                self._answered(answer.request, answer)
+
+    def _lease_ended(self, message: LeaseEnd) -> None:
+        lease = self.leases.pop(message.lease, None)
+        if lease is None:  # its socket pair could not be made
+            return
+        lease.client_open = False
+        for answer in lease.take_answers():
+            self._answered(answer.request, answer)
+        request = self.leased.pop(message.lease, None)
+        if request is None or request.request not in self.open:
+            return
+        if message.error is None:
+            self.unsent.append(request)
+        else:
+            self._answered(request.request, Fail(request.request, message.error.code, message.error.text))
+
+    def leave(self) -> None:
+        """Its process has ended."""
+        self.ended = True
+        for lease in self.leases.values():
+            lease.client_open = False
 
     def _take(self, message: Reply | Part) -> None:
         for handle in references(message.outputs):

@@ -19,17 +19,20 @@ from shmserve.core.effects import (
     Log,
     Pause,
     Query,
+    ReadLease,
     Send,
     Settled,
     Spawn,
+    StartLease,
     Traced,
 )
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.state import WORKERS_FROM
-from shmserve.protocol.messages import Hello, Map
+from shmserve.protocol.messages import Hello, LeaseOver, Map
 from shmserve.protocol.roles import EVERYTHING
 from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.leasing import FakeLease
 
 START = 1_000_000 * 10**9
 OUTPUTS = {"lane": "memfd", "zmq": "posix"}
@@ -51,6 +54,10 @@ class World:
         self.freed: list[Any] = []
         self.paused: dict[int, int] = {}
         """Clients that are not to be heard, until when. This shell hears them all the same."""
+        self.leases: dict[int, FakeLease] = {}
+        """Those whose log the broker still has."""
+        self.out_of_descriptors = False
+        """No lease can be started."""
         self.forgotten: list[int] = []
         self.misfits: dict[str, str] = {}
         """Ensembles whose steps do not fit together, and why."""
@@ -87,6 +94,10 @@ class World:
                 if worker.peer not in self.slow_to and worker.inbox and not worker.dead:
                     worker.read()
                     self.let_start(worker)
+                if worker.peer not in self.slow_from and not worker.dead:
+                    worker.notice()
+            for client in self.clients.values():
+                client.read_leases()
             happened, self._pending = self._pending, []
             for worker in list(self.workers.values()):
                 if worker.peer not in self.slow_from and not worker.dead:
@@ -135,8 +146,12 @@ class World:
             elif isinstance(effect, Kill):
                 self.die(self.workers[effect.peer], f"killed: {effect.reason}")
             elif isinstance(effect, Close):
-                self.clients[effect.peer].ended = True
+                self.clients[effect.peer].leave()
                 self._pending.append((0, events.Closed(effect.peer)))
+            elif isinstance(effect, StartLease):
+                self._start_lease(effect)
+            elif isinstance(effect, ReadLease):
+                self._read_lease(effect)
             elif isinstance(effect, Compose):
                 self._pending.append((0, self._composed(effect)))
             elif isinstance(effect, Free):
@@ -166,6 +181,27 @@ class World:
         client = self.clients.get(effect.peer)
         assert client is not None, f"{effect.message} was sent to a client that has been reported gone"
         client.receive(effect.message)
+        resent, client.unsent = client.unsent, []
+        self._pending += [(client.peer, request) for request in resent]
+
+    def _start_lease(self, effect: StartLease) -> None:
+        number = effect.of_client.lease
+        worker, client = self.workers[effect.worker], self.clients[effect.client]
+        if self.out_of_descriptors or worker.dead or client.ended:
+            self._pending.append((effect.worker, LeaseOver(number)))
+            return
+        assert client.takes_leases, f"{client.name} takes no leases"
+        lease = self.leases[number] = FakeLease(number, effect.of_client.model, self.now)
+        worker.offered[number] = lease
+        worker.inbox.append(effect.of_worker)
+        client.lends(effect.of_client, lease)
+
+    def _read_lease(self, effect: ReadLease) -> None:
+        lease = self.leases.get(effect.lease)
+        empty = events.LeaseRead(effect.lease, [], final=effect.final)
+        self._pending.append((0, lease.read(effect.final) if lease is not None else empty))
+        if effect.final:
+            self.leases.pop(effect.lease, None)
 
     # ------------------------------------------------------------------------------------ workers
 
@@ -236,19 +272,21 @@ class World:
     # ------------------------------------------------------------------------------------ clients
 
     def connect(
-        self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = EVERYTHING
-    ) -> FakeClient:
+        self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = EVERYTHING,
+        leases: bool = False,
+    ) -> FakeClient:  # fmt: skip
         self._last_client += 1
         peer = self._last_client
         client = FakeClient(peer, name, plane, outputs or OUTPUTS[plane])
         self.clients[peer] = client
-        hello = Hello(1, 4000 + peer, name, client.outputs)
+        client.takes_leases = leases
+        hello = Hello(1, 4000 + peer, name, client.outputs, leases)
         self.turn([(0, events.Opened(peer, audience, plane, roles)), (peer, hello)])
         return client
 
     def gone(self, client: FakeClient) -> None:
         """Its link has ended. Sends to it after this are wrong."""
-        client.ended = True
+        client.leave()
         self.turn([(0, events.Closed(client.peer))])
 
     def own_segment(self, client: FakeClient, size: int) -> Map:
