@@ -59,6 +59,7 @@ def check(state: State, questions: Questions) -> None:
     abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
     assert state.abandoned == Counter(request.client.user for request in abandoned)
     _check_sequences(state)
+    _check_leases(state)
     state.cache.check()
     if state.limiter is not None:
         state.limiter.check()
@@ -100,6 +101,17 @@ def _check_run(state: State, request: Request, story: str) -> None:
     for iteration in run.iterations():
         for name, kept in iteration.tensors.items():
             assert kept.readers > 0, f"'{name}' is kept without a reader: {story}"
+
+
+def _check_leases(state: State) -> None:
+    lent = Counter((lease.client.number, lease.version.model) for lease in state.leases.values())
+    assert not lent or max(lent.values()) == 1, f"two leases of one model and client: {lent}"
+    for number, lease in state.leases.items():
+        story = lease.instance.story()
+        assert lease.number == number, story
+        if lease.instance.lease == number:
+            assert lease.error is None, story
+            assert lease.revoked or not lease.version.waits, f"{lease.version.label} is lent while requests wait"
 
 
 def _check_sequences(state: State) -> None:
@@ -167,6 +179,7 @@ def _check_instance(state: State, idle: list[Instance], instance: Instance) -> N
     if instance.lease:
         lease = state.leases[instance.lease]
         assert lease.instance is instance, story
+        assert instance.peer, story
         assert not instance.batches(), story
     if instance.running is not None:
         assert instance.running.state is BatchState.RUNNING, story

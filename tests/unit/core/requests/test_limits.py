@@ -35,6 +35,7 @@ from tests.support.core.fakes import FakeClient
 from tests.support.core.policies import plain, plain_mapped
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
+from tests.unit.core.batching.test_leases import Lent
 
 S = 10**9
 
@@ -370,6 +371,22 @@ def test_failed_requests_do_not_count_as_errors() -> None:
         world.turn([(client.peer, Infer(number, ("m", "nobody")[number % 2], 0, ()))])
     assert not client.ended
     assert {fail.code for fail in world.fails(client)} == {"INVALID_ARG", "NOT_FOUND"}
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_leases(most: int) -> None:
+    """Without room for one ("leases"), requests go through the broker as before."""
+    world = Lent(instances=3, leases=most)
+    clients = [world.connect(f"c{number}", leases=True) for number in range(2)]
+    for client in clients:
+        world.alone(client=client)
+    assert [len(client.leases) for client in clients] == [most, 0]
+    world.alone(3, clients[1])
+    assert all(isinstance(answer, Reply) for answer in clients[1].answers.values())
+    if most:
+        world.gone(clients[0])
+        world.alone(client=clients[1])
+        assert clients[1].leases
 
 
 # ---------------------------------------------------------------------------------------------- the list of limits

@@ -1,0 +1,254 @@
+"""The state machine of test_machine_operations.py with clients that get leases and use them, while workers end them,
+die in the middle of leased requests, hang or cannot be lent, and all the rest happens.
+
+What must be true beyond that: each leased request is answered once, or its lease ends and it is sent to the broker, or
+fails with its worker; and the statistics count each batch and each leased request that a worker has run, and no other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from msgspec.structs import replace
+
+from shmserve.core import events
+from shmserve.core.effects import Kill
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.states import InstanceState
+from shmserve.core.stats.statistics import Statistics
+from shmserve.protocol.messages import Done, LeaseOver, Map
+from tests.support.core.fakes import FakeWorker
+from tests.support.core.machine import MS, not_a_rule, run_machine
+from tests.unit.core.test_machine import BROKER_SEGMENT, FIXED, LIMITS
+from tests.unit.core.test_machine_operations import Operated, OperatedMachine
+
+Y = (TensorSpec("y", "FP32", (1,)), TensorSpec("w", "FP32", (1,)))
+MODELS = (
+    (ModelPolicy("lone", 1, 4, (FIXED,), Y, BatchPolicy()), 1, ""),
+    (ModelPolicy("pair", 1, 3, (FIXED,), Y, BatchPolicy()), 2, "w"),
+    (ModelPolicy("once", 1, 3, (FIXED,), Y, None, retry=False), 2, ""),
+    (ModelPolicy("patient", 1, 4, (FIXED,), Y, BatchPolicy((3,), 3 * MS)), 1, ""),
+)
+NAMES = [policy.name for policy, _, _ in MODELS]
+NEEDED = 2
+"""Requests in a row that make a client one that is alone: few, so that there are many leases."""
+
+
+class LentWorld(Operated):
+    def __init__(self) -> None:
+        super().__init__(replace(LIMITS, execution_ns=30 * MS, leases=3))
+        self.all_workers: list[FakeWorker] = []
+        self.statistics: dict[int, Statistics] = {}
+        self.batches = 0
+        """That the core was told are done."""
+
+    def tell(self, effect: Any) -> None:
+        if not (isinstance(effect, Kill) and effect.reason.startswith("it has run one batch for more than")):
+            super().tell(effect)
+
+    def _spawn(self, effect: Any) -> None:
+        super()._spawn(effect)
+        self.all_workers.append(self.workers[effect.peer])
+
+    def _handle(self, happened: list[tuple[int, Any]]) -> None:
+        known = self.core.state.instances
+        for peer, event in happened:
+            if isinstance(event, Done) and peer in known and known[peer][1].state is not InstanceState.KILLED:
+                self.batches += 1
+        super()._handle(happened)
+        for model in self.core.state.models.values():
+            for version in model.generations():
+                self.statistics[id(version.statistics)] = version.statistics
+                if version.lending is not None:
+                    version.lending.needed = min(version.lending.needed, NEEDED)
+
+
+class LeaseMachine(OperatedMachine):
+    world: LentWorld
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = LentWorld()
+
+    @initialize(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True))
+    def begin(self, names: list[str]) -> None:  # type: ignore[override]
+        self.names = sorted(names)
+        self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
+        for policy, instances, large in MODELS:
+            if policy.name in names:
+                self.world.deploy(policy, instances, large)
+        for worker in self.workers(bool):
+            self.world.turn(self.world.heard(worker))
+        self.connect(0, False)
+        self.connect(1, False)
+        self.alone(0, 0, NEEDED + 1)
+        for worker in self.workers(bool):
+            worker.read()
+
+    # Larger requests and their memory are no matter of leases, whose requests are inside messages.
+
+    segment = not_a_rule(OperatedMachine.segment)
+    unmap = not_a_rule(OperatedMachine.unmap)
+    give_back = not_a_rule(OperatedMachine.give_back)
+    infer = not_a_rule(OperatedMachine.infer)
+
+    @precondition(lambda self: len(self.clients) < 5)
+    @rule(kind=st.integers(0, 3), other=st.booleans())
+    def connect(self, kind: int, other: bool) -> None:
+        plane, outputs = (("lane", "memfd"), ("lane", "memfd"), ("lane", "memfd"), ("zmq", "posix"))[kind]
+        audience = "uid:2000" if other else "uid:1000"
+        name = f"c{len(self.all_clients)}"
+        client = self.world.connect(name, plane, outputs, audience, leases=plane == "lane")
+        self.clients.append(client)
+        self.all_clients.append(client)
+
+    # ------------------------------------------------------------------------------------ leases
+
+    @precondition(lambda self: any(not client.open for client in self.clients))
+    @rule(which=st.integers(0, 9), which_model=st.integers(0, 5), count=st.integers(NEEDED, NEEDED + 2))
+    def alone(self, which: int, which_model: int, count: int) -> None:
+        """Requests one after the other, through the broker."""
+        resting = [client for client in self.clients if not client.open]
+        client, name = resting[which % len(resting)], self.names[which_model % len(self.names)]
+        for _ in range(count):
+            if client.open or any(lease.model == name for lease in client.leases.values()):
+                return
+            self.send([self._simple(client, name, 1)], False)
+            for _ in range(2):
+                for worker in self.workers(bool):
+                    self._run(worker)
+                if not client.open:
+                    break
+                self.world.advance(self.world.now + 3 * MS)
+
+    def _run(self, worker: FakeWorker) -> None:
+        worker.read()
+        self.world.let_start(worker)
+        if worker.running:
+            worker.finish(self.world.now)
+        self.send(self.world.heard(worker), False)
+
+    @precondition(lambda self: any(client.leases and not client.open for client in self.clients))
+    @rule(which=st.integers(0, 9), rows=st.lists(st.integers(1, 3), max_size=6))
+    def converse(self, which: int, rows: list[int]) -> None:
+        """Requests one after the other, over a lease."""
+        for count in rows:
+            if any(client.leases and not client.open for client in self.clients):
+                self.leased(which, count, True)
+
+    @precondition(lambda self: any(client.leases and not client.open for client in self.clients))
+    @rule(which=st.integers(0, 9), rows=st.integers(1, 3), serve=st.booleans())
+    def leased(self, which: int, rows: int, serve: bool) -> None:
+        able = [client for client in self.clients if client.leases and not client.open]
+        client = able[which % len(able)]
+        lease = client.leases[sorted(client.leases)[which % len(client.leases)]]
+        policy = self.world.policies[lease.model, 1]
+        client.send_leased(lease, self._request(client, policy, rows, "inline", 1, True, None))
+        for worker in self.workers(lambda worker: serve and lease.number in worker.offered):
+            worker.read()
+        for worker in self.workers(lambda worker: serve and worker.lease is lease):
+            worker.run_leased(self.world.now)
+            self.send([], False)
+
+    @precondition(lambda self: self.workers(_is_asked))
+    @rule(which=st.integers(0, 9), how=st.sampled_from(["begin", "answer", "answer", "error", "end"]))
+    def serve(self, which: int, how: str) -> None:
+        asked = self.workers(_is_asked)
+        worker = asked[which % len(asked)]
+        lease = worker.lease
+        assert lease is not None
+        if how == "begin" or (how == "end" and lease.running is not None):
+            if lease.running is None:
+                lease.begin(self.world.now)
+        elif how == "end":
+            worker.end_lease(0, self.world.now)
+        else:
+            worker.run_leased(self.world.now, error=("MODEL_FAILED", "no") if how == "error" else None)
+        self.send([], False)
+
+    @precondition(lambda self: self.workers(lambda worker: worker.lease))
+    @rule(which=st.integers(0, 9), unfit=st.booleans())
+    def end_lease(self, which: int, unfit: bool) -> None:
+        """The worker ends it by itself."""
+        lent = self.workers(lambda worker: worker.lease)
+        worker = lent[which % len(lent)]
+        lease = worker.lease
+        assert lease is not None
+        if lease.running is None:
+            worker.end_lease(0, self.world.now)
+            over = worker.outbox[-1]
+            assert isinstance(over, LeaseOver)
+            over.unfit = unfit and which == 9
+
+    @precondition(lambda self: self.workers(_is_asked))
+    @rule(which=st.integers(0, 9), recorded=st.booleans())
+    def die_with_request(self, which: int, recorded: bool) -> None:
+        asked = self.workers(_is_asked)
+        worker = asked[which % len(asked)]
+        self.send([])
+        if worker.dead or worker.lease is None:
+            return
+        if recorded and (worker.lease.running or worker.lease.requests):
+            worker.run_leased(self.world.now, answer=False)
+        elif worker.lease.running is None and worker.lease.requests:
+            worker.lease.begin(self.world.now)
+        self.world.crash(worker)
+
+    @rule(out=st.booleans())
+    def descriptors(self, out: bool) -> None:
+        self.world.out_of_descriptors = out
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def let_run(self, worker: FakeWorker) -> None:
+        """Serves what has arrived over its lease, whose client then leaves it."""
+        lease = worker.lease
+        while worker.lease is not None and _is_asked(worker):
+            worker.run_leased(self.world.now)
+        if lease is not None:
+            lease_client = next((client for client in self.clients if lease.number in client.leases), None)
+            if lease_client is not None:
+                lease_client.read_leases()
+            lease.client_open = False
+            worker.notice()
+        super().let_run(worker)
+
+    def is_quiet(self) -> bool:
+        return super().is_quiet() and not self.world.core.state.leases
+
+    def teardown(self) -> None:
+        world = self.world
+        super().teardown()
+        assert not world.leases
+        assert not any(client.unsent for client in self.clients)
+        counted = sum(statistics.execution_count for statistics in world.statistics.values())
+        assert counted == world.batches + sum(worker.leased for worker in world.all_workers)
+
+
+def _is_asked(worker: FakeWorker) -> bool:
+    return worker.lease is not None and (worker.lease.running is not None or bool(worker.lease.requests))
+
+
+@pytest.mark.hypothesis
+def test_whatever_happens_to_leases_the_books_balance() -> None:
+    run_machine(LeaseMachine, 200)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_machine_lends_and_uses_each_model(name: str) -> None:
+    machine = LeaseMachine()
+    machine.begin([name])
+    (client,) = [client for client in machine.clients if client.leases]
+    machine.leased(0, 2, True)
+    machine.leased(0, 1, False)
+    machine.serve(0, "begin")
+    assert len(client.open) == 1
+    machine.serve(0, "answer")
+    assert not client.open
+    machine.leased(0, 1, False)
+    machine.die_with_request(0, True)
+    machine.teardown()
+    assert sum(worker.leased for worker in machine.world.all_workers) >= 3
