@@ -21,6 +21,7 @@ from shmserve.protocol.messages import (
     Handle,
     Hello,
     Infer,
+    LeaseEnd,
     Map,
     More,
     Options,
@@ -36,6 +37,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.roles import EVERYTHING
 from shmserve.sim.faults import POISON
+from shmserve.sim.leases import SimLease
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, may_stream
 from shmserve.sim.results import ModelResult
@@ -73,6 +75,7 @@ class SimClient:
         "dead",
         "held_inputs",
         "holds",
+        "leases",
         "open",
         "peer",
         "segment",
@@ -90,9 +93,11 @@ class SimClient:
         self.open: dict[int, SimRequest] = {}
         self.held_inputs: set[int] = set()
         self.holds = 0
+        self.leases: dict[tuple[str, int], SimLease] = {}
+        """By model and version."""
         self.dead = False
         world.arrive((0, events.Opened(peer, AUDIENCE, "lane", EVERYTHING)))
-        world.arrive((peer, Hello(1, 1, f"simulated {peer}", "memfd")))
+        world.arrive((peer, Hello(1, 1, f"simulated {peer}", "memfd", source.closed)))
         world.arrive((peer, Map(self.segment, MANY)))
 
     def next_number(self) -> int:
@@ -113,6 +118,8 @@ class SimClient:
             self._part(message, at)
         elif kind is Released:
             self.held_inputs.remove(message.request)
+        elif kind is LeaseEnd:
+            self._lease_ended(message, at)
         else:
             assert kind in (Welcome, Map, Unmap, Reclaim, Goodbye, Pong), message
 
@@ -163,6 +170,30 @@ class SimClient:
             self.holds -= len(handles)
             self._world.send_from_client(self._world.now, self.peer, Return(handles))
 
+    def receive_leased(self, answer: Any, at: int) -> None:
+        if not self.dead:
+            self.receive(answer, at)
+
+    def lease_for(self, request: Infer) -> SimLease | None:
+        """The lease over which the request, the only one in flight, is sent."""
+        if len(self.open) == 1:
+            for (model, version), lease in self.leases.items():
+                if model == request.model and (version == request.version or lease.default):
+                    return lease if lease.fits(request, self._world.now) else None
+        return None
+
+    def _lease_ended(self, end: LeaseEnd, at: int) -> None:
+        for key, lease in list(self.leases.items()):
+            if lease.number == end.lease:
+                del self.leases[key]
+                sent = lease.sent
+                if sent is None or sent.request not in self.open:
+                    return
+                if end.error is None:
+                    self._world.send_from_client(at, self.peer, sent)
+                else:
+                    self._failed(Fail(sent.request, end.error.code, end.error.text), at)
+
     def cancel(self, number: int) -> None:
         if not self.dead and number in self.open:
             self._world.send_from_client(self._world.now, self.peer, Cancel(number))
@@ -199,7 +230,11 @@ class LoadSource:
         self._way_ns = 0 if self._special else world.plan.link_ns
         """Link delay to add to the time of an arrival. If nothing depends on the time of sending, requests are
         scheduled for the time when they reach the broker, which saves an event; else this is 0."""
-        self._closed = isinstance(load.arrivals, Closed)
+        self.closed = isinstance(load.arrivals, Closed)
+        """Callers wait for answers. Only their clients accept leases: those of other loads seldom have one request in
+        flight."""
+        self._newest: SimClient
+        """The client of the last request."""
         self._timeout_us = load.timeout_ns // 1000
         self._sequence_count = 0
         self._first_sequence = (number + 1) << 32
@@ -250,7 +285,12 @@ class LoadSource:
             low, high = self.load.sequence
             length = self._draws.randint(max(low, 1), max(high, low, 1))
             sequence = SimSequence(self._first_sequence + self._sequence_count, length)
-        self.world.send_from_client(now, *self._new_request(rows, sequence, sequence is not None, now))
+        peer, infer = self._new_request(rows, sequence, sequence is not None, now)
+        lease = self._newest.lease_for(infer) if self._newest.leases else None
+        if lease is not None:
+            lease.send(infer)
+        else:
+            self.world.send_from_client(now, peer, infer)
         return True
 
     def _new_request(self, rows: int, sequence: SimSequence | None, first: bool, now: int) -> tuple[int, Infer]:
@@ -261,6 +301,7 @@ class LoadSource:
         self._turn += 1
         clients = self.clients
         client = clients[self._turn % len(clients)] if sequence is None else clients[sequence.number % len(clients)]
+        self._newest = client
         number = client.next_number()
         request = SimRequest(self, now, now + load.timeout_ns if load.timeout_ns else 0, sequence)
         options = self._options
@@ -305,7 +346,7 @@ class LoadSource:
             if not request.until or at <= request.until:
                 result.in_time += 1
                 result.good += at <= world.ends
-        if self._closed or request.sequence is not None:
+        if self.closed or request.sequence is not None:
             self._send_next(request, at, not code)
 
     def _send_next(self, request: SimRequest, at: int, well: bool) -> None:

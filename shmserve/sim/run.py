@@ -10,10 +10,12 @@ from typing import Any
 
 from shmserve.core import events
 from shmserve.core.core import Core
-from shmserve.core.effects import Close, Compose, Drained, Kill, Log, Send, Settled, Spawn
+from shmserve.core.effects import Close, Compose, Drained, Kill, Log, ReadLease, Send, Settled, Spawn, StartLease
 from shmserve.core.state import WORKERS_FROM
 from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.protocol.messages import LeaseOver
 from shmserve.sim.clients import LoadSource, SimClient
+from shmserve.sim.leases import SimLease
 from shmserve.sim.load import Replay
 from shmserve.sim.plan import Plan, SimModel
 from shmserve.sim.results import SECOND, ModelResult, Result
@@ -44,6 +46,8 @@ class Simulation:
         self._results: dict[str, ModelResult] = {}
         self._clients: dict[int, SimClient] = {}
         self._workers: dict[int, SimWorker] = {}
+        self._leases: dict[int, SimLease] = {}
+        """Leases whose log the broker has."""
         self._draws: dict[str, Random] = {}
         self._last_client = 0
         self._settled = self._operations = 0
@@ -113,6 +117,12 @@ class Simulation:
     def _execute_rare(self, effect: Any, there: int) -> None:
         if isinstance(effect, Spawn):
             self._spawn(effect, there)
+        elif isinstance(effect, StartLease):
+            self._start_lease(effect, there)
+        elif isinstance(effect, ReadLease):
+            lease = self._leases.pop(effect.lease, None) if effect.final else self._leases.get(effect.lease)
+            empty = events.LeaseRead(effect.lease, [], final=effect.final)
+            self._world.arrive((0, lease.read(effect.final) if lease is not None else empty))
         elif isinstance(effect, Kill):
             self._world.at(there, self._kill, effect)
         elif isinstance(effect, Close):
@@ -129,6 +139,17 @@ class Simulation:
             self._drained = True
         elif isinstance(effect, Log) and effect.level in ("warning", "error", "critical"):
             self._world.note(effect.text)
+
+    def _start_lease(self, effect: StartLease, there: int) -> None:
+        told = effect.of_client
+        client, worker = self._clients.get(effect.client), self._workers.get(effect.worker)
+        if client is None or worker is None or worker.dead:
+            self._world.arrive((effect.worker, LeaseOver(told.lease)))
+            return
+        lease = SimLease(self._world, told, there, worker.serve, client.receive_leased)
+        self._leases[told.lease] = lease
+        self._world.at(there, worker.lend, lease)
+        client.leases[told.model, told.version] = lease
 
     # ------------------------------------------------------------------------------------ workers
 

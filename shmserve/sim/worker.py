@@ -17,13 +17,18 @@ from shmserve.protocol.messages import (
     Done,
     EndSequences,
     Execute,
+    Fail,
     Failure,
+    LeaseLogged,
+    LeaseOver,
     Load,
     Map,
     More,
     Ping,
     Pong,
+    Reply,
     Return,
+    Revoke,
     Row,
     Started,
     Stop,
@@ -35,6 +40,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.sim.calling import ANSWERS, SimCalls
 from shmserve.sim.faults import POISON, FaultDraws
+from shmserve.sim.leases import RECORDS, SimLease
 from shmserve.sim.plan import SimModel
 from shmserve.sim.results import ModelResult
 from shmserve.sim.service import BY_LENGTH
@@ -71,6 +77,7 @@ class SimWorker:
         "_end",
         "_faults",
         "_last",
+        "_lease",
         "_outputs",
         "_places",
         "_result",
@@ -102,6 +109,7 @@ class SimWorker:
         self._result = result
         self._waiting: list[SimBatch] = []
         self._last = 0
+        self._lease: SimLease | None = None
         self._outputs = SimOutputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free_dims, model.true_share)
         self._streams: dict[int, SimStream] = {}
         self._runs: dict[int, int] = {}
@@ -133,15 +141,21 @@ class SimWorker:
                     self._outputs.out.remove((handle.segment, handle.offset))
             elif kind is More:
                 self._more(message)
+            elif kind is Revoke:
+                if self._lease is None or self._lease.number != message.lease:
+                    self._send(LeaseOver(message.lease))
+                else:
+                    self._end_lease()
             elif kind is Stop:
                 self._stopping = True
+                self._end_lease()
             elif kind is Ping:
                 self._send(Pong(message.number))
             elif self._calling is not None and kind in ANSWERS:
                 self._calling.receive(message)
             else:
                 assert kind in (Map, Unmap, EndSequences, Load), message
-        if self.running is None:
+        if self.running is None and self._lease is None:
             batch = self._start_next()
             if batch is not None and batch.open:
                 self._send(Started(batch.number, batch.through))
@@ -153,6 +167,7 @@ class SimWorker:
 
     def _execute(self, order: Execute) -> None:
         assert order.batch > self._last, "the numbers of batches rise"
+        assert self._lease is None, "a batch for an instance that is lent"
         self._last = order.batch
         waiting = self._waiting
         batch = waiting[-1] if waiting else None
@@ -270,6 +285,10 @@ class SimWorker:
             return
         now = self._world.now
         self._result.busy_ns += now - batch.began
+        if not batch.number:
+            assert self._lease is not None
+            self._finish_leased(self._lease, batch)
+            return
         make, draws = self._outputs.make, self._draws
         again: tuple[int, ...] = ()
         works = batch.works
@@ -308,6 +327,59 @@ class SimWorker:
         for segment, audience in self._outputs.new:
             self._send(Map(segment, MANY, None, audience))
         self._outputs.new.clear()
+
+    # ------------------------------------------------------------------------------------ leases
+
+    def lend(self, lease: SimLease) -> None:
+        if self.dead:
+            return
+        assert self._lease is None, "an instance is lent twice"
+        assert self.running is None, "a busy instance is lent"
+        assert not any(batch.works for batch in self._waiting), "an instance with work is lent"
+        if self._calling is not None:  # its calls belong to requests of the broker
+            lease.closed = True
+            self._send(LeaseOver(lease.number, True))
+            return
+        self._lease = lease
+        self.serve()
+
+    def serve(self) -> None:
+        """Runs the next request that has arrived over the lease."""
+        lease = self._lease
+        if self.dead or lease is None or self.running is not None or not lease.requests:
+            return
+        request = lease.begin()
+        rows = request.inputs[0].shape[0] if self.model.policy.max_batch else 0
+        self._start(SimBatch(0, 0, [Work(request.request, rows, request.inputs, None, "")], False, False))
+
+    def _end_lease(self) -> None:
+        """After the request that runs."""
+        lease = self._lease
+        if lease is None:
+            return
+        lease.ending = True
+        if self.running is None:
+            self._lease = None
+            lease.closed = True
+            self._send(LeaseOver(lease.number))
+
+    def _finish_leased(self, lease: SimLease, batch: SimBatch) -> None:
+        (work,) = batch.works
+        row = Row(work.request, self._outputs.make(work, self._draws))
+        if self._faults.of_answers:
+            row = self._perhaps_failed(row)
+        self.running = None
+        if row.error is not None:
+            unread = lease.answer(Fail(work.request, row.error.code, row.error.text), work.rows, batch.began)
+        else:
+            unread = lease.answer(Reply(work.request, 0, row.outputs), work.rows, batch.began)
+        if unread == RECORDS // 2:
+            self._send(LeaseLogged(lease.number))
+        if lease.full or (lease.ending and not lease.requests):
+            self._end_lease()
+        self.serve()
+        if self._stopping and self._lease is None:
+            self._end(self, "exit code 0")
 
     # ------------------------------------------------------------------------------------ several responses or runs
 

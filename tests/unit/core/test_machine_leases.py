@@ -28,7 +28,7 @@ from tests.unit.core.test_machine_operations import Operated, OperatedMachine
 Y = (TensorSpec("y", "FP32", (1,)), TensorSpec("w", "FP32", (1,)))
 MODELS = (
     (ModelPolicy("lone", 1, 4, (FIXED,), Y, BatchPolicy()), 1, ""),
-    (ModelPolicy("pair", 1, 3, (FIXED,), Y, BatchPolicy()), 2, "w"),
+    (ModelPolicy("pair", 1, 3, (FIXED,), Y, BatchPolicy()), 2, ""),
     (ModelPolicy("once", 1, 3, (FIXED,), Y, None, retry=False), 2, ""),
     (ModelPolicy("patient", 1, 4, (FIXED,), Y, BatchPolicy((3,), 3 * MS)), 1, ""),
 )

@@ -1,0 +1,134 @@
+"""Leases in the simulator: what they save a client that sends one request at a time, and what they cost the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from shmserve.core.limits import Limits
+from shmserve.shm import lease_log
+from shmserve.sim import (
+    Closed,
+    Constant,
+    Faults,
+    Load,
+    Plan,
+    Poisson,
+    Regular,
+    Replay,
+    Result,
+    SimModel,
+    leases,
+    simulate,
+)
+from shmserve.sim.clients import LoadSource
+from shmserve.sim.results import ModelResult
+from shmserve.sim.run import Simulation
+from tests.sim.plans import MS, policy, served
+
+US = 1000
+LINK, TURN, MESSAGE = 20 * US, 20 * US, 4 * US
+"""The costs of a plan without its own."""
+WITHOUT = Limits(leases=0)
+
+
+def both(model: SimModel, *loads: Load, **more: Any) -> tuple[Result, Result]:
+    """The same with leases and without."""
+    plan = Plan((model,), loads, check_every=50, **more)
+    return simulate(plan), simulate(replace(plan, limits=WITHOUT))
+
+
+def test_logs_are_as_long_as_real_ones() -> None:
+    assert leases.RECORDS == lease_log.RECORDS
+
+
+def test_a_lone_caller_saves_two_messages_and_two_turns() -> None:
+    model = served(policy(max_batch=1), 1, Constant(200 * US))
+    lent, plain = both(model, Load("m", Closed(1)), requests=2000)
+    assert plain.models["m"].latency.quantile(0.5) == pytest.approx(
+        200 * US + 4 * LINK + 2 * (TURN + MESSAGE), rel=0.02
+    )
+    assert lent.models["m"].latency.quantile(0.5) == pytest.approx(200 * US + 2 * LINK, rel=0.02)
+    assert lent.models["m"].answered == plain.models["m"].answered == 2000
+    assert lent.models["m"].batches == plain.models["m"].batches == {1: 2000}
+    assert lent.turns < 100 < 4000 <= plain.turns
+
+
+def test_the_core_counts_what_clients_have_been_answered() -> None:
+    """Across leases that others end, and logs that are read when they are half full."""
+    model = served(policy(), 2, Constant(100 * US))
+    loads = Load("m", Closed(1)), Load("m", Closed(1, 50 * MS)), Load("m", Regular(40))
+    simulation = Simulation(Plan((model,), loads, seconds=2.0, seed=1, check_every=10))
+    simulation.deploy()
+    statistics = simulation.core.state.ready["m"].statistics
+    simulation.run()
+    result = simulation.result().models["m"]
+    assert result.answered == result.sent == statistics.success_count > 5000
+    assert sum(statistics.request_times) == statistics.success_count
+    assert statistics.execution_count == sum(result.batches.values()) == sum(statistics.reasons.values())
+    assert {rows: batch.count for rows, batch in statistics.batches.items()} == result.batches
+
+
+@pytest.mark.parametrize("phase", range(12))
+def test_another_client_waits_for_one_leased_request_and_the_revocation(phase: int) -> None:
+    """Wherever in a leased request of the caller in a closed loop its own arrives."""
+    service = 2 * MS
+    model = served(policy(max_batch=1), 1, Constant(service))
+    at = 300 * MS + phase * 200 * US
+    loads = Load("m", Closed(1)), Load("m", Replay(((at, 1),)))
+    simulation, (caller, other) = of_each_load(Plan((model,), loads, seconds=0.4, check_every=1))
+    assert caller.answered > 150
+    assert simulation.result().turns < caller.answered, "there was no lease"
+    messages = 6 * LINK + 3 * (TURN + 3 * MESSAGE)  # its own four, and Revoke and LeaseOver
+    assert service < other.latency.largest <= 2 * service + messages
+
+
+@pytest.mark.parametrize(("instances", "batch"), [(1, 1), (2, 1), (2, 8), (3, 4)])
+@pytest.mark.parametrize("others", [Poisson(150.0), Closed(1, 40 * MS)], ids=["poisson", "one"])
+def test_others_get_as_much_as_without_leases(instances: int, batch: int, others: Poisson | Closed) -> None:
+    """The model of the caller with leases is also used by others, in a second load of their own."""
+    model = served(policy(max_batch=batch), instances, Constant(2 * MS))
+    loads = Load("m", Closed(1)), Load("m", others, clients=2)
+    plan = Plan((model,), loads, seconds=5.0, seed=5, check_every=100)
+    _, (caller, lent) = of_each_load(plan)
+    _, (caller_without, without) = of_each_load(replace(plan, limits=WITHOUT))
+    assert lent.answered >= 0.97 * without.answered
+    assert lent.latency.mean <= 1.05 * without.latency.mean + 4 * LINK + 2 * TURN
+    assert caller.answered >= 0.97 * caller_without.answered
+
+
+def of_each_load(plan: Plan) -> tuple[Simulation, list[ModelResult]]:
+    """The results of each load, which a simulation otherwise adds up."""
+    simulation = Simulation(plan)
+    simulation.deploy()
+    make, found = simulation._make_sources, []
+
+    def separately() -> list[LoadSource]:
+        sources = make()
+        for source in sources:
+            source.result = ModelResult(source.load.model)
+            found.append(source.result)
+        return sources
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "_make_sources", separately)
+        simulation.run()
+    return simulation, found
+
+
+@pytest.mark.parametrize("retry", [True, False])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_with_deaths_and_hangs_nothing_is_lost(retry: bool, instances: int) -> None:
+    faults = Faults(death_every_s=0.2, crash_share=0.004, hang_share=0.001, failure_share=0.01, client_every_s=0.5)
+    model = served(policy(retry=retry), instances, Constant(MS))
+    loads = Load("m", Closed(1)), Load("m", Closed(1, 30 * MS))
+    for seed in range(3):
+        plan = Plan((model,), loads, seconds=2.0, seed=seed, faults=faults, check_every=1, reload_every_s=0.7)
+        result = simulate(plan)
+        found = result.models["m"]
+        assert result.lost == 0
+        assert found.sent == found.answered + sum(found.failed.values()) + found.abandoned
+        assert found.failed.keys() <= {"MODEL_FAILED", "UNAVAILABLE"}
+        assert found.answered > 500
