@@ -634,8 +634,6 @@ def test_a_lease_of_the_default_version_ends_when_another_becomes_it() -> None:
     world.alone(ALONE, version=1)
     start = world.started()[-1]
     assert (start.of_client.version, start.of_client.default) == (1, False)
-    world.deploy(model(version=3))
-    assert world.core.state.leases
 
 
 @pytest.mark.parametrize("what", ["sample", "log"])
