@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from shmserve.protocol import codec, messages
-from shmserve.protocol.messages import Handle, Hello, Map, Return, Tensor, Unmap, Welcome
+from shmserve.protocol.messages import Handle, Hello, Lease, Map, Return, Tensor, Unmap, Welcome
 
 ROOM = messages.PACKET_BYTES + 4096
 
@@ -75,9 +75,9 @@ class Link:
         self.inbox.clear()
         return found
 
-    def hello(self, outputs: str, protocol: int = messages.PROTOCOL) -> Any:
+    def hello(self, outputs: str, protocol: int = messages.PROTOCOL, leases: bool = False) -> Any:
         """Send Hello; returns the Welcome, or the Goodbye received instead."""
-        self.send(Hello(protocol, os.getpid(), "raw", outputs))
+        self.send(Hello(protocol, os.getpid(), "raw", outputs, leases))
         answer = self.receive_kind(Welcome, messages.Goodbye)
         if isinstance(answer, Welcome):
             self.owner = answer.owner
@@ -91,7 +91,8 @@ class Link:
 
 
 class Lane(Link):
-    """A SEQPACKET connection; segments received as descriptors are mapped into `maps`."""
+    """A SEQPACKET connection; segments received as descriptors are mapped into `maps`, and the sockets of leases kept
+    in `leases`."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -99,6 +100,7 @@ class Lane(Link):
         self._socket.connect(path)
         self._room = bytearray(ROOM)
         self.maps: dict[int, mmap.mmap] = {}
+        self.leases: dict[int, socket.socket] = {}
 
     def __enter__(self) -> Lane:
         return self
@@ -132,7 +134,7 @@ class Lane(Link):
         for message in self._codec.decode(bytes(memoryview(self._room)[:size])):
             self._note(message, descriptors)
             self.inbox.append(message)
-        assert not descriptors, "descriptors came that no Map explains"
+        assert not descriptors, "descriptors came that no Map or Lease explains"
         return True
 
     def _note(self, message: Any, descriptors: list[int]) -> None:
@@ -140,6 +142,8 @@ class Lane(Link):
             fd = descriptors.pop(0)
             self.maps[message.segment] = mmap.mmap(fd, message.size, prot=mmap.PROT_READ)
             os.close(fd)
+        elif isinstance(message, Lease):
+            self.leases[message.lease] = socket.socket(fileno=descriptors.pop(0))
         elif isinstance(message, Unmap):
             self.maps.pop(message.segment).close()
 
@@ -157,6 +161,9 @@ class Lane(Link):
         for mapped in self.maps.values():
             mapped.close()
         self.maps.clear()
+        for lease in self.leases.values():
+            lease.close()
+        self.leases.clear()
 
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

@@ -1,5 +1,5 @@
-"""The chaos soak: eleven clients of all kinds at work, while processes are killed and stopped, the gateway among them,
-models come and go, and the broker itself is killed once.
+"""The chaos soak: fourteen clients of all kinds at work, while processes are killed and stopped, the gateway among
+them, models come and go, and the broker itself is killed once.
 
 The rule of the file: what is done, and when, comes from the seed; the last 200 events are told with every failure.
 """
@@ -26,11 +26,14 @@ from bench.lib.child import Child, ChildFailed
 from bench.soak.run import BATCH, SLOW, batch_of
 from shmserve.testing import Server
 from tests.stress.chaos import scheduled
+from tests.stress.chaos.clients import WIDTH
 
 DTYPES = ("FP32", "INT8", "BYTES", "FP64")
 AWAY = "identity_INT8"
 """The model that is unloaded and loaded again: only its requests may be told that it is not there."""
-MODELS = (*(f"identity_{dtype}" for dtype in DTYPES), "slow", *scheduled.MODELS)
+LONE = {"lone": 1, "pair": 2, "own": 1}
+"""Models and their instances. Their requests fit into messages, so that clients get leases."""
+MODELS = (*(f"identity_{dtype}" for dtype in DTYPES), "slow", *LONE, *scheduled.MODELS)
 LARGEST = 1 << 20
 OUTPUT_BYTES = 6 << 20
 """Of one worker: little enough that answers which are held fill it now and then."""
@@ -40,7 +43,7 @@ GAP_S = 0.6
 GROWTH_BYTES = 24 << 20
 PATIENCE = 60.0
 """Seconds that clients give a server to come back, and that all get to end."""
-VICTIMS = (1, 3, 4, 8)
+VICTIMS = (1, 3, 4, 8, 11, 13)
 """Who of them may be killed, one of each public kind. The others account for all their requests in the end."""
 CONNECT_S = 3.0
 """After so long, who is at work has connected."""
@@ -88,6 +91,8 @@ class Chaos:
     seed: int
     began: float = field(default_factory=monotonic)
     counts: Counter[str] = field(default_factory=Counter)
+    leased: Counter[str] = field(default_factory=Counter)
+    """Requests that were sent over leases, and those that had to be sent again."""
     happened: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=EVENTS))
@@ -103,7 +108,8 @@ class Chaos:
     def text(self) -> str:
         counts = ", ".join(f"{key} {count:,}" for key, count in sorted(self.counts.items()))
         happened = ", ".join(f"{key} {count}" for key, count in sorted(self.happened.items()))
-        return f"seed {self.seed}; requests: {counts}; events: {happened}"
+        leased = ", ".join(f"{key} {count:,}" for key, count in sorted(self.leased.items()))
+        return f"seed {self.seed}; requests: {counts}; over leases: {leased}; events: {happened}"
 
     def report(self) -> str:
         events = sorted([*self.events, *self.operations])[-EVENTS:]
@@ -119,6 +125,10 @@ def write_repository(root: Path) -> None:
         models.write(root, name, made, {})
     slow = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}, max_batch=4, dynamic=True, instances=2)
     models.write(root, "slow", slow, {"model.py": SLOW})
+    for name, instances in LONE.items():
+        dims = {"x": ("FP32", [WIDTH])}, {"y": ("FP32", [WIDTH])}
+        lone = models.Model("python", *dims, max_batch=4, dynamic=True, instances=instances)
+        models.write(root, name, lone, {"model.py": SLOW})
     scheduled.write(root)
     assert batch_of("identity_FP32") == BATCH
 
@@ -154,6 +164,23 @@ class Director:
             ),
             self._start(
                 "tests.stress.chaos.clients:gateway", url=f"http://{server.endpoints['http']}", allowed=ALLOWED
+            ),
+            *(
+                self._start(
+                    "tests.stress.chaos.clients:alone",
+                    link="lane",
+                    path=url.removeprefix("unix://"),
+                    models=names,
+                    allowed=ALLOWED,
+                )
+                for names in (("lone", "own"), ("pair", "lone"))
+            ),
+            self._start(
+                "tests.stress.chaos.clients:alone_in_public",
+                url=url,
+                model="own",
+                allowed=ALLOWED,
+                reconnect_timeout=PATIENCE,
             ),
         ]
         self._operator = Child(
@@ -326,6 +353,7 @@ class Director:
             self.found.counts.update(counts)
             self.found.counts["sent"] += found["sent"]
             self.found.counts["lost"] += lost
+            self.found.leased.update(found.get("over leases", {}))
             if lost or found["wrong"] or found.get("twice"):
                 self.found.fault(f"{member.name}: {found}")
             elif counts.total() != found["sent"]:

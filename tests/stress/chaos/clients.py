@@ -6,9 +6,12 @@ The rule of the file: an error is allowed by its code and its words together, so
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
+import select
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from http.client import HTTPConnection, HTTPException
@@ -17,12 +20,29 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from bench.lib.child import Answer, Handler
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
-from bench.soak.clients import Allowed
+from bench.soak.clients import Allowed, permitted
 from bench.soak.raw_clients import PATIENCE, Asker, LaneAsker, ZmqAsker
-from shmserve.protocol.messages import Goodbye, Ping
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    PACKET_BYTES,
+    BrokerMessage,
+    Fail,
+    Goodbye,
+    Infer,
+    Lease,
+    LeaseEnd,
+    Ping,
+    Pong,
+    Reply,
+    Tensor,
+)
 
+WIDTH = 16
+"""Values of a tensor of the models that are asked for one request at a time."""
 PAUSE_S = 0.05
 """Between two attempts to connect, as the broker may be away."""
 
@@ -131,6 +151,190 @@ def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
     return handle
 
 
+_decode = codec.Codec(BrokerMessage).decode
+
+
+class _Alone:
+    """One connection that sends one request at a time, over a lease where it has one. Each is answered once, on the
+    lease or on the lane, whoever dies meanwhile."""
+
+    def __init__(self, path: str, roll: random.Random) -> None:
+        self.link = Lane(path)
+        self._roll = roll
+        self._models: dict[int, str] = {}
+        """Lease -> its model."""
+        self._number = 0
+        try:
+            self.link.hello("memfd", leases=True)
+        except AssertionError:
+            self.link.close()
+            raise
+
+    def ask(self, model: str, counts: Counter[str]) -> tuple[Reply | Fail, bytes]:
+        self._number += 1
+        content = self._roll.randbytes(4 * WIDTH)
+        infer = Infer(self._number, model, 0, (Tensor("x", "FP32", (1, WIDTH), content),))
+        lease = next((lease for lease, known in self._models.items() if known == model), 0)
+        if lease:
+            counts["leased"] += 1
+            try:
+                self.link.leases[lease].send(codec.encode([infer]))
+            except OSError:  # LeaseEnd follows
+                counts["too late"] += 1
+        else:
+            self.link.send(infer)
+        while True:
+            answer = self._receive(lease if lease in self._models else 0, infer, counts)
+            if answer is not None:
+                assert answer.request == infer.request, f"{answer} instead of the answer to {infer.request}"
+                return answer, content
+
+    def _receive(self, lease: int, infer: Infer, counts: Counter[str]) -> Reply | Fail | None:
+        """The answer, if it is the next thing that arrives."""
+        answer = self._take(lease) if lease else None
+        if answer is not None:
+            return answer
+        ready = [self.link, self.link.leases[lease]] if lease and not self.is_over(lease) else [self.link]
+        if not self.link.inbox and not select.select(ready, [], [], PATIENCE)[0]:
+            raise TimeoutError(f"request {infer.request}: nothing within {PATIENCE:g} s")
+        if lease and (answer := self._take(lease)) is not None:
+            return answer
+        try:
+            message = self.link.receive(0.0)
+        except TimeoutError:
+            return None
+        return self._handle(message, lease, infer, counts)
+
+    def _handle(self, message: Any, lease: int, infer: Infer, counts: Counter[str]) -> Reply | Fail | None:
+        if isinstance(message, Goodbye):
+            raise ConnectionClosed(message.text)
+        if isinstance(message, Ping):
+            self.link.send(Pong(message.number))
+        elif isinstance(message, Lease):
+            self._models[message.lease] = message.model
+        elif isinstance(message, LeaseEnd):
+            answer = self._take(message.lease) or self._take(message.lease)  # after the end, an error may come first
+            del self._models[message.lease]
+            self.link.leases.pop(message.lease).close()
+            if message.lease != lease or answer is not None:
+                return answer
+            if message.error is not None:
+                return Fail(infer.request, message.error.code, message.error.text)
+            counts["again"] += 1
+            self.link.send(infer)
+        elif isinstance(message, (Reply, Fail)):
+            return message
+        return None
+
+    def is_over(self, lease: int) -> bool:
+        """Whether the socket has ended, so that it is ready for ever."""
+        try:
+            return not self.link.leases[lease].recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _take(self, lease: int) -> Reply | Fail | None:
+        """What has arrived over the lease."""
+        try:
+            packet = self.link.leases[lease].recv(PACKET_BYTES, socket.MSG_DONTWAIT)
+        except OSError:
+            return None
+        if not packet:
+            return None
+        (answer,) = _decode(packet)
+        assert isinstance(answer, (Reply, Fail)), answer
+        return answer
+
+
+def alone(path: str, seed: int, models: Sequence[str], allowed: Allowed) -> Handler:
+    """One request at a time, with a rest now and then so that others get a turn. `over leases` counts the ways."""
+    roll = random.Random(seed)
+
+    def ask(asker: _Alone, counts: Counter[str], ways: Counter[str]) -> str:
+        model = models[0] if roll.random() < 0.98 else roll.choice(models)
+        answer, content = asker.ask(model, ways)
+        if isinstance(answer, Reply):
+            counts["right"] += 1
+            return "" if answer.outputs[0].data == content else f"{model}: other bytes than were sent"
+        counts[answer.code] += 1
+        return "" if permitted(allowed, answer.code, f"{model}: {answer.text}") else f"{answer.code}: {answer.text}"
+
+    def handle(seconds: float) -> Answer:
+        end = monotonic() + seconds
+        counts: Counter[str] = Counter()
+        ways: Counter[str] = Counter()
+        sent, lost, examples, ends = 0, 0, [], []
+        while monotonic() < end:
+            try:
+                asker = _Alone(path, roll)
+            except (AssertionError, OSError):
+                Event().wait(PAUSE_S)
+                continue
+            try:
+                while monotonic() < end:
+                    if roll.random() < 0.002:
+                        Event().wait(roll.random() * 0.2)
+                    sent += 1
+                    if fault := ask(asker, counts, ways):
+                        examples.append(fault)
+            except TimeoutError as error:
+                lost += 1
+                examples.append(str(error))
+            except (ConnectionClosed, BrokenPipeError, ConnectionResetError) as error:
+                counts["connection lost"] += 1
+                ends.append(str(error))
+            asker.link.close()
+        return {
+            "sent": sent, "lost": lost, "wrong": len(examples), "examples": examples[:5], "ends": ends,
+            "counts": dict(counts), "over leases": dict(ways),
+        }  # fmt: skip
+
+    return handle
+
+
+def alone_in_public(url: str, seed: int, model: str, allowed: Allowed, reconnect_timeout: float) -> Handler:
+    """As `alone`, with the public clients in turn."""
+
+    def handle(seconds: float) -> Answer:
+        return asyncio.run(_alone_in_public(url, random.Random(seed), model, allowed, reconnect_timeout, seconds))
+
+    return handle
+
+
+async def _alone_in_public(
+    url: str, roll: random.Random, model: str, allowed: Allowed, reconnect_timeout: float, seconds: float
+) -> Answer:
+    from shmserve import AsyncClient, Client
+    from shmserve.errors import ServeError
+
+    end = monotonic() + seconds
+    counts: Counter[str] = Counter()
+    sent, examples = 0, []
+    with Client(url, reconnect_timeout=reconnect_timeout) as waiting:
+        async with AsyncClient(url, reconnect_timeout=reconnect_timeout) as awaiting:
+            while monotonic() < end:
+                in_turn = roll.random() < 0.5
+                for _ in range(roll.randrange(200)):
+                    x = np.frombuffer(roll.randbytes(4 * WIDTH), np.uint32).astype(np.float32).reshape(1, -1)
+                    sent += 1
+                    try:
+                        if in_turn:
+                            y = waiting.infer(model, {"x": x})["y"]
+                        else:
+                            y = (await awaiting.infer(model, {"x": x}))["y"]
+                    except ServeError as error:
+                        counts[error.code] += 1
+                        if not permitted(allowed, error.code, f"{model}: {error}"):
+                            examples.append(f"{error.code}: {error}")
+                    else:
+                        counts["right"] += 1
+                        if not np.array_equal(x, y):
+                            examples.append(f"{model}: other bytes than were sent")
+    return {"sent": sent, "lost": 0, "wrong": len(examples), "examples": examples[:5], "counts": dict(counts)}
+
+
 class Operator:
     """Random operations on the models, and in the end all of them are served. `log`: (when, what)."""
 
@@ -149,7 +353,6 @@ class Operator:
         self._log: list[tuple[float, str]] = []
 
     def _do(self, what: str, act: Callable[[], Any]) -> bool:
-        from bench.soak.clients import permitted
         from shmserve.errors import ServeError
 
         self._counts["operations"] += 1

@@ -29,3 +29,5 @@ def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
     for kind in ("worker", "client"):
         assert found.happened[f"stopped {kind}"], found.text()
     assert found.counts["operations"], found.text()
+    assert found.leased["leased"], found.text()
+    assert found.leased["again"], found.text()
