@@ -194,7 +194,7 @@ class _Alone:
         answer = self._take(lease) if lease else None
         if answer is not None:
             return answer
-        ready = [self.link, self.link.leases[lease]] if lease and not self.is_over(lease) else [self.link]
+        ready: list[Any] = [self.link, self.link.leases[lease]] if lease and not self.is_over(lease) else [self.link]
         if not self.link.inbox and not select.select(ready, [], [], PATIENCE)[0]:
             raise TimeoutError(f"request {infer.request}: nothing within {PATIENCE:g} s")
         if lease and (answer := self._take(lease)) is not None:

@@ -74,7 +74,7 @@ class LeaseMachine(OperatedMachine):
         self.world = LentWorld()
 
     @initialize(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True))
-    def begin(self, names: list[str]) -> None:  # type: ignore[override]
+    def begin(self, names: list[str]) -> None:
         self.names = sorted(names)
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for policy, instances, large in MODELS:
