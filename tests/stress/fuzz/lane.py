@@ -27,6 +27,7 @@ from shmserve.protocol.messages import (
     Hello,
     Infer,
     InferBatch,
+    LeaseEnd,
     Map,
     Options,
     Ping,
@@ -45,6 +46,8 @@ SECRETS = re.compile(r"/(?:tmp|run|dev|home|work|usr|proc|var|root)\b|0x[0-9a-f]
 MODEL = ModelPolicy(
     "m", 1, 4, (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),), BatchPolicy(delay_ns=1000)
 )
+LENT = ModelPolicy("lent", 1, 4, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
+"""Clients that send one request at a time get leases of it."""
 MOST = 200
 """Events in one course."""
 ODD = (0, 1, 2, 16, 4096, 2**31, 2**32, 2**62, 2**63 - 1)
@@ -63,6 +66,12 @@ class Hostile(FakeClient):
             found = SECRETS.search(message.text)
             assert found is None, f"a client is told {found and found[0]!r}: {message.text}"
         self.given += references(getattr(message, "outputs", ()))
+        if isinstance(message, LeaseEnd) and message.lease in self.leases:
+            self.leases.pop(message.lease).client_open = False
+
+    def read_leases(self) -> None:
+        for lease in self.leases.values():
+            lease.take_answers()
 
 
 class Course:
@@ -70,21 +79,27 @@ class Course:
         self.read = Reader(data)
         self.world = World()
         self.world.deploy(MODEL, 2, large="y")
+        self.world.deploy(LENT, 2)
+        lending = self.world.core.state.ready["lent"].lending
+        assert lending is not None
+        lending.needed = 2
         self.honest = self.world.connect("honest")
+        self.alone = self.world.connect("alone", leases=True)
         self.world.turn([(self.honest.peer, self.world.own_segment(self.honest, 4096))])
         self.hostile = self._connect()
         self.asked = 0
 
     def _connect(self) -> Hostile:
-        peer = self.world.connect("hostile").peer
+        peer = self.world.connect("hostile", leases=True).peer
         made = self.world.clients[peer] = Hostile(peer)
+        made.takes_leases = True
         return made
 
     def run(self) -> None:
         steps = (
             self._packet, self._infer, self._infer, self._infer_batch, self._infer_batch, self._give_back,
             self._map, self._unmap, self._small, self._cancel, self._honest, self._honest, self._finish,
-            self._finish, self._die, self._wait, self._leave,
+            self._finish, self._die, self._wait, self._leave, self._alone, self._alone, self._lent, self._end_lease,
         )  # fmt: skip
         for _ in range(MOST):
             if not self.read:
@@ -98,10 +113,12 @@ class Course:
         self.world.gone(self.hostile)
         for _ in range(4 * MOST):
             self._work()
-            if not self.honest.open:
+            if not (self.honest.open or self.alone.open):
                 break
             self.world.advance(self.world.now + 10**9)
         assert not self.honest.open, f"never answered: {self.honest.open}"
+        assert not self.alone.open, f"never answered: {self.alone.open}"
+        self.world.gone(self.alone)
         for handle in list(self.honest.holds):
             self.honest.give_back(handle)
             self._from(self.honest, [Return((handle,))])
@@ -110,6 +127,7 @@ class Course:
         state = self.world.core.state
         assert not state.clients, "a client is left"
         assert not state.requests, "requests are left"
+        assert not state.leases, "leases are left"
         for worker in self.world.workers.values():
             assert not worker.out, f"{worker.name} was not given back {list(worker.out)}"
 
@@ -119,6 +137,9 @@ class Course:
         for worker in list(self.world.workers.values()):
             while worker.running is not None and not worker.dead:
                 worker.finish(self.world.now)
+                self.world.settle()
+            while worker.lease is not None and (worker.lease.running or worker.lease.requests) and not worker.dead:
+                worker.run_leased(self.world.now)
                 self.world.settle()
 
     def _worker(self) -> Any:
@@ -150,6 +171,47 @@ class Course:
         data: Any = self.read.pick(((Handle(own, 0, 16),), bytes(16)))
         self.honest.sends(self.asked)
         self._from(self.honest, [Infer(self.asked, "m", 0, (Tensor("x", "FP32", (1, 4), data),))])
+
+    def _alone_one(self) -> None:
+        """A request over the lease, if there is one."""
+        self.asked += 1
+        infer = Infer(self.asked, "lent", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
+        for lease in self.alone.leases.values():
+            self.alone.send_leased(lease, infer)
+            return
+        self.alone.sends(self.asked)
+        self._from(self.alone, [infer])
+
+    def _alone(self) -> None:
+        for _ in range(4):
+            if self.alone.open:
+                self._work()
+            if not self.alone.open:
+                self._alone_one()
+
+    # ------------------------------------------------------------------------------------ leases
+
+    def _lent(self) -> None:
+        """The hostile client asks alone, and over its lease too much or nothing."""
+        for lease in self.hostile.leases.values():
+            for number in range(self.read.byte() % 3):
+                lease.send(Infer(number, "lent", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))
+            self.world.settle()
+            return
+        for _ in range(4):
+            self._from(self.hostile, [Infer(self.read.byte(), "lent", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))])
+            self._work()
+
+    def _end_lease(self) -> None:
+        """A worker ends its lease, or begins to run a request of it."""
+        worker = self._worker()
+        if worker is None or worker.lease is None:
+            return
+        if worker.lease.requests and worker.lease.running is None and self.read.byte() % 2:
+            worker.lease.begin(self.world.now)
+        elif worker.lease.running is None:
+            worker.end_lease(0, self.world.now)
+        self.world.settle()
 
     # ------------------------------------------------------------------------------------ the hostile one
 
@@ -198,7 +260,7 @@ class Course:
         inputs = tuple(self._tensor() for _ in range(self.read.pick((1, 1, 0, 2))))
         wanted = self.read.pick((None, None, (Wanted("y"),), (Wanted("z"),), (Wanted("y", self._handle()),)))
         options = self.read.pick((None, None, Options(priority=3), Options(sequence=5), Options(queue_timeout_us=1)))
-        number, model = self.read.byte() % 40, self.read.pick(("m", "m", "m", "n", ""))
+        number, model = self.read.byte() % 40, self.read.pick(("m", "m", "lent", "n", ""))
         infer = Infer(number, model, self.read.pick((0, 0, 1, 2)), inputs, wanted, self.read.pick(ODD), options)
         self._from(self.hostile, [infer] * self.read.pick((1, 1, 1, 2)))
 

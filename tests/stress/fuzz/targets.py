@@ -27,7 +27,7 @@ from shmserve.protocol.roles import ROLES
 from shmserve.repo import load, samples
 from shmserve.repo.config import override
 from shmserve.repo.config.problems import ConfigError
-from tests.stress.fuzz import lane
+from tests.stress.fuzz import lane, lease
 from tests.support.gateway.sliced_work import finished
 
 Target = Callable[[bytes], None]
@@ -109,6 +109,7 @@ TARGETS: dict[str, Target] = {
     "config": config,
     "override": config_override,
     "lane": lane.run,
+    "lease": lease.run,
     "http": http,
 }
 
@@ -135,6 +136,12 @@ def _packets() -> Iterator[bytes]:
     yield b"\x03" + wire.encode([messages.Done(1, (), (1, 2, 3, 4), columns=columns)])
     work = messages.Work(1, 1, (messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),)),), None, "uid:1")
     yield b"\x02" + wire.encode([messages.Load(5, "m", 1, "m_0", "1", {"a": "b"}), messages.Execute(1, 0, (work,))])
+    form = messages.TensorForm("x", "FP32", (-1, 3))
+    yield b"\x00" + wire.encode([messages.Hello(1, 1, "name", "memfd", True)])
+    ended = messages.LeaseEnd(1, messages.Failure("MODEL_FAILED", "text"))
+    yield b"\x01" + wire.encode([messages.Lease(1, "m", 1, 8, True), ended, messages.LeaseEnd(2)])
+    yield b"\x02" + wire.encode([messages.Lend(1, 1, (form,), 8), messages.Revoke(1)])
+    yield b"\x03" + wire.encode([messages.LeaseLogged(1), messages.LeaseOver(1, True)])
     row = messages.Row(1, (), messages.Failure("INTERNAL", "text"))
     yield b"\x03" + wire.encode([messages.Done(1, (row,), (1, 2, 3, 4)), messages.Started(1, 1)])
 
@@ -220,5 +227,6 @@ BEGINNINGS: dict[str, Callable[[], Iterator[bytes]]] = {
     "config": _configs,
     "override": _overrides,
     "lane": _courses,
+    "lease": lease.beginnings,
     "http": _requests,
 }

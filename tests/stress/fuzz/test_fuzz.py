@@ -24,9 +24,9 @@ pytestmark = [
 
 INPUTS = int(os.environ.get("SHMSERVE_FUZZ", "20000"))
 SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
-SHARES = {"decode": 0.60, "override": 0.24, "config": 0.15, "lane": 0.01}
+SHARES = {"decode": 0.50, "lease": 0.10, "override": 0.24, "config": 0.15, "lane": 0.01}
 if INPUTS > 20000:  # else its own tests have to do
-    SHARES |= {"decode": 0.50, "http": 0.10}
+    SHARES |= {"decode": 0.40, "http": 0.10}
 LIMIT_S = 120 + INPUTS / 200
 
 

@@ -1,0 +1,159 @@
+"""A packet that a client sends to a worker over its lease, past the broker and all of its checks.
+
+The rule: a request that runs is what Lend allows, and is answered once; anything else ends the lease, and nothing else
+happens.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from math import prod
+from time import monotonic_ns
+from typing import Any
+
+from bench.hostile.packets import PacketGenerator
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    PACKET_BYTES,
+    BrokerMessage,
+    Fail,
+    Infer,
+    LeaseOver,
+    Lend,
+    Options,
+    Reply,
+    Row,
+    Tensor,
+    TensorForm,
+    Wanted,
+    Work,
+)
+from shmserve.shm import lease_log
+from shmserve.shm.lease_log import LeaseLog
+from shmserve.workers.leases import LeaseHolder
+
+ROWS = 4
+FORMS = (TensorForm("x", "FP32", (-1,)), TensorForm("z", "INT64", (2, -1)))
+SIZES = {"x": 4, "z": 8}
+_decode = codec.Codec(BrokerMessage).decode
+
+
+class _Link:
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wait(self, attempt: Any, block: Any) -> Any:
+        return attempt() or block()
+
+
+class _Outbox(list[Any]):
+    def add(self, message: Any) -> None:
+        self.append(message)
+
+    def flush(self) -> None:
+        """All is sent at once."""
+
+
+class _Runner:
+    """Asserts that it runs nothing that Lend does not allow."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def run_batch(self, works: tuple[Work, ...]) -> Any:
+        (work,) = works
+        assert 0 < work.rows <= ROWS
+        assert sorted(tensor.name for tensor in work.inputs) == sorted(SIZES)
+        for tensor in work.inputs:
+            form = next(form for form in FORMS if form.name == tensor.name)
+            assert tensor.dtype == form.dtype
+            assert len(tensor.shape) == 1 + len(form.dims)
+            assert tensor.shape[0] == work.rows
+            assert all(want in (-1, dim) for want, dim in zip(form.dims, tensor.shape[1:], strict=True))
+            assert isinstance(tensor.data, bytes)
+            assert len(tensor.data) == SIZES[tensor.name] * prod(tensor.shape)
+        self.ran += 1
+        now = monotonic_ns()
+        return (Row(work.request, (Tensor("y", "FP32", (1,), bytes(4)),)),), (now, now, now, now), None
+
+
+_link, _outbox, _runner = _Link(), _Outbox(), _Runner()
+
+
+def run(data: bytes) -> None:
+    """Two bytes of the size, a packet, and the next one."""
+    holder: Any = LeaseHolder(_link, _outbox, _runner)  # type: ignore[arg-type]
+    client, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fd = lease_log.create()
+    log = LeaseLog(fd)
+    _outbox.clear()
+    _runner.ran = 0
+    try:
+        holder.lend(Lend(1, 1, FORMS, ROWS), [worker.detach(), fd])
+        size = int.from_bytes(data[:2], "little")
+        for packet in (data[2 : 2 + size], data[2 + size :]):
+            if holder.active and packet:
+                client.send(packet[:PACKET_BYTES])
+                before = _runner.ran
+                holder._serve()
+                _verify(holder, client, _runner.ran - before)
+        records = log.take()
+        assert len(records) == _runner.ran
+        assert not any(failed for *_, failed in records)
+        assert log.running()[0] == 0
+        assert _outbox == ([] if holder.active else [LeaseOver(1)])
+        client.close()
+        while holder.active:
+            holder.receive()
+        assert _outbox == [LeaseOver(1)]
+    finally:
+        client.close()
+        log.close()
+
+
+def _verify(holder: Any, client: socket.socket, ran: int) -> None:
+    client.setblocking(False)
+    try:
+        answer = client.recv(PACKET_BYTES)
+    except BlockingIOError:
+        answer = None
+    if not ran:
+        assert answer == b"" or answer is None
+        assert not holder.active
+        return
+    assert ran == 1
+    assert answer
+    (message,) = _decode(answer)
+    assert isinstance(message, (Reply, Fail))
+    assert message.request > 0
+
+
+def beginnings() -> Iterator[bytes]:
+    x, z = Tensor("x", "FP32", (2, 3), bytes(24)), Tensor("z", "INT64", (2, 2, 1), bytes(32))
+    good = Infer(5, "m", 0, (x, z))
+    odd = (
+        Infer(0, "m", 0, (x, z)),
+        Infer(6, "m", 0, (z, x), (Wanted("y"),)),
+        Infer(7, "m", 0, (x, z), None, 5, Options(priority=1)),
+        Infer(8, "m", 0, (x, x)),
+        Infer(9, "m", 0, (x,)),
+        Infer(10, "m", 0, (Tensor("x", "FP32", (2, 3), bytes(20)), z)),
+        Infer(11, "m", 0, (Tensor("x", "FP32", (2, 2**62), b""), z)),
+        Infer(12, "m", 0, (Tensor("x", "FP32", (), b""), z)),
+        Infer(13, "m", 0, (Tensor("x", "FP32", (5, 0), b""), Tensor("z", "INT64", (5, 2, 0), b""))),
+    )
+    first = codec.encode([good])
+    for request in (good, *odd):
+        packet = codec.encode([request])
+        yield len(first).to_bytes(2, "little") + first + packet
+        yield len(packet).to_bytes(2, "little") + packet + first
+    yield len(first).to_bytes(2, "little") + first + codec.encode([good, good])
+    hostile = PacketGenerator(2, "m", "x")
+    for _ in range(50):
+        packet = hostile.packet()[:1000]
+        yield len(first).to_bytes(2, "little") + first + packet
