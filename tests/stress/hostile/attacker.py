@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,13 +22,16 @@ from bench.lib.child import Answer, Handler
 from bench.lib.raw_client import ConnectionClosed, Lane, Segment
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
+    PACKET_BYTES,
     Ask,
+    BrokerMessage,
     Fail,
     FailHeld,
     Goodbye,
     Handle,
     Hello,
     Infer,
+    LeaseEnd,
     Map,
     Ping,
     Pong,
@@ -239,6 +243,53 @@ class Attacker:
             except ConnectionClosed:
                 told["the end"] += 1
         return {"told": dict(told)}
+
+    def abuse_lease(self, what: str, hold: bool = False) -> Answer:
+        """Asks one by one until it has a lease, and misuses it until LeaseEnd. `hold`: it neither reads it nor ends."""
+        lane = Lane(self._path)
+        lane.hello("memfd", leases=True)
+        self._others.append(lane)
+        request = self._infer("lent", Tensor("x", "FP32", (1, 4), bytes(16)))
+        while not lane.leases:
+            lane.send(request)
+            lane.receive_kind(Reply, *ERRORS)
+            lane.drain()
+        ((number, sock),) = lane.leases.items()
+        sock.setblocking(False)
+        packet, spare = codec.encode([request]), os.memfd_create("spare", os.MFD_CLOEXEC)
+        large = self._infer("lent", *(Tensor(f"x{index}", "FP32", (1, 1000), bytes(4000)) for index in range(60)))
+        sends: dict[str, Callable[[], Any]] = {
+            "garbage": lambda: sock.send(b"\xc1\xc1"),
+            "nothing": lambda: sock.send(b""),
+            "two": lambda: sock.send(codec.encode([request, request])),
+            "other message": lambda: sock.send(codec.encode([Ping(1)])),
+            "handle": lambda: sock.send(
+                codec.encode([self._infer("lent", Tensor("x", "FP32", (1, 4), (Handle(1, 0, 16),)))])
+            ),
+            "wrong size": lambda: sock.send(codec.encode([self._infer("lent", Tensor("x", "FP32", (1, 4), b"1"))])),
+            "number 0": lambda: sock.send(codec.encode([Infer(0, "lent", 0, request.inputs)])),
+            "oversized": lambda: sock.send(codec.encode([large])),
+            "descriptors": lambda: socket.send_fds(sock, [packet], [spare] * 100),
+            "flood": lambda: [sock.send(packet) for _ in range(100_000)],
+            "end": sock.close,
+            "silence": lambda: None,
+        }
+        with suppress(BlockingIOError, ConnectionError, BrokenPipeError):
+            sends[what]()
+        os.close(spare)
+        found: Counter[str] = Counter()
+        if not hold:
+            lane.receive_kind(LeaseEnd, seconds=30.0)
+            with suppress(OSError):
+                while sock.fileno() >= 0 and (answer := sock.recv(PACKET_BYTES)):
+                    found[type(codec.Codec(BrokerMessage).decode(answer)[0]).__name__] += 1
+            del lane.leases[number]
+            sock.close()
+            lane.send(request)  # the connection is as good as before
+            found["after it"] = isinstance(lane.receive_kind(Reply, *ERRORS), Reply)
+            self._others.remove(lane)
+            lane.close()
+        return {"told": dict(found)}
 
     def misplace(self) -> Answer:
         """Descriptors where none belong, too many of them, and too few."""

@@ -55,6 +55,8 @@ def server() -> Iterator[Server]:
     root = folder / "models"
     models.write(root, "identity", models.identity(max_batch=8), {})
     models.write(root, "strings", models.identity("STRING", max_batch=8), {})
+    dims = {"x": ("FP32", [4])}, {"y": ("FP32", [4])}
+    models.write(root, "lent", models.Model("identity", *dims, max_batch=8, dynamic=True), {})
     models.write(root, "slow", models.Model("python", *FP32, max_batch=4, dynamic=True), {"model.py": SLOW})
     options = [f"--access=uid:{NOBODY}=infer", *(f"--limit={limit}" for limit in LIMITS)]
     with Server(root, *options, runtime_dir=folder / "run") as server:
@@ -228,6 +230,35 @@ def test_r12_unexpected_descriptors(server: Server, attacker: Child) -> None:
     now, _ = compare(Served(server.runtime_dir), before)
     more = now.descriptors - before.descriptors
     assert sum(more.values()) <= 1, more  # the segment that the attacker still has
+
+
+# ------------------------------------------------------------------------------------------------- leases
+
+
+def asks_lent(client: Client, rounds: int = 5) -> None:
+    for number in range(rounds):
+        x = np.full((1, 4), number, np.float32)
+        assert np.array_equal(client.infer("lent", {"x": x}, timeout=30)["y"], x)
+
+
+LEASE_ENDS = ("garbage", "nothing", "two", "other message", "handle", "wrong size", "number 0", "oversized", "end")
+
+
+@pytest.mark.parametrize("what", LEASE_ENDS)
+def test_whoever_misuses_a_lease_loses_it(server: Server, attacker: Child, what: str) -> None:
+    told = attacker.ask(do="abuse_lease", what=what)["told"]
+    assert told == {"after it": True}
+    with server.client() as client:
+        asks_lent(client)
+
+
+@pytest.mark.parametrize("what", ["flood", "silence", "descriptors"])
+def test_one_who_keeps_a_lease_does_not_keep_others_waiting(server: Server, attacker: Child, what: str) -> None:
+    """It has sent as much as the socket takes and reads nothing, or sends nothing at all."""
+    attacker.ask(do="abuse_lease", what=what, hold=True)
+    with server.client() as client:
+        asks_lent(client, 40)
+        honest(client)
 
 
 # ------------------------------------------------------------------------------------------------- names
