@@ -86,7 +86,7 @@ def test_another_client_waits_for_one_leased_request_and_the_revocation(phase: i
 
 
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (2, 1), (2, 8), (3, 4)])
-@pytest.mark.parametrize("others", [Poisson(150.0), Closed(1, 40 * MS)], ids=["poisson", "one"])
+@pytest.mark.parametrize("others", [Poisson(150.0), Closed(1, 40 * MS), Closed(2)], ids=["poisson", "one", "two"])
 def test_others_get_as_much_as_without_leases(instances: int, batch: int, others: Poisson | Closed) -> None:
     """The model of the caller with leases is also used by others, in a second load of their own."""
     model = served(policy(max_batch=batch), instances, Constant(2 * MS))

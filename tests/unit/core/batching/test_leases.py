@@ -234,6 +234,11 @@ def test_rows_are_limited_by_the_outputs() -> None:
     found = lending_of(wide(INLINE_BYTES // 12))
     assert found is not None
     assert found.rows == 3
+    outputs = tuple(TensorSpec(f"y{number}", "FP32", (512,)) for number in range(17))
+    found = lending_of(ModelPolicy("m", 1, 8, X, outputs, BATCHES))
+    assert found is not None
+    assert found.rows == 1, "all of them together"
+    assert lending_of(ModelPolicy("m", 1, 8, X, 2 * outputs, BATCHES)) is None
 
 
 @pytest.mark.parametrize("policy", [model(batching=BatchPolicy(preserve_ordering=True)), model(cached=True)])
