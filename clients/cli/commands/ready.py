@@ -7,7 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import complain, connected, make_client, next_step, output, print_json
+from shmserve.clients.cli.commands.base import (
+    complain,
+    connected,
+    make_client,
+    next_step,
+    output,
+    print_json,
+    screen_of,
+)
 from shmserve.clients.waiting import degraded, failed_changes, shortened, why_not_ready
 from shmserve.errors import DeadlineExceeded, Denied, Unavailable
 from shmserve.terminal.console import BAD, GOOD, WARN, Screen
@@ -72,7 +80,7 @@ def _report(args: argparse.Namespace, state: State) -> int:
     if args.json:
         print_json(state)
     elif state["ready"]:
-        print(f"{_what(state)} is ready")
+        print(screen_of(args).styled(f"{_what(state)} is ready", GOOD))
         for text in state["warnings"]:
             complain(args, f"warning: {text}")
     else:

@@ -431,6 +431,7 @@ def of_page(line: str, server: Server, place: Path) -> None:
 
 
 OPERATING = [line for line in COMMANDS if line.split()[1] in ("load", "unload", "restart")]
+LIFECYCLE = [line for line in pages.commands("lifecycle") if line.split()[1:2][0] in ("load", "unload", "restart")]
 ELSEWHERE = ("serve", "gateway", "build")
 """Those that run until they are stopped, and the one that needs a GPU, have their own tests."""
 
@@ -476,7 +477,10 @@ def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> Non
     """In their order, on a server of their own."""
     options = ["--model-control-mode", "explicit", "--load-model", "*"]
     with Server(place / "build" / "samples", *options) as server:
-        for line in OPERATING:
+        for line in [*OPERATING, *LIFECYCLE]:
+            if "--previous" in line:  # which needs two loads that changed something
+                of_page("shmserve load mlp", server, place)
+                of_page("shmserve load mlp --config-json config.json", server, place)
             of_page(line, server, place)
 
 
