@@ -167,13 +167,15 @@ def ensemble(setting: Setting) -> list[Row]:
     small, middle, large = SIZES
     over = {size: found.ensemble[size] / found.one[size] for size in SIZES}
     times = f"ensemble {micros(found.ensemble[middle])}, one step {micros(found.one[middle])}"
+    bare = ", ".join(f"{count} {micros(found.bare[count])}" for count in found.bare)
+    floor = f"; bare processes {found.bare[3] / found.bare[1]:.2f} ({bare})"
     calls = found.ensemble[middle] / found.calls[middle]
     shares = ", ".join(f"{size // MIB} MiB {over[size]:.2f}" for size in SIZES)
     looks = f"64 MiB {micros(found.readers[READ[1]])}, 4 KiB {micros(found.readers[READ[0]])}"
     readers = found.readers[READ[1]] / found.readers[READ[0]]
     beside = f"three calls {micros(found.calls[middle])}, {times}"
     return [
-        Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.5, beside=times),
+        Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.5, beside=times + floor),
         Row("ensemble of 3 identities, over three calls", calls, "x", at_most=1.0, beside=beside),
         Row("ensemble over one, 64 MiB against 1 MiB", over[large] / over[small], "x", at_most=1.2, beside=shares),
         Row("3 steps that read 64 MiB, over 4 KiB", readers, "x", at_most=1.3, beside=looks),

@@ -2,7 +2,8 @@
 
     client - relay - worker, over Unix SEQPACKET sockets or over ZeroMQ (DEALER - ROUTER | ROUTER - DEALER)
 
-Several implementations of the relay are measured, and the fastest one is the baseline.
+Several implementations of the relay are measured, and the fastest one is the baseline. `in_steps` passes each message
+through several workers, as a request to an ensemble.
 """
 
 from __future__ import annotations
@@ -93,6 +94,60 @@ def seqpacket(size: int, relay: str) -> Handler:
         client.recv_into(room)
 
     return lambda seconds: summary(durations(trip, seconds, warm=50))
+
+
+def in_steps(size: int, steps: int, copied: int) -> Handler:
+    """A relay that passes each message through several workers in turn, of which the last one copies a tensor of
+    `copied` bytes between shared mappings. Order: `count`, how many of the last workers to pass through.
+    """
+    import mmap
+
+    import numpy as np
+
+    memories = [np.frombuffer(mmap.mmap(-1, copied), np.uint8) for _ in range(2)]
+    for memory in memories:
+        memory[:] = 1
+    client, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(steps)]
+    for number, (_, worker) in enumerate(pairs):
+        others = tuple(end for pair in pairs for end in pair if end is not worker)
+        source = memories if number == steps - 1 else None
+        _forked(lambda worker=worker, source=source: _step(worker, source), (client, front, *others))  # type: ignore[misc]
+    backs = [back for back, _ in pairs]
+    _forked(lambda: _relay_in_steps(front, backs), (client, *(worker for _, worker in pairs)))
+    for end in (front, *(end for pair in pairs for end in pair)):
+        end.close()
+    room = bytearray(RECEIVE)
+
+    def handle(seconds: float, count: int) -> Answer:
+        message = bytes([count]) + os.urandom(size - 1)
+
+        def trip() -> None:
+            client.send(message)
+            client.recv_into(room)
+
+        return summary(durations(trip, seconds, warm=10))
+
+    return handle
+
+
+def _step(end: socket.socket, memories: Any) -> None:
+    from numpy import copyto
+
+    room = memoryview(bytearray(RECEIVE))
+    while size := end.recv_into(room):
+        if memories is not None:
+            copyto(memories[1], memories[0])
+        end.send(room[:size])
+
+
+def _relay_in_steps(front: socket.socket, backs: list[socket.socket]) -> None:
+    room = memoryview(bytearray(RECEIVE))
+    while size := front.recv_into(room):
+        for back in backs[-room[0] :]:
+            back.send(room[:size])
+            size = back.recv_into(room)
+        front.send(room[:size])
 
 
 def _zmq_socket(kind: str, address: str, bind: bool) -> Any:

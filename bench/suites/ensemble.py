@@ -1,7 +1,8 @@
 """A chain of three models, run as an ensemble, compared with a single one of them and with three calls by a client.
 
-Each model copies its tensor once, in every variant. In `readers`, no model copies the tensor, so that only the cost of
-passing handles is measured.
+A model copies its tensor once, except between two steps of the ensemble, where it passes the tensor on: so the ensemble
+copies as much as a single model. In `readers`, no model copies the tensor, so that only the cost of passing handles is
+measured. The floor of the ensemble is the same number of messages between bare processes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ MIB = 1 << 20
 STEPS = ("one", "two", "three")
 SIZES = (MIB, 16 * MIB, 64 * MIB)
 READ = (4096, 64 * MIB)
+FLOOR_SIZE = 16 * MIB
+MESSAGE_BYTES = 256
+"""The length of a message of a step with one input and one output."""
 
 LOOK = """\
 import triton_python_backend_utils as pb_utils
@@ -41,6 +45,8 @@ class Found(NamedTuple):
     ensemble: dict[int, float]
     calls: dict[int, float]
     readers: dict[int, float]
+    bare: dict[int, float]
+    """Messages through 1 and 3 bare processes, of which the last one copies a tensor of FLOOR_SIZE, by their number."""
 
 
 def run_ensemble(setting: Setting) -> Found:
@@ -50,16 +56,20 @@ def run_ensemble(setting: Setting) -> Found:
         serving(repository) as server,
         Child("bench.suites.ensemble:in_a_row", url=server.lane, sizes=SIZES) as row,
         Child("bench.suites.ensemble:readers", url=server.lane, sizes=READ) as readers,
+        Child("bench.lib.relays:in_steps", size=MESSAGE_BYTES, steps=len(STEPS), copied=FLOOR_SIZE) as relay,
     ):
         orders = [(what, size) for size in SIZES for what in ("one", "ensemble", "calls")]
         seconds = setting.seconds / 3
         parties = [lambda what=what, size=size: _median(row, seconds, what=what, size=size) for what, size in orders]
         parties += [lambda size=size: _median(readers, seconds, size=size) for size in READ]  # type: ignore[misc]
+        counts = (1, len(STEPS))
+        parties += [lambda count=count: _median(relay, seconds, count=count) for count in counts]  # type: ignore[misc]
         times = [median(values) for values in alternate(setting.rounds, *parties)]
     found: dict[str, dict[int, float]] = {"one": {}, "ensemble": {}, "calls": {}}
     for (what, size), value in zip(orders, times, strict=False):
         found[what][size] = value
-    return Found(**found, readers=dict(zip(READ, times[len(orders) :], strict=True)))
+    bare, times = dict(zip(counts, times[-len(counts) :], strict=True)), times[: -len(counts)]
+    return Found(**found, readers=dict(zip(READ, times[len(orders) :], strict=True)), bare=bare)
 
 
 def _median(child: Child, seconds: float, **order: object) -> float:
