@@ -43,7 +43,11 @@ def is_colored(choice: bool | None, stream: TextIO) -> bool:
         return False
     if os.environ.get("FORCE_COLOR"):
         return True
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return stream.isatty() and _has_capabilities()
+
+
+def _has_capabilities() -> bool:
+    return os.environ.get("TERM", "dumb") != "dumb"
 
 
 class Column(NamedTuple):
@@ -90,6 +94,11 @@ class Screen:
         return self.stream.isatty()
 
     @property
+    def can_redraw(self) -> bool:
+        """Whether it is a terminal on which the cursor can be moved."""
+        return self.is_terminal and _has_capabilities()
+
+    @property
     def color(self) -> bool:
         return is_colored(self._choice, self.stream)
 
@@ -116,7 +125,7 @@ class Screen:
             file=self.stream,
             force_terminal=self.color or self.is_terminal,
             no_color=not self.color,
-            color_system=("auto" if os.environ.get("TERM", "dumb") != "dumb" else "standard") if self.color else None,
+            color_system=("auto" if _has_capabilities() else "standard") if self.color else None,
             width=self.width,
             highlight=False,
             markup=False,

@@ -134,7 +134,7 @@ def output(
         found = ask()
         if args.json:
             print_json(document(found), indent=None)
-        elif screen.is_terminal:
+        elif screen.can_redraw:
             print(screen.frame(text(found, screen), again), end="")
         else:
             print_text(text(found, screen))

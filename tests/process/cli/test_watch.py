@@ -56,7 +56,8 @@ def test_models_that_are_named(server: Server, capsys: pytest.CaptureFixture[str
 def test_again_and_again(server: Server, terminal: bool) -> None:
     ours, theirs = os.openpty() if terminal else os.pipe()
     command = [sys.executable, "-m", "shmserve.clients.cli.main", *words(server, "first", "--watch", "0.05")]
-    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE)
+    environment = os.environ | {"TERM": "xterm"}
+    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=environment)
     os.close(theirs)
     seen = b""
     try:

@@ -133,6 +133,14 @@ def test_colors(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
     assert shown.styled("a\nb", "bold red") == "\x1b[1;31ma\x1b[0m\n\x1b[1;31mb\x1b[0m"
 
 
+def test_a_terminal_that_cannot_move_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = screen(monkeypatch, 80)
+    before = shown.can_redraw
+    monkeypatch.setenv("TERM", "dumb")
+    assert (before, shown.is_terminal, shown.can_redraw) == (True, True, False)
+    assert not Screen(None, io.StringIO()).can_redraw
+
+
 def test_without_color_there_is_no_escape(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (40, 80, 250):
         shown = screen(monkeypatch, width, False)
