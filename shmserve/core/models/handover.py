@@ -91,14 +91,14 @@ def recall_over(state: State, version: Version, instance: Instance, now: int) ->
 
 
 def overdue(state: State, version: Version, instance: Instance, now: int) -> None:
-    """The grace period for the batch that ran when the instance was replaced is over. A batch started since gets
-    another one."""
+    """The grace period for the batch or the leased request that ran when the instance was replaced is over. A batch
+    started since gets another one."""
     limit_ns = state.limits.exit_ns
     if not instance.peer or now < instance.due or instance.state is InstanceState.KILLED:
         return
     running = instance.running
     old = instance.streams or (running is not None and running.began <= instance.due - limit_ns)
-    if not old and instance.state is not InstanceState.STOPPING:
+    if not old and not instance.lease and instance.state is not InstanceState.STOPPING:
         instance.due = now + max(limit_ns, RECALL_NS)
         state.set_timer(instance.due, Timer.OVERDUE, instance)
         return
@@ -109,6 +109,8 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
     )
     for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
         _fail(state, request, "MODEL_FAILED", text, now)
+    if instance.lease:  # its request fails with the worker, and must not run again
+        instance.hung = True
     kill(state, version, instance, f"it was restarted and did not exit within {after}")
 
 

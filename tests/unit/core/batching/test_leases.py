@@ -597,6 +597,24 @@ def test_operations_end_leases(what: str, busy: bool) -> None:
     world.core.check()
 
 
+@pytest.mark.parametrize("what", ["restart", "restart of the instance"])
+def test_a_leased_request_has_as_long_as_others_to_finish(what: str) -> None:
+    world = Lent(exit_ns=50 * MS)
+    world.alone()
+    sent = world.leased()
+    holder = world.holder()
+    assert holder.lease is not None
+    holder.lease.begin(world.now)
+    world.turn([(0, OPERATIONS[what])])
+    world.advance(world.now + 50 * MS - 1)
+    assert sent.request in world.client.open
+    world.advance(world.now + 1)
+    answer = world.client.answers[sent.request]
+    assert isinstance(answer, Fail)
+    assert "it was restarted and did not exit within 0.05 s (--exit-timeout-secs)" in answer.text
+    assert world.is_over()
+
+
 def test_what_was_sent_to_a_worker_that_stops_is_sent_to_its_successor() -> None:
     world = Lent()
     world.alone()
