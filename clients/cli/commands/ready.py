@@ -17,7 +17,7 @@ from shmserve.clients.cli.commands.base import (
     screen_of,
 )
 from shmserve.clients.waiting import degraded, failed_changes, shortened, why_not_ready
-from shmserve.errors import DeadlineExceeded, Denied, Unavailable
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Denied, Unavailable
 from shmserve.terminal.console import BAD, GOOD, WARN, Screen
 from shmserve.terminal.errors import Misuse
 
@@ -35,11 +35,23 @@ def ready(args: argparse.Namespace) -> int:
     if args.wait is not None:
         if args.watch is not None:
             raise Misuse("--wait and --watch cannot be combined")
-        return _report(args, _waited(args))
+        return _wait(args)
     with connected(args) as client:
         if args.watch is not None:
             return output(args, lambda: _state(args.model, client), ready_text)
         return _report(args, _state(args.model, client))
+
+
+def _wait(args: argparse.Namespace) -> int:
+    with make_client(args) as client:
+        try:
+            client.wait_ready(args.model, timeout=args.wait)
+        except (DeadlineExceeded, Unavailable) as error:
+            head, _, why = next_step(error, args).partition(": ")
+            reasons = why_not_ready(args.model, _index(client)) or [why or head]
+            return _report(args, {"model": args.model, "ready": False, "reasons": reasons, "warnings": []}, head)
+        warnings = _warnings(args.model, _index(client))
+        return _report(args, {"model": args.model, "ready": True, "reasons": [], "warnings": warnings})
 
 
 def _state(model: str | None, client: Client) -> State:
@@ -53,22 +65,10 @@ def _state(model: str | None, client: Client) -> State:
     }
 
 
-def _waited(args: argparse.Namespace) -> State:
-    """The state when it is ready. When it is not, raises Failed, or with --json returns the state."""
-    with make_client(args) as client:
-        try:
-            client.wait_ready(args.model, timeout=args.wait)
-        except (DeadlineExceeded, Unavailable) as error:
-            if not args.json:
-                raise
-            return {"model": args.model, "ready": False, "reasons": [next_step(error, args)], "warnings": []}
-        return {"model": args.model, "ready": True, "reasons": [], "warnings": _warnings(args.model, _index(client))}
-
-
 def _index(client: Client) -> list[dict[str, Any]]:
     try:
         return client.models()
-    except Denied:  # the role infer does not include `models`
+    except (ConnectionLost, Denied, DeadlineExceeded):  # the role infer does not include `models`
         return []
 
 
@@ -76,7 +76,8 @@ def _warnings(model: str | None, index: list[dict[str, Any]]) -> list[str]:
     return [*degraded(model, index), *failed_changes(model, index)]
 
 
-def _report(args: argparse.Namespace, state: State) -> int:
+def _report(args: argparse.Namespace, state: State, head: str = "") -> int:
+    """`head`: what is not ready, instead of the default."""
     if args.json:
         print_json(state)
     elif state["ready"]:
@@ -84,7 +85,7 @@ def _report(args: argparse.Namespace, state: State) -> int:
         for text in state["warnings"]:
             complain(args, f"warning: {text}")
     else:
-        first, *others = not_ready_lines(state)
+        first, *others = not_ready_lines(state, head)
         complain(args, first)
         print(*others, sep="\n", end="\n" if others else "", file=sys.stderr)
     return 0 if state["ready"] else 1
@@ -94,13 +95,13 @@ def _what(state: State) -> str:
     return f"model '{state['model']}'" if state["model"] else "the server"
 
 
-def not_ready_lines(state: State) -> list[str]:
+def not_ready_lines(state: State, head: str = "") -> list[str]:
     """One line if there is one reason, otherwise a line for each of the first ones."""
-    head, reasons = f"{_what(state)} is not ready", [shortened(reason) for reason in state["reasons"]]
+    head, reasons = head or f"{_what(state)} is not ready", [shortened(reason) for reason in state["reasons"]]
     if len(reasons) == 1:
-        return [f"{head}: {reasons[0]}"]
+        return [head if reasons[0] == head else f"{head}: {reasons[0]}"]
     more = [f"  and {len(reasons) - REASONS:,} more; `shmserve models` lists them"] if len(reasons) > REASONS else []
-    return [f"{head}, for {len(reasons):,} reasons:", *(f"  {reason}" for reason in reasons[:REASONS]), *more]
+    return [f"{head}; {len(reasons):,} reasons:", *(f"  {reason}" for reason in reasons[:REASONS]), *more]
 
 
 def ready_text(state: State, screen: Screen) -> str:

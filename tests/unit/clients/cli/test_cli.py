@@ -275,7 +275,7 @@ def test_reasons_of_many_models_are_short_lines() -> None:
     """A repository with many broken models once gave one line of 13 KB."""
     reasons = [f"m{number} 1 is UNAVAILABLE (Traceback:\n{'x' * 1000})" for number in range(30)]
     lines = not_ready_lines({"model": None, "ready": False, "reasons": reasons, "warnings": []})
-    assert lines[0] == "the server is not ready, for 30 reasons:"
+    assert lines[0] == "the server is not ready; 30 reasons:"
     assert lines[1].startswith("  m0 1 is UNAVAILABLE (Traceback: xxx")
     assert lines[-1] == "  and 20 more; `shmserve models` lists them"
     assert len(lines) == 12
