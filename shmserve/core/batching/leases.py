@@ -132,9 +132,15 @@ def end(state: State, instance: Instance, error: Failure | None = None) -> None:
     """The worker has ended the lease, or is dead. `error`: of the request that it was running, if it may not be run
     again."""
     lease = state.leases[instance.lease]
-    lease.error = error
+    lease.error = lease.error or error
     instance.lease = 0
     state.effects.append(ReadLease(lease.number, True))
+
+
+def fail(state: State, instance: Instance, code: str, text: str) -> None:
+    """The worker is about to be killed: the request that it runs over a lease fails, and is not sent again."""
+    if instance.lease:
+        state.leases[instance.lease].error = Failure(code, text)
 
 
 def logged(state: State, version: Version, instance: Instance, message: LeaseLogged, now: int) -> None:

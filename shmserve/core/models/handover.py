@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.core.batching import recall
+from shmserve.core.batching import leases, recall
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion
@@ -109,8 +109,7 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
     )
     for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
         _fail(state, request, "MODEL_FAILED", text, now)
-    if instance.lease:  # its request fails with the worker, and must not run again
-        instance.hung = True
+    leases.fail(state, instance, "MODEL_FAILED", text)
     kill(state, version, instance, f"it was restarted and did not exit within {after}")
 
 
@@ -127,6 +126,7 @@ def _end(state: State, version: Version, now: int) -> None:
     if version.places is not None:
         version.places.lose(None, text)
     for instance in version.instances:
+        leases.fail(state, instance, "UNAVAILABLE", text)
         if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
             kill(state, version, instance, "its model was unloaded by force")
     state.to_dispatch[version] = None

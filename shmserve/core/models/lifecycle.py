@@ -365,11 +365,12 @@ class Lifecycle:
 
     def drain_over(self, _: None, now: int) -> None:
         """The grace period is over: fails all remaining requests and kills all workers."""
+        text = "the server stopped before this request completed (--exit-timeout-secs)"
         for request in list(self._state.requests.values()):
             if request.state not in (RequestState.LINGERING, RequestState.ENDED):
-                text = "the server stopped before this request completed (--exit-timeout-secs)"
                 completion.fail_early(self._state, request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):
+            leases.fail(self._state, instance, "UNAVAILABLE", text)
             kill(self._state, version, instance, "it did not stop in time")
 
     def _no_more(self, version: Version, now: int) -> None:

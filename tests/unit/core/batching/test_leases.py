@@ -611,8 +611,25 @@ def test_a_leased_request_has_as_long_as_others_to_finish(what: str) -> None:
     world.advance(world.now + 1)
     answer = world.client.answers[sent.request]
     assert isinstance(answer, Fail)
-    assert "it was restarted and did not exit within 0.05 s (--exit-timeout-secs)" in answer.text
+    assert "instance 'm_0' was restarted while it ran this request" in answer.text
+    assert "did not finish within 0.05 s (--exit-timeout-secs)" in answer.text
     assert world.is_over()
+
+
+def test_a_leased_request_has_as_long_as_others_when_the_server_stops() -> None:
+    world = Lent()
+    world.alone()
+    sent = world.leased()
+    holder = world.holder()
+    assert holder.lease is not None
+    holder.lease.begin(world.now)
+    world.turn([(0, events.Drain(100 * MS))])
+    world.advance(world.now + 100 * MS)
+    answer = world.client.answers[sent.request]
+    assert isinstance(answer, Fail)
+    assert answer.code == "UNAVAILABLE"
+    assert "(--exit-timeout-secs)" in answer.text
+    assert world.drained
 
 
 def test_what_was_sent_to_a_worker_that_stops_is_sent_to_its_successor() -> None:
