@@ -175,7 +175,7 @@ def ensemble(setting: Setting) -> list[Row]:
     readers = found.readers[READ[1]] / found.readers[READ[0]]
     beside = f"three calls {micros(found.calls[middle])}, {times}"
     return [
-        Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.5, beside=times + floor),
+        Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.3, beside=times + floor),
         Row("ensemble of 3 identities, over three calls", calls, "x", at_most=1.0, beside=beside),
         Row("ensemble over one, 64 MiB against 1 MiB", over[large] / over[small], "x", at_most=1.2, beside=shares),
         Row("3 steps that read 64 MiB, over 4 KiB", readers, "x", at_most=1.3, beside=looks),
