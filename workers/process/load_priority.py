@@ -16,6 +16,7 @@ import os
 import select
 import threading
 import time
+from contextlib import suppress
 
 from shmserve.workers.process.log import log_message
 
@@ -52,6 +53,7 @@ class LoadPriority:
         if self._in_process:
             try:
                 os.setpriority(os.PRIO_PGRP, 0, self.normal)  # all threads of all processes of the group
+                _restore_descendants(self.normal)
             except OSError as error:
                 log_message(f"a process of the model keeps the low priority of loading: {error.strerror}", "warning")
         self._in_autogroup = self._in_process = False
@@ -73,6 +75,24 @@ def _set_autogroup(nice: int, patience_s: float = 0.0) -> bool:
             select.select((), (), (), RETRY_S)
         except OSError:  # the kernel has no autogroups, or the session is not one
             return False
+
+
+def _restore_descendants(nice: int) -> None:
+    """Sets the nice value of processes that the model has started in process groups of their own."""
+    todo, own = [os.getpid()], os.getpgrp()
+    while todo:
+        process = todo.pop()
+        try:
+            apart = os.getpgid(process) != own
+            threads = os.listdir(f"/proc/{process}/task")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+        for thread in threads:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, or the kernel does not list children
+                if apart:
+                    os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+                with open(f"/proc/{process}/task/{thread}/children", encoding="ascii") as file:
+                    todo += map(int, file.read().split())
 
 
 def _can_restore(normal: int, lowered: int) -> bool:

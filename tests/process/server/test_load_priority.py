@@ -53,17 +53,20 @@ ended = threading.Event()
 thread = threading.Thread(target=ended.wait)
 thread.start()
 child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-others = thread.native_id, child.pid
+apart = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+others = thread.native_id, child.pid, apart.pid
 look(others)
 priority.restore()
 look(others)
 ended.set()
 child.communicate()
+apart.communicate()
 """
 
 
 def looks(*words: str | int, new_session: bool = True) -> list[tuple[list[int], list[int]]]:
-    """Nice values (of the process itself, a thread, and a child) and autogroup, before, while and after loading."""
+    """Nice values and autogroup before, while and after loading: of the process itself, then also of a thread, a child,
+    and a child in a session of its own."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *map(str, words)],
         stdout=subprocess.PIPE,
@@ -96,8 +99,8 @@ def test_a_priority_that_can_be_restored_is_lowered(limit: int, more: tuple[str,
     if limit < 0 and not may_restore():
         pytest.skip("this user may not restore a nice value")
     ((normal,), group), (loading, group_loading), (after, group_after) = looks(LOWERED, limit, *more)
-    assert loading == [min(normal + LOWERED, HIGHEST_NICE)] * 3
-    assert after == [normal] * 3
+    assert loading == [min(normal + LOWERED, HIGHEST_NICE)] * 4
+    assert after == [normal] * 4
     # Without CAP_SYS_ADMIN, the kernel refuses to lower a group if another one was changed just before.
     assert group_loading in (group, [LOWERED])
     assert group_after == group
@@ -106,19 +109,19 @@ def test_a_priority_that_can_be_restored_is_lowered(limit: int, more: tuple[str,
 @AS_OTHERS
 def test_a_nice_value_that_could_not_be_restored_stays() -> None:
     ((normal,), group), (loading, _), (after, group_after) = looks(LOWERED, 0)
-    assert loading == after == [normal] * 3
+    assert loading == after == [normal] * 4
     assert group_after == group
 
 
 def test_the_priority_of_other_processes_stays() -> None:
     """A worker that shares its session, or its process group, with other processes does not change theirs."""
     ((normal,), group), *later = looks(LOWERED, -1, new_session=False)
-    assert later == [([normal] * 3, group)] * 2
+    assert later == [([normal] * 4, group)] * 2
 
 
 def test_nothing_changes_without_the_setting() -> None:
     ((normal,), group), *later = looks(0, -1)
-    assert later == [([normal] * 3, group)] * 2
+    assert later == [([normal] * 4, group)] * 2
 
 
 MODEL = python_model(
