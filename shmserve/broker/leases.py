@@ -59,15 +59,20 @@ class Leases:
             self._put(0, LeaseRead(effect.lease, [], final=effect.final))
             return
         log, worker = known
-        running, since = log.running()
-        self._put(0, LeaseRead(effect.lease, self._take(log, worker), running, since, effect.final))
+        reading = self._read(effect.lease, log, worker)
+        reading.final = effect.final
+        self._put(0, reading)
         if effect.final:
             del self._logs[effect.lease]
             log.close()
 
-    def take_all(self) -> dict[int, list[lease_log.Record]]:
+    def read_all(self) -> list[LeaseRead]:
         """What is new in the logs of all leases."""
-        return {number: self._take(log, worker) for number, (log, worker) in self._logs.items()}
+        return [self._read(number, log, worker) for number, (log, worker) in self._logs.items()]
+
+    def _read(self, number: int, log: LeaseLog, worker: int) -> LeaseRead:
+        running, since = log.running()
+        return LeaseRead(number, self._take(log, worker), running, since)
 
     def _take(self, log: LeaseLog, worker: int) -> list[lease_log.Record]:
         try:

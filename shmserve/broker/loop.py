@@ -478,8 +478,8 @@ class Broker:
             link.pause(effect.until)
 
     def _query(self, effect: effects.Query) -> None:
-        for lease, requests in self._leases.take_all().items():
-            self.core.count_leased(lease, requests)
+        for reading in self._leases.read_all():
+            self.core.count_leased(reading)
         self._answers.query(effect.peer, effect.ask)
 
     def send_to(self, peer: int, message: Any) -> None:

@@ -222,9 +222,9 @@ class Core:
         self._process_work(now)
         return effects
 
-    def count_leased(self, lease: int, requests: list[events.LeasedRequest]) -> None:
+    def count_leased(self, reading: events.LeaseRead) -> None:
         """Counts requests of a lease in the statistics, in the middle of a turn that reports them."""
-        leases.count(self.state, lease, requests)
+        leases.count(self.state, reading)
 
     def roles_of(self, peer: int) -> int:
         """The roles of a peer. Workers have all, because models may ask all questions and start all operations."""

@@ -289,6 +289,8 @@ class Instance(Struct, eq=False):
     """Its process as a client, once it has called other models."""
     lease: int = 0
     """The lease by which a client uses it; 0: none."""
+    leased_since: int = 0
+    """When it began to run a request of its lease, as of the last query; 0: it ran none."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())

@@ -120,6 +120,7 @@ FAMILIES = (
         ("shmserve_info", "gauge", ("version",), "always 1"),
         ("shmserve_ready", "gauge", (), "1 if the server is ready"),
         ("shmserve_clients", "gauge", ("plane",), "connections, by kind"),
+        ("shmserve_leases", "gauge", (), "instances lent to clients that send one request at a time"),
         ("shmserve_model_state", "gauge", (*VERSION, "state"), "1 for the current state, 0 for the others"),
         ("nv_model_load_duration_secs", "gauge", VERSION, "how long the last load took; 0: there was none yet"),
         ("shmserve_model_loads_total", "counter", ("model", "result"), "loads of versions, by result: done or failed"),

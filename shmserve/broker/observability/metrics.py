@@ -229,6 +229,7 @@ class Metrics:
         in_flight = sum(len(client.requests) for client in clients)
         page.add("shmserve_held_bytes", held)
         page.add("shmserve_requests_in_flight", len(self._state.requests))
+        page.add("shmserve_leases", len(self._state.leases))
         holding = [client for client in clients if client.held_bytes]
         for client in nlargest(SHOWN_CLIENTS, holding, key=lambda client: client.held_bytes):
             named = labels(("client", "name"), (str(client.number), client.name))

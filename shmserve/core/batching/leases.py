@@ -13,7 +13,7 @@ from __future__ import annotations
 from shmserve.core.batching.form import Reason
 from shmserve.core.batching.lending import ALONE, ALONE_MOST, Lending
 from shmserve.core.effects import ReadLease, StartLease
-from shmserve.core.events import LeasedRequest, LeaseRead
+from shmserve.core.events import LeaseRead
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Lease, Request, Version
 from shmserve.core.state import State, Timer
@@ -133,7 +133,7 @@ def end(state: State, instance: Instance, error: Failure | None = None) -> None:
     again."""
     lease = state.leases[instance.lease]
     lease.error = lease.error or error
-    instance.lease = 0
+    instance.lease = instance.leased_since = 0
     state.effects.append(ReadLease(lease.number, True))
 
 
@@ -164,7 +164,7 @@ def read(state: State, peer: int, event: LeaseRead, now: int) -> None:
     lease = state.leases.get(event.lease)
     if lease is None:
         return
-    count(state, event.lease, event.requests)
+    count(state, event)
     version, instance = lease.version, lease.instance
     if event.final:
         _finish(state, lease, event, now)
@@ -198,14 +198,16 @@ def _finish(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
         state.send(lease.client.number, LeaseEnd(lease.number, error))
 
 
-def count(state: State, number: int, requests: list[LeasedRequest]) -> None:
+def count(state: State, reading: LeaseRead) -> None:
     """Counts requests in the statistics of their version, each as a batch of its own."""
-    lease = state.leases.get(number)
+    lease, requests = state.leases.get(reading.lease), reading.requests
     if lease is None:
         return
     if requests:
         lease.served += len(requests)
         lease.recorded = requests[-1][0]
+    if lease.instance.lease == lease.number:
+        lease.instance.leased_since = reading.since if reading.running and reading.since != lease.recorded else 0
     version, statistics = lease.version, lease.version.statistics
     reason = Reason.IDLE if version.batch_rules is not None else Reason.SINGLE
     for arrived, taken, ready, computed, placed, rows, failed in requests:

@@ -31,16 +31,17 @@ def in_flight(versions: Iterable[Version]) -> int:
 
 
 def running(instance: Instance) -> int:
-    return (instance.running.left if instance.running is not None else 0) + len(instance.streams)
+    batch = instance.running
+    return (batch.left if batch is not None else 0) + bool(instance.leased_since) + len(instance.streams)
 
 
 def busy_ns(version: Version, instance: Instance, now: int) -> int:
     """How long the instance has been running a slow batch; 0: it is not. Time spent waiting for other models does not
     count."""
     batch = instance.running
-    if batch is None or instance.waits:
+    if instance.waits or (batch is None and not instance.leased_since):
         return 0
-    ran = now - batch.began - batch.waited
+    ran = now - instance.leased_since if batch is None else now - batch.began - batch.waited
     return ran if ran > max(BUSY_NS, BUSY_BATCHES * version.service_ns) else 0
 
 

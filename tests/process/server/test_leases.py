@@ -3,7 +3,10 @@ broker, whoever ends the lease."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -269,11 +272,51 @@ def test_a_client_that_leaves_with_a_request_running(leases: Leases) -> None:
     client.submit("m", inputs(STICK))
     with leases.server.client() as other:
         until(other, (leases.flags / "stuck").exists)
+        (entry,) = [entry for entry in other.models() if entry["name"] == "m"]
+        assert (entry["in_flight"], entry["queued"]) == (1, 0)
+        assert "\nshmserve_leases 1\n" in other.metrics()
         client.close()
         late = other.submit("m", inputs(4))
         leases.release()
         assert late.result(60)["y"][0, 0] == 8
     leases.clear()
+
+
+def test_callers_of_a_gateway_share_its_lease(leases: Leases) -> None:
+    address = leases.server.endpoints["http"]
+    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [4, 5]}]})
+    lent: set[str] = set()
+
+    def ask(caller: http.client.HTTPConnection) -> None:
+        caller.request("POST", "/v2/models/m/infer", body)
+        answer = caller.getresponse()
+        found = answer.read()
+        assert answer.status == 200, found
+        assert json.loads(found)["outputs"][0]["data"] == [8.0, 10.0]
+
+    callers = [http.client.HTTPConnection(address) for _ in range(2)]
+    with leases.server.client() as observer:
+        before = leases.counts()
+        count = 0
+        while "1" not in lent:
+            ask(callers[count % 2])
+            count += 1
+            assert count < 4096, "the gateway got no lease"
+            if count % 16 == 0:
+                lent = set(re.findall(r"^shmserve_leases (\d+)$", observer.metrics(), re.MULTILINE))
+        for pid in pids(observer, "m").values():
+            os.kill(pid, signal.SIGKILL)
+        for caller in callers:
+            ask(caller)
+        assert leases.counts()[0] == before[0] + count + 2
+    threads = [threading.Thread(target=lambda one=caller: [ask(one) for _ in range(100)]) for caller in callers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leases.counts()[0] == before[0] + count + 202
+    for caller in callers:
+        caller.close()
 
 
 def test_a_forked_child_has_no_lease(leases: Leases) -> None:

@@ -176,9 +176,9 @@ def test_a_report_in_the_middle_of_a_turn_counts_too() -> None:
     lease = world.lease()
     world.leased()
     world.serve()
-    world.core.count_leased(lease.number, lease.read(False).requests)
+    world.core.count_leased(lease.read(False))
     assert world.statistics.success_count == ALONE + 2
-    world.core.count_leased(lease.number + 1, [(1, 1, 1, 1, 1, 1, 0)])
+    world.core.count_leased(events.LeaseRead(lease.number + 1, [(1, 1, 1, 1, 1, 1, 0)]))
     assert world.statistics.success_count == ALONE + 2
 
 
