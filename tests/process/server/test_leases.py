@@ -309,7 +309,12 @@ def test_callers_of_a_gateway_share_its_lease(leases: Leases) -> None:
         for caller in callers:
             ask(caller)
         assert leases.counts()[0] == before[0] + count + 2
-    threads = [threading.Thread(target=lambda one=caller: [ask(one) for _ in range(100)]) for caller in callers]
+
+    def ask_often(caller: http.client.HTTPConnection) -> None:
+        for _ in range(100):
+            ask(caller)
+
+    threads = [threading.Thread(target=ask_often, args=[caller]) for caller in callers]
     for thread in threads:
         thread.start()
     for thread in threads:
