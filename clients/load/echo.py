@@ -161,9 +161,71 @@ async def _serve_http(documents: dict[str, Any], ready: int) -> None:
     server.close()
 
 
-async def _serve_grpc(documents: dict[str, Any], ready: int) -> None:
-    import grpc
+class _GrpcEcho(asyncio.Protocol):
+    """A connection. A call's path is found in its header block, as the generator's blocks have literals only."""
 
+    def __init__(self, answers: dict[str, bytes]) -> None:
+        from shmserve.gateway.http2 import frames
+
+        self._frames = frames
+        self._answers = answers
+        self._data = bytearray()
+        self._paths: dict[int, str] = {}
+        self._received = 0
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        frames, self._transport = self._frames, transport
+        window = frames.window_update(0, frames.LARGEST_WINDOW - frames.DEFAULT_WINDOW)
+        settings = {frames.INITIAL_WINDOW_SIZE: frames.LARGEST_WINDOW, frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME}
+        self._transport.write(frames.settings(settings) + window)
+        self._skip = len(frames.PREFACE)
+
+    def data_received(self, data: bytes) -> None:
+        frames, found = self._frames, self._data
+        found += data
+        if self._skip:
+            if len(found) < self._skip:
+                return
+            del found[: self._skip]
+            self._skip = 0
+        at = 0
+        while len(found) - at >= frames.FRAME.size:
+            high, low, kind, flags, stream = frames.FRAME.unpack_from(found, at)
+            end = at + frames.FRAME.size + (high << 8 | low)
+            if end > len(found):
+                break
+            self._frame(kind, flags, stream, bytes(found[at + frames.FRAME.size : end]))
+            at = end
+        del found[:at]
+
+    def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        frames = self._frames
+        if kind == frames.HEADERS:
+            at = payload.index(b":path") + len(b":path")
+            self._paths[stream] = payload[at + 1 : at + 1 + payload[at]].decode()
+        elif kind == frames.DATA:
+            self._received += len(payload)
+            if self._received > frames.LARGEST_WINDOW // 2:
+                self._transport.write(frames.window_update(0, self._received))
+                self._received = 0
+        elif kind == frames.SETTINGS and not flags & frames.ACK:
+            self._transport.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        if kind in (frames.DATA, frames.HEADERS) and flags & frames.END_STREAM:
+            message = self._answers[self._paths.pop(stream).rpartition("/")[2]]
+            self._transport.write(
+                frames.frame(frames.HEADERS, frames.END_HEADERS, stream, _HEAD)
+                + frames.frame(frames.DATA, 0, stream, b"\0" + len(message).to_bytes(4, "big") + message)
+                + frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream, _TRAILERS)
+            )
+
+
+_HEAD = b"\x88\0\x0ccontent-type\x10application/grpc"
+"""HPACK: ":status: 200" of the static table, and a literal."""
+_TRAILERS = b"\0\x0bgrpc-status\x010"
+
+
+async def _serve_grpc(documents: dict[str, Any], ready: int) -> None:
     from shmserve.gateway.grpc.messages import filled, message_class
 
     answers = {
@@ -173,23 +235,10 @@ async def _serve_grpc(documents: dict[str, Any], ready: int) -> None:
         "ModelStatistics": b"",
         "ModelInfer": filled(message_class("inference.ModelInferResponse"), {"modelName": "echo"}),
     }
-
-    class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
-        def service(self, details: Any) -> Any:
-            data = answers[details.method.rpartition("/")[2]]
-
-            async def answer(request: bytes, context: Any) -> bytes:
-                return data
-
-            return grpc.unary_unary_rpc_method_handler(answer)
-
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-    server.add_generic_rpc_handlers((Echo(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    _tell(ready, f"grpc://127.0.0.1:{port}")
+    server = await asyncio.get_running_loop().create_server(lambda: _GrpcEcho(answers), "127.0.0.1", 0)
+    _tell(ready, f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     await _end_of_input()
-    await server.stop(0)
+    server.close()
 
 
 async def _end_of_input() -> None:

@@ -1,40 +1,29 @@
-"""KServe v2 over gRPC, by grpcio. Requests are encoded once; responses are decoded only where their content counts."""
+"""KServe v2 over gRPC: one connection per slot. Requests are encoded once; of responses only streams are decoded."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
 from google.protobuf import json_format
 
 from shmserve.clients.load.plan import Endpoint
 from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot
+from shmserve.clients.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
-from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.errors import ConnectionLost, ModelFailed, Unsupported
 from shmserve.gateway.grpc.messages import INFERENCE, POOL, message_class, methods
 
-OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-CODES: dict[Any, type[ServeError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
-}
-SLOTS = 64
-"""Slots that share a connection: servers limit the streams of an HTTP/2 connection, usually to 100 or more."""
-_PREFIX = f"/{INFERENCE}/"
 _FINAL = "triton_final_response"
 
 
 class GrpcTarget:
     def __init__(self, endpoint: Endpoint) -> None:
-        self._address = endpoint.authority
-        self._metadata = tuple((name.lower(), value) for name, value in endpoint.headers)
+        self._endpoint = endpoint
         self._methods = methods(INFERENCE)
-        self._channels: list[Any] = []
-        self._slots = 0
+        self._connections: list[GrpcConnection] = []
+        self._control: GrpcConnection | None = None
         self._request = message_class("inference.ModelInferRequest")
         self._response = message_class("inference.ModelStreamInferResponse")
 
@@ -54,9 +43,10 @@ class GrpcTarget:
         return _Body(request, options, self._request)
 
     async def slot(self) -> Slot:
-        channel = self._channel(self._slots // SLOTS)
-        self._slots += 1
-        return _GrpcSlot(channel, self._response, self._metadata, self._address)
+        connection = await self._connect()
+        return _GrpcSlot(
+            connection, self._connect, self._head("ModelInfer"), self._head("ModelStreamInfer"), self._response
+        )
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
         try:
@@ -66,44 +56,50 @@ class GrpcTarget:
         return dict(entries[0]) if entries else {}
 
     async def close(self) -> None:
-        while self._channels:
-            await self._channels.pop().close()
+        for connection in self._connections:
+            connection.close()
 
-    def _channel(self, number: int) -> Any:
-        while len(self._channels) <= number:
-            options = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-            self._channels.append(grpc.aio.insecure_channel(self._address, options))
-        return self._channels[number]
+    async def _connect(self) -> GrpcConnection:
+        endpoint = self._endpoint
+        try:
+            _, connection = await asyncio.get_running_loop().create_connection(GrpcConnection, *endpoint.address)
+        except OSError as error:
+            text = f"no server at grpc://{endpoint.authority} ({error.strerror or error})"
+            raise ConnectionLost(f"{text}: start one, or select another by --url") from error
+        self._connections.append(connection)
+        await connection.ready
+        return connection
+
+    def _head(self, method: str) -> bytes:
+        return head_block(self._endpoint.authority, f"/{INFERENCE}/{method}", self._endpoint.headers)
 
     async def _ask(self, method: str, **fields: Any) -> dict[str, Any]:
         kind = self._methods[method]
-        request = message_class(kind.input_type.full_name)(**fields)
-        call = self._channel(0).unary_unary(_PREFIX + method)
-        try:
-            answer = message_class(kind.output_type.full_name).FromString(
-                await call(request.SerializeToString(), metadata=self._metadata)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _error(error, self._address) from error
-        found: dict[str, Any] = json_format.MessageToDict(
+        request = framed(message_class(kind.input_type.full_name)(**fields).SerializeToString())
+        if self._control is None or self._control.closed:
+            self._control = await self._connect()
+        found: list[bytes] = []
+        await self._control.call(self._head(method), request, found.append)
+        answer = message_class(kind.output_type.full_name).FromString(b"".join(found))
+        document: dict[str, Any] = json_format.MessageToDict(
             answer, preserving_proto_field_name=True, descriptor_pool=POOL
         )
-        return found
+        return document
 
 
 class _Body:
-    """An encoded request. Fields of protobuf may be repeated in any order, so that parameters are only appended."""
+    """An encoded request with its gRPC prefix. Protobuf accepts fields in any order, so parameters are appended."""
 
     def __init__(self, request: Any, options: RequestOptions, kind: Any) -> None:
         self._options, self._kind = options, kind
         self._base: bytes = request.SerializeToString()
-        self._whole: bytes = self._base + self._more(None, False)
-        self._streamed: bytes = self._base + self._more(None, True)
+        self._whole = framed(self._base + self._more(None, False))
+        self._streamed = framed(self._base + self._more(None, True))
 
     def request(self, part: Part | None, stream: bool = False) -> bytes:
         if part is None:
             return self._streamed if stream else self._whole
-        return self._base + self._more(part, stream)
+        return framed(self._base + self._more(part, stream))
 
     def _more(self, part: Part | None, stream: bool) -> bytes:
         message = self._kind()
@@ -118,47 +114,47 @@ class _Body:
 
 
 class _GrpcSlot:
-    def __init__(self, channel: Any, response: Any, metadata: tuple[tuple[str, str], ...], where: str) -> None:
-        self._infer = channel.unary_unary(_PREFIX + "ModelInfer")
-        self._stream = channel.stream_stream(_PREFIX + "ModelStreamInfer")
-        self._metadata = metadata
-        self._where = where
+    def __init__(
+        self, connection: GrpcConnection, connect: Callable[[], Awaitable[GrpcConnection]], infer: bytes, stream: bytes,
+        response: Any,
+    ) -> None:  # fmt: skip
+        self._connection = connection
+        self._connect = connect
+        self._infer = infer
+        self._stream = stream
         self._response = response
 
     async def send(self, body: Any, part: Part | None) -> None:
+        if self._connection.closed:
+            self._connection = await self._connect()
         try:
-            await self._infer(body.request(part), metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise _error(error, self._where) from error
+            await self._connection.call(self._infer, body.request(part), _ignore)
+        except asyncio.CancelledError:
+            self._connection.cancel()
+            raise
 
     async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
-        done = asyncio.Event()
-        answers = self._stream(_one(body.request(part, stream=True), done), metadata=self._metadata)
+        if self._connection.closed:
+            self._connection = await self._connect()
+        connection, errors = self._connection, []
+
+        def receive(data: bytes) -> None:
+            answer = self._response.FromString(data)
+            if answer.error_message:
+                errors.append(ModelFailed(answer.error_message))
+            elif answer.infer_response.outputs:
+                on_answer()
+            if errors or answer.infer_response.parameters[_FINAL].bool_param:
+                connection.end()
+
         try:
-            async for data in answers:
-                answer = self._response.FromString(data)
-                if answer.error_message:
-                    raise ModelFailed(answer.error_message)
-                final = answer.infer_response.parameters[_FINAL].bool_param
-                if answer.infer_response.outputs:
-                    on_answer()
-                if final:
-                    return
-        except grpc.aio.AioRpcError as error:
-            raise _error(error, self._where) from error
-        finally:
-            done.set()
-            answers.cancel()
+            await connection.call(self._stream, body.request(part, stream=True), receive, end=False)
+        except asyncio.CancelledError:
+            connection.cancel()
+            raise
+        if errors:
+            raise errors[0]
 
 
-async def _one(request: bytes, done: asyncio.Event) -> AsyncIterator[bytes]:
-    """The stream stays open until the last response."""
-    yield request
-    await done.wait()
-
-
-def _error(error: Any, where: str) -> ServeError:
-    code, text = error.code(), error.details() or "no text"
-    if code is grpc.StatusCode.UNAVAILABLE and "connect" in text.lower():
-        return ConnectionLost(f"no server at grpc://{where} ({text}): start one, or select another by --url")
-    return CODES.get(code, ModelFailed)(f"gRPC {code.name}: {text}")
+def _ignore(message: bytes) -> None:
+    return

@@ -112,10 +112,11 @@ def test_a_file_that_is_no_image(tmp_path: Path) -> None:
 
 
 def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PIL", "httptools", "grpc"):
+    for name in ("PIL", "httptools", "hpack"):
         monkeypatch.setitem(sys.modules, name, None)
     for module in ("http", "grpc"):
-        monkeypatch.delitem(sys.modules, f"shmserve.clients.load.targets.{module}", raising=False)
+        for name in (module, "grpc_connection"):
+            monkeypatch.delitem(sys.modules, f"shmserve.clients.load.targets.{name}", raising=False)
         with pytest.raises(Unsupported, match=rf"load over {module}:// needs .*pip install .*\[bench\]"):
             open_target(Endpoint(url=f"{module}://127.0.0.1:1"))
     with pytest.raises(Misuse, match=r"needs the package pillow: .*\[bench\]"):
