@@ -34,6 +34,7 @@ USUAL = (
     (
         ("models", "list models, their states and processes"),
         ("stats", "show requests, batches, and how long they took"),
+        ("top", "watch all of this live; load, unload, restart by key"),
         ("ready", "tell by the exit code whether requests are taken"),
         ("config", "show a model's configuration, and where it is from"),
         ("logs", "show the server's log, or one model's lines"),
@@ -82,8 +83,8 @@ def parser() -> CommandParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, requests.add_infer,
-        requests.add_run, measure.add_bench, observe.add_stats, observe.add_ready, observe.add_config,
-        observe.add_logs, local.add_check, local.add_build, local.add_gateway, local.add_keygen,
+        requests.add_run, measure.add_bench, observe.add_stats, observe.add_top, observe.add_ready,
+        observe.add_config, observe.add_logs, local.add_check, local.add_build, local.add_gateway, local.add_keygen,
         add_tune, observe.add_version_command, requests.add_demo, local.add_completion,
     ):  # fmt: skip
         add(commands)

@@ -1,10 +1,13 @@
-"""Arguments of the commands that only read: models, stats, ready, config, logs, version."""
+"""Arguments of the commands that show a server: models, stats, top, ready, config, logs, version."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from shmserve.clients.cli.arguments.common import (
+    add_color,
+    add_json,
     add_model,
     add_output,
     add_server_command,
@@ -38,6 +41,34 @@ def add_stats(commands: Any) -> None:
     text = "print all metrics in the Prometheus format"
     command.add_argument("--prometheus", action="store_true", help=text)
     add_output(command, watch=True)
+
+
+def add_top(commands: Any) -> None:
+    examples = """  shmserve top
+  shmserve top --interval 0.5 --sort p99
+  shmserve top --url http://localhost:8000
+  shmserve top --once --table instances
+  shmserve top --once --filter mlp
+  shmserve top --json --interval 5            a line of JSON every 5 s
+"""
+    about = "watch models, instances, clients and GPUs live; load, unload and restart by key"
+    codes = ("ended by the user", "no server, or a package is missing")
+    command = add_server_command(commands, "top", "top", about, examples, codes, urls="http://host:port, ")
+    add = command.add_argument
+    add("--interval", metavar="SECONDS", type=seconds, default=2.0, help="time between refreshes (default: 2)")
+    add("--once", action="store_true", help="print one snapshot as text, after one interval, and exit")
+    add_json(command, "print a line of JSON at each refresh; with --once, one document")
+    add(
+        "--table",
+        choices=("models", "instances", "clients", "gpus"),
+        help="the table to show (default: models; with --once and --json: all)",
+    )
+    add("--filter", metavar="TEXT", default="", help="show only rows with these words")
+    add("--sort", metavar="COLUMN", help="sort by this column, e.g. p99, queue or 'req/s'")
+    text = "with http://: the metrics endpoint (default: port 8002 of the same host)"
+    rare(add("--metrics-url", metavar="URL", help=text))
+    rare(add("--token-file", metavar="FILE", type=Path, help="with http://: a file with the token to send"))
+    add_color(command)
 
 
 def add_ready(commands: Any) -> None:

@@ -20,7 +20,7 @@ from shmserve.terminal.output import as_json, file_name, percentile, storable, t
 from shmserve.terminal.tables import duration_text, shape_text, table, values_text
 from tests import ROOT
 
-ASKING = ["models", "load", "unload", "restart", "infer", "stats", "ready", "config", "version", "demo"]
+ASKING = ["models", "load", "unload", "restart", "infer", "stats", "top", "ready", "config", "version", "demo"]
 ALONE = ["run", "check", "build", "completion"]
 """Commands that ask no server."""
 WITH_MODEL = ("load", "unload", "restart", "infer", "config")
@@ -33,7 +33,9 @@ def commands() -> dict[str, Any]:
 
 
 def arguments(command: str) -> list[str]:
-    return [command, "mlp", *(["--random"] if command == "infer" else [])] if command in WITH_MODEL else [command]
+    if command not in WITH_MODEL:
+        return [command, *(["--once"] if command == "top" else [])]
+    return [command, "mlp", *(["--random"] if command == "infer" else [])]
 
 
 # ------------------------------------------------------------------------------------------ parsing

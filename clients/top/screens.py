@@ -1,0 +1,165 @@
+"""The screens above the overview: one model in detail, a question before an operation, help."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.events import Resize
+from textual.geometry import Size
+from textual.screen import ModalScreen, Screen
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widgets import Button
+
+from shmserve.clients.top.columns import Table
+from shmserve.clients.top.panels import History, detail, wrapped
+from shmserve.clients.top.table_view import strip_of
+from shmserve.clients.top.texts import Line, pad
+from shmserve.clients.top.view import View
+
+KEYS = (
+    ("1 2 3 4, Tab", "models, instances, clients, GPUs"),
+    ("Up Down PgUp PgDn", "select a row; also k, j, Home, End"),
+    ("Enter", "one model in detail; Esc goes back"),
+    ("/", "show only rows with these words; Esc ends it"),
+    ("< >", "sort by the column to the left or right"),
+    ("R", "reverse the order"),
+    ("l u r", "load, unload, restart what is selected"),
+    ("+ -", "refresh less, or more, often"),
+    ("Space", "pause, and continue"),
+    (".", "refresh now"),
+    ("q", "quit"),
+)
+
+
+class Lines(ScrollView):
+    """Lines of styled text. They scroll if the widget is lower than they need."""
+
+    can_focus = False
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll_up", show=False),
+        Binding("down,j", "scroll_down", show=False),
+    ]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lines: list[Line] = []
+
+    def show(self, lines: list[Line]) -> None:
+        self.lines = lines
+        self.virtual_size = Size(self.scrollable_content_region.width, len(lines))
+        self.refresh()
+
+    def grow(self, lines: list[Line]) -> None:
+        """Shows the lines, in as many lines of the screen."""
+        self.display = bool(lines)
+        if self.styles.height is None or self.styles.height.value != len(lines):
+            self.styles.height = len(lines)
+        self.show(lines)
+
+    def render_line(self, y: int) -> Strip:
+        place = y + self.scroll_offset.y
+        return strip_of(self.lines[place] if place < len(self.lines) else [], self.scrollable_content_region.width)
+
+
+class DetailScreen(Screen[None]):
+    """One version of a model. The app calls `show_view` after each refresh."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,backspace", "app.pop_screen", show=False)]
+
+    def __init__(self, model: str, version: int | None, view: View, history: History) -> None:
+        super().__init__()
+        self.model = model
+        self.version = version
+        self._view = view
+        self._history = history
+
+    def compose(self) -> ComposeResult:
+        yield Lines(id="detail")
+        with Vertical(id="bottom"):
+            yield Lines(id="message")
+            yield Lines(id="keys")
+
+    def on_mount(self) -> None:
+        self.query_one("#detail").can_focus = True
+        self.query_one("#detail").focus()
+
+    def on_resize(self, event: Resize) -> None:
+        self._draw()
+
+    def show_view(self, view: View) -> None:
+        self._view = view
+        self._draw()
+
+    def _draw(self) -> None:
+        lines = self.query_one("#detail", Lines)
+        lines.show(
+            detail(self._view, self._history, self.model, self.version, max(20, lines.scrollable_content_region.width))
+        )
+
+
+class ConfirmScreen(ModalScreen[bool]):
+    """A question. The result is whether to do it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "dismiss(True)", show=False),
+        Binding("n,escape,q", "dismiss(False)", show=False),
+        Binding("left,up", "app.focus_previous", show=False),
+        Binding("right,down", "app.focus_next", show=False),
+    ]
+    AUTO_FOCUS = "#no"
+
+    def __init__(self, title: str, text: str, do: str) -> None:
+        super().__init__()
+        self._title = title
+        self._text = text
+        self._do = do
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="dialog"):
+            yield Lines(id="question")
+            with Horizontal(id="answers"):
+                yield Button(f"{self._do} (y)", id="yes", compact=True)
+                yield Button("Cancel (n)", id="no", compact=True)
+
+    def on_resize(self, event: Resize) -> None:
+        width = max(20, min(64, self.size.width - 8))
+        self.query_one("#dialog").styles.width = width + 6
+        self.query_one("#question", Lines).grow(
+            [[(self._title, "strong")], [], *wrapped(self._text, width, "plain"), []]
+        )
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id == "yes")
+
+
+class HelpScreen(ModalScreen[None]):
+    """The keys, and what the columns of the current table mean."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter,question_mark,space", "dismiss(None)", show=False),
+    ]
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self._table = table
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="help"):
+            yield Lines(id="explained")
+
+    def on_mount(self) -> None:
+        width = max(len(text) for text in (*(key for key, _ in KEYS), *(one.head for one in self._table.columns))) + 4
+        lines: list[Line] = [[("Keys", "strong")]]
+        lines += [[(pad(f"  {key}", width), "good"), (about, "plain")] for key, about in KEYS]
+        lines += [[], [(f"Columns of {self._table.title}", "strong")]]
+        lines += [[(pad(f"  {one.head}", width), "good"), (one.about, "plain")] for one in self._table.columns]
+        lines += [[], [("Esc closes this.", "dim")]]
+        explained = self.query_one("#explained", Lines)
+        explained.show(lines)
+        explained.can_focus = True
+        explained.focus()

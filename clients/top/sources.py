@@ -1,0 +1,62 @@
+"""Where a live view gets its documents, and what it can change there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+
+OPERATIONS = ("load", "unload", "restart")
+
+
+class Source(Protocol):
+    """A server. All methods may block, and raise ServeError. They are called from any thread, reads one at a time."""
+
+    @property
+    def where(self) -> str:
+        """Its address, for people."""
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Those of OPERATIONS that it supports."""
+
+    def read(self) -> Mapping[str, Any]:
+        """A document, as `view` describes it."""
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        """Runs an operation until it is complete, and returns the warnings about it. Version and instance are for
+        restarts: None and "" mean all."""
+
+    def close(self) -> None:
+        """Ends calls in progress."""
+
+
+class ServerSource:
+    """A server over the lane, ZeroMQ, or ZeroMQ over TCP."""
+
+    operations = OPERATIONS
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def where(self) -> str:
+        return self._client.url
+
+    def read(self) -> Mapping[str, Any]:
+        return self._client.activity()
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        client = self._client
+        if what == "load":
+            answer = client.load(model)
+        elif what == "unload":
+            answer = client.unload(model)
+        else:
+            answer = client.restart(model, version=version, instance=instance or None)
+        return list(answer.get("warnings", ()))
+
+    def close(self) -> None:
+        self._client.close()

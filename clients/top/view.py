@@ -1,0 +1,260 @@
+"""Tables for people, computed from two documents of a server: rates and percentiles between them, and the state now.
+
+A document has the form of the answer to the query `activity` (docs/wire.md); a source that does not know a value leaves
+it out, and names the columns concerned in `unknown`. In a row, None means that there is no value: nothing was measured
+in the interval, or it is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.core.stats import histogram
+
+Document = Mapping[str, Any]
+Row = dict[str, Any]
+
+NOT_LOADED = "not loaded"
+UNLOADED = "unloaded"
+"""Reason of a version that was unloaded on request."""
+SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+_MONOTONIC = ("success", "failed", "batches", "rows")
+_SERVER = (
+    "name", "version", "ready", "pid", "uptime_seconds", "memory_bytes", "in_flight", "connections", "held_bytes",
+    "segments", "segment_bytes", "cores", "machine_utilization", "machine_memory_bytes", "machine_memory_used_bytes",
+    "refused",
+)  # fmt: skip
+
+
+class View(Struct):
+    """What is shown. `interval`: seconds that the rates cover; None: there are none yet. `unknown`: keys of columns
+    that the source cannot know. `notes`: what the user should know about the source."""
+
+    server: Row
+    models: list[Row]
+    instances: list[Row]
+    clients: list[Row]
+    gpus: list[Row]
+    interval: float | None = None
+    unknown: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def table(self, name: str) -> list[Row]:
+        rows: list[Row] = getattr(self, name)
+        return rows
+
+
+def make_view(before: Document | None, after: Document) -> View:
+    """`before`: an earlier document of the same server; one from before a restart of it is ignored."""
+    if before is not None and before["server"].get("pid") != after["server"].get("pid"):
+        before = None
+    seconds = (after["time_ns"] - before["time_ns"]) / 1e9 if before is not None else 0.0
+    if seconds <= 0:
+        before = None
+    earlier = {_key(entry): entry for entry in before["models"]} if before is not None else {}
+    models, instances = [], []
+    for entry in after["models"]:
+        previous = earlier.get(_key(entry))
+        rows = _instances(entry, previous, seconds)
+        models.append(_model(entry, previous, rows, seconds))
+        instances += rows
+    return View(
+        _server(after, before, models, seconds),
+        models,
+        instances,
+        [dict(client) for client in after["clients"]],
+        [_gpu(gpu) for gpu in after["gpus"]],
+        seconds if before is not None else None,
+        frozenset(after.get("unknown", ())),
+        tuple(after.get("notes", ())),
+    )
+
+
+def _key(entry: Document) -> tuple[str, str]:
+    return entry["name"], entry["version"]
+
+
+# ------------------------------------------------------------------------------------------ the server
+
+
+def _server(after: Document, before: Document | None, models: Iterable[Row], seconds: float) -> Row:
+    server = {name: after["server"].get(name) for name in _SERVER}
+    rows = list(models)
+    old, new = (before or {"server": {}})["server"].get("cpu_seconds"), after["server"].get("cpu_seconds")
+    server["cpu"] = (new - old) / seconds if old is not None and new is not None and new >= old else None
+    server["queued"] = _sum(row["queued"] for row in rows)
+    for name in ("requests_per_s", "failed_per_s"):
+        server[name] = _sum(row[name] for row in rows)
+    if server["in_flight"] is None:
+        known = [row["queued"] + row["in_flight"] for row in rows if None not in (row["queued"], row["in_flight"])]
+        server["in_flight"] = sum(known) if known else None
+    return server
+
+
+def _sum(values: Iterable[float | None]) -> Any:
+    """Of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _gpu(gpu: Document) -> Row:
+    used, total = gpu.get("memory_used_bytes"), gpu.get("memory_bytes")
+    return dict(gpu) | {"memory_share": used / total if used is not None and total else None}
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def _model(entry: Document, before: Document | None, instances: list[Row], seconds: float) -> Row:
+    expected = [row for row in instances if row["state"] not in ("stopping", "stopped")]
+    ready = sum(row["state"] == "ready" for row in expected)
+    counters = entry.get("counters") or {}
+    state = entry["state"] or NOT_LOADED
+    if entry["reason"] == UNLOADED:
+        state = NOT_LOADED
+    elif entry.get("reloading") and state == "READY":
+        state = "RELOADING"
+    elif entry.get("degraded"):
+        state = "DEGRADED"
+    row: Row = {
+        "model": entry["name"],
+        "version": int(entry["version"]) if entry["version"].isdecimal() else None,
+        "default": bool(entry.get("default")),
+        "state": state,
+        "instances": f"{ready}/{len(expected)}" if expected else None,
+        "ready": ready,
+        "expected": len(expected),
+        "queued": entry.get("queued"),
+        "in_flight": entry.get("in_flight"),
+        "memory_bytes": entry.get("memory_bytes") or _sum(row["memory_bytes"] for row in instances),
+        "gpu_memory_bytes": _sum(row["gpu_memory_bytes"] for row in instances),
+        "cpu": _sum(row["cpu"] for row in instances),
+        "restarts": counters.get("restarts"),
+        "requests": _sum((counters.get("success"), counters.get("failed"))),
+        "failed": counters.get("failed"),
+        "sequences": entry.get("sequences"),
+        "max_batch": entry.get("max_batch"),
+        "loading_seconds": entry.get("loading_seconds"),
+        "reason": _reason(entry),
+        "batch_sizes": counters.get("batch_rows") or {},
+    }
+    row |= rates(before.get("counters") if before is not None else None, counters, seconds)
+    if before is not None and row["requests_per_s"] is not None and ready:
+        spent = _busy_seconds(entry) - _busy_seconds(before)
+        row["busy"] = min(1.0, max(0.0, spent / seconds / ready))
+    return row
+
+
+def _busy_seconds(entry: Document) -> float:
+    """How long its instances have run batches, including those that are running."""
+    done: float = entry["counters"].get("batch_ns", 0) / 1e9
+    running: float = sum(one.get("batch_seconds") or 0.0 for one in entry.get("instances", ()))
+    return done + running
+
+
+def _reason(entry: Document) -> str:
+    """Why it is not served, or not as its repository says."""
+    failed = entry.get("last_failed_change")
+    texts = [
+        entry.get("reason") if entry["reason"] != UNLOADED else "",
+        failed and f"the last change failed: {failed['reason']}",
+        "changed on disk" if entry.get("changed_on_disk") else "",
+    ]
+    return "; ".join(text for text in texts if text)
+
+
+def rates(before: Document | None, after: Document, seconds: float) -> Row:
+    """What happened between two states of a version's counters. Without `before`, or if counters were reset meanwhile
+    (the version was unloaded and loaded again), all values are None."""
+    row: Row = dict.fromkeys(
+        ("requests_per_s", "failed_per_s", "rows_per_s", "batches_per_s", "mean_batch", "queue_seconds",
+         "compute_seconds", "input_seconds", "infer_seconds", "output_seconds", "busy", "cache_hits", *SHARES)
+    )  # fmt: skip
+    row["reasons"] = {}
+    if not before or not after or any(after.get(name, 0) < before.get(name, 0) for name in _MONOTONIC):
+        return row
+    more = {name: value - before.get(name, 0) for name, value in after.items() if isinstance(value, (int, float))}
+    done, batches = more["success"], more.get("batches", 0)
+    row["requests_per_s"] = (done + more["failed"]) / seconds
+    row["failed_per_s"] = more["failed"] / seconds
+    row["rows_per_s"] = more["rows"] / seconds
+    row["batches_per_s"] = batches / seconds
+    if batches:
+        row["mean_batch"] = more["rows"] / batches
+    if done:
+        for part in ("queue", "input", "infer", "output"):
+            row[f"{part}_seconds"] = more[f"{part}_ns"] / done / 1e9
+        row["compute_seconds"] = row["input_seconds"] + row["infer_seconds"] + row["output_seconds"]
+    looked_up = more.get("cache_hits", 0) + more.get("cache_misses", 0)
+    if looked_up:
+        row["cache_hits"] = more["cache_hits"] / looked_up
+    row["reasons"] = _more(before.get("reasons"), after.get("reasons"))
+    times = _more(before.get("request_times"), after.get("request_times"))
+    return row | percentiles({int(bucket): count for bucket, count in times.items()})
+
+
+def _more(before: Mapping[Any, int] | None, after: Mapping[Any, int] | None) -> dict[Any, int]:
+    """The counts that have grown, and by how much."""
+    old, new = before or {}, after or {}
+    return {key: count - old.get(key, 0) for key, count in new.items() if count > old.get(key, 0)}
+
+
+def percentiles(times: Mapping[int, int]) -> Row:
+    """In seconds, from the counts of a histogram with power-of-two buckets: off by less than a factor of two."""
+    counts = histogram.empty()
+    for bucket, count in times.items():
+        counts[bucket] += count
+    known = any(counts)
+    return {name: histogram.quantile(counts, share) / 1e9 if known else None for name, share in SHARES.items()}
+
+
+# ------------------------------------------------------------------------------------------ instances
+
+
+def _instances(entry: Document, before: Document | None, seconds: float) -> list[Row]:
+    earlier = {(one["name"], one.get("pid")): one for one in (before or {}).get("instances", ())}
+    rows = []
+    for one in entry.get("instances", ()):
+        if one["state"] == "stopped":
+            continue
+        rows.append(_instance(entry, one, earlier.get((one["name"], one.get("pid"))), seconds))
+    return rows
+
+
+def _instance(entry: Document, one: Document, before: Document | None, seconds: float) -> Row:
+    old, new = (before or {}).get("cpu_seconds"), one.get("cpu_seconds")
+    notes = [note for note in ("passive", "quarantined") if one.get(note)]
+    rows = one.get("batch_rows")
+    return {
+        "model": entry["name"],
+        "version": int(entry["version"]) if entry["version"].isdecimal() else None,
+        "instance": one["name"],
+        "state": notes[-1] if notes and one["state"] == "ready" else one["state"],
+        "busy_seconds": one.get("batch_seconds", one.get("busy_seconds")) if rows or one.get("busy_seconds") else None,
+        "slow": bool(one.get("busy_seconds")),
+        "batch_rows": rows,
+        "waiting_rows": one.get("waiting_rows"),
+        "running": one.get("in_flight"),
+        "device": _device(one),
+        "pid": one.get("pid") or None,
+        "cpu": (new - old) / seconds if old is not None and new is not None and new >= old else None,
+        "memory_bytes": one.get("memory_bytes"),
+        "gpu_memory_bytes": one.get("gpu_memory_bytes"),
+        "restarts": one.get("restarts"),
+        "reason": _attempt(one),
+    }
+
+
+def _device(one: Document) -> str | None:
+    if "kind" not in one:
+        return None
+    return f"gpu {one['device']}" if one["kind"] == "KIND_GPU" else "cpu"
+
+
+def _attempt(one: Document) -> str:
+    reason: str = one.get("reason", "")
+    seconds = one.get("retry_seconds")
+    return f"{reason}; next attempt in {seconds:g} s" if seconds else reason

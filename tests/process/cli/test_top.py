@@ -1,0 +1,280 @@
+"""`shmserve top` as its user runs it: on terminals of 80 and 250 columns, and in scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.extras import install_command
+from shmserve.testing import Server
+from tests.support import pages
+from tests.support.launch import identity
+from tests.support.terminal import Terminal
+
+pytestmark = pytest.mark.process
+
+END_S = 60
+SLOW_US = "600000000"
+"""A batch of this model runs until its process is killed."""
+COLOR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
+"""A colour that is not the terminal's default one."""
+DIRECT = re.compile(rb"\x1b\[(?:\d+;)*[34]8;2;")
+"""One of 24 bits."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    identity(root, "mlp", count=2)
+    identity(root, "cnn")
+    identity(root, "stuck", batch=4, delay_us=SLOW_US)
+    options = ("--model-control-mode", "explicit", "--load-model", "*", "--http-roles", "infer,observe,operate")
+    with Server(root, *options, gateway=True) as server:
+        yield server
+
+
+@contextmanager
+def top(server: Server, columns: int, *words: str, **environment: str) -> Iterator[Terminal]:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", *(words or ("--url", server.url))]
+    with Terminal([*command, "--interval", "0.1"], columns, 30, environment) as terminal:
+        yield terminal
+        terminal.press("\x03")
+        assert terminal.ends() == 0
+
+
+def printed(server: Server | None, *words: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", *words]
+    found = {name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE")}
+    if server is not None:
+        found["SHMSERVE_RUNTIME_DIR"] = str(server.runtime_dir)
+    ended = subprocess.run(command, env=found, capture_output=True, text=True, check=False, timeout=END_S)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stderr if code else ended.stdout
+
+
+@pytest.mark.parametrize("columns", [80, 250])
+@pytest.mark.parametrize("color", [True, False])
+def test_the_screen(server: Server, columns: int, color: bool) -> None:
+    """Numbers that are known: a batch that does not end, and what waits behind it."""
+    with server.client() as client, top(server, columns, **({} if color else {"NO_COLOR": "1"})) as terminal:
+        for _ in range(9):
+            client.submit("stuck", {"x": np.ones((2, 3), np.float32)})
+        terminal.wait_for(lambda text: re.search(r"stuck +1 +READY +1/1 +0 .* 8 +1 ", text))
+        assert all(len(line) <= columns for line in terminal.lines)
+        assert re.search(r"cnn +1 +READY +1/1 +0 ", terminal.text)
+        assert "req/s" in terminal.lines[1]
+        assert ("batches formed because" in terminal.text) is (columns == 250)
+        terminal.press("2")
+        terminal.wait_for(lambda text: re.search(r"stuck_0_0 .*ready +\d+(\.\d+)?m?s +2 +4 +1 ", text))
+        terminal.press("3")
+        terminal.wait_for(lambda text: re.search(r" uid:\d+ +lane +9 ", text))
+        terminal.press("1/stuck\r")
+        terminal.wait_for(lambda text: "Models 1/3" in text and "cnn" not in text)
+        terminal.press("\r")
+        terminal.wait_for(lambda text: re.search(r"running +1 ", text) and "stuck_0_0" in text and "Esc back" in text)
+        terminal.press("\x1b")
+        terminal.wait_for("Enter detail")
+        terminal.press("r")
+        terminal.wait_for(lambda text: "Restart model 'stuck' version 1?" in text and "Cancel (n)" in text)
+        terminal.press("n")
+        assert bool(COLOR.search(terminal.raw)) is color
+        assert not DIRECT.search(terminal.raw), "256 colours are enough"
+    restarted(server)
+
+
+def restarted(server: Server) -> None:
+    """Without the batch that does not end."""
+    with server.client() as client:
+        client.unload("stuck", force=True)
+        client.load("stuck")
+
+
+def test_operations_by_key_and_a_terminal_that_is_resized(server: Server) -> None:
+    with top(server, 80) as terminal:
+        terminal.wait_for(lambda text: re.search(r"cnn +1 +READY", text))
+        terminal.press("u")
+        terminal.wait_for(lambda text: "Unload model 'cnn'?" in text and "Cancel (n)" in text)
+        terminal.press("y")
+        terminal.wait_for("unload of model 'cnn' done in")
+        terminal.wait_for(lambda text: re.search(r"cnn +1 +not loaded", text))
+        terminal.resize(250, 40)
+        terminal.wait_for(lambda text: "batches formed because" in text)
+        terminal.press("l")
+        terminal.wait_for(lambda text: "Load model 'cnn'?" in text and "Cancel (n)" in text)
+        terminal.press("y")
+        terminal.wait_for(lambda text: re.search(r"^load of model 'cnn' done in", text, re.MULTILINE))
+        terminal.wait_for(lambda text: re.search(r"cnn +1 +READY", text))
+    with server.client() as client:
+        assert client.ready("cnn")
+
+
+def test_over_http_what_cannot_be_known_is_shown_as_such(server: Server) -> None:
+    url, metrics = f"http://{server.endpoints['http']}", f"http://{server.endpoints['metrics']}"
+    with top(server, 120, "--url", url, "--metrics-url", metrics) as terminal:
+        terminal.wait_for(lambda text: re.search(r"cnn +1 +READY +1/1 +0 ", text))
+        terminal.press("2")
+        terminal.wait_for(lambda text: re.search(r"cnn_0_0 .*ready +n/a +n/a +n/a", text))
+        terminal.press("r")
+        terminal.wait_for("restart is not possible over HTTP")
+        terminal.press("1u")
+        terminal.wait_for(lambda text: "Unload model 'cnn'?" in text and "Cancel (n)" in text)
+        terminal.press("y")
+        terminal.wait_for("unload of model 'cnn' done in")
+        terminal.press("l")
+        terminal.wait_for(lambda text: "Load model 'cnn'?" in text and "Cancel (n)" in text)
+        terminal.press("y")
+        terminal.wait_for(lambda text: re.search(r"^load of model 'cnn' done in", text, re.MULTILINE))
+
+
+def test_the_lane_and_http_tell_the_same(server: Server) -> None:
+    with server.client() as client:
+        for _ in range(5):
+            client.infer("mlp", {"x": np.ones((2, 3), np.float32)})
+    words = ("--json", "--once", "--interval", "0.1")
+    url, metrics = f"http://{server.endpoints['http']}", f"http://{server.endpoints['metrics']}"
+    lane = json.loads(printed(server, *words))
+    zmq = json.loads(printed(None, *words, "--url", server.zmq_url))
+    http = json.loads(printed(None, *words, "--url", url, "--metrics-url", metrics))
+    same = ("model", "version", "state", "instances", "queued", "requests", "failed", "requests_per_s", "batch_sizes")
+    tables = [[{key: row[key] for key in same} for row in found["models"]] for found in (lane, zmq, http)]
+    assert tables[0] == tables[1] == tables[2]
+    assert next(row["requests"] for row in tables[0] if row["model"] == "mlp") >= 5
+    names = [sorted(row["instance"] for row in found["instances"]) for found in (lane, zmq, http)]
+    assert names[0] == names[1] == names[2] == ["cnn_0_0", "mlp_0_0", "mlp_0_1", "stuck_0_0"]
+    assert lane["unknown"] == zmq["unknown"] == []
+    assert {"batch_rows", "pid"} <= set(http["unknown"])
+    assert http["instances"][0]["memory_bytes"] > 1 << 20
+    assert http["server"]["pid"] is not None
+
+
+def test_metrics_that_are_not_there(server: Server) -> None:
+    url = f"http://{server.endpoints['http']}"
+    found = json.loads(printed(None, "--json", "--once", "--interval", "0.1", "--url", url, "--metrics-url", url))
+    assert "p99" in found["unknown"]
+    assert "--metrics-url" in found["notes"][0]
+
+
+def test_a_line_of_json_at_each_refresh(server: Server) -> None:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--json", "--interval", "0.05"]
+    process = subprocess.Popen([*command, "--url", server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=END_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert told == b"shmserve top: interrupted\n"
+    assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
+
+
+def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "m")
+    runtime_dir = tmp_path / "run"
+    with Server(tmp_path / "models", runtime_dir=runtime_dir) as server:
+        command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--url", server.url, "--interval", "0.1"]
+        terminal = Terminal(command, 80, 24, {})
+        with terminal:
+            terminal.wait_for(lambda text: re.search(r"m +1 +READY +1/1 +0 ", text))
+            server.stop()
+            terminal.wait_for("no answer for")
+            assert re.search(r"m +1 +READY", terminal.text)
+            server.start()
+            terminal.wait_for(lambda text: "no answer for" not in text and "READY   up" in text)
+            terminal.press("q")
+            assert terminal.ends() == 0
+
+
+# ------------------------------------------------------------------------------------------ wrong use
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ("", 2, "a live view needs a terminal; --once prints a snapshot, --json a line at each refresh"),
+        ("--once --sort p9", 2, "unknown column 'p9'; did you mean 'p99'?"),
+        ("--once --token-file x", 2, "--metrics-url and --token-file are for --url http://"),
+        ("--once --url http://127.0.0.1:1", 1, "no server at http://127.0.0.1:1"),
+        ("--once --url http://127.0.0.1:1 --token-file /nowhere", 2, "cannot read a token from /nowhere: No such file"),
+        ("--once --url ftp://x", 2, "invalid url 'ftp://x'"),
+    ],
+)
+def test_wrong_use(server: Server, words: str, code: int, text: str) -> None:
+    told = printed(None if "--url" in words else server, *words.split(), code=code)
+    assert told.startswith("shmserve top: ")
+    assert text in told
+    assert told.count("\n") == 1
+
+
+def test_without_textual(server: Server) -> None:
+    """A snapshot does not need it; a live view says how to install it."""
+    missing = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'textual': raise ModuleNotFoundError(name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import importlib.util\n"
+        "known = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'textual' else known(name, *more)\n"
+        "from shmserve.clients.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", missing, "top", "--url", server.url]
+    once = subprocess.run([*command, "--once", "--interval", "0.1"], capture_output=True, text=True, check=False)
+    assert (once.returncode, once.stderr) == (0, "")
+    assert "mlp" in once.stdout
+    with Terminal(command, 200, 10, {}) as terminal:
+        assert terminal.ends() == 1
+        assert "a live view needs the package textual: " in terminal.text
+        assert install_command("top") in terminal.text.replace("\n", "")
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+LIVE = [line for line in pages.commands("top") if not {"--once", "--json"} & set(line.split())]
+PRINTING = [line for line in pages.commands("top") if line not in LIVE]
+
+
+def words_of(line: str, server: Server) -> list[str]:
+    found: list[Any] = line.split()
+    assert found[:2] == ["shmserve", "top"]
+    for at, word in enumerate(found):
+        if word == "http://localhost:8000":
+            found[at : at + 1] = [f"http://{server.endpoints['http']}"]
+            if "--metrics-url" not in found:
+                found += ["--metrics-url", f"http://{server.endpoints['metrics']}"]
+        elif word == "http://localhost:8002/metrics":
+            found[at] = f"http://{server.endpoints['metrics']}/metrics"
+    return found[2:]
+
+
+@pytest.mark.parametrize("line", LIVE)
+def test_live_views_of_the_page(line: str, server: Server) -> None:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", *words_of(line, server)]
+    with Terminal(command, 120, 30, {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}) as terminal:
+        terminal.wait_for("q quit")
+        terminal.wait_for("mlp")
+        terminal.press("q")
+        assert terminal.ends() == 0
+
+
+@pytest.mark.parametrize("line", PRINTING)
+def test_snapshots_of_the_page(line: str, server: Server) -> None:
+    words = words_of(line, server)
+    if "--once" not in words:
+        words.append("--once")
+    assert "mlp" in printed(server, *words)

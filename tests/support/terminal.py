@@ -1,0 +1,107 @@
+"""A program on a terminal of its own: keys go in, and what it draws is a screen that tests can read."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import pyte
+
+PATIENCE_S = 60.0
+_UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=][\d;]*[a-zA-Z]|\x1b\[\?[\d;]*\$p|\x1b_[^\x1b]*\x1b\\")
+"""Sequences that pyte would print: requests for the keyboard's protocol, and whether a mode is known."""
+
+
+class Terminal:
+    """`environment`: variables of the program, beside those of this process that say nothing of its terminal."""
+
+    def __init__(self, command: Sequence[str], columns: int, rows: int, environment: dict[str, str]) -> None:
+        self.screen = pyte.Screen(columns, rows)
+        self.raw = b""
+        """All that it wrote."""
+        self._stream = pyte.ByteStream(self.screen)
+        self._rest = b""
+        self._ours, theirs = os.openpty()
+        _resize(theirs, columns, rows)
+        drop = ("COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM_PROGRAM", "TEXTUAL")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+        variables = inherited | {"TERM": "xterm-256color"} | environment
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables, start_new_session=True
+            )
+        finally:
+            os.close(theirs)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.screen.display)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.split("\n")
+
+    def press(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def resize(self, columns: int, rows: int) -> None:
+        self.screen.resize(rows, columns)
+        _resize(self._ours, columns, rows)
+        self.process.send_signal(signal.SIGWINCH)
+
+    def wait_for(self, wanted: str | Callable[[str], object]) -> str:
+        """Reads until the text is on the screen, or the function accepts it. Returns the screen."""
+        accepts = (lambda text: wanted in text) if isinstance(wanted, str) else wanted
+        end = time.monotonic() + PATIENCE_S
+        while not accepts(self.text):
+            left = end - time.monotonic()
+            ready = left > 0 and select.select([self._ours], [], [], left)[0]
+            assert ready, f"never shown: {wanted}\n{self.text}"
+            assert self._read(), f"it ended, and never showed: {wanted}\n{self.text}"
+        return self.text
+
+    def ends(self) -> int:
+        """Its exit code."""
+        end = time.monotonic() + PATIENCE_S
+        while select.select([self._ours], [], [], max(0.0, end - time.monotonic()))[0] and self._read():
+            continue
+        return self.process.wait(PATIENCE_S)
+
+    def _read(self) -> bytes:
+        try:
+            data = os.read(self._ours, 65536)
+        except OSError:  # EIO: nobody has the other end any more
+            return b""
+        self.raw += data
+        data = self._rest + data
+        cut = data.rfind(b"\x1b")
+        self._rest = data[cut:] if cut >= 0 and len(data) - cut < 24 and not _complete(data[cut:]) else b""
+        self._stream.feed(_UNKNOWN_TO_PYTE.sub(b"", data[: len(data) - len(self._rest)]))
+        return data
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait(PATIENCE_S)
+        os.close(self._ours)
+
+
+def _complete(sequence: bytes) -> bool:
+    return re.match(rb"\x1b(?:\[[<>=?]?[\d;]*[$]?[a-zA-Z@`]|[^\[_])", sequence) is not None
+
+
+def _resize(descriptor: int, columns: int, rows: int) -> None:
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

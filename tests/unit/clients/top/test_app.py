@@ -1,0 +1,415 @@
+"""The live view on a terminal of textual's own: keys, dialogs and sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from shmserve.clients.top.app import TopApp
+from shmserve.clients.top.screens import ConfirmScreen, DetailScreen, HelpScreen, Lines
+from shmserve.clients.top.table_view import TableView
+from shmserve.clients.top.texts import line_text
+from shmserve.errors import ConnectionLost, Denied
+from tests.support.activity_documents import client, counters, document, gpu, instance, model
+
+NEVER_S = 1e6
+"""An interval that does not end in a test: documents are read when the test says so."""
+NAMES = ("alpha", "beta", "gamma", "delta")
+PATIENCE_S = 60.0
+Steps = Callable[[Any], Awaitable[None]]
+
+
+class ScriptedSource:
+    """Each document is 2 s after the last one."""
+
+    where = "unix:///run/lane.sock"
+
+    def __init__(self, *operations: str, names: tuple[str, ...] = NAMES) -> None:
+        self.operations = operations or ("load", "unload", "restart")
+        self.names = names
+        self.error: Exception | None = None
+        self.done: list[tuple[str, str, int | None, str]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.closed = False
+        self.count = 0
+
+    def read(self) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        self.count += 1
+        models = [
+            model(
+                name,
+                counted=counters(self.count * 100 * place),
+                queued=10 - place,
+                instances=[instance(f"{name}_0_{number}", batch_rows=number * place) for number in range(2)],
+            )
+            for place, name in enumerate(self.names)
+        ]
+        failed = model("broken", state="UNAVAILABLE", reason="no such file", instances=[], counters={})
+        return document(2 * self.count, *models, failed, clients=[client(7, "[red]camera")], gpus=[gpu(0)])
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        self.gate.wait()
+        self.done.append((what, model, version, instance))
+        if self.error is not None:
+            raise self.error
+        return ["it is old"] if what == "load" else []
+
+    def close(self) -> None:
+        self.closed = True
+        self.gate.set()
+
+
+class Driver:
+    """An app that is running, and what is on its screen."""
+
+    def __init__(self, app: TopApp, pilot: Pilot[None], source: ScriptedSource) -> None:
+        self.app = app
+        self.pilot = pilot
+        self.source = source
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def read(self) -> None:
+        await self.app.read()
+        await self.pilot.pause()
+
+    async def until(self, accepts: Callable[[], object]) -> None:
+        """The app works through its messages until then, for as long as PATIENCE_S."""
+        end = time.monotonic() + PATIENCE_S
+        while not accepts():
+            assert time.monotonic() < end, f"{self.app.screen} {self.app.focused}\n{self.text}"
+            await self.pilot.pause()
+
+    async def asked(self, question: str) -> None:
+        """The dialog is shown, and its button has the focus."""
+        app = self.app
+        await self.until(lambda: isinstance(app.screen, ConfirmScreen) and app.focused and question in self.text)
+
+    async def decided(self, key: str) -> None:
+        """Presses a key that ends the dialog, and waits until what follows has ended."""
+        await self.press(key)
+        await self.until(lambda: not isinstance(self.app.screen, ConfirmScreen))
+        for worker in [one for one in self.app.workers if one.group == "operations"]:
+            await worker.wait()
+        await self.pilot.pause()
+
+    @property
+    def text(self) -> str:
+        strips = self.app.screen._compositor.render_strips()
+        return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+    @property
+    def table(self) -> TableView:
+        found: TableView = self.app.screen_stack[0].query_one(TableView)
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        return [row["model"] for row in self.table.rows]
+
+    @property
+    def message(self) -> str:
+        screens = [screen for screen in self.app.screen_stack if not isinstance(screen, ConfirmScreen)]
+        return "\n".join(line_text(line) for line in screens[-1].query_one("#message", Lines).lines)
+
+
+def drive(
+    steps: Steps, source: ScriptedSource | None = None, size: tuple[int, int] = (100, 30), **options: Any
+) -> None:
+    made = source or ScriptedSource()
+
+    async def main() -> None:
+        app = TopApp(made, made.read(), NEVER_S, **options)
+        async with app.run_test(size=size) as pilot:
+            driver = Driver(app, pilot, made)
+            await driver.read()
+            await steps(driver)
+
+    asyncio.run(main())
+    assert made.closed
+
+
+@pytest.mark.parametrize("size", [(20, 6), (80, 24), (250, 60)])
+def test_sizes(size: tuple[int, int]) -> None:
+    async def steps(top: Driver) -> None:
+        lines = top.text.split("\n")
+        assert len(lines) <= size[1]
+        assert max(map(len, lines)) <= size[0]
+        if size[0] >= 80:
+            assert "test 1.2.3   READY" in lines[0]
+            assert "alpha" in top.text
+            assert "q quit" in " ".join(lines[-1].split())
+        for key in "1234":
+            await top.press(key)
+            assert max(map(len, top.text.split("\n"))) <= size[0]
+        await top.press("1", "enter")
+        await top.until(lambda: isinstance(top.app.screen, DetailScreen))
+        await top.press("u")
+        await top.asked("Unload model")
+
+    drive(steps, size=size)
+
+
+def test_tables_and_what_they_show() -> None:
+    async def steps(top: Driver) -> None:
+        assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
+        await top.press("2")
+        assert "alpha_0_1" in top.text
+        await top.press("tab")
+        assert "[red]camera" in top.text, "no markup"
+        await top.press("tab")
+        assert "Stand-in" in top.text
+        await top.press("tab")
+        assert top.table.table.name == "models"
+        await top.press("shift+tab")
+        assert top.table.table.name == "gpus"
+
+    drive(steps)
+
+
+def test_a_terminal_that_is_resized() -> None:
+    async def steps(top: Driver) -> None:
+        assert "batches formed because" not in top.text
+        await top.pilot.resize_terminal(250, 30)
+        await top.pilot.pause()
+        assert "batches formed because" in top.text
+        await top.pilot.resize_terminal(60, 30)
+        await top.pilot.pause()
+        assert "p99" in top.text
+        assert max(map(len, top.text.split("\n"))) <= 60
+
+    drive(steps)
+
+
+def test_sorting_by_keys() -> None:
+    async def steps(top: Driver) -> None:
+        columns = [column.key for column in top.table.layout_of_columns.columns]
+        for _ in range(columns.index("queued")):
+            await top.press("greater_than_sign")
+        assert top.names[:4] == ["alpha", "beta", "gamma", "delta"]
+        await top.press("R")
+        assert top.names[:4] == ["broken", "delta", "gamma", "beta"]
+        assert "by queue, reversed" in top.text
+        for _ in range(columns.index("queued")):
+            await top.press("less_than_sign")
+        assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
+        await top.press("less_than_sign")
+        assert top.names == top.names, "the last column comes before the first"
+
+    drive(steps)
+
+
+def test_the_cursor_stays_at_its_row() -> None:
+    async def steps(top: Driver) -> None:
+        await top.press("down", "j")
+        assert top.table.selected is not None
+        assert top.table.selected["model"] == "broken"
+        assert "broken 1: no such file" in top.message
+        top.source.names = ("zeta", "alpha", "another", "beta", "between")
+        await top.read()
+        assert top.table.selected["model"] == "broken"
+        await top.press("end")
+        assert top.table.selected["model"] == "zeta"
+        top.source.names = ("alpha",)
+        await top.read()
+        assert top.table.selected["model"] == "broken", "the row is gone: the last one"
+        await top.press("home", "up")
+        assert top.table.selected["model"] == "alpha"
+
+    drive(steps)
+
+
+def test_a_long_table_scrolls_with_the_cursor() -> None:
+    source = ScriptedSource(names=tuple(f"model-{number:03}" for number in range(100)))
+
+    async def steps(top: Driver) -> None:
+        assert "model-099" not in top.text
+        await top.press("end")
+        assert "model-099" in top.text
+        assert "model-000" not in top.text
+        assert "req/s" in top.text.split("model-0")[0], "the heading stays"
+        await top.press("pageup")
+        assert top.table.cursor == 100 - (top.table.size.height - 2)
+        await top.press("home")
+        assert "model-000" in top.text
+
+    drive(steps, source)
+
+
+def test_the_filter() -> None:
+    async def steps(top: Driver) -> None:
+        await top.press("slash", *"eta")
+        assert top.names == ["beta"]
+        assert "Models 1/5" in top.text
+        await top.press("q", "u")
+        assert top.names == [], "letters are words here, not keys"
+        assert "no models with 'etaqu'; Esc shows all" in top.text
+        await top.press("backspace", "backspace", "enter")
+        await top.press("2")
+        assert {row["instance"] for row in top.table.rows} == {"beta_0_0", "beta_0_1"}
+        await top.press("escape")
+        assert len(top.table.rows) == 8
+
+    drive(steps)
+
+
+def test_one_model() -> None:
+    async def steps(top: Driver) -> None:
+        await top.press("down", "enter")
+        await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "beta  version 1" in top.text)
+        assert "50.0" in top.text
+        assert "beta_0_1" in top.text
+        assert "alpha" not in top.text
+        await top.press("slash", "2", "tab")  # keys of the overview
+        assert isinstance(top.app.screen, DetailScreen)
+        top.source.names = ("alpha",)
+        await top.read()
+        assert "beta is not listed by the server any more" in top.text
+        await top.press("escape")
+        await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
+        assert top.names == ["alpha", "broken"]
+
+    drive(steps)
+
+
+def test_operations_after_a_confirmation() -> None:
+    async def steps(top: Driver) -> None:
+        for key in ("n", "escape", "enter"):  # the focus is on Cancel
+            await top.press("u")
+            await top.asked("Unload model 'alpha'?")
+            await top.decided(key)
+        assert top.source.done == []
+        top.source.gate.clear()
+        await top.press("u")
+        await top.asked("Unload model 'alpha'?")
+        await top.press("y")
+        await top.until(lambda: "unloading model 'alpha'" in top.message)
+        top.source.gate.set()
+        await top.until(lambda: "unload of model 'alpha' done" in top.message)
+        await top.press("l")
+        await top.asked("Load model 'alpha'?")
+        await top.press("tab")
+        await top.decided("enter")
+        assert "warning: it is old" in top.message
+        await top.press("r")
+        await top.asked("Restart model 'alpha' version 1?")
+        await top.decided("y")
+        await top.press("2", "down", "down", "r")
+        await top.asked("Restart instance 'beta_0_0' of model 'beta'?")
+        await top.decided("y")
+        await top.press("1", "end", "enter")
+        await top.until(lambda: isinstance(top.app.screen, DetailScreen))
+        await top.press("r")
+        await top.asked("Restart model 'gamma' version 1?")
+        await top.decided("y")
+        assert "restart of model 'gamma' version 1 done" in top.message
+        assert top.source.done == [
+            ("unload", "alpha", None, ""),
+            ("load", "alpha", None, ""),
+            ("restart", "alpha", 1, ""),
+            ("restart", "beta", 1, "beta_0_0"),
+            ("restart", "gamma", 1, ""),
+        ]
+
+    drive(steps)
+
+
+def test_operations_that_are_not_possible() -> None:
+    async def steps(top: Driver) -> None:
+        await top.press("r")
+        assert "restart is not possible over HTTP" in top.message
+        await top.press("3", "u")
+        assert "select a model or an instance first" in top.message
+        await top.press("1", "u")
+        await top.asked("Unload model 'alpha'?")
+        top.source.error = Denied("'unload' needs the role operate\n\x1b[2J")
+        await top.decided("y")
+        assert "unload of model 'alpha' failed: 'unload' needs the role operate \\x1b[2J" in top.message
+        await top.press("escape")
+        assert top.message == ""
+
+    drive(steps, ScriptedSource("load", "unload"))
+
+
+def test_a_server_that_does_not_answer() -> None:
+    async def steps(top: Driver) -> None:
+        top.source.error = ConnectionLost("no server at unix:///run/lane.sock")
+        await top.read()
+        assert "no answer for 0 s: no server at unix:///run/lane.sock" in top.text
+        assert "alpha" in top.text, "the last values stay"
+        top.source.error = None
+        await top.read()
+        assert "no answer" not in top.text
+
+    drive(steps)
+
+
+def test_the_interval_and_pauses() -> None:
+    async def steps(top: Driver) -> None:
+        count = top.source.count
+        await top.press("space")
+        assert "paused" in top.text
+        top.app.interval = 2.0
+        await top.press("plus")
+        assert top.app.interval == 5.0
+        await top.press("minus", "minus", "minus", "minus", "minus")
+        assert top.app.interval == 0.5
+        await top.press("full_stop")
+        await top.until(lambda: top.source.count > count)
+        await top.press("space")
+        assert "every 0.5 s" in top.text
+
+    drive(steps)
+
+
+def test_help() -> None:
+    async def steps(top: Driver) -> None:
+        await top.press("question_mark")
+        await top.until(lambda: isinstance(top.app.screen, HelpScreen) and "99th percentile" in top.text)
+        assert "reverse the order" in top.text
+        await top.press("escape")
+        await top.until(lambda: not isinstance(top.app.screen, HelpScreen))
+
+    drive(steps, size=(100, 60))
+
+
+def test_what_is_shown_at_first() -> None:
+    async def steps(top: Driver) -> None:
+        assert [row["instance"] for row in top.table.rows] == ["beta_0_1", "beta_0_0"]
+
+    drive(steps, table="instances", sort_key="batch_rows", filter_text="beta")
+
+
+def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is selected can still be seen."""
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def steps(top: Driver) -> None:
+        colors = set()
+        reversed_texts = []
+        for y in range(top.app.size.height):
+            for segment in top.app.screen._compositor.render_strips()[y]:
+                style = segment.style
+                filtered = top.app.get_line_filters()
+                for one in filtered:
+                    (segment,) = one.apply([segment], top.app.screen.background_colors[0])
+                style = segment.style
+                if style is not None:
+                    colors |= {color.name for color in (style.color, style.bgcolor) if color is not None}
+                    if style.reverse:
+                        reversed_texts.append(segment.text.strip())
+        assert colors <= {"default"}
+        assert {"1 Models 5", "model", "alpha"} <= set(reversed_texts)
+
+    drive(steps)
