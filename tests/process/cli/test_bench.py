@@ -247,12 +247,12 @@ def _kept(point: record.Point) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_larger_than_any_window(kind: str, place: Place) -> None:
-    """Over gRPC, 1.2 MB need many frames, and windows that the server opens again. Over ipc as frames: named segments
+    """Over gRPC, 800 KB need many frames, and windows that the server opens again. Over ipc as frames: named segments
     of the worker would stay until the server ends.
     """
     endpoint = replace(place.endpoints[kind], memory="frames" if kind == "ipc" else None)
     plan = Plan(model="wide", endpoint=endpoint, loads=(Closed(2),), settings=QUICK)
-    point = one_point(replace(plan, inputs=Inputs(shapes=("i_FP32=1,300000",), distinct=2)))
+    point = one_point(replace(plan, inputs=Inputs(shapes=("i_FP32=1,200000",), distinct=2)))
     assert not point.errors
     assert point.latency.count >= 3
 
