@@ -15,6 +15,10 @@ from tests.support.hypothesis_profiles import load_profile
 # Read when onnxruntime is imported: without it the engine keeps a database and an uploading thread in this process.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
+# What commands print is compared with text without colours.
+for variable in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
+    os.environ.pop(variable, None)
+
 # A job that a shell starts in the background ignores SIGINT, and so would every server that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
