@@ -16,12 +16,12 @@ from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.predict import Prediction
 from shmserve.clients.tune.space import Candidate, TunedModel
 
-FACTOR = 1.15
+FACTOR = 1.08
 """Step up or down while only one side is known. Each step is larger than the last by this factor."""
 PRECISION = 1.04
 ROUNDS = 7
 RATE_ROUNDS = 3
-HOPELESS = 0.9
+HOPELESS = 0.97
 """A candidate is given up when it fails at this share of the best rate that another one holds."""
 GIVE_UP = 10
 """A measurement ends early when requests wait for this many times the latency target."""

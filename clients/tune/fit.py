@@ -19,7 +19,8 @@ from shmserve.sim.service import Measured
 AFFINE_ERROR = 0.10
 """Largest relative error up to which the affine function is used instead of the measured times."""
 QUANTILES = 200
-USUAL = 0.95
+IN_FLIGHT = 3
+"""Batches per instance that are in flight in a measurement: one runs, one waits at the worker, one is on its way."""
 
 Pair = tuple[int, int]
 """Instances and threads."""
@@ -40,9 +41,8 @@ class Sample(Struct, frozen=True):
 
 
 class Spread(Struct, frozen=True):
-    """How single times differ from the mean: factors, whose mean is 1, and pauses in ns, whose mean is 0. Most
-    variation grows with the time; pauses of the machine do not, and as factors of large batches they would be far too
-    long."""
+    """How single times differ from the mean: factors, whose mean is 1, for what grows with the time, and pauses in ns,
+    whose mean is 0, for what does not, such as those of the machine."""
 
     factors: tuple[float, ...] = (1.0,)
     pauses: tuple[float, ...] = ()
@@ -144,13 +144,25 @@ def _scaled(pair: Pair, samples: Sequence[Sample], base: Fit) -> Fit:
     return Fit(pair, curve.batch_ns, curve.row_ns, 0.0, base.error, curve.affine, entries, scaled=True)
 
 
-def spread_of(latencies: Sequence[float], overhead_ns: float) -> Spread:
-    """From the latencies of lone requests in ns. `overhead_ns` is the part of each that is not service. What a time
-    exceeds the USUAL quantile by is a pause."""
-    times = np.maximum(np.array(latencies, dtype=float) - overhead_ns, 0.0)
-    if len(times) < 2 or not times.mean():
+def spread_of(lone: Sequence[float], overhead_ns: float, full: Sequence[float] = (), ratio: float = 1.0) -> Spread:
+    """From the latencies in ns of lone requests, and of requests in full batches that take `ratio` times as long.
+    `overhead_ns` is the part of a lone latency that is not service. Whether the variation grows with the time is seen
+    from the two: the latency in full batches is the time of IN_FLIGHT of them."""
+    times = np.maximum(np.array(lone, dtype=float) - overhead_ns, 0.0)
+    mean = times.mean() if len(times) else 0.0
+    if len(times) < 2 or not mean:
         return Spread()
-    quantiles = np.quantile(times, (np.arange(QUANTILES) + 0.5) / QUANTILES, method="inverted_cdf")
-    usual = np.minimum(quantiles, np.quantile(times, USUAL, method="inverted_cdf"))
-    pauses = quantiles - usual
-    return Spread(tuple(map(float, usual / usual.mean())), tuple(map(float, pauses - pauses.mean())))
+    apart = np.quantile(times, (np.arange(QUANTILES) + 0.5) / QUANTILES, method="inverted_cdf")
+    apart -= apart.mean()
+    growing = 0.0
+    if len(full) > 1 and ratio > 1 and _range(times):
+        growing = min(max((_range(full) / IN_FLIGHT**0.5 / _range(times) - 1) / (ratio - 1), 0.0), 1.0)
+    usual = np.minimum(apart, np.quantile(apart, 0.95, method="inverted_cdf"))  # the rest cannot be told from pauses
+    usual -= usual.mean()
+    factors, pauses = 1 + growing * usual / mean, apart - growing * usual
+    return Spread(tuple(map(float, np.maximum(factors, 0.0))), tuple(map(float, pauses)))
+
+
+def _range(values: Sequence[float] | np.ndarray) -> float:
+    low, high = np.quantile(np.asarray(values, dtype=float), (0.05, 0.95))
+    return float(high - low)

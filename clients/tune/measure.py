@@ -12,13 +12,11 @@ from statistics import median
 from msgspec import Struct, field
 
 from shmserve.clients.tune.bench import Bench, Observation
-from shmserve.clients.tune.fit import Pair, Sample
+from shmserve.clients.tune.fit import IN_FLIGHT, Pair, Sample
 from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.space import Candidate, TunedModel
 from shmserve.errors import ModelFailed
 
-IN_FLIGHT = 3
-"""Batches per instance that are in flight: one runs, one waits at the worker, one is on its way."""
 GAIN = 1.05
 """Factor by which more instances must raise the throughput for still more to be tried."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -32,6 +30,8 @@ class Times(Struct):
     samples: list[Sample] = []
     lone: Observation | None = None
     """One caller and the smallest batch."""
+    full: Observation | None = None
+    """Batches of the largest size, with all instances busy."""
     first: Pair = (1, 0)
     memory: dict[Pair, int] = {}
     highest: dict[Pair, float] = {}
@@ -128,6 +128,9 @@ class Measurement:
             rows = found.mean_batch
             batch_ns = workers * rows / goal.rows / found.per_s * 1e9
             rounds.setdefault((size, length), []).append((rows, batch_ns))
+            full = self.times.full
+            if pair == self.times.first and (full is None or rows >= full.mean_batch):
+                self.times.full = found
             shortest = min(shortest, batch_ns)
         return shortest <= goal.p99_ns
 

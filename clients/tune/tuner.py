@@ -116,7 +116,10 @@ class Tuner:
         service = first.ns(goal.rows, goal.typical_length)
         overhead = max(0.0, times.lone.p50_ns - service)
         outcome.link_ns = round(min(max((overhead - 2 * TURN_NS) / 4, LINK_NS[0]), LINK_NS[1]))
-        outcome.spread = spread_of(times.lone.latencies, overhead)
+        full = times.full
+        rows = max(goal.rows, round(full.mean_batch)) if full is not None else goal.rows
+        ratio = first.ns(rows, goal.typical_length) / service
+        outcome.spread = spread_of(times.lone.latencies, overhead, full.latencies if full is not None else (), ratio)
 
     def _calibrate(self) -> None:
         """Measures the present setting. If it holds less than predicted, although its instances are idle then, the cost

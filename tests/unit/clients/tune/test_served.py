@@ -49,11 +49,11 @@ def test_the_search_for_the_highest_rate() -> None:
     none = confirmed(Candidate(1, 1, 8), point(1000, 30, False))
     assert none.next_rate() < 1000
     assert none.rate == 0
-    # From a prediction that is wrong by a factor of 2, the limit is bracketed after four measurements.
+    # From a prediction that is wrong by a factor of 2, the limit is bracketed after five measurements.
     while not none.rate:
         rate = none.next_rate()
         none.points.append(point(rate, 10, rate < 500))
-    assert len(none.points) == 4
+    assert len(none.points) == 5
     # The majority of the measurements of a rate counts.
     shaky = confirmed(Candidate(1, 1, 8), point(500, 10, True), point(500, 30, False), point(500, 12, True))
     assert shaky.holds_at(500)

@@ -118,18 +118,19 @@ def test_a_fit_with_lengths() -> None:
 
 
 def test_the_spread_keeps_the_mean() -> None:
-    # A tenth of the times is five times as long: that is usual. One in a hundred is a pause of the machine.
-    spread = spread_of([2.0 * MS] * 89 + [6.0 * MS] * 10 + [56.0 * MS], 1.0 * MS)
-    assert sum(spread.factors) / len(spread.factors) == pytest.approx(1)
-    assert max(spread.factors) / min(spread.factors) == pytest.approx(5)
-    assert sum(spread.pauses) == pytest.approx(0, abs=1)
-    assert max(spread.pauses) - min(spread.pauses) == pytest.approx(50 * MS, rel=0.01)
+    # 2 ms for a row, of which a tenth pauses for 5 ms; 20 ms for a full batch, three of which are a latency.
+    lone = [3.0 * MS] * 9 + [8.0 * MS]
+    for full, grows in (([55.0 * MS, 65.0 * MS] * 5, False), ([20.0 * MS] * 9 + [120.0 * MS], True)):
+        spread = spread_of(lone * 10, 1.0 * MS, full * 10, 10.0)
+        assert sum(spread.factors) / len(spread.factors) == pytest.approx(1)
+        assert sum(spread.pauses) == pytest.approx(0, abs=1)
+        service = fit([Sample(1, 0, 1, 2.5 * MS), Sample(1, 0, 10, 25 * MS)])[1, 0].service(spread)
+        drawn = [service.ns(10, Random(seed)) for seed in range(2000)]
+        assert sum(drawn) / len(drawn) == pytest.approx(25 * MS, rel=0.1)
+        assert (max(drawn) > 60 * MS) == grows
+        assert (max(drawn) < 35 * MS) == (not grows)
+        assert max(service.ns(1, Random(seed)) for seed in range(200)) == pytest.approx(7 * MS, rel=0.01)
     assert spread_of([], 0.0) == Spread()
-    # For a batch that takes ten times as long, the pause is as long as before.
-    service = fit([Sample(1, 0, 1, 2 * MS), Sample(1, 0, 10, 20 * MS)])[1, 0].service(spread)
-    drawn = [service.ns(10, Random(seed)) for seed in range(3000)]
-    assert sum(drawn) / len(drawn) == pytest.approx(20 * MS, rel=0.1)
-    assert 60 * MS < max(drawn) < 150 * MS
 
 
 def test_the_shortlist_differs_in_more_than_the_delay() -> None:
