@@ -23,8 +23,9 @@ from shmserve.errors import InvalidRequest, ModelFailed
 
 WORST = 0.75
 """Candidates with a lower predicted rate, as a share of the best, are not confirmed."""
-EQUAL = 1.02
-"""Measured rates that differ by less are equal: the setting with the higher predicted rate is chosen."""
+EQUAL = 1.03
+"""Measured rates that differ by less are equal: the setting with the fewest instances is chosen, then the one with the
+higher predicted rate."""
 CURVE = (0.3, 0.5, 0.7, 0.85)
 """Points of the predicted curve, as shares of the highest rate, besides the measured rates."""
 CLOSE = 0.05
@@ -204,5 +205,9 @@ def choose(outcome: Outcome) -> Candidate | None:
     elif any(each.rate for each in tried):
         best = max(each.rate for each in tried)
         equal = [each for each in tried if each.rate * EQUAL >= best]
-        return max(equal, key=lambda each: each.predicted.rate if each.predicted is not None else 0.0).candidate
+        return min(equal, key=_simplest).candidate
     return outcome.ranked[0].candidate if outcome.ranked else None
+
+
+def _simplest(each: Confirmed) -> tuple[float, ...]:
+    return each.candidate.instances, -(each.predicted.rate if each.predicted is not None else 0.0)
