@@ -166,7 +166,7 @@ class ServerProcess:
             runtime_dir=settings.runtime_dir,
             arena_bytes=settings.broker_arena_bytes,
             access=setting.access(settings),
-            workers=_worker_settings(settings, gpus.uuids(), self._gpu_metrics.used_by, busy_poll_ns),
+            workers=_worker_settings(settings, gpus.uuids(), self._gpu_metrics.used_by, busy_poll_ns, self._load_nice),
             metrics=setting.metrics(settings),
             mode=self._mode,
             overrides_dir=settings.runtime_dir / GENERATIONS,
@@ -320,6 +320,10 @@ class ServerProcess:
         self._code = code
         self._stop("the gateway did not start")
 
+    def _load_nice(self) -> int:
+        """At start, the models are loaded as fast as possible: the server is not ready before."""
+        return 0 if "models" in self._waits_for else int(self._settings.load_nice)
+
     def _has_come(self, what: str) -> None:
         self._waits_for.discard(what)
         if self._waits_for or self._stopping:
@@ -356,7 +360,11 @@ class ServerProcess:
 
 
 def _worker_settings(
-    settings: argparse.Namespace, gpus: Mapping[int, str], used_on_gpu: Callable[[int], int], busy_poll_ns: int
+    settings: argparse.Namespace,
+    gpus: Mapping[int, str],
+    used_on_gpu: Callable[[int], int],
+    busy_poll_ns: int,
+    load_nice: Callable[[], int],
 ) -> WorkerSettings:
     return WorkerSettings(
         settings.prepared_process,
@@ -365,7 +373,7 @@ def _worker_settings(
         gpus,
         used_on_gpu,
         busy_poll_ns,
-        settings.load_nice,
+        load_nice,
     )
 
 

@@ -99,8 +99,8 @@ FLAGS = (
     Flag("crash-limit", "whole", INSTANCES, "consecutive crashes, without a completed batch in between, after which an "
          "instance is given up; it is quarantined if other instances complete batches meanwhile; a model's parameter "
          "crash_limit takes precedence; 0: never", 3, "N"),
-    Flag("load-nice", "whole", LOADING, "how much a worker lowers its priority (nice value) while it loads, so that "
-         "requests to other models take precedence; at most 19; 0: not at all", 10, "N"),
+    Flag("load-nice", "whole", LOADING, "how much a worker lowers its priority (nice value) while it loads, once the "
+         "server is ready, so that requests take precedence; at most 19; 0: not at all", 5, "N"),
     Flag("load-limit-secs", "seconds", LOADING, "kill a worker that takes longer than this to load; the load fails; 0: "
          "no limit", 1800.0, "S"),
     Flag("prepared-process", "boolean", INSTANCES, "fork workers from a process that has the common imports loaded; "

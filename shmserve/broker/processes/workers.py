@@ -62,8 +62,8 @@ class WorkerSettings(Struct, frozen=True):
     """GPU memory of a process in bytes, 0 if unknown."""
     busy_poll_ns: int = 0
     """Longest time for which a worker polls for orders before it sleeps."""
-    load_nice: int = 0
-    """How much a worker lowers its priority while it loads."""
+    load_nice: Callable[[], int] = lambda: 0
+    """How much a worker that starts now lowers its priority while it loads."""
 
 
 class Worker(Struct, eq=False):
@@ -139,7 +139,7 @@ class Workers:
         output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._settings.log_rate)
         group = self._memory.group(peer, terms.memory)
         words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
-        words += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(self._settings.load_nice)]
+        words += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(self._settings.load_nice())]
         link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         ends = (theirs.detach(), output.write_end)
         limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0

@@ -145,14 +145,18 @@ instance_group [ { count: 1 kind: KIND_CPU } ]
 
 @pytest.mark.parametrize("prepared", ["true", "false"])
 def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: Path, prepared: str) -> None:
-    write_model(tmp_path / "models", "look", CONFIG, MODEL)
-    options = ("--load-nice", str(LOWERED), "--prepared-process", prepared)
+    """Those of the start load with the server's priority."""
+    for name in ("first", "later"):
+        write_model(tmp_path / "models", name, CONFIG, MODEL)
+    options = ("--load-nice", str(LOWERED), "--prepared-process", prepared, "--model-control-mode", "explicit")
     with (
-        Launched(tmp_path / "models", tmp_path / "run", *options) as server,
+        Launched(tmp_path / "models", tmp_path / "run", *options, "--load-model", "first") as server,
         shmserve.Client(f"unix://{server.lane}") as client,
     ):
+        client.load("later")
         normal = os.getpriority(os.PRIO_PROCESS, server.process.pid)
-        found: Any = client.infer("look", {"x": np.zeros(1, np.float32)}, timeout=60)["y"][0]
-        loading, now = json.loads(found)
-    assert now == [normal] * 2
-    assert loading == (min(normal + LOWERED, HIGHEST_NICE) if may_restore() else normal)
+        x = {"x": np.zeros(1, np.float32)}
+        found: list[Any] = [json.loads(client.infer(name, x, timeout=60)["y"][0]) for name in ("first", "later")]
+    assert found[0] == [normal, [normal] * 2]
+    lowered = min(normal + LOWERED, HIGHEST_NICE) if may_restore() else normal
+    assert found[1] == [lowered, [normal] * 2]
