@@ -116,7 +116,7 @@ MODELS = Table(
         Column("requests", "requests", "count", 21, "requests answered since the version was loaded"),
         Column("failed", "failed", "count", 22, "requests failed since the version was loaded"),
         Column("restarts", "restarts", "count", 25, "restarts of its instances"),
-        Column("reason", "reason", "text", 26, "why it is not, or not fully, served", 24),
+        Column("reason", "reason", "text", 26, "why it is not, or not fully, served", 16),
     ),
 )
 INSTANCES = Table(

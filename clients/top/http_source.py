@@ -112,7 +112,10 @@ class HttpSource:
             metrics = self._metrics.text("GET", self._metrics_path)
         except ServeError as error:
             notes = [f"no metrics from {self._metrics_url} ({error}): select them by --metrics-url"]
-        document = document_of(name, ready, index, statistics, metrics)
+        try:
+            document = document_of(name, ready, index, statistics, metrics)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Internal(f"the answers of {self.where} do not have the form of KServe v2: {error!r}") from error
         document["notes"] = notes
         return document
 

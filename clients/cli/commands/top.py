@@ -26,6 +26,10 @@ def top(args: argparse.Namespace) -> int:
     if live:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise Misuse("a live view needs a terminal; --once prints a snapshot, --json a line at each refresh")
+        if os.environ.get("TERM", "dumb") == "dumb":
+            raise Misuse(
+                "a live view needs a terminal that can move its cursor, and TERM says that this one cannot; use --once"
+            )
         if importlib.util.find_spec("textual") is None:
             raise Failed(
                 f"a live view needs the package textual: {install_command('top')}; --once and --json work without it"

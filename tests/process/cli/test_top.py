@@ -243,6 +243,13 @@ def test_without_textual(server: Server) -> None:
         assert install_command("top") in terminal.text.replace("\n", "")
 
 
+def test_a_terminal_that_can_only_print(server: Server) -> None:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--url", server.url]
+    with Terminal(command, 200, 10, {"TERM": "dumb"}) as terminal:
+        assert terminal.ends() == 2
+        assert "TERM says that this one cannot; use --once" in terminal.text
+
+
 # ------------------------------------------------------------------------------------------ the page
 
 LIVE = [line for line in pages.commands("top") if not {"--once", "--json"} & set(line.split())]

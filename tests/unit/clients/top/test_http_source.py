@@ -206,6 +206,21 @@ def test_errors_of_the_server(status: int, text: str, error: type[Exception], wo
         made.read()
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("_v2_models_stats", '{"model_stats": [{"name": "m"}]}'),
+        ("_v2_models_stats", '{"model_stats": 5}'),
+        ("_v2_repository_index", "[7]"),
+        ("_metrics", 'shmserve_request_duration_seconds_bucket{model="m",version="1"} 5'),
+    ],
+)
+def test_answers_of_another_form(path: str, text: str) -> None:
+    words = "do not have the form of KServe v2"
+    with serving(**{path: (200, text)}) as (url, _), source(url, url) as made, pytest.raises(Internal, match=words):
+        made.read()
+
+
 def test_a_server_that_went_away_and_came_back() -> None:
     with serving() as (url, handler):
         made = HttpSource(url, url)
