@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.cli.commands.base import LEVELS, complain, connected, next_step, print_text, screen_of
-from shmserve.errors import ConnectionLost, DeadlineExceeded
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Unavailable
 from shmserve.terminal.console import BAD, FAINT, WARN, Screen
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.tables import visible
@@ -87,7 +87,7 @@ def _follow(args: argparse.Namespace, reader: _Reader, screen: Screen) -> None:
             for record in reader.new():
                 _print(args, record, screen)
             away = False
-        except (ConnectionLost, DeadlineExceeded) as error:
+        except (ConnectionLost, DeadlineExceeded, Unavailable) as error:
             if not away:
                 complain(args, f"{error}; waiting for the server")
             away = True

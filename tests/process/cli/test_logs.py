@@ -31,6 +31,16 @@ output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
 TALKS = python_model('os.write(1, b"heard %d\\n" % int(x[0])); return self.respond(x)')
 
 
+BRIEF = """
+import sys
+from shmserve.clients.cli.commands import base
+from shmserve.clients.cli.main import main
+base.CONNECT_S = 0.2
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, but for how long it waits for a server to come back before it says so."""
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
@@ -53,7 +63,7 @@ def say(server: Server, number: int) -> None:
 
 
 def command(server: Server, *words: str) -> list[str]:
-    return [sys.executable, "-m", "shmserve.clients.cli.main", "logs", "--runtime-dir", str(server.runtime_dir), *words]
+    return [sys.executable, "-c", BRIEF, "logs", "--runtime-dir", str(server.runtime_dir), *words]
 
 
 def read_until(stream: IO[str], text: str) -> list[str]:
