@@ -75,28 +75,26 @@ class LoadRun:
 
     async def run(self, may_grow: bool) -> Point | None:
         """None if the generator is the limit in the warm-up: the load shall be repeated with more processes, if it
-        `may_grow`.
+        `may_grow`. After an exception the load goes on until the generators stop.
         """
         generators, settings = self._generators, self._plan.settings
         self._rows = (await generators.ensure(self._processes)).rows
         generators.on_samples = self._collector.add
         self._start = start = generators.begin(self._load, self._processes, time.monotonic_ns())
+        await self._wait(start, "warm-up", complete=True)
+        before = dict(self._collector.used)
+        await self._wait(start + settings.warmup_ns, "warm-up")
+        if may_grow and max(_cores(before, self._collector.used)) > BUSY:
+            await generators.end(OVERLOADED_S)
+            return None
+        await self._boundary(time.monotonic_ns())
         found = Stability(False, 0, "")
-        try:
-            await self._wait(start, "warm-up", complete=True)
-            before = dict(self._collector.used)
-            await self._wait(start + settings.warmup_ns, "warm-up")
-            if may_grow and max(_cores(before, self._collector.used)) > BUSY:
-                return None
-            await self._boundary(time.monotonic_ns())
-            while len(self._windows) < settings.max_windows:
-                await self._window()
-                found = stability(self._windows, settings, isinstance(self._load, Closed))
-                if found.stable or self._is_hopeless():
-                    break
-        finally:
-            overloaded = bool(self._windows and self._behind(self._windows))
-            unanswered = await generators.end(OVERLOADED_S if overloaded else DRAIN_S)
+        while len(self._windows) < settings.max_windows:
+            await self._window()
+            found = stability(self._windows, settings, isinstance(self._load, Closed))
+            if found.stable or self._is_hopeless():
+                break
+        unanswered = await generators.end(OVERLOADED_S if self._behind(self._windows) else DRAIN_S)
         return self._result(found, unanswered)
 
     async def _window(self) -> None:

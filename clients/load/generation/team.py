@@ -56,16 +56,17 @@ class _Process:
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
-        while True:
-            try:
+        try:
+            while True:
                 news = await read_news(self._reader)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                await self._answers.put(Broken("INTERNAL", "a generator process has ended unexpectedly"))
-                return
-            if isinstance(news, Samples):
-                self._team.on_samples(self.index, news)
-            else:
-                await self._answers.put(news)
+                if isinstance(news, Samples):
+                    self._team.on_samples(self.index, news)
+                else:
+                    self._answers.put_nowait(news)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:  # also if an interrupt ends this task: nobody may wait for an answer that cannot come
+            self._answers.put_nowait(Broken("INTERNAL", "a generator process has ended unexpectedly"))
 
     def order(self, order: Prepare | Begin | End) -> None:
         write(self._writer, order)
