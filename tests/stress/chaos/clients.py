@@ -248,8 +248,9 @@ class _Alone:
         return answer
 
 
-def alone(path: str, seed: int, models: Sequence[str], allowed: Allowed) -> Handler:
+def alone(link: str, path: str, seed: int, models: Sequence[str], allowed: Allowed) -> Handler:
     """One request at a time, with a rest now and then so that others get a turn. `over leases` counts the ways."""
+    assert link == "lane", "only a lane has leases"
     roll = random.Random(seed)
 
     def ask(asker: _Alone, counts: Counter[str], ways: Counter[str]) -> str:
@@ -259,6 +260,7 @@ def alone(path: str, seed: int, models: Sequence[str], allowed: Allowed) -> Hand
             counts["right"] += 1
             return "" if answer.outputs[0].data == content else f"{model}: other bytes than were sent"
         counts[answer.code] += 1
+        Event().wait(PAUSE_S)  # the model may be loading
         return "" if permitted(allowed, answer.code, f"{model}: {answer.text}") else f"{answer.code}: {answer.text}"
 
     def handle(seconds: float) -> Answer:
