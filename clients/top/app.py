@@ -25,8 +25,8 @@ from shmserve.errors import ServeError
 from shmserve.terminal.tables import visible
 
 INTERVALS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-FIRST_S = 0.5
-"""The first rates are shown after this time."""
+FIRST = 0.25
+"""The first rates are shown after this part of the interval."""
 SLOW_S = 1.0
 """A read that takes longer is reported while it lasts."""
 KEYS = (
@@ -148,7 +148,7 @@ class TopApp(App[None]):
     # -------------------------------------------------------------------------------------- reading
 
     async def _run(self) -> None:
-        pause = min(FIRST_S, self.interval)
+        pause = FIRST * self.interval
         while True:
             try:
                 await asyncio.wait_for(self._wake.wait(), pause)
@@ -162,21 +162,27 @@ class TopApp(App[None]):
     async def read(self) -> None:
         """Reads a document and shows it."""
         async with self._reading:
-            reading = asyncio.ensure_future(asyncio.to_thread(self.source.read))
+            reading = asyncio.ensure_future(asyncio.to_thread(self._attempt))
             await asyncio.wait({reading}, timeout=SLOW_S)
             if not reading.done():
                 self._problem = self._problem or "waiting for the server"
                 self.draw()
-            try:
-                document = await reading
-            except ServeError as error:
-                self._problem = str(error)
+            document = await reading
+            if isinstance(document, ServeError):
+                self._problem = str(document)
             else:
                 self._problem, self._last = "", time.monotonic()
                 self.view = make_view(self._before, document)
                 self._before = document
                 self.history.add(self.view)
         self.draw()
+
+    def _attempt(self) -> Mapping[str, Any] | ServeError:
+        """Returns errors: if the user quits meanwhile, nobody awaits this any more."""
+        try:
+            return self.source.read()
+        except ServeError as error:
+            return error
 
     # -------------------------------------------------------------------------------------- drawing
 
@@ -185,6 +191,8 @@ class TopApp(App[None]):
         return self.screen_stack[0]
 
     def draw(self) -> None:
+        if not self.is_running:
+            return  # the user has quit during a read, and the widgets are gone
         base = self._base
         width = max(1, self.size.width)
         base.query_one("#summary", Lines).grow(self._summary(width))
@@ -204,6 +212,8 @@ class TopApp(App[None]):
                 screen.show_view(self.view)
 
     def _draw_bottom(self) -> None:
+        if not self.is_running:
+            return
         width = max(1, self.size.width)
         for screen in self.screen_stack:
             if screen is self._base or isinstance(screen, DetailScreen):

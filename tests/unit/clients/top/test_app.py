@@ -37,10 +37,15 @@ class ScriptedSource:
         self.done: list[tuple[str, str, int | None, str]] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.reading = threading.Event()
         self.closed = False
         self.count = 0
 
     def read(self) -> dict[str, Any]:
+        self.reading.set()
+        self.gate.wait()
+        if self.closed:
+            raise ConnectionLost("closed")
         if self.error is not None:
             raise self.error
         self.count += 1
@@ -351,6 +356,21 @@ def test_a_server_that_does_not_answer() -> None:
         top.source.error = None
         await top.read()
         assert "no answer" not in top.text
+
+    drive(steps)
+
+
+@pytest.mark.parametrize("operation", [False, True])
+def test_quitting_while_the_server_is_asked(operation: bool) -> None:
+    async def steps(top: Driver) -> None:
+        if operation:
+            await top.press("u")
+            await top.asked("Unload model 'alpha'?")
+        top.source.gate.clear()
+        top.source.reading.clear()
+        await top.press("y" if operation else "full_stop")
+        await top.until(lambda: top.app.busy if operation else top.source.reading.is_set())
+        await top.press("ctrl+c")
 
     drive(steps)
 
