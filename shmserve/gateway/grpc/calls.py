@@ -25,7 +25,7 @@ from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesO
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Region
-from shmserve.gateway.upstream.requests import PendingCall, PendingQuery, ask, serve_error, withdraw
+from shmserve.gateway.upstream.requests import PendingCall, PendingInference, PendingQuery, ask, serve_error, withdraw
 from shmserve.protocol.messages import Reply
 
 ASKED_BYTES = 64 * 1024
@@ -63,7 +63,7 @@ def answer_of(
     return answers.infer(plan.model, reply.version, request_id, more, reply.outputs, buffers)
 
 
-class _InferTicket(PendingCall):
+class _InferTicket(PendingInference):
     """An inference whose answer ends the call."""
 
     __slots__ = ("_answers", "_plan", "_request_id", "_stream", "_targets")

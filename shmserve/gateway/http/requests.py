@@ -34,6 +34,7 @@ from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Region, Regions
 from shmserve.gateway.upstream.requests import (
     PendingCall,
+    PendingInference,
     PendingQuery,
     PendingStream,
     RequestSender,
@@ -52,7 +53,7 @@ status."""
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class _Inference(PendingCall):
+class _Inference(PendingInference):
     __slots__ = ("_connection", "_model", "_plan", "_targets")
 
     def __init__(

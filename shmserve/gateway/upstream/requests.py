@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Internal, ServeError
@@ -51,6 +52,26 @@ class PendingCall(Ticket):
 
     def failed(self, error: ServeError) -> None:
         raise NotImplementedError
+
+
+class PendingInference(PendingCall):
+    """`check`, if any, is called with this call and the reply. False: the request has been sent again."""
+
+    __slots__ = ("check",)
+
+    check: Callable[[PendingInference, Reply], bool] | None
+
+    def settle(self, answer: Any) -> None:
+        check, self.check = self.check, None
+        if check is not None:
+            reply: Any = answer.reply if type(answer) is Held else answer
+            try:
+                if not check(self, reply):
+                    return
+            except ServeError as error:
+                self.fail(error)
+                return
+        super().settle(answer)
 
 
 class PendingQuery(PendingCall):
@@ -145,12 +166,30 @@ class _Learning(Ticket):
         self._found.pop(self._key, None)
 
 
+class _LearningOutputs(Ticket):
+    """Finds out which outputs a model has."""
+
+    __slots__ = ("_found", "_key")
+
+    def __init__(self, found: BoundedCache[tuple[str, str], list[str]], key: tuple[str, str]) -> None:
+        self._found = found
+        self._key = key
+
+    def settle(self, answer: Any) -> None:
+        self._found.put(self._key, [output["name"] for output in answer.get("output", ())])
+
+    def fail(self, error: ServeError) -> None:
+        self._found.pop(self._key, None)
+
+
 class RequestSender:
     """Sends the requests of one endpoint. HTTP and gRPC share `regions`."""
 
     def __init__(self, link: GatewayLink, regions: Regions) -> None:
         self.link = link
         self.regions = regions
+        self._model_outputs: BoundedCache[tuple[str, str], list[str]] = BoundedCache(_CACHED_MODELS)
+        """Empty: not known yet, or not as in the configuration."""
         self._by_workers: BoundedCache[tuple[str, str], bool] = BoundedCache(_CACHED_MODELS)
 
     def local_input(self, spec: InputPlan) -> Any:
@@ -194,6 +233,48 @@ class RequestSender:
             self.link.session.ask(ticket, "config", NO_TIME, model, version or None)
         return bool(known)
 
+    def _wanted(
+        self, ticket: PendingInference, model: str, version: str, outputs: list[str],
+        again: Callable[[PendingInference], None],
+    ) -> list[str] | None:  # fmt: skip
+        """The outputs to request. Those that name all outputs of the model, as most clients do, are left out: such a
+        request is encoded and checked faster, and can go straight to a worker over a lease. `again` sends the request
+        again."""
+        key = (model, version)
+        known = self._model_outputs.get(key)
+        if known is None:
+            ticket.check = partial(self._learn_outputs, key)
+        elif known == outputs:
+            ticket.check = partial(self._check_outputs, key, outputs, again)
+            return None
+        return outputs
+
+    def _learn_outputs(self, key: tuple[str, str], ticket: PendingInference, reply: Reply) -> bool:
+        """The first request of a model has succeeded."""
+        self._model_outputs.put(key, [])
+        self.link.session.ask(_LearningOutputs(self._model_outputs, key), "config", NO_TIME, key[0], key[1] or None)
+        self.link.send_soon()
+        return True
+
+    def _check_outputs(
+        self, key: tuple[str, str], outputs: list[str], again: Callable[[PendingInference], None],
+        ticket: PendingInference, reply: Reply,
+    ) -> bool:  # fmt: skip
+        """A model that returns other outputs than its configuration had: name them again, from now on."""
+        if [tensor.name for tensor in reply.outputs] == outputs:
+            return True
+        self._model_outputs.put(key, [])
+        release(ticket)
+        again(ticket)
+        return False
+
+    def _infer_again(
+        self, payer: Payer, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece], request_id: str,
+        forwarded: dict[str, str] | None, ticket: PendingInference,
+    ) -> None:  # fmt: skip
+        """`ticket` is the last argument, as it must not refer to itself: it refers to memory."""
+        self.infer(payer, ticket, model, version, plan, pieces, request_id, forwarded)
+
     def infer(
         self, payer: Payer, ticket: Charge, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece],
         request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
@@ -209,6 +290,11 @@ class RequestSender:
             for spec, piece in zip(plan.inputs, pieces, strict=True):
                 inputs.add(spec.name, spec.dtype, spec.shape, piece)
             outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
+            if isinstance(ticket, PendingInference):
+                ticket.check = None
+                if type(outputs) is list and options.sequence is None:
+                    again = partial(self._infer_again, payer, model, version, plan, pieces, request_id, forwarded)
+                    outputs = self._wanted(ticket, model, version, outputs, again)
             parameters = options.parameters if forwarded is None else merged(options.parameters, forwarded)
             link.session.infer(
                 ticket, model, inputs.encoded(), NO_TIME, outputs, version or None, None, options.priority,

@@ -1,16 +1,22 @@
-"""The gateway's connection to the broker: when it returns outputs, and when it looks for packets."""
+"""The gateway's connection to the broker: when it returns outputs, when it looks for packets, and which outputs it
+requests."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve.plans import plan_of
 from shmserve.gateway.upstream.link import RETURN_BYTES, GatewayLink
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.gateway.upstream.requests import PendingInference, RequestSender
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Answer, Ask, ClientMessage, Handle, Ping, Return
+from shmserve.protocol.messages import Answer, Ask, ClientMessage, Fail, Handle, Infer, Ping, Reply, Return, Tensor
 from shmserve.session.ticket import Ticket
 from tests.support.gateway.manual_loop import ManualLoop
 
@@ -124,3 +130,101 @@ def test_packets_are_received_while_answers_are_due(connected: Any) -> None:
     assert server.looked == 2, "no packet is expected after the last answer"
     link._readable()
     assert not server.packets, "one that comes nevertheless is received"
+
+
+# ---------------------------------------------------------------------------------------- requested outputs
+
+
+class Inference(PendingInference):
+    __slots__ = ("answer",)
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+
+    def take(self, answer: Any) -> None:
+        self.answer = answer
+
+    def failed(self, error: Any) -> None:
+        self.answer = error
+
+
+class Gateway:
+    """Sends requests for outputs, and answers them as the server would."""
+
+    def __init__(self, link: Any, loop: Loop, server: Server) -> None:
+        self._link, self._loop, self._server = link, loop, server
+        self._sender = RequestSender(link, Regions(False))
+        self._payer = link.shares.connect("").payer("")
+        self.tickets: list[Inference] = []
+
+    @property
+    def held(self) -> int:
+        """Calls that are charged to the client."""
+        return len([ticket for ticket in self.tickets if ticket.payer is not None])
+
+    def sent(self, kind: type) -> Any:
+        self._loop.run()
+        messages = [message for packet in self._server.sent for message in packet]
+        self._server.sent.clear()
+        assert [type(message) for message in messages] == [kind]
+        return messages[0]
+
+    def reply(self, message: Any) -> None:
+        self._server.packets.append(codec.encode([message]))
+        self._link._readable()
+
+    def infer(self, wanted: list[Any], replied: list[str], **parameters: Any) -> tuple[list[str] | None, Any]:
+        """The outputs in the message, if any, and the answer."""
+        inputs = [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]
+        plan = plan_of(json.dumps({"inputs": inputs, "outputs": wanted, "parameters": parameters}).encode())
+        ticket = Inference()
+        self.tickets.append(ticket)
+        pieces = [spec.data or b"" for spec in plan.inputs]
+        self._sender.infer(self._payer, ticket, "m", "", plan, pieces, "")
+        message: Infer = self.sent(Infer)
+        self.reply(Reply(message.request, 1, tuple([Tensor(name, "FP32", (1,), b"1234") for name in replied])))
+        return None if message.outputs is None else [output.name for output in message.outputs], ticket.answer
+
+
+def named(*names: str) -> list[Any]:
+    return [{"name": name} for name in names]
+
+
+def test_outputs_are_left_out_of_requests_that_name_all_of_the_model(connected: Any) -> None:
+    gateway = Gateway(*connected)
+    sent, answer = gateway.infer(named("y", "z"), ["y", "z"])
+    assert sent == ["y", "z"]
+    assert type(answer) is Reply
+    asked = gateway.sent(Ask)
+    assert (asked.what, asked.model) == ("config", "m")
+    assert gateway.infer(named("y", "z"), ["y", "z"])[0] == ["y", "z"], "the configuration is not known yet"
+    gateway.reply(Answer(asked.request, json.dumps({"output": named("y", "z")}).encode()))
+    for wanted in (named("y"), named("z", "y"), [*named("z"), {"name": "y", "parameters": {"classification": 1}}]):
+        names = [one["name"] for one in wanted]
+        assert gateway.infer(wanted, names)[0] == names
+    sent, answer = gateway.infer(named("y", "z"), ["y", "z"])
+    assert sent is None
+    assert [tensor.name for tensor in answer.outputs] == ["y", "z"]
+
+
+@pytest.mark.parametrize("replied", [["z"], ["z", "y"], []])
+def test_a_model_whose_outputs_have_changed_is_asked_again_by_name(connected: Any, replied: list[str]) -> None:
+    gateway = Gateway(*connected)
+    gateway.infer(named("y"), ["y"])
+    gateway.reply(Answer(gateway.sent(Ask).request, json.dumps({"output": named("y")}).encode()))
+    sent, answer = gateway.infer(named("y"), replied)
+    assert (sent, answer) == (None, None)
+    message: Infer = gateway.sent(Infer)
+    assert [output.name for output in message.outputs or ()] == ["y"]
+    gateway.reply(Fail(message.request, InvalidRequest.code, "no such output"))
+    [ticket] = gateway.tickets[-1:]
+    assert isinstance(ticket.answer, InvalidRequest)
+    assert gateway.infer(named("y"), ["y"])[0] == ["y"]
+    assert not gateway.held
+
+
+def test_outputs_of_sequences_are_always_named(connected: Any) -> None:
+    gateway = Gateway(*connected)
+    gateway.infer(named("y"), ["y"])
+    gateway.reply(Answer(gateway.sent(Ask).request, json.dumps({"output": named("y")}).encode()))
+    assert gateway.infer(named("y"), ["y"], sequence_id=7, sequence_start=True)[0] == ["y"]
