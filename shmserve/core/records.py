@@ -598,6 +598,7 @@ class Version:
         "trial",
         "users",
         "wake",
+        "work_bytes",
     )
 
     def __init__(self, model: str, number: int, instances: list[Instance], source: int = 0, began: int = 0) -> None:
@@ -663,6 +664,8 @@ class Version:
         """The generation that a restart put in its place, which takes over its requests."""
         self.wake = 0
         """When to dispatch again if no event arrives; 0: never."""
+        self.work_bytes = 0
+        """Size of a request in a message to a worker, besides its tensors and options."""
         self.lending: Lending | None = None
         """None: its instances cannot be lent to clients."""
         self.statistics = Statistics()
@@ -678,6 +681,7 @@ class Version:
         self.policy = policy
         self.checker = Checker(policy)
         self.queue = RequestQueue(policy.batching)
+        self.work_bytes = _work_bytes(policy)
         self.decoupled = policy.decoupled
         if policy.sequence is not None:
             self.places = Places(policy.sequence)
@@ -823,6 +827,17 @@ class Version:
         """Updates the means with a batch that took `service_ns` at the worker, and `seen_ns` as seen by the broker."""
         self.spread_ns += (abs(seen_ns - (self.service_ns or service_ns)) - self.spread_ns) // 16
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
+
+
+def _work_bytes(policy: ModelPolicy) -> int:
+    """An upper bound, apart from handles, of what a Work takes: its own fields, the form of each input, and each output
+    as wanted, with its place and, for an ensemble, its labels."""
+    size = 256
+    for spec in policy.inputs:
+        size += len(spec.name) + 24 + 9 * len(spec.dims)
+    for spec in policy.outputs:
+        size += 2 * len(spec.name) + 64
+    return size
 
 
 def _sends_ahead(policy: BatchPolicy) -> bool:

@@ -16,12 +16,15 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
+    PACKET_BYTES,
     PACKET_MESSAGES,
     Columns,
     Execute,
     Work,
 )
 
+EXECUTE_BYTES = PACKET_BYTES - CHUNK_BYTES // 2
+"""An Execute is split when it reaches this many bytes, as estimated."""
 _READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
@@ -240,19 +243,19 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
             if None not in data:
                 _send_columns(state, instance, batch, requests, join, form, data)
                 return
-    peer = instance.peer
+    peer, work_bytes = instance.peer, requests[0].version.work_bytes
     is_open = batch.state is BatchState.OPEN
     works: list[Work] = []
     piece: list[Request] = []
     inline = 0
     for request in requests:
-        if works and inline + request.inline > CHUNK_BYTES:
+        if works and inline + request.inline + work_bytes > EXECUTE_BYTES:
             number = state.next_number()
             state.send(peer, Execute(number, join, tuple(works), True, is_open))
             batch.pieces.append((number, piece))
             join = join or number
             works, piece, inline = [], [], 0
-        inline += request.inline
+        inline += request.inline + work_bytes
         for segment in request.segments:
             state.ledger.show(segment, peer)
         works.append(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     BATCH_REQUESTS,
+    PACKET_BYTES,
     PACKET_MESSAGES,
     Columns,
     Execute,
+    Infer,
     InferBatch,
+    Tensor,
     TensorForm,
     WorkerOrder,
 )
@@ -16,6 +19,22 @@ from tests.support.core.policies import plain
 from tests.support.core.world import World
 
 FORM = TensorForm("x", "FP32", (1,))
+
+
+def test_small_requests_are_split_by_the_size_of_their_works() -> None:
+    """Each has a tensor of one byte, but their names and numbers fill several packets."""
+    world = World()
+    world.deploy(plain(max_batch=8192))
+    client = world.connect("c")
+    (worker,) = world.workers.values()
+    world.slow_to.add(worker.peer)
+    count = 6000
+    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+    world.turn([(client.peer, Infer(number, "m", 0, (tensor,))) for number in range(1, count + 1)])
+    orders = [message for message in worker.inbox if isinstance(message, Execute)]
+    packets = [codec.encode([order]) for order in orders]
+    assert max(map(len, packets)) <= PACKET_BYTES
+    assert sum(len(order.works) for order in orders) == count
 
 
 def test_the_worker_can_read_a_batch_of_any_size() -> None:
