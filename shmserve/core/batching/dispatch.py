@@ -23,8 +23,9 @@ from shmserve.protocol.messages import (
     Work,
 )
 
-EXECUTE_BYTES = PACKET_BYTES - CHUNK_BYTES // 2
-"""An Execute is split when it reaches this many bytes, as estimated."""
+WORKS_BYTES = 80 * 1024
+"""An Execute is split when its works reach this size, besides CHUNK_BYTES of tensors and options."""
+assert CHUNK_BYTES + WORKS_BYTES < PACKET_BYTES
 _READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
@@ -243,19 +244,20 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
             if None not in data:
                 _send_columns(state, instance, batch, requests, join, form, data)
                 return
-    peer, work_bytes = instance.peer, requests[0].version.work_bytes
+    peer = instance.peer
+    most = max(1, WORKS_BYTES // requests[0].version.work_bytes)
     is_open = batch.state is BatchState.OPEN
     works: list[Work] = []
     piece: list[Request] = []
     inline = 0
     for request in requests:
-        if works and inline + request.inline + work_bytes > EXECUTE_BYTES:
+        if works and (inline + request.inline > CHUNK_BYTES or len(works) >= most):
             number = state.next_number()
             state.send(peer, Execute(number, join, tuple(works), True, is_open))
             batch.pieces.append((number, piece))
             join = join or number
             works, piece, inline = [], [], 0
-        inline += request.inline + work_bytes
+        inline += request.inline
         for segment in request.segments:
             state.ledger.show(segment, peer)
         works.append(
