@@ -132,9 +132,9 @@ def judge(root: Path, name: str, goal: Goal, kept: dict[str, Any]) -> dict[str, 
     start = ranked[0]["rate"]
     with served(root, name) as (bench, model):
         for _ in range(ROUNDS):
-            told = [(candidate, Prediction(candidate, start, 0.0, 0.0, 0.0, 0.0)) for candidate in rates]
-            for each in Confirmation(bench, model, goal, lambda text: None).run(told):
-                rates[each.candidate].append(each.rate)
+            for candidate, found in rates.items():  # each on its own: together, one would be given up for another
+                told = Prediction(candidate, start, 0.0, 0.0, 0.0, 0.0)
+                found.append(Confirmation(bench, model, goal, lambda text: None).run([(candidate, told)])[0].rate)
     medians = {candidate: median(found) for candidate, found in rates.items()}
     best = max((candidate for candidate in rates if candidate != choice), key=medians.__getitem__, default=choice)
     return {
