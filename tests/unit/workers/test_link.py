@@ -329,3 +329,60 @@ def test_polls_for_an_order_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) ->
             assert link.receive() == ([Ping(9)], [])
             timer.join()
         assert len(suspended) == 1
+
+
+# ------------------------------------------------------------------------------------------------ another thread sends
+
+
+def test_messages_of_both_ways_to_flush_arrive_in_order(ends: Ends) -> None:
+    link, broker = ends
+    broker.settimeout(60)
+    outbox = Outbox(link)
+    expected = []
+    for number in range(1, 400):
+        outbox.add(Pong(number))
+        expected.append(Pong(number))
+        if number % 3 == 0:
+            outbox.flush()
+        elif number % 3 == 1:
+            outbox.flush_aside()
+    outbox.flush()
+    found: list[Any] = []
+    while len(found) < len(expected):
+        found += decode(broker.recv(PACKET_BYTES))
+    assert found == expected
+    outbox.close()
+
+
+def test_a_descriptor_is_sent_aside_with_its_message(ends: Ends) -> None:
+    link, broker = ends
+    broker.settimeout(60)
+    outbox = Outbox(link)
+    descriptor = os.memfd_create("x")
+    outbox.add(Map(7, 10), descriptor)
+    outbox.flush_aside()
+    os.close(descriptor)
+    data, descriptors, _, _ = socket.recv_fds(broker, PACKET_BYTES, 4)
+    assert decode(data) == [Map(7, 10)]
+    assert len(descriptors) == 1
+    os.close(descriptors[0])
+    outbox.add(Pong(1))
+    outbox.flush_aside()
+    outbox.close()
+    assert decode(broker.recv(PACKET_BYTES)) == [Pong(1)]
+
+
+def test_the_next_flush_raises_the_error_of_one_aside(ends: Ends) -> None:
+    link, broker = ends
+    broker.close()
+    outbox = Outbox(link)
+    outbox.add(Pong(1))
+    outbox.flush_aside()
+    outbox.add(Pong(2))
+    with pytest.raises(ConnectionLost, match="the link to the broker broke"):
+        outbox.flush()
+    outbox.add(Pong(3))
+    with pytest.raises(ConnectionLost, match="the link to the broker broke"):
+        outbox.flush_aside()
+    with pytest.raises(ConnectionLost, match="the link to the broker broke"):
+        outbox.close()
