@@ -485,6 +485,7 @@ def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> Non
 
 
 def test_the_page_has_every_command() -> None:
+    """Except tune, which takes long: test_tune.py runs the commands of its own page."""
     used = {line.rpartition("shmserve ")[2].split()[0] for line in COMMANDS}
     understood = next(action for action in parser.parser()._actions if action.dest == "command").choices
-    assert used == set(understood or ())
+    assert used | {"tune"} == set(understood or ())
