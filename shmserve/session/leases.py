@@ -59,7 +59,9 @@ class SessionLeases:
         if leased is None or message.outputs is not None or message.options is not None:
             return None
         for tensor in message.inputs:
-            if type(tensor.data) is not bytes or (leased.rows and not 0 < tensor.shape[0] <= leased.rows):
+            if type(tensor.data) is not bytes:
+                return None
+            if leased.rows and (not tensor.shape or not 0 < tensor.shape[0] <= leased.rows):
                 return None
         try:
             data = codec.encode([message])
