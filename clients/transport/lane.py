@@ -65,12 +65,22 @@ class LeaseSocket:
         self.poll.register(sock, select.POLLIN)
         self.poll.register(lane, select.POLLIN)
 
+    def send(self, data: bytes) -> None:
+        """If this fails, LeaseEnd arrives over the lane, and the request is sent again."""
+        try:
+            self.sock.send(data, _SEND)
+        except OSError:
+            with contextlib.suppress(OSError):  # the worker has closed its end already
+                self.sock.shutdown(socket.SHUT_RDWR)  # else, it ends the lease when it sees this
+
     def receive(self, buffer: bytearray) -> int:
         """The size of the next packet; 0 at the end, -1 if there is none yet."""
         try:
             return self.sock.recv_into(buffer)
         except BlockingIOError:
             return -1
+        except ConnectionResetError:  # reported once, before packets that have arrived
+            return self.receive(buffer)
         except OSError:
             return 0
 
@@ -98,9 +108,8 @@ class Lane:
     def send(self, packet: Packet) -> bool:
         if packet.lease:
             self._leased = leased = self._leases.get(packet.lease)
-            if leased is not None:  # otherwise, and after errors, LeaseEnd arrives over the lane
-                with contextlib.suppress(OSError):
-                    leased.sock.send(packet.data, _SEND)
+            if leased is not None:  # otherwise LeaseEnd arrives over the lane
+                leased.send(packet.data)
             return True
         try:
             if packet.descriptors:

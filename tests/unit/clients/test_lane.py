@@ -1,14 +1,17 @@
-"""The client's end of a lane: where it connects, and its receive timeout."""
+"""The client's end of a lane: where it connects, its receive timeout, and the sockets of leases."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator
 
 import pytest
 
 import shmserve
 from shmserve.clients.transport.lane import Lane
+from shmserve.protocol.messages import PACKET_BYTES
+from shmserve.session import Packet
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,33 @@ def test_the_receive_timeout_is_changed_only_if_it_is_too_long_or_much_too_short
             assert bytes(incoming[0]) == b"packet"
             limits.append(lane._limit)
     assert limits == [0.01, 5, 5, 2, 2, 0.04, 0.04, 0.5, None, 0.04]
+
+
+@pytest.fixture
+def leased() -> Iterator[tuple[Lane, socket.socket]]:
+    """A lane with lease 5, and the worker's end of its socket."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    (ours, theirs), (client, worker) = pairs
+    with theirs, worker, contextlib.closing(Lane(ours)) as lane:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's minimum
+        lane.open_lease(5, client.detach())
+        yield lane, worker
+
+
+def test_a_request_that_cannot_be_sent_ends_its_lease(leased: tuple[Lane, socket.socket]) -> None:
+    lane, worker = leased
+    worker.settimeout(60)
+    assert lane.send(Packet(b"small", lease=5))
+    assert worker.recv(PACKET_BYTES) == b"small"
+    assert lane.send(Packet(bytes(PACKET_BYTES), lease=5))
+    assert worker.recv(PACKET_BYTES) == b""
+
+
+def test_an_answer_is_read_although_the_worker_has_not_read_the_next_request(
+    leased: tuple[Lane, socket.socket],
+) -> None:
+    lane, worker = leased
+    worker.send(b"answer")
+    assert lane.send(Packet(b"next", lease=5))
+    worker.close()  # resets the connection
+    assert lane.close_lease(5) == [b"answer"]
