@@ -114,11 +114,12 @@ class ModelCalls:
 
     def _admit(self, caller: CallingWorker, message: Call, now: int) -> Request:
         state, options = self._state, message.options
-        parent = self._parent(state.instances[caller.number][1], message.parent)
+        instance = state.instances[caller.number][1]
+        parent = self._parent(instance, message.parent)
         version = None
         if options is not None and options.sequence:
             version = scheduler.version_of(self._state, caller, message.model, message.version, options)
-        if state.draining and parent is None:
+        if state.draining and parent is None and not instance.lease:  # a leased request has no number to name it by
             raise Unavailable(STOPPING)
         self._check_room(caller)
         version = version or state.look_up(message.model, message.version)

@@ -382,7 +382,7 @@ class Lifecycle:
     def settle_drain(self) -> None:
         """After each turn of a drain: stops the workers when the last request is done, then reports Drained."""
         state = self._state
-        if not state.requests and not state.sequences:
+        if not (state.requests or state.sequences or state.leases):  # a leased request may call any model
             for peer, (version, instance) in state.instances.items():
                 version.idle.clear()
                 if instance.state in (_I.STARTING, _I.READY):

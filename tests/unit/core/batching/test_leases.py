@@ -19,6 +19,7 @@ from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind, Statistics
 from shmserve.protocol.messages import (
     INLINE_BYTES,
+    Call,
     Fail,
     Handle,
     Infer,
@@ -31,6 +32,7 @@ from shmserve.protocol.messages import (
     Unmap,
     Wanted,
 )
+from tests.support.core.calling import caller_of
 from tests.support.core.fakes import FakeClient, FakeWorker, one_input
 from tests.support.core.leasing import RECORDS, FakeLease
 from tests.support.core.policies import plain, step
@@ -843,3 +845,27 @@ def test_reads_of_leases_that_are_over_change_nothing() -> None:
     world.turn([(world.worker("m_0").peer, LeaseOver(number)), (world.worker("m_0").peer, LeaseLogged(number))])
     assert world.statistics.success_count == before
     assert world.is_over()
+
+
+def test_a_leased_request_may_call_models_while_the_server_stops() -> None:
+    world = Lent()
+    world.deploy(model("n"))
+    world.alone()
+    sent = world.leased()
+    holder = world.holder()
+    assert holder.lease is not None
+    holder.lease.begin(world.now)
+    world.turn([(0, events.Drain(10**9))])
+    caller = caller_of(holder)
+    caller.sends(1)
+    holder.outbox.append(Call(1, 0, "n", 0, (one_input(),)))
+    world.turn(world.heard(holder))
+    world.finish_running()
+    (answer,) = [message for message in holder.inbox if isinstance(message, (Reply, Fail))]
+    assert isinstance(answer, Reply)
+    holder.inbox.remove(answer)
+    holder.take(answer)
+    world.serve()
+    world.finish_all()
+    assert isinstance(world.client.answers[sent.request], Reply)
+    assert world.drained
