@@ -30,7 +30,7 @@ class _Leased(Struct):
 
 
 class SessionLeases:
-    __slots__ = ("_tickets", "by_model", "sockets")
+    __slots__ = ("_by_number", "_tickets", "by_model", "sockets")
 
     def __init__(self, tickets: Tickets, sockets: LeaseSockets | None) -> None:
         self._tickets = tickets
@@ -38,13 +38,15 @@ class SessionLeases:
         """None: the link has no leases."""
         self.by_model: dict[tuple[str, int], _Leased] = {}
         """By model and version as in a request; version 0: the default one."""
+        self._by_number: dict[int, _Leased] = {}
+        """Until LeaseEnd, which a Lease of the same model may overtake."""
 
     def add(self, message: Lease, fd: int) -> None:
         assert self.sockets is not None, "the server lends only to clients that accept leases"
         keys = [(message.model, message.version)]
         if message.default:
             keys.append((message.model, 0))
-        leased = _Leased(message.lease, message.rows)
+        self._by_number[message.lease] = leased = _Leased(message.lease, message.rows)
         self.by_model.update(dict.fromkeys(keys, leased))
         self.sockets.open_lease(message.lease, fd)
 
@@ -79,9 +81,14 @@ class SessionLeases:
 
     def remove(self, lease: int) -> int:
         """Returns the last request that was sent over it, 0 for none."""
-        sent = 0
+        ended = self._by_number.pop(lease, None)
+        if ended is None:
+            return 0
         for key, leased in list(self.by_model.items()):
-            if leased.lease == lease:
-                sent = leased.sent
+            if leased is ended:
                 del self.by_model[key]
-        return sent
+        return ended.sent
+
+    def clear(self) -> None:
+        self.by_model.clear()
+        self._by_number.clear()

@@ -529,7 +529,7 @@ class Session:
         """
         self.connected = False
         self.outbox.clear()
-        self._leased_models.clear()
+        self._leases.clear()
         self.questions.disconnected()
         self.memory.disconnected()
         for number in sorted(self.tickets):

@@ -150,6 +150,16 @@ def test_a_request_that_the_lease_left_unanswered_is_sent_again(client: Client, 
     assert [packet.lease for packet in client.ask()[1]] == [0]
 
 
+def test_the_next_lease_of_a_model_may_overtake_the_end_of_the_last_one(client: Client) -> None:
+    ticket, _ = client.ask()
+    client.lend(Lease(6, "m", 2, 4, True))
+    feed(client.session, LeaseEnd(5))
+    (packet,) = client.session.take()
+    assert packet.lease == 6
+    assert feed(client.session, Reply(1, 2, ())) == 1
+    assert ticket.ends == 1
+
+
 def test_a_request_that_died_with_the_worker_fails(client: Client) -> None:
     ticket, _ = client.ask()
     assert feed(client.session, LeaseEnd(5, Failure("MODEL_FAILED", "it ended"))) == 1
