@@ -31,7 +31,7 @@ class Leases:
         """Lease -> its log and its worker."""
 
     def start(self, effect: StartLease) -> None:
-        """Without a link nothing needs to be done: the core learns that the client or the worker is gone."""
+        """If client or worker is gone, or there are too many open files, the lease is over before it begins."""
         client, worker = self._links.get(effect.client), self._links.get(effect.worker)
         if not isinstance(client, PeerLink) or not isinstance(worker, PeerLink):
             self._put(effect.worker, LeaseOver(effect.of_client.lease))
@@ -49,7 +49,7 @@ class Leases:
                     client.send_now([effect.of_client], [theirs.fileno()])
                 finally:
                     os.close(fd)
-        except OSError:  # too many open files: the requests continue to pass through the broker
+        except OSError:
             self._put(effect.worker, LeaseOver(number))
 
     def read(self, effect: ReadLease) -> None:

@@ -1,7 +1,7 @@
 """A SEQPACKET link of the broker, to a client on the lane or to a worker. It moves packets and decides nothing.
 
-A packet carries one descriptor for each of its nameless Maps, in order. Packets that cannot be sent at once are queued
-up to a limit. A peer that exceeds it is disconnected with a Goodbye, which it can still read.
+A packet carries the descriptors of its nameless Maps, or of its Load, Lend or Lease, in order. Packets that cannot be
+sent at once are queued up to a limit. A peer that exceeds it is disconnected with a Goodbye, which it can still read.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class PeerLink:
                 self._part("")
 
     def send_now(self, messages: list[Any], descriptors: list[int]) -> None:
-        """Sends ahead of the outbox: a worker's first message, with its descriptor."""
+        """Sends a message with descriptors of its own (Load, Lend, Lease) ahead of the outbox."""
         self._send(wire.encode(messages), descriptors)
 
     def _send(self, packet: bytes, descriptors: list[int]) -> None:

@@ -358,8 +358,8 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
 
 
 class LeaseEnd(Struct, array_like=True, tag=43, gc=False):
-    """The worker has closed the socket of this lease. A request that it left unanswered failed with `error`, or was not
-    run if there is none: send it to the broker."""
+    """The worker has closed the socket of this lease. A request that it left unanswered failed with `error`. If there
+    is none, it was not run, or may be run again: send it to the broker."""
 
     lease: Id
     error: Failure | None = None

@@ -79,7 +79,7 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
 
 
 def revoke_unfit(state: State) -> None:
-    """At the end of each turn: revokes the leases of instances that are needed for something else, or have to stop."""
+    """At the end of each turn: revokes leases whose instance is needed or has to stop, or whose client is gone."""
     ended_by_others: set[Lending] = set()
     for lease in state.leases.values():
         version, instance = lease.version, lease.instance
@@ -117,7 +117,7 @@ def _is_needed(version: Version) -> bool:
 
 
 def over(state: State, version: Version, instance: Instance, message: LeaseOver, now: int) -> None:
-    """The worker has ended a lease. It reports one twice if it was revoked at the same time."""
+    """The worker has ended a lease. If it did so by itself while a Revoke was on its way, it reports that twice."""
     if message.lease != instance.lease:
         return
     if message.unfit:

@@ -1,4 +1,4 @@
-"""Which models can be lent to a client, and to which one: a client that sends one request at a time."""
+"""Which models can be lent, and to which client: one that sends one request at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, TensorForm
 ALONE = 16
 """Requests in a row that a client must have sent alone."""
 ALONE_MOST = 256
-"""As `ALONE`, after several leases that others have ended: lending costs about as much as a request."""
+"""As `ALONE`, after several leases that were ended because others needed the instance: granting and ending one costs
+about as much as two requests."""
 MOST_ROWS = 64
 
 
