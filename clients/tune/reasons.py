@@ -93,6 +93,9 @@ def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     before, after = outcome.of(now), outcome.of(chosen)
     if before is None or after is None or not before.points or not after.points:
         return
+    if before.error:
+        yield f"The present settings could not be compared: {before.error}."
+        return
     if outcome.goal.rate:
         p99 = before.p99_ns(outcome.goal.rate)
         yield f"The present settings have a p99 of {p99 / MS:.1f} ms at this rate."

@@ -35,6 +35,8 @@ LEAST = 40
 LONGEST times its duration."""
 LONGEST = 5.0
 KEPT = 20_000
+MOST_IN_FLIGHT = 30_000
+"""Requests in flight at which a measurement ends as overloaded. The server must admit as many from one client."""
 
 Inputs = Callable[[int], Sequence[Mapping[str, Any]]]
 """Length (0: drawn from the range) -> several different requests."""
@@ -174,7 +176,7 @@ class _Load:
     async def open(self, rate: float, seconds: float, give_up_ns: float, draws: Random) -> None:
         self._mean = SECOND / rate
         self._draws = draws
-        self._most = max(50.0, rate * give_up_ns / SECOND)
+        self._most = min(max(50.0, rate * give_up_ns / SECOND), MOST_IN_FLIGHT - 1)
         begin = perf_counter_ns() + SECOND // 100
         self._from = begin + round(seconds * WARM_SHARE * SECOND)
         longer = min(LEAST * self._mean, seconds * LONGEST * SECOND)
@@ -191,7 +193,7 @@ class _Load:
         now = perf_counter_ns()
         if self._from <= self._at <= now:
             self._late.append(now - self._at)
-        while self._at <= now and self._at < self._to:
+        while self._at <= now and self._at < self._to and len(self._out) <= self._most:
             self._send(round(self._at), self._answered)
             self._at += self._draws.expovariate(1.0) * self._mean
         if len(self._out) > self._most:

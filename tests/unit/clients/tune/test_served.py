@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Mapping
+from random import Random
+from typing import Any
 
 from msgspec.structs import replace
 
+from shmserve.clients.tune.bench import Observation
 from shmserve.clients.tune.confirm import Confirmed, Point
 from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.predict import Prediction
 from shmserve.clients.tune.reasons import reasons
-from shmserve.clients.tune.served import WINDOW_COUNT, WINDOWS, _p99, _quantile
+from shmserve.clients.tune.served import MOST_IN_FLIGHT, SECOND, WINDOW_COUNT, WINDOWS, _Load, _p99, _quantile
 from shmserve.clients.tune.space import Candidate
 from shmserve.clients.tune.tuner import Outcome, choose
 from tests.unit.clients.tune.simulated import MS, tuned
@@ -25,6 +30,28 @@ def test_one_pause_does_not_decide() -> None:
     few = paused[: count // 2]
     assert _p99(few, sorted(latency for _, latency in few)) == 50_000
     assert _quantile([], 0.99) == math.inf
+
+
+def test_a_load_ends_before_the_server_refuses_requests() -> None:
+    """Too many requests in flight mean that the server is overloaded, not that requests fail."""
+    sent = 0
+
+    class Silent:
+        def submit(self, model: str, inputs: Mapping[str, Any]) -> asyncio.Future[Any]:
+            nonlocal sent
+            sent += 1
+            return asyncio.get_running_loop().create_future()
+
+    async def run() -> Observation:
+        client: Any = Silent()
+        load = _Load(client, "net", [{}], lambda: (0, 0))
+        await asyncio.wait_for(load.open(1e6, 1.0, 1000.0 * SECOND, Random(1)), 60)
+        return load.observation()
+
+    found = asyncio.run(run())
+    assert found.overloaded
+    assert (found.failed, found.p99_ns) == (0, math.inf)
+    assert sent == MOST_IN_FLIGHT
 
 
 def point(rate: float, p99_ms: float, holds: bool, late_ms: float = 0.0) -> Point:
