@@ -95,8 +95,8 @@ class Tuner:
         )
         for name, work in steps:
             begun = monotonic()
-            self._events.step(name)
             try:
+                self._events.step(name)
                 work()
             except KeyboardInterrupt:
                 self.outcome.interrupted = name

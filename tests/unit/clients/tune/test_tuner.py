@@ -176,6 +176,21 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
         assert not outcome.holds
 
 
+def test_an_interrupt_as_a_step_begins() -> None:
+    """A user who sees that a step begins may press Ctrl-C before its work has begun."""
+
+    class Interrupting(Events):
+        def step(self, name: str) -> None:
+            if name == "confirm":
+                raise KeyboardInterrupt
+
+    goal = Goal(30 * MS, instances=(1, 2), simulated=QUICK)
+    outcome = Tuner(SimulatedBench(sweet), tuned(), goal, Interrupting()).run()
+    assert outcome.interrupted == "confirm"
+    assert outcome.chosen is not None
+    assert outcome.chosen.batch == 8
+
+
 def test_failed_requests_end_it() -> None:
     with pytest.raises(ModelFailed, match="3 requests failed while batches of 1 were measured: out of memory"):
         Tuner(SimulatedBench(sweet, lambda count: True), tuned(), Goal(30 * MS, simulated=QUICK), Events()).run()
