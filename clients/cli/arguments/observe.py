@@ -61,7 +61,7 @@ def add_top(commands: Any) -> None:
     add(
         "--table",
         choices=("models", "instances", "clients", "gpus"),
-        help="the table to show (default: models; with --once and --json: all)",
+        help="the table to show (default: models, or all with --once or --json)",
     )
     add("--filter", metavar="TEXT", default="", help="show only rows with these words")
     add("--sort", metavar="COLUMN", help="sort by this column, e.g. p99, queue or 'req/s'")

@@ -29,9 +29,21 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     command = add_command(commands, "tune", "tune", about, examples, codes, note)
     add = command.add_argument
     add("model", metavar="MODEL", type=Path, help="directory with the model's config.pbtxt")
-    add("--p99", metavar="TIME", type=time_ns, required=True, help="limit of the 99th percentile; 20ms")
-    add("--memory", metavar="SIZE", type=size, default=0, help="limit for all instances; 2GiB (default: none)")
-    add("--rate", metavar="N", type=positive, default=0.0, help="requests per second (default: as many as possible)")
+    add("--p99", metavar="TIME", type=time_ns, required=True, help="limit of the 99th percentile, e.g. 20ms")
+    add(
+        "--memory",
+        metavar="SIZE",
+        type=size,
+        default=0,
+        help="memory limit of all instances, e.g. 2GiB (default: none)",
+    )
+    add(
+        "--rate",
+        metavar="N",
+        type=positive,
+        default=0.0,
+        help="hold it at N requests per second (default: at as many as possible)",
+    )
     add("--apply", action="store_true", help="write the changes to config.pbtxt")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")
     add("--rows", metavar="N", type=at_least_1, default=1, help="rows of each request (default: 1)")

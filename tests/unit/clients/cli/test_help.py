@@ -40,6 +40,8 @@ def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
     assert max(map(len, lines)) <= COLUMNS
     assert lines[0].startswith(f"usage: shmserve {command}".rstrip())
     assert f"shmserve {command} --help-all".replace("  ", " ") in lines[-1]
+    text = " ".join(lines)
+    assert text.count("(") == text.count(")")
 
 
 @pytest.mark.parametrize("command", sorted(set(commands()) - {"serve"}))

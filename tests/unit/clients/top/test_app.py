@@ -12,6 +12,7 @@ import pytest
 from textual.pilot import Pilot
 
 from shmserve.clients.top.app import TopApp
+from shmserve.clients.top.columns import MODELS
 from shmserve.clients.top.screens import ConfirmScreen, DetailScreen, HelpScreen, Lines
 from shmserve.clients.top.table_view import TableView
 from shmserve.clients.top.texts import line_text
@@ -398,10 +399,11 @@ def test_help() -> None:
         await top.press("question_mark")
         await top.until(lambda: isinstance(top.app.screen, HelpScreen) and "99th percentile" in top.text)
         assert "reverse the order" in top.text
+        assert [column.about for column in MODELS.columns if column.about not in top.text] == []
         await top.press("escape")
         await top.until(lambda: not isinstance(top.app.screen, HelpScreen))
 
-    drive(steps, size=(100, 60))
+    drive(steps, size=(80, 60))
 
 
 def test_what_is_shown_at_first() -> None:
