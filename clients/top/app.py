@@ -41,8 +41,9 @@ QUESTIONS = {
     "restart": "Its processes are replaced. Requests that have not started move to the new ones.",
 }
 OF_TABLES = frozenset({"table", "next_table", "filter", "sort", "reverse", "help", "leave"})
+"""Actions of the overview only."""
 OF_ALL = frozenset({"operate", "slower", "pause", "refresh_now", "end"})
-"""Actions of the overview only, and of the screen of one model too."""
+"""Actions of the overview and of the screen of one model."""
 DOING = {"load": "loading", "unload": "unloading", "restart": "restarting"}
 
 

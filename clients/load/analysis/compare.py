@@ -59,7 +59,9 @@ def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -
     pairs = [(point, after[_key(point.load)]) for point in old.points if _key(point.load) in after]
     if not pairs:
         loads = "; ".join(", ".join(str(point.load) for point in run.points) or "none" for run in (old, new))
-        raise InvalidRequest(f"the runs have no load in common ({loads}): measure both with the same --concurrency")
+        raise InvalidRequest(
+            f"the runs have no load in common ({loads}): measure both with the same --concurrency or --rate"
+        )
     changes = tuple(change for pair in pairs for change in _changes(*pair, confidence, least))
     return Comparison(verdict=_overall(changes), changes=changes, notes=tuple(_notes(old, new, pairs)))
 
