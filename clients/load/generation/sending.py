@@ -16,6 +16,8 @@ from shmserve.clients.load.plan import Sequences
 from shmserve.clients.load.targets.base import Part, Slot
 from shmserve.errors import ServeError
 
+BURST = 64
+"""Requests of a late schedule that are dispatched before everything else in the loop has its turn."""
 MOST_ERRORS = 100
 """Different error texts that are kept apart."""
 
@@ -118,6 +120,7 @@ class Sender:
         self._running = False
         self._slots: list[Slot] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dispatching: asyncio.Task[None] | None = None
         self._idle: list[asyncio.Future[int | None]] = []
         self._pending: deque[int] = deque()
         self._callers = 0
@@ -147,12 +150,14 @@ class Sender:
         """Sends at `at` plus each of the times; at most `limit` requests are in flight, further ones wait."""
         self._running = True
         self._callers = 0
-        self._spawn(self._dispatch(times, at, limit))
+        self._dispatching = self._spawn(self._dispatch(times, at, limit))
 
     async def _dispatch(self, times: Iterator[int], start: int, limit: int) -> None:
-        for after in times:
+        for number, after in enumerate(times, 1):
             at = start + after
             await self._until(at)
+            if number % BURST == 0:
+                await asyncio.sleep(0)  # `until` returns at once when late; a rate out of reach must not block the loop
             if not self._running:
                 return
             if self._idle:
@@ -183,6 +188,10 @@ class Sender:
         """Stops sending, and waits up to `seconds` for the responses. Returns the number that have not come."""
         self._running = False
         self._pending.clear()
+        if self._dispatching is not None:
+            self._dispatching.cancel()  # it may sleep until a send time far in the future
+            await asyncio.gather(self._dispatching, return_exceptions=True)
+            self._dispatching = None
         for idle in self._idle:
             idle.set_result(None)
         self._idle.clear()
@@ -195,10 +204,11 @@ class Sender:
             await asyncio.gather(*late, return_exceptions=True)
         return unanswered
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 from hypothesis import given, settings
@@ -140,6 +140,34 @@ def test_a_stall_is_not_hidden() -> None:
     found, _ = asyncio.run(in_open_loop(arrivals, services, 1))
     assert found == waited(arrivals, services)
     assert sum(latency > 500_000_000 for latency in found) > 500
+
+
+def test_a_rate_out_of_reach_does_not_block_the_loop() -> None:
+    """All requests of the schedule are late at once; it never ends."""
+
+    async def run() -> int:
+        time = Time()
+        server = Server(time, endless(10))
+        sender = Sender(["body"], server.open_slot, time.clock, time.until)
+        sender.start_open(repeat(0), 0, 2)
+        await time.run(15)
+        assert len(server.bodies) > 1
+        return await sender.stop(0)
+
+    assert asyncio.run(run()) == 2, "those in flight; requests that wait in the generator do not count"
+
+
+def test_a_load_ends_before_its_next_send_time() -> None:
+    async def run() -> int:
+        time = Time()
+        server = Server(time, endless(10))
+        sender = Sender(["body"], server.open_slot, time.clock, time.until)
+        sender.start_open(iter([0, 10**12]), 0, 1)
+        await time.run(100)
+        assert len(server.bodies) == 1
+        return await sender.stop(60)
+
+    assert asyncio.run(run()) == 0
 
 
 def test_a_closed_loop_keeps_its_callers_busy() -> None:
