@@ -14,6 +14,9 @@ from random import Random
 from shmserve.clients.load.plan import SECOND, Closed, Load, Open, Replay
 from shmserve.errors import InvalidRequest
 
+LATEST = 10**9 * SECOND
+"""Latest recorded time."""
+
 
 def send_times(load: Load, index: int = 0, processes: int = 1) -> Iterator[int]:
     """The ascending send times of process `index`; endless. A closed loop has none."""
@@ -64,12 +67,15 @@ def recorded_times(text: str, model: str, where: str) -> tuple[int, ...]:
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             shown = f'expected {{"at": seconds}} or a number of seconds, found {line[:80]!r}'
             raise InvalidRequest(f"{where}, line {number}: {shown}") from error
-        if at < 0:
-            raise InvalidRequest(f"{where}, line {number}: a time cannot be negative")
+        if not 0 <= at <= LATEST:
+            latest = LATEST // SECOND
+            raise InvalidRequest(f"{where}, line {number}: a time is from 0 to {latest:,} seconds, not {at / SECOND:g}")
         if entry.get("model", model) == model:
             found.append(at)
     if len(found) < 2:
         raise InvalidRequest(f"{where} has {len(found)} times for model '{model}', and at least 2 are needed")
+    if min(found) == max(found):
+        raise InvalidRequest(f"{where}: all times of model '{model}' are equal, which gives no rate")
     return tuple(sorted(found))
 
 

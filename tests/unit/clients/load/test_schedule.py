@@ -75,7 +75,9 @@ def test_recordings_are_read() -> None:
     [
         ("1\nnot a time", "file, line 2: expected"),
         ('{"time": 1}', "file, line 1: expected"),
-        ("-1\n2", "file, line 1: a time cannot be negative"),
+        ("-1\n2", "file, line 1: a time is from 0 to 1,000,000,000 seconds, not -1"),
+        ("1e200\n2", r"file, line 1: a time is from 0 to 1,000,000,000 seconds, not 1e\+200"),
+        ("2\n2", "file: all times of model 'm' are equal"),
         ('{"at": 1, "model": "other"}\n2', "file has 1 times for model 'm', and at least 2 are needed"),
     ],
 )
