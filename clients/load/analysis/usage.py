@@ -172,11 +172,12 @@ def used(readings: Sequence[Reading], seconds: float) -> Usage:
         earlier = before.processes.get(pid, ("", 0.0))[1]
         roles[role] = roles.get(role, 0.0) + max(0.0, busy - earlier) / seconds
     found = [reading.gpus for reading in readings[1:]]
+    gpus = [name for name in after.gpus if all(name in reading for reading in found)]
     return Usage(
         machine=max(0.0, after.machine - before.machine) / seconds,
         server={role: round(cores, 4) for role, cores in roles.items()},
-        gpus={name: fmean(gpus[name][0] for gpus in found) for name in after.gpus},
-        gpu_bytes={name: max(gpus[name][1] for gpus in found) for name in after.gpus},
+        gpus={name: fmean(reading[name][0] for reading in found) for name in gpus},
+        gpu_bytes={name: max(reading[name][1] for reading in found) for name in gpus},
     )
 
 
@@ -207,6 +208,9 @@ class _Gpus:
     def read(self) -> dict[str, tuple[float, int]]:
         found = {}
         for number, handle in enumerate(self._handles):
-            share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-            found[f"GPU {number}"] = (share, int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
+            try:
+                share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                found[f"GPU {number}"] = (share, int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
+            except self._nvml.NVMLError:
+                continue  # not every GPU counts its utilization, e.g. not one with MIG
         return found

@@ -25,6 +25,7 @@ def test_use_is_a_difference_by_role() -> None:
     assert found.server == {"broker": 0.5, "models": 0.5}
     assert found.gpus == {"GPU 0": pytest.approx(0.3)}
     assert found.gpu_bytes == {"GPU 0": 30}
+    assert not used([before, Reading(0.0, {}, {}), after], 2.0).gpus, "a GPU that could not always be read"
 
 
 def test_a_server_is_found_by_its_port() -> None:
@@ -67,6 +68,14 @@ def test_gpus_are_read_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     reading = Meter(Endpoint(url="unix:///nowhere/lane.sock")).read()
     assert reading.gpus == {"GPU 0": (0.25, 100), "GPU 1": (0.5, 101)}
+
+    def rates(handle: int) -> Any:
+        if handle == 0:
+            raise NVMLError
+        return SimpleNamespace(gpu=50)
+
+    nvml.nvmlDeviceGetUtilizationRates = rates
+    assert Meter(Endpoint(url="unix:///nowhere/lane.sock")).read().gpus == {"GPU 1": (0.5, 101)}
 
     def no_driver() -> None:
         raise NVMLError
