@@ -14,12 +14,12 @@ from collections.abc import Callable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.clients.load.analysis.latencies import percentile_of
+from shmserve.clients.load.analysis.latencies import name_of, percentile_of
 from shmserve.clients.load.analysis.usage import Meter, is_local
 from shmserve.clients.load.generation.schedule import useful_processes
 from shmserve.clients.load.generation.team import Generators
 from shmserve.clients.load.one_load import OVERLOADED, LoadRun
-from shmserve.clients.load.plan import HTTP, NATIVE, Closed, Load, Open, Plan, Replay
+from shmserve.clients.load.plan import HTTP, NATIVE, PERCENTILES, Closed, Load, Open, Plan, Replay
 from shmserve.clients.load.record import Echo, Point, Run
 from shmserve.clients.load.search import best, next_load
 from shmserve.clients.load.targets.base import Target
@@ -111,6 +111,9 @@ def check(plan: Plan) -> None:
     if not 2 <= settings.min_windows <= settings.max_windows:
         text = f"{settings.min_windows} to {settings.max_windows} windows: a confidence interval needs at least 2"
         raise InvalidRequest(text)
+    if settings.percentile not in PERCENTILES:
+        known = ", ".join(map(name_of, PERCENTILES))
+        raise InvalidRequest(f"windows do not have {name_of(settings.percentile)}: --percentile is one of {known}")
 
 
 class _Session:

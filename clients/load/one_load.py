@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from shmserve.clients.load.analysis import server_side
 from shmserve.clients.load.analysis.confidence import Stability, interval, stability
-from shmserve.clients.load.analysis.latencies import Histogram
+from shmserve.clients.load.analysis.latencies import Histogram, window_percentiles
 from shmserve.clients.load.analysis.usage import Meter, Reading, used
 from shmserve.clients.load.analysis.windows import (
     Collector,
@@ -125,8 +125,9 @@ class LoadRun:
             now = time.monotonic_ns()
             if self._collector.complete(end) if complete else now >= end:
                 return
-            self._report(phase, now)
             left = (end - now) / SECOND
+            if left > 0:
+                self._report(phase, now)
             await asyncio.sleep(min(SHOW_S, left) if left > 0 else 0.01)
 
     def _report(self, phase: str, now: int) -> None:
@@ -178,13 +179,13 @@ class LoadRun:
             throughput=interval([window.per_s for window in windows], confidence),
             goodput=interval([window.in_time_per_s for window in windows], confidence) if deadline else None,
             rows=self._rows,
-            latency=_latencies([part.good for part in responses], confidence),
+            latency=latencies_of([part.good for part in responses], confidence),
             failed=sum(window.failed for window in windows),
             errors=dict(errors),
-            first_answer=_latencies([part.first[part.first > 0] for part in responses], confidence)
+            first_answer=latencies_of([part.first[part.first > 0] for part in responses], confidence)
             if streams
             else None,
-            between_answers=_latencies([part.gaps for part in responses], confidence) if streams else None,
+            between_answers=latencies_of([part.gaps for part in responses], confidence) if streams else None,
             answers_per_s=sum(len(part.gaps) + int((part.first > 0).sum()) for part in responses) / seconds,
             server=server_side.between(before.statistics, after.statistics),
             usage=used([boundary.usage for boundary in self._boundaries[first:]], (after.at - before.at) / SECOND),
@@ -212,19 +213,19 @@ def _cores(before: GeneratorUse, after: GeneratorUse) -> list[float]:
     return [cpu / span if span else 0.0 for cpu, span in changes]
 
 
-def _latencies(parts: list[Any], confidence: float) -> Latencies:
-    """All parts together; the intervals come from the percentiles of each part, which is a window."""
+def latencies_of(parts: list[Any], confidence: float) -> Latencies:
+    """All parts together; the intervals come from the percentiles of each part, which is a window. A percentile that
+    less than two windows have is not known: its interval is as wide as possible.
+    """
     whole = Histogram()
-    each = []
     for values in parts:
-        one = Histogram()
-        one.add(values)
         whole.add(values)
-        each.append(one.percentiles())
+    each = [window_percentiles(values) for values in parts]
     low, high = whole.extremes
     percentiles = {}
     for name, value in whole.percentiles().items():
-        half = interval([found[name] for found in each if name in found], confidence).half
+        values = [found[name] for found in each if name in found]
+        half = interval(values, confidence).half if len(values) > 1 else value
         percentiles[name] = Interval(value, max(0.0, value - half), value + half)
     return Latencies(
         count=whole.count, mean=whole.mean, low=low, high=high, percentiles=percentiles, histogram=whole.encoded()

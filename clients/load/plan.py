@@ -154,7 +154,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Stable: the half-width of the confidence interval of throughput and latency is at most this share of the mean."""
     confidence: float = 0.95
     percentile: float = 50.0
-    """The latency that must be stable."""
+    """The latency that must be stable; one of PERCENTILES."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):

@@ -90,9 +90,11 @@ def stability(windows: Sequence[Window], settings: Settings, throughput: bool = 
 def _unstable(windows: Sequence[Window], settings: Settings, throughput: bool) -> str:
     name = f"p{settings.percentile:g}"
     kinds = {"throughput": [window.per_s for window in windows]} if throughput else {}
-    kinds[f"{name} latency"] = [window.percentiles.get(name, 0.0) for window in windows]
     if not all(window.good for window in windows):
         return "a window without a successful response"
+    if not all(name in window.percentiles for window in windows):
+        return f"a window has too few responses for {name}: set a longer --window"
+    kinds[f"{name} latency"] = [window.percentiles[name] for window in windows]
     for kind, values in kinds.items():
         found = interval(values, settings.confidence)
         share = found.half / found.mean if found.mean else math.inf

@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shmserve.clients.load.analysis.confidence import difference, interval, stability, student_t
 from shmserve.clients.load.plan import Settings
@@ -60,6 +61,8 @@ def test_reasons() -> None:
     assert wide.note.startswith("throughput is known to +-")
     slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
     assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
+    rare = stability([window(0, 100)] * 3, replace(PLAN, percentile=99.9))
+    assert rare.note == "a window has too few responses for p99.9: set a longer --window"
     assert stability([window(0, 9), window(1, 0), window(2, 9)], PLAN).note == "a window without a successful response"
 
 

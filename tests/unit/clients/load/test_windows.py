@@ -15,6 +15,7 @@ from shmserve.clients.load.analysis.latencies import DIGITS, Histogram, buckets,
 from shmserve.clients.load.analysis.windows import Collector, is_long_enough, timeline, window_of
 from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.plan import Settings
+from shmserve.clients.load.one_load import latencies_of
 from tests.support.hypothesis_profiles import examples
 
 
@@ -134,3 +135,11 @@ def test_rare_percentiles_need_many_values() -> None:
     assert window_percentiles(np.array([], np.int64)) == {}
     assert Histogram().percentiles() == {}
     assert Histogram().extremes == (0.0, 0.0)
+
+
+def test_a_percentile_that_no_window_has_is_not_known() -> None:
+    found = latencies_of([np.arange(1, 601, dtype=np.int64)] * 2, 0.95).percentiles
+    assert found["p90"].half == 0, "both windows agree"
+    assert "p99" in found
+    few = latencies_of([np.arange(1, 61, dtype=np.int64)] * 20, 0.95).percentiles["p99"]
+    assert (few.low, few.high) == (0, 2 * few.mean)
