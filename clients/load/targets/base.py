@@ -13,6 +13,12 @@ Spec = Mapping[str, Any]
 """A tensor in the metadata: name, datatype, shape."""
 
 
+def latest_statistics(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of the latest version, which a request without a version gets; {} without statistics."""
+    entries: list[dict[str, Any]] = list(answer.get("model_stats") or ())
+    return max(entries, key=lambda entry: int(entry.get("version") or 0), default={})
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """What a server says about a model, and about itself."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from shmserve.clients.load.plan import Endpoint
-from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot
+from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
 from shmserve.clients.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
 from shmserve.errors import ConnectionLost, ModelFailed, Unsupported
@@ -50,10 +50,9 @@ class GrpcTarget:
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
         try:
-            entries = (await self._ask("ModelStatistics", name=model, version=version)).get("model_stats")
+            return latest_statistics(await self._ask("ModelStatistics", name=model, version=version))
         except Unsupported:
             return {}
-        return dict(entries[0]) if entries else {}
 
     async def close(self) -> None:
         for connection in self._connections:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httptools
 
 from shmserve.clients.load.plan import Endpoint
-from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot
+from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
 from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
 from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable, Unsupported
 
@@ -45,8 +45,7 @@ class HttpTarget:
         return _HttpSlot(connection, self._connect)
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
-        entries = (await self._get(f"{_model_path(model, version)}/stats", {})).get("model_stats")
-        return dict(entries[0]) if entries else {}
+        return latest_statistics(await self._get(f"{_model_path(model, version)}/stats", {}))
 
     async def close(self) -> None:
         for connection in (*self._connections, *filter(None, [self._control])):

@@ -7,11 +7,10 @@ from typing import Any
 
 from shmserve.clients.async_client import AsyncClient
 from shmserve.clients.load.plan import SECOND, Endpoint
-from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot
+from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
 from shmserve.session import Raw
 
 CONNECT_S = 5.0
-ASK_S = 30.0
 
 
 class NativeTarget:
@@ -54,8 +53,7 @@ class NativeTarget:
         return _NativeSlot(self._client)
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
-        entries = (await self._client.statistics(model, version or None))["model_stats"]
-        return dict(entries[0]) if entries else {}
+        return latest_statistics(await self._client.statistics(model, version or None))
 
     async def close(self) -> None:
         await self._client.close()

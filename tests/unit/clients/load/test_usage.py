@@ -13,6 +13,7 @@ import pytest
 from shmserve.clients.load.analysis.server_side import between
 from shmserve.clients.load.analysis.usage import Meter, Reading, is_local, server_pid, used
 from shmserve.clients.load.plan import Endpoint
+from shmserve.clients.load.targets.base import latest_statistics
 
 
 def test_use_is_a_difference_by_role() -> None:
@@ -111,3 +112,9 @@ def test_a_server_without_statistics() -> None:
     first = between({}, statistics(2, 10, 1))
     assert first is not None
     assert first.requests == 2
+
+
+def test_counters_are_those_of_the_latest_version() -> None:
+    entries = [{"version": version} for version in ("2", "10", "9")]
+    assert latest_statistics({"model_stats": entries}) == {"version": "10"}
+    assert latest_statistics({}) == {}
