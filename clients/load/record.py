@@ -170,7 +170,7 @@ def encode(run: Run, indent: int = 1) -> bytes:
 def decode(data: bytes, where: str = "the run") -> Run:
     try:
         run = msgspec.json.decode(data, type=Run)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{where} is not a saved run of `shmserve bench`: {error}") from error
     if run.format != FORMAT:
         raise InvalidRequest(f"{where} has format {run.format}; this version reads format {FORMAT}")

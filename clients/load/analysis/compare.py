@@ -36,6 +36,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     verdict: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    confidence: float = 0.95
+    """Of the intervals."""
 
 
 Metric = Callable[[Window], float | None]
@@ -63,7 +65,8 @@ def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -
             f"the runs have no load in common ({loads}): measure both with the same --concurrency or --rate"
         )
     changes = tuple(change for pair in pairs for change in _changes(*pair, confidence, least))
-    return Comparison(verdict=_overall(changes), changes=changes, notes=tuple(_notes(old, new, pairs)))
+    notes = tuple(_notes(old, new, pairs))
+    return Comparison(verdict=_overall(changes), changes=changes, notes=notes, confidence=confidence)
 
 
 def _key(load: Load) -> tuple[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shmserve.clients.load.analysis.compare import BETTER, MIXED, SAME, WORSE, Change, Comparison
-from shmserve.clients.load.plan import PERCENTILES, SECOND
+from shmserve.clients.load.plan import PERCENTILES, SECOND, Closed, Load
 from shmserve.clients.load.record import Echo, Interval, Latencies, Point, Run
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
 from shmserve.terminal.tables import duration_text
@@ -108,10 +108,10 @@ def _processors(points: Sequence[Point], screen: Screen) -> str:
 def _notes(run: Run, screen: Screen) -> list[str]:
     lines = []
     if run.plan.limit is not None:
-        unit = "/s" if run.best is not None and run.points and "/s" in str(run.points[0].load) else ""
-        kind = "rate" if unit else "concurrency"
-        found = f"highest {kind} with {run.plan.limit}: {run.best:,.6g}{unit}" if run.best is not None else ""
-        text = found or f"no load kept {run.plan.limit}; the lowest that was tried was {run.plan.limit.low:g}"
+        kind, unit = ("rate", "/s") if _is_open(run.plan.loads[0]) else ("concurrency", "")
+        text = f"no load kept {run.plan.limit}; the lowest that was tried was {run.plan.limit.low:g}"
+        if run.best is not None:
+            text = f"highest {kind} with {run.plan.limit}: {run.best:,.6g}{unit}"
         lines.append(screen.styled(text, "bold" if run.best is not None else WARN))
     for point in run.points:
         lines += [f"{point.load}: {count:,} failed: {text}" for text, count in sorted(point.errors.items())[:5]]
@@ -121,7 +121,7 @@ def _notes(run: Run, screen: Screen) -> list[str]:
                 "--processes adds others"
             )
             lines.append(screen.styled(text, WARN))
-        if point.cost.send_delay_p99_ns > 0.1 * _p50(point) and run.plan.in_flight and _is_open(point):
+        if point.cost.send_delay_p99_ns > 0.1 * _p50(point) and _is_open(point.load):
             late = duration_text(point.cost.send_delay_p99_ns / SECOND)
             lines.append(f"{point.load}: 1 % of the requests were sent {late} late or later, which counts as latency")
     if run.echo is not None:
@@ -137,8 +137,8 @@ def echo_text(echo: Echo) -> str:
     )
 
 
-def _is_open(point: Point) -> bool:
-    return not str(point.load).startswith("concurrency")
+def _is_open(load: Load) -> bool:
+    return not isinstance(load, Closed)
 
 
 def _p50(point: Point) -> float:
@@ -169,7 +169,7 @@ def percentile_text(found: Latencies | None, name: str) -> str:
 
 def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -> str:
     columns = [Column("load"), Column("metric"), Column(names[0], right=True), Column(names[1], right=True)]
-    columns += [Column("difference", right=True), Column("95 % interval", right=True, rank=1)]
+    columns += [Column("difference", right=True), Column(f"{found.confidence * 100:g} % interval", right=True, rank=1)]
     columns.append(Column("verdict", style=lambda text: VERDICTS.get(text, "")))
     text = screen.table(columns, [_change_row(change) for change in found.changes])
     verdict = screen.styled(f"{names[1]} is {_sentence(found.verdict)} {names[0]}", VERDICTS.get(found.verdict, ""))

@@ -44,12 +44,12 @@ def test_a_run_is_read_as_it_was_saved(load: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}", "is not a saved run"), ("no JSON", "is not a saved run"), (None, "cannot read")],
+    [("{}", "is not a saved run"), ("\xe4", "is not a saved run"), ("no JSON", "is not a saved run"), (None, "cannot read")],
 )
 def test_files_that_are_no_runs(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, "latin-1")
     with pytest.raises(InvalidRequest, match=message):
         record.read(path)
 
@@ -90,6 +90,9 @@ def test_a_comparison_as_text() -> None:
     text = comparison_text(compare(RUN, other), ("old", "new"), Screen(False, io.StringIO()))
     assert re.search(r"^concurrency 1 +throughput +1,000 +2,000 +\+100\.0% +.* better$", text, re.MULTILINE)
     assert "new is better than old" in text
+    assert " 95 % interval " in text
+    sure = comparison_text(compare(RUN, other, 0.995), ("old", "new"), Screen(False, io.StringIO()))
+    assert " 99.5 % interval " in sure
 
 
 def test_the_page_is_complete_and_links_to_nothing() -> None:
