@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ UNIX, IPC = "unix", "ipc"
 OUTPUT = Tensor("output", "FP32", (1,), b"\0\0\0\0")
 SERVER = {"name": "echo", "version": "1", "extensions": []}
 RIGHTS = 253
-"""Most descriptors of a message."""
+"""The kernel's limit of descriptors in a message."""
 
 
 class _Native:
@@ -255,6 +256,7 @@ def _tell(ready: int, url: str) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that closes standard input
     kind, folder, ready = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     documents = {"server": SERVER, "statistics": {"model_stats": []}, **json.loads(sys.stdin.readline())}
     if kind == HTTP:

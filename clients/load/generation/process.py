@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import secrets
 import signal
 import socket
@@ -125,7 +126,7 @@ async def _follow(reader: asyncio.StreamReader, generator: Generator) -> None:
         await generator.follow(order)
 
 
-async def _serve(fd: int) -> None:
+async def serve(fd: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
     generator = Generator(writer)
     work = [asyncio.ensure_future(_follow(reader, generator)), asyncio.ensure_future(_report(generator))]
@@ -147,7 +148,9 @@ async def _serve(fd: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that closes the socket
-    uvloop.run(_serve(int(sys.argv[1])))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # over HTTP and gRPC each caller has its own connection
+    uvloop.run(serve(int(sys.argv[1])))
 
 
 if __name__ == "__main__":
