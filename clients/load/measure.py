@@ -104,7 +104,7 @@ def check(plan: Plan) -> None:
         if isinstance(load, Replay) and len(load.times) < 2:
             raise InvalidRequest("recorded times need at least two requests")
         if not isinstance(load, Replay) and not load.value > 0:
-            raise InvalidRequest(f"{load} is no load: it must be above 0")
+            raise InvalidRequest(f"{load} is not a load: it must be above 0")
     if plan.limit is not None and isinstance(plan.loads[0], Replay):
         raise InvalidRequest("a search needs a concurrency or a rate that it can vary")
     settings = plan.settings

@@ -124,6 +124,12 @@ def add_backend_directory(add: Callable[..., argparse.Action]) -> None:
     rare(add("--backend-directory", metavar="DIR", type=Path, default=default, help=text))
 
 
+def at_least_0(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 0")
+    return int(text)
+
+
 def at_least_1(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 1")

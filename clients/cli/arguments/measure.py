@@ -12,6 +12,7 @@ from shmserve.clients.cli.arguments.common import (
     add_json,
     add_model,
     add_server_command,
+    at_least_0,
     at_least_1,
 )
 from shmserve.clients.cli.commands import completion
@@ -72,7 +73,7 @@ def _add_requests(command: CommandParser) -> None:
              help='JSON file with all inputs, as for infer, or a directory of such files, sent in turn'))  # fmt: skip
     add("-b", "--batch", metavar="N", type=at_least_1, help="rows of random inputs (default: 1)")
     rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[], help="full shape of a random input"))
-    rare(add("--seed", metavar="N", type=int, default=0, help="seed of random inputs and arrivals (default: 0)"))
+    rare(add("--seed", metavar="N", type=at_least_0, default=0, help="seed of random inputs and arrivals (default: 0)"))
     rare(add("--outputs", metavar="NAME,...", help="outputs to request (default: all)"))
     add(
         "--stream",
@@ -176,7 +177,7 @@ def number_range(text: str) -> tuple[float, ...]:
             found = tuple(map(float, text.split(",")))
         else:
             low, high, *step = map(float, text.split(":"))
-            found = _steps(low, high, *step) if 0 < low <= high else ()
+            found = _steps(low, high, *step) if 0 < low <= high and all(size > 0 for size in step) else ()
     except (ValueError, TypeError):
         found = ()
     if not found or not all(0 < value < 1e9 for value in found):

@@ -13,6 +13,7 @@ from shmserve.clients.cli.arguments.common import (
     add_model,
     add_server_command,
     add_version,
+    at_least_0,
     at_least_1,
     seconds,
 )
@@ -52,7 +53,7 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
     add("--batch", metavar="N", type=at_least_1, help="with --random: batch size")
     rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[],
              help="with --random: full shape of an input"))  # fmt: skip
-    rare(add("--seed", metavar="N", type=int, help="with --random: seed, for reproducible data"))
+    rare(add("--seed", metavar="N", type=at_least_0, help="with --random: seed, for reproducible data"))
     rare(add("--outputs", metavar="NAME,...", help="outputs to compute (default: all)"))
     add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
     add("--repeat", metavar="N", type=at_least_1, default=1,

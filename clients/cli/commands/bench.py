@@ -34,13 +34,13 @@ def bench(args: argparse.Namespace) -> int:
         run = _measured(args, plan)
     except InvalidRequest as error:
         raise Misuse(next_step(error, args)) from error
-    _write(args, run)
     if args.json:
         print_json(msgspec.to_builtins(run))
     else:
         from shmserve.clients.load.report.table import run_text
 
         print_text(run_text(run, screen_of(args)))
+    _write(args, run)  # after the results are printed: a file that cannot be written must not lose them
     if not any(point.latency.count for point in run.points):
         raise Failed(_why(run.points))
     return 0
@@ -92,8 +92,10 @@ def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
 
         try:
             text = args.replay.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise Misuse(f"cannot read {args.replay}: {error}") from error
+        except OSError as error:
+            raise Misuse(f"cannot read {args.replay}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise Misuse(f"cannot read {args.replay}: it is not text ({error.reason})") from error
         return (Replay(recorded_times(text, args.model, str(args.replay)), args.replay.name),)
     if args.rate is not None:
         return tuple(Open(rate, args.arrivals, args.seed) for rate in args.rate)
@@ -101,13 +103,16 @@ def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
 
 
 def _bounds(args: argparse.Namespace) -> tuple[float, float]:
-    """Of the search."""
+    """The lowest and the highest load of the search."""
     if args.replay is not None:
         raise Misuse("--until needs a load that it can vary: --concurrency or --rate instead of --replay")
     given = args.rate or args.concurrency
-    if args.rate is not None and len(args.rate) < 2:
-        raise Misuse("--until with --rate needs bounds, e.g. --rate 100:10000")
-    return (given[0], given[-1]) if given is not None and len(given) > 1 else (1.0, 1024.0)
+    if given is None:
+        return 1.0, 1024.0
+    if not given[0] < given[-1]:
+        example = "--rate 100:10000" if args.rate is not None else "--concurrency 1:64"
+        raise Misuse(f"--until with {example.split()[0]} needs bounds LOW:HIGH, e.g. {example}")
+    return given[0], given[-1]
 
 
 def _measured(args: argparse.Namespace, plan: Plan) -> Run:
@@ -146,7 +151,7 @@ def _write(args: argparse.Namespace, run: Run) -> None:
 
 def _write_file(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise Failed(f"cannot write {path}: {error.strerror}") from error
 

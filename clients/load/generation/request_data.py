@@ -98,6 +98,8 @@ def from_file(path: Path, spec: Spec) -> Any:
         return read(path, spec)
     except OSError as error:
         raise Misuse(f"input '{spec['name']}': cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise Misuse(f"input '{spec['name']}': cannot read {path}: it is not text ({error.reason})") from error
 
 
 def _json(path: Path, spec: Spec) -> Any:
@@ -114,7 +116,7 @@ def _raw(path: Path, spec: Spec) -> Any:
     """The tensor's bytes, little-endian."""
     data, dtype = path.read_bytes(), np.dtype(np.uint16) if spec["datatype"] == "BF16" else to_numpy(spec["datatype"])
     if len(data) % dtype.itemsize:
-        raise Misuse(f"input '{spec['name']}': {path} has {len(data)} bytes, no multiple of {dtype.itemsize}")
+        raise Misuse(f"input '{spec['name']}': {path} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
     return inputs.fit(np.frombuffer(data, dtype), spec)
 
 
@@ -136,7 +138,7 @@ def _image(path: Path, spec: Spec) -> Any:
             picture = opened.convert("L" if channels == 1 else "RGB")
             picture = picture.resize((width if width > 0 else picture.width, height if height > 0 else picture.height))
     except UnidentifiedImageError as error:
-        raise Misuse(f"input '{spec['name']}': {path} is no image") from error
+        raise Misuse(f"input '{spec['name']}': {path} is not an image") from error
     pixels: NDArray[Any] = np.asarray(picture).reshape(picture.height, picture.width, channels)
     pixels = np.ascontiguousarray(pixels.transpose(2, 0, 1) if planes_first else pixels)
     if spec["datatype"] == "BF16":

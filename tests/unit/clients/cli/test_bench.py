@@ -11,6 +11,7 @@ from shmserve.clients.cli.commands.bench import plan_of
 from shmserve.clients.cli.main import main
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.load import record
+from shmserve.clients.load.measure import check
 from shmserve.clients.load.plan import Closed, Limit, Open, Replay, Sequences
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.errors import Misuse
@@ -42,15 +43,26 @@ def test_recorded_times(tmp_path: Path) -> None:
     assert plan("--replay", str(file)).loads == (Replay((500_000_000, 1_000_000_000), "times"),)
     with pytest.raises(Misuse, match="a load that it can vary"):
         plan("--replay", str(file), "--until", "p99=1ms")
-    with pytest.raises(Misuse, match="cannot read"):
+    with pytest.raises(Misuse, match=r"cannot read .*none: No such file or directory"):
         plan("--replay", str(tmp_path / "none"))
+    file.write_bytes(b"\xff")
+    with pytest.raises(Misuse, match=r"cannot read .*times: it is not text \("):
+        plan("--replay", str(file))
+
+
+def test_a_percentile_that_windows_do_not_have() -> None:
+    with pytest.raises(InvalidRequest, match=r"windows do not have p75: --percentile is one of p50, .*, p99\.99"):
+        check(plan("--percentile", "p75"))
 
 
 def test_a_search() -> None:
     assert plan("--until", "p99=20ms").limit == Limit(99.0, 20_000_000, 1, 1024)
     assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == Limit(99.9, 1_500_000_000, 10, 500)
-    with pytest.raises(Misuse, match=r"needs bounds, e\.g\. --rate 100:10000"):
-        plan("--until", "p99=20ms", "-r", "10")
+    for words in (["-r", "10"], ["-r", "10,5"]):
+        with pytest.raises(Misuse, match=r"needs bounds LOW:HIGH, e\.g\. --rate 100:10000"):
+            plan("--until", "p99=20ms", *words)
+    with pytest.raises(Misuse, match=r"--concurrency needs bounds LOW:HIGH, e\.g\. --concurrency 1:64"):
+        plan("--until", "p99=20ms", "-c", "8")
 
 
 def test_the_rest_of_a_plan() -> None:
@@ -81,11 +93,13 @@ def test_addresses() -> None:
         (["-c", "0"], "'0' is not a number above 0, a list"),
         (["-c", "1.5"], "'1.5' has a number that is not an integer"),
         (["-c", "8:1"], "'8:1' is not a number above 0"),
+        (["-c", "1:8:-1"], "'1:8:-1' is not a number above 0"),
         (["-c", "1:1000000:1"], "is not a number above 0"),
         (["-r", "many"], "'many' is not a number above 0"),
         (["--until", "20ms"], "'20ms' is not a limit such as p99=20ms"),
         (["--until", "p101=1ms"], "'p101' is not a percentile such as p99"),
         (["--until", "p99=20"], "'20' is not a time above 0 such as 20ms"),
+        (["--seed", "-1"], "'-1' is not an integer of at least 0"),
         (["--windows", "1:3"], "'1:3' is not a range MIN:MAX of at least 2 windows"),
         (["--header", "token"], "'token' is not a header such as 'Authorization: Bearer TOKEN'"),
         (["--tolerance", "0"], "'0' is not a percentage between 0 and 100"),

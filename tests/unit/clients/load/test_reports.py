@@ -44,7 +44,12 @@ def test_a_run_is_read_as_it_was_saved(load: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}", "is not a saved run"), ("\xe4", "is not a saved run"), ("no JSON", "is not a saved run"), (None, "cannot read")],
+    [
+        ("{}", "is not a saved run"),
+        ("\xe4", "is not a saved run"),
+        ("no JSON", "is not a saved run"),
+        (None, "cannot read"),
+    ],
 )
 def test_files_that_are_no_runs(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"

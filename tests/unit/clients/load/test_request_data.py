@@ -91,13 +91,15 @@ def test_documents_in_turn(tmp_path: Path) -> None:
         ("x=@{}/none.npy", "cannot read"),
         ("x=@{}/none.bin", "cannot read"),
         ("x=@{}/file.txt", "cannot tell what .* holds by its suffix; known are .npy, .json, .png"),
-        ("x=@{}/odd.bin", "has 3 bytes, no multiple of 4"),
+        ("x=@{}/odd.json", r"cannot read .*odd\.json: it is not text"),
+        ("x=@{}/odd.bin", "has 3 bytes, not a multiple of 4"),
         ("x=@{}/odd.png", r"is \[-1, 2\], not \[.., 3, H, W\]"),
         ("x=@{}/empty", "the directory has no files"),
     ],
 )
 def test_what_cannot_be_an_input(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("1")
+    (tmp_path / "odd.json").write_bytes(b"\xff")
     (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "odd.png").write_bytes(b"abc")
     (tmp_path / "empty").mkdir()
@@ -107,7 +109,7 @@ def test_what_cannot_be_an_input(text: str, message: str, tmp_path: Path) -> Non
 
 def test_a_file_that_is_no_image(tmp_path: Path) -> None:
     (tmp_path / "odd.png").write_bytes(b"abc")
-    with pytest.raises(Misuse, match="is no image"):
+    with pytest.raises(Misuse, match="is not an image"):
         requests(Inputs(texts=(f"x=@{tmp_path / 'odd.png'}",)), facts(x=("UINT8", [-1, 2, 2, 3])))
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shmserve.clients.load.analysis.latencies import DIGITS, Histogram, buckets, percentile_of, window_percentiles
 from shmserve.clients.load.analysis.windows import Collector, is_long_enough, timeline, window_of
 from shmserve.clients.load.generation.messages import Samples
-from shmserve.clients.load.plan import Settings
 from shmserve.clients.load.one_load import latencies_of
+from shmserve.clients.load.plan import Settings
 from tests.support.hypothesis_profiles import examples
 
 
