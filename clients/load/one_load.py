@@ -37,8 +37,8 @@ KEEPS_UP = 0.97
 SHOW_S = 0.25
 OVERLOADED = "overloaded"
 DRAIN_S, OVERLOADED_S = 30.0, 0.5
-"""Longest wait for responses after a load; the backlog of an overloaded server is cancelled, as the next load must not
-find it."""
+"""Longest wait for responses after a load. The backlog of an overloaded server is cancelled early, so that it does not
+delay the next load."""
 Show = Callable[[str, float, float, float, float, int], None]
 """Phase, seconds since the start; of the last second: responses per second, p50 and p99 in ns, failures."""
 
@@ -74,8 +74,8 @@ class LoadRun:
         self._errors: list[Counter[str]] = []
 
     async def run(self, may_grow: bool) -> Point | None:
-        """None if the generator is the limit in the warm-up: the load shall be repeated with more processes, if it
-        `may_grow`. After an exception the load goes on until the generators stop.
+        """None if the generator is the limit in the warm-up and `may_grow`: repeat the load with more processes.
+        After an exception the load continues until the generators stop.
         """
         generators, settings = self._generators, self._plan.settings
         self._rows = (await generators.ensure(self._processes)).rows
@@ -164,7 +164,7 @@ class LoadRun:
         for counts in self._errors[first:]:
             errors += counts
         if unanswered and not behind:
-            errors[f"no response within the time after the load ({unanswered})"] += unanswered
+            errors[f"no response within {DRAIN_S:g} s after the load ({unanswered})"] += unanswered
         seconds = sum(window.length_ns for window in windows) / SECOND
         before, after = self._boundaries[first], self._boundaries[-1]
         deadline = self._plan.deadline_ns

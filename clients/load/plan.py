@@ -1,6 +1,6 @@
-"""What a run shall measure: the endpoint, the loads, the requests, and when a result is stable.
+"""What a run measures: the endpoint, the loads, the requests, and when a result is stable.
 
-Invariant: a plan is plain data without paths of this machine's Python objects; it is part of the saved run.
+Invariant: a plan is plain data; it is sent to the generator processes and saved with the run.
 """
 
 from __future__ import annotations

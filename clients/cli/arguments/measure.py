@@ -55,12 +55,12 @@ def _add_load(command: CommandParser) -> None:
              help='send at recorded times: per line, {"at": SECONDS} as for the simulator, or only the '
              "seconds"))  # fmt: skip
     add("--until", metavar="P=TIME", type=limit,
-        help="search the highest load with e.g. p99=20ms; within --concurrency LOW:HIGH (default: 1:1024), or "
-        "--rate LOW:HIGH")  # fmt: skip
+        help="search for the highest load that keeps e.g. p99=20ms; within --concurrency LOW:HIGH "
+        "(default: 1:1024), or --rate LOW:HIGH")  # fmt: skip
     rare(add("--arrivals", choices=("poisson", "constant"), default="poisson",
-             help="with --rate: random or equal distances (default: %(default)s)"))  # fmt: skip
+             help="with --rate: random or equal gaps between requests (default: %(default)s)"))  # fmt: skip
     rare(add("--in-flight", metavar="N", type=at_least_1, default=4096,
-             help="with --rate: most requests in flight; others wait, which counts as latency "
+             help="with --rate or --replay: most requests in flight; others wait, which counts as latency "
              "(default: %(default)s)"))  # fmt: skip
 
 
@@ -78,12 +78,17 @@ def _add_requests(command: CommandParser) -> None:
     add(
         "--stream",
         action="store_true",
-        help="for decoupled models; measures also the time to the first answer and between answers",
+        help="for decoupled models; also measures the time to the first answer and between answers",
     )
     rare(add("--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests"))
     rare(add("--sequences", metavar="N", type=at_least_1, default=64,
-             help="with --sequence-length and --rate: sequences at a time (default: %(default)s)"))  # fmt: skip
-    add("--deadline", metavar="TIME", type=duration, help="timeout of a request, e.g. 20ms; counts those in time")
+             help="with --sequence-length, in an open loop: sequences at a time (default: %(default)s)"))  # fmt: skip
+    add(
+        "--deadline",
+        metavar="TIME",
+        type=duration,
+        help="timeout of each request, e.g. 20ms; reports the rate of responses in time",
+    )
     text = "model version (default: latest)"
     completion.completes(rare(add("--version", metavar="N", type=at_least_1, help=text)), completion.versions)
 
@@ -95,13 +100,14 @@ def _add_measurement(command: CommandParser) -> None:
     rare(add("--windows", metavar="MIN:MAX", type=windows, default=(3, 10),
              help="number of windows per load (default: 3:10)"))  # fmt: skip
     rare(add("--tolerance", metavar="PERCENT", type=percent, default=0.05,
-             help="end a load when throughput and latency are known to so much (default: 5)"))  # fmt: skip
+             help="end a load when throughput and latency are known to +- this (default: 5)"))  # fmt: skip
     rare(add("--confidence", metavar="PERCENT", type=percent, default=0.95,
              help="of all intervals (default: 95)"))  # fmt: skip
     rare(add("--percentile", metavar="P", type=percentile, default=50.0,
-             help="latency that has to be stable (default: p50)"))  # fmt: skip
+             help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)"))  # fmt: skip
     rare(add("--processes", metavar="N", type=at_least_1, default=0,
-             help="generator processes (default: 1; more if one is too slow, up to half of the cores)"))  # fmt: skip
+             help="generator processes (default: 1, and more if they are too slow: up to half of the cores, or "
+             "all for a remote server)"))  # fmt: skip
     rare(add("--memory", choices=("posix", "frames"), help="with ipc://: how large tensors are passed"))
     rare(add("--no-echo", action="store_false", dest="echo",
              help="do not measure the generator against an echo server first, which takes 2 s"))  # fmt: skip

@@ -25,7 +25,7 @@ _LISTEN = "0A"
 
 
 def server_pid(endpoint: Endpoint) -> int:
-    """The process at the top of the server's processes; 0 if it is not found or not on this machine."""
+    """The root of the server's process tree; 0 if it is not found or not on this machine."""
     try:
         pid = _listener(endpoint)
     except OSError:

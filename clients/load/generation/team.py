@@ -35,7 +35,7 @@ OnSamples = Callable[[int, Samples], None]
 
 
 class _Process:
-    """One of them, and its link."""
+    """A generator process and the connection to it."""
 
     def __init__(self, index: int, team: Generators) -> None:
         self.index = index
@@ -65,7 +65,7 @@ class _Process:
                     self._answers.put_nowait(news)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        finally:  # also if an interrupt ends this task: nobody may wait for an answer that cannot come
+        finally:  # also if an interrupt ends this task: a caller must not wait for an answer that cannot come
             self._answers.put_nowait(Broken("INTERNAL", "a generator process has ended unexpectedly"))
 
     def order(self, order: Prepare | Begin | End) -> None:

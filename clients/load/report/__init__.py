@@ -1,1 +1,1 @@
-"""What is made of a saved run: `table` for the terminal, `csv`, `html` with `charts`, and the `live` line."""
+"""The reports of a saved run: `table` for the terminal, `csv`, `html` with `charts`, and the `live` line."""

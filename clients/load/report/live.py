@@ -1,4 +1,4 @@
-"""One line about the running load, refreshed in place; nothing where the output is no terminal."""
+"""One line about the running load, refreshed in place; nothing if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shmserve.terminal.tables import duration_text
 
 
 def line(progress: Progress) -> str:
-    """The most important first, so that a narrow terminal cuts the rest."""
+    """The important parts come first, as a narrow terminal cuts the end."""
     of = f"/{progress.loads}" if progress.loads else ""
     parts = [f"[{progress.number}{of}]", str(progress.load), f"{rate_text(progress.per_s)} requests/s"]
     if progress.p50_ns:
@@ -23,7 +23,7 @@ def line(progress: Progress) -> str:
 
 
 class Live:
-    """Shows the progress in a `with` block, at its end nothing."""
+    """Shows the progress within a `with` block, and removes it at the end."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
