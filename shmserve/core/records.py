@@ -347,6 +347,9 @@ class Lease(Struct, eq=False):
     served: int = 0
     recorded: int = 0
     """When the last request in its log arrived."""
+    resumed: int = 0
+    """When its worker last resumed after calls to other models. The execution limit does not count these, so it is
+    applied from then on."""
     error: Failure | None = None
     """The error of the request that its worker was running when it died; None: the client may send it again."""
 

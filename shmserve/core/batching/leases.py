@@ -170,11 +170,11 @@ def read(state: State, peer: int, event: LeaseRead, now: int) -> None:
         _finish(state, lease, event, now)
     elif instance.lease == lease.number and version.limit_ns and not instance.watched:
         runs = event.running and event.since != lease.recorded
-        _check_hang(state, version, instance, event.since if runs else now, now)
+        _check_hang(state, version, instance, max(event.since, lease.resumed) if runs else now, now)
 
 
 def _check_hang(state: State, version: Version, instance: Instance, since: int, now: int) -> None:
-    """`since`: when its worker began to run a request, or else now."""
+    """`since`: when its worker began to run a request or last resumed it, or else now."""
     if instance.waits:  # for other models, which does not count
         since = now
     if since + version.limit_ns > now:

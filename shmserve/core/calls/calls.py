@@ -260,6 +260,8 @@ class ModelCalls:
                 state.limiter.take_again(instance)
             if not instance.watched:
                 dispatch.check_hang(self._state, version, instance, state.now)
+        elif instance.lease:
+            state.leases[instance.lease].resumed = state.now
 
     def check_deadlocks(self, now: int) -> None:
         """Fails the newest call of each cycle of waiting instances."""

@@ -806,6 +806,26 @@ def test_the_execution_limit_holds_for_leased_requests() -> None:
     assert world.is_over()
 
 
+def test_the_execution_limit_does_not_count_calls_of_leased_requests() -> None:
+    world = Lent(execution_ns=100 * MS)
+    world.deploy(model("n"), 1)
+    world.alone()
+    world.leased()
+    holder = world.holder()
+    assert holder.lease is not None
+    holder.lease.begin(world.now)
+    caller_of(holder).sends(1)
+    holder.outbox.append(Call(1, 0, "n", 0, (one_input(),)))
+    world.turn(world.heard(holder))
+    world.advance(world.now + 90 * MS)
+    world.finish_running(90 * MS)
+    alive = []
+    for wait in (100 * MS - 1, 100 * MS):
+        world.advance(world.now + wait)
+        alive.append(not holder.dead)
+    assert alive == [True, False]
+
+
 def test_a_request_that_is_recorded_does_not_hang() -> None:
     world = Lent(execution_ns=100 * MS)
     world.alone()
