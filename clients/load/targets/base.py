@@ -12,6 +12,9 @@ Arrays = Mapping[str, Any]
 Spec = Mapping[str, Any]
 """A tensor in the metadata: name, datatype, shape."""
 
+ASK_S = 30.0
+"""Longest wait for metadata and statistics. Something that is not a KServe server may accept and never answer."""
+
 
 def latest_statistics(answer: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of the latest version, which a request without a version gets; {} without statistics."""

@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from shmserve.clients.load.plan import Endpoint
+from shmserve.clients.load.targets import base
 from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
 from shmserve.clients.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
@@ -66,8 +67,15 @@ class GrpcTarget:
             text = f"no server at grpc://{endpoint.authority} ({error.strerror or error})"
             raise ConnectionLost(f"{text}: start one, or select another by --url") from error
         self._connections.append(connection)
-        await connection.ready
+        await self._in_time(connection.ready, "the connection")
         return connection
+
+    async def _in_time(self, answer: asyncio.Future[None], what: str) -> None:
+        try:
+            await asyncio.wait_for(answer, base.ASK_S)
+        except TimeoutError as error:
+            text = f"grpc://{self._endpoint.authority} has not answered {what} within {base.ASK_S:g} s"
+            raise ConnectionLost(f"{text}: is it a KServe server?") from error
 
     def _head(self, method: str) -> bytes:
         return head_block(self._endpoint.authority, f"/{INFERENCE}/{method}", self._endpoint.headers)
@@ -78,7 +86,12 @@ class GrpcTarget:
         if self._control is None or self._control.closed:
             self._control = await self._connect()
         found: list[bytes] = []
-        await self._control.call(self._head(method), request, found.append)
+        control = self._control
+        try:
+            await self._in_time(control.call(self._head(method), request, found.append), method)
+        except ConnectionLost:
+            control.close()
+            raise
         answer = message_class(kind.output_type.full_name).FromString(b"".join(found))
         document: dict[str, Any] = json_format.MessageToDict(
             answer, preserving_proto_field_name=True, descriptor_pool=POOL

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httptools
 
 from shmserve.clients.load.plan import Endpoint
+from shmserve.clients.load.targets import base
 from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
 from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
 from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable, Unsupported
@@ -65,7 +66,12 @@ class HttpTarget:
         if self._control is None or self._control.closed:
             self._control = await self._connect()
         request = f"GET {path} HTTP/1.1\r\n{self._head}\r\n"
-        status, body = await self._control.ask(request.encode())
+        try:
+            status, body = await asyncio.wait_for(self._control.ask(request.encode()), base.ASK_S)
+        except TimeoutError as error:
+            self._control.close()
+            text = f"http://{self._authority} has not answered GET {path} within {base.ASK_S:g} s"
+            raise ConnectionLost(f"{text}: is it a KServe server?") from error
         if status != 200:
             if default is not None and status in (400, 404):
                 return default

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from shmserve.clients.load.calibration import calibrate
 from shmserve.clients.load.generation import process
 from shmserve.clients.load.measure import Progress, measure
 from shmserve.clients.load.plan import SECOND, Closed, Endpoint, Inputs, Limit, Open, Plan, Replay, Sequences, Settings
+from shmserve.clients.load.targets import base
 from shmserve.errors import ConnectionLost, InvalidRequest, NotFound, Unsupported
 from shmserve.gateway.auth import tokens
 from shmserve.repo import samples
@@ -324,6 +326,15 @@ def test_streams_need_another_protocol_than_http(place: Place) -> None:
 def test_no_server(kind: str) -> None:
     with pytest.raises(ConnectionLost, match=f"no server at {kind}://127.0.0.1:1 "):
         measure(Plan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
+
+
+@pytest.mark.parametrize(("kind", "what"), [("http", "GET /v2"), ("grpc", "the connection")])
+def test_a_server_that_never_answers(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "ASK_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog accepts
+        url = f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionLost, match=rf"{url} has not answered {what} within 0\.1 s"):
+            measure(Plan(model="id", endpoint=Endpoint(url=url)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
