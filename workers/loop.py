@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from shmserve.workers.runner import Runner
 
 
-LENGTHY_NS = 300_000
-"""A batch that computes for this long is worth the change of threads."""
-
-
 class Loop:
     """Runs until Stop. Raises ConnectionLost if the link is lost, ProtocolError if the broker violates the protocol."""
 
@@ -70,9 +66,6 @@ class Loop:
             self._streams.connect(self._send_response, runner.row, runner.discard)
         self._calls = backend.calls
         self._prober = backend.probe
-        self._yields = backend.yields and self._streams is None
-        self._lengthy = False
-        """Whether the last batch computed for long, in which another thread could have sent the report before it."""
         self._leases = LeaseHolder(link, outbox, runner, backend.streams)
         inbox.add_lend(self._leases.lend)
         inbox.add(
@@ -99,7 +92,7 @@ class Loop:
                 if self._stopping:
                     if self._streams is not None:
                         self._streams.stop(True)
-                    self._outbox.close()
+                    self._outbox.flush()
                     return
                 self._wait()
                 continue
@@ -127,12 +120,8 @@ class Loop:
 
     def _run(self, batch: QueuedBatch) -> QueuedBatch | None:
         """Runs a batch and reports its results. Returns the next batch, whose start the same report announces."""
-        if self._lengthy:
-            self._outbox.flush_aside()
-        else:
-            self._outbox.flush()
+        self._outbox.flush()
         results, times, again = self._runner.run_batch(batch.works)
-        self._lengthy = self._yields and times[2] - times[1] > LENGTHY_NS
         # Orders that arrived meanwhile may extend the next batch or withdraw requests from it.
         self._drain()
         if self._streams is not None:

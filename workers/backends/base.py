@@ -70,8 +70,6 @@ class Backend:
     """Whether it reads input pieces and writes `near` outputs on the GPU of its process."""
     streams: OpenResponses | None = None
     """The response streams of its models, if they can send responses on their own."""
-    yields = False
-    """Whether other threads run while it executes a batch, because its engine releases the GIL."""
     strict = True
     """Whether outputs must match the configuration."""
     probes = False

@@ -58,8 +58,6 @@ _HINTS = ("LATENCY", "THROUGHPUT", "CUMULATIVE_THROUGHPUT", "UNDEFINED")
 
 
 class OpenVino(StackedBackend):
-    yields = True
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._model: Any = None

@@ -41,7 +41,6 @@ _FILE = "model.onnx"
 class Onnx(StackedBackend):
     text = True
     fresh = True
-    yields = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
