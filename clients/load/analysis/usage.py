@@ -83,16 +83,17 @@ def _listening_at(port: int) -> int:
 
 
 def _descriptors(pid: int) -> set[str]:
-    """Targets of its descriptors; none for a process that has ended or belongs to another user."""
-    found = set()
+    """Targets of its descriptors, as far as they may be read; none for a process that has ended."""
+    found: set[str] = set()
     try:
-        for fd in os.scandir(f"/proc/{pid}/fd"):
-            try:
-                found.add(os.readlink(fd.path))
-            except FileNotFoundError:
-                continue
+        descriptors = os.listdir(f"/proc/{pid}/fd")
     except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return set()
+        return found
+    for descriptor in descriptors:
+        try:
+            found.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue  # in a user namespace, the folder of an outer process can be listed, its links cannot be read
     return found
 
 

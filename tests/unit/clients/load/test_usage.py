@@ -35,6 +35,23 @@ def test_a_server_is_found_by_its_port() -> None:
     assert found == os.getpid()
 
 
+def test_processes_whose_descriptors_cannot_be_read_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root of a user namespace sees processes outside it: their folder can be listed, their links not read."""
+    readlink, refused = os.readlink, []
+
+    def as_in_a_namespace(path: Any) -> str:
+        if not str(path).startswith(f"/proc/{os.getpid()}/"):
+            refused.append(path)
+            raise PermissionError(13, "Permission denied", path)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", as_in_a_namespace)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = server_pid(Endpoint(url=f"http://127.0.0.1:{server.getsockname()[1]}"))
+    assert found == os.getpid()
+    assert refused
+
+
 def test_no_process_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
