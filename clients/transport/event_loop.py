@@ -164,11 +164,20 @@ class LoopLink(SessionLink):
             except ServeError as error:
                 self._lose(error)
                 return
+            if self._is_done():
+                break
         else:
             if self._loop is not None:
                 self._loop.call_soon(self._readable)
-        if session.urgent or session.memory.drops.full:
+        if session.urgent or self._returns_are_due():
             self._send()
+
+    def _is_done(self) -> bool:
+        """Whether to read no further for now; the loop reports what comes nevertheless."""
+        return False
+
+    def _returns_are_due(self) -> bool:
+        return self.session.memory.drops.full
 
     # ------------------------------------------------------------------------------------ deadlines
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shmserve.clients.transport.address import address_of
-from shmserve.clients.transport.event_loop import BURST, LoopLink
-from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
+from shmserve.clients.transport.event_loop import LoopLink
+from shmserve.errors import Internal, InvalidRequest, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -195,27 +195,15 @@ class GatewayLink(LoopLink):
 
     def _readable(self) -> None:
         self._polling.wake(monotonic_ns())
-        session = self.session
-        for _ in range(BURST):
-            link = self._link
-            if link is None:
-                return
-            try:
-                incoming = link.receive(0)
-                if incoming is None:
-                    break
-                session.receive(*incoming)
-            except ServeError as error:
-                self._lose(error)
-                return
-            if not session.tickets:
-                break  # nothing else is due; the loop reports what comes nevertheless
-        else:
-            self.bind().call_soon(self._readable)
-        if session.urgent:
-            self._send()
-        if session.tickets:
+        super()._readable()
+        if self._link is not None and self.session.tickets:
             self._polling.wait(True)
+
+    def _is_done(self) -> bool:
+        return not self.session.tickets
+
+    def _returns_are_due(self) -> bool:
+        return False  # `_flusher` sees to them
 
     # ------------------------------------------------------------------------------------ returns of outputs
 

@@ -7,6 +7,7 @@ on, given back and drained: then every request has been answered once, and every
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -149,9 +150,13 @@ class CoreMachine(WorldMachine):
 
     def set_out(self, names: list[str], ahead: str) -> None:
         """Few models at a time, so that more happens to each, and one whose batches wait at the worker and grow."""
-        self.names = names = sorted({*names, ahead}.union(*(MEMBERS.get(name, ()) for name in names)))
+        self.begin_with({*names, ahead}.union(*(MEMBERS.get(name, ()) for name in names)), MODELS)
+
+    def begin_with(self, names: Collection[str], models: Iterable[tuple[ModelPolicy, int, str]]) -> None:
+        """Two clients, and of the models (policy, instances, large output) those with these names."""
+        self.names = sorted(names)
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
-        for policy, instances, large in MODELS:
+        for policy, instances, large in models:
             if policy.name in names:
                 self.world.deploy(policy, instances, large)
         for worker in self.workers(bool):

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from msgspec.structs import replace
 
-from shmserve.core import events
 from shmserve.core.effects import Kill
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.states import InstanceState
 from shmserve.core.stats.statistics import Statistics
-from shmserve.protocol.messages import Done, LeaseOver, Map
+from shmserve.protocol.messages import Done, LeaseOver
 from tests.support.core.fakes import FakeWorker
 from tests.support.core.machine import MS, not_a_rule, run_machine
-from tests.unit.core.test_machine import BROKER_SEGMENT, FIXED, LIMITS
+from tests.unit.core.test_machine import FIXED, LIMITS
 from tests.unit.core.test_machine_operations import Operated, OperatedMachine
 
 Y = (TensorSpec("y", "FP32", (1,)), TensorSpec("w", "FP32", (1,)))
@@ -75,15 +74,7 @@ class LeaseMachine(OperatedMachine):
 
     @initialize(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True))
     def begin(self, names: list[str]) -> None:
-        self.names = sorted(names)
-        self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
-        for policy, instances, large in MODELS:
-            if policy.name in names:
-                self.world.deploy(policy, instances, large)
-        for worker in self.workers(bool):
-            self.world.turn(self.world.heard(worker))
-        self.connect(0, False)
-        self.connect(1, False)
+        self.begin_with(set(names), MODELS)
         self.alone(0, 0, NEEDED + 1)
         for worker in self.workers(bool):
             worker.read()
