@@ -43,7 +43,7 @@ def test_processes_whose_descriptors_cannot_be_read_are_passed_over(monkeypatch:
         if not str(path).startswith(f"/proc/{os.getpid()}/"):
             refused.append(path)
             raise PermissionError(13, "Permission denied", path)
-        return readlink(path)
+        return str(readlink(path))
 
     monkeypatch.setattr(os, "readlink", as_in_a_namespace)
     with socket.create_server(("127.0.0.1", 0)) as server:
