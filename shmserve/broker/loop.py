@@ -240,9 +240,16 @@ class Broker:
             outbox.close("no answer to a ping")
         for segment in self._memory.trim():
             self.put(events.OwnSegmentGone(segment))
+        if self.core.state.traces.samples:
+            self.read_leases()
         self._flush()
         logs.flush()
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
+
+    def read_leases(self) -> None:
+        """Lets the core see the requests that have gone over leases so far."""
+        for reading in self._leases.read_all():
+            self.put(reading)
 
     # ------------------------------------------------------------------------------------ input
 

@@ -92,7 +92,7 @@ class Request(Struct, eq=False, gc=False):
     suspect: Instance | None = None
     """The instance whose worker died while it ran this request. The request is run once more, alone."""
     special: bool = False
-    """Its response needs more than sending: it used shared memory, is a step's, or is one of several."""
+    """Its response needs more than sending: it used shared memory, is a step's, is one of several, or is traced."""
     parts: int = 0
     """Responses sent so far."""
     state: RequestState = RequestState.QUEUED

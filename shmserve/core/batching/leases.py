@@ -106,9 +106,14 @@ def _unfit(state: State, lease: Lease) -> bool:
         or state.models[version.model].operation is not None  # its outcome is for all requests after it
         or state.draining
         or state.tracing
-        or bool(state.traces.samples)
+        or (bool(state.traces.samples) and _hides_traces(state, instance))
         or (lease.default and state.ready.get(version.model) is not version)
     )
+
+
+def _hides_traces(state: State, instance: Instance) -> bool:
+    """Of a leased request, the broker sees neither tensors nor the number, by which the model's own calls name it."""
+    return instance.caller is not None or state.traces.with_tensors
 
 
 def _is_needed(version: Version) -> bool:
@@ -219,3 +224,5 @@ def count(state: State, reading: LeaseRead) -> None:
             if statistics.first is not None:
                 statistics.first.add(placed - arrived)
         statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)
+    if requests and state.traces.samples:
+        state.effects += state.traces.sample_leased(lease, requests)

@@ -49,15 +49,14 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     batch.times = times
     statistics = version.statistics
     before = statistics.success_count
-    traced = state.traces.active
-    if traced:
+    if state.traces.active:
         batch.number = message.batch
     columns = message.columns
     if columns is not None and not columns.regular:
         kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
         return
     results = message.rows if columns is None else columns
-    if traced or not version.plain:
+    if not version.plain:
         for row in rows_of(results):
             _row(state, version, instance, batch, row, now, taken)
     elif columns is not None:

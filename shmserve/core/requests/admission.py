@@ -261,7 +261,7 @@ class Admission:
         count = len(columns.requests)
         if (
             client is not None and client.roles & _INFER and version is not None and not message.version
-            and version.plain and not version.decoupled and not state.draining and not state.traces.samples
+            and version.plain and not version.decoupled and not state.draining
             and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
             and client.held_bytes <= self._heavy
         ):  # fmt: skip
@@ -312,6 +312,8 @@ class Admission:
                 state.set_timer(deadline, Timer.DEADLINE, request)
             admitted.append(request)
         if admitted:
+            if state.traces.samples:
+                state.traces.sample_due(version, admitted)
             version.queue.add_all(admitted)
             state.to_dispatch[version] = None
 
@@ -377,7 +379,7 @@ class Admission:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
         if state.traces.samples:
-            state.traces.sample_if_due(request)
+            state.traces.sample_due(version, (request,))
         if options is not None and TRACE in options.parameters:
             record = state.traces.begin_by_id(request, now)
             if record is not None:

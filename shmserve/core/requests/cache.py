@@ -21,6 +21,7 @@ from msgspec import Struct
 from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.records import Request, Version
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map, Tensor, Value
+from shmserve.protocol.trace_context import TRACE_CONTEXT
 
 Key = tuple[Any, ...]
 _double = struct.Struct("<d").pack
@@ -89,8 +90,10 @@ class Cache:
                 return None
         inputs = tuple(sorted(contents))
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
-        parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()
-        typed = tuple((name, type(value), _exact(value)) for name, value in parameters)
+        given = options.parameters.items() if options is not None else ()
+        typed = tuple(
+            (name, type(value), _exact(value)) for name, value in sorted(given, key=_name) if name not in TRACE_CONTEXT
+        )
         return (request.version, request.audience, inputs, wanted, typed, request.in_shared_memory, request.labels)
 
     def _read(self, parts: object) -> bytes | None:

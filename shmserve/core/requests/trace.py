@@ -6,13 +6,15 @@ Invariant: while `active` and `samples` are empty, the core calls nothing in thi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
-from shmserve.core.records import Request
+from shmserve.core.events import LeasedRequest
+from shmserve.core.records import Lease, Request, Version
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Tensor
 
@@ -33,14 +35,14 @@ class Sample(Struct):
     timestamps: bool = True
     tensors: bool = False
 
-    def takes(self) -> bool:
-        self.seen += 1
-        if self.left == 0 or self.seen < self.rate:
-            return False
-        self.seen = 0
+    def take(self, count: int) -> range:
+        """Counts the next `count` requests. Returns the places of those among them that are to be traced."""
+        due = range(max(0, self.rate - self.seen - 1), count if self.left else 0, self.rate)
         if self.left > 0:
-            self.left -= 1
-        return True
+            due = due[: self.left]
+            self.left -= len(due)
+        self.seen = count - 1 - due[-1] if due else self.seen + count
+        return due
 
 
 class _ActiveTrace(Struct):
@@ -68,20 +70,66 @@ class Traces:
         """Requests with a `trace_id` in this second."""
         self._numbers = 0
 
-    def sample_if_due(self, request: Request) -> None:
-        """Traces the request if it is due for sampling. Called for each client request while `samples` is not empty."""
-        sample = self.samples.get(request.version.model) or self.samples.get("")
-        if sample is not None and sample.takes():
-            self._numbers += 1
-            self.active[request.number] = _ActiveTrace("", sample, request.version.model, self._numbers)
+    @property
+    def with_tensors(self) -> bool:
+        """Whether any sample includes tensors."""
+        return any(sample.tensors for sample in self.samples.values())
+
+    def sample_due(self, version: Version, requests: Sequence[Request]) -> None:
+        """Traces those of the requests that are due for sampling. Called for all client requests while `samples` is
+        not empty."""
+        sample = self._sample_of(version)
+        if sample is not None:
+            for index in sample.take(len(requests)):
+                self._begin(requests[index], _ActiveTrace("", sample, version.model, self._next_number()))
+
+    def sample_leased(self, lease: Lease, records: Sequence[LeasedRequest]) -> list[Traced]:
+        """As `sample_due`, for requests that went over a lease and have been answered."""
+        sample = self._sample_of(lease.version)
+        if sample is None:
+            return []
+        return [self._of_leased(lease, records[index], sample) for index in sample.take(len(records))]
+
+    def _of_leased(self, lease: Lease, record: LeasedRequest, sample: Sample) -> Traced:
+        arrived, taken, ready, computed, placed, rows, failed = record
+        version = lease.version
+        fields: dict[str, Any] = {
+            "trace_id": "",
+            "model": version.model,
+            "version": version.number,
+            "client": lease.client.number,
+            "rows": rows,
+            "code": "INTERNAL" if failed else "OK",
+            "answered_us": (placed - arrived) // 1000,
+            "lease": lease.number,
+            "instance": lease.instance.spec.name,
+            "batch_rows": max(rows, 1),
+        }
+        times = (taken, ready, computed, placed)
+        fields |= _durations(arrived, times)
+        return Traced(
+            fields, arrived, times, placed, None, timestamps=sample.timestamps,
+            number=self._next_number(), model=version.model,
+        )  # fmt: skip
+
+    def _sample_of(self, version: Version) -> Sample | None:
+        return self.samples.get(version.model) or self.samples.get("")
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _begin(self, request: Request, trace: _ActiveTrace) -> None:
+        self.active[request.number] = trace
+        request.special = True  # so that its response takes the path on which its trace ends
 
     def sample_child(self, request: Request, parent: Request) -> None:
         """Traces `request`, a step of the ensemble `parent` or a call that a model makes for `parent`, if `parent` is
         sampled. The trace settings of its own model do not matter."""
         trace = self.active.get(parent.number)
         if trace is not None and trace.sample is not None:
-            self._numbers += 1
-            self.active[request.number] = _ActiveTrace("", trace.sample, trace.model, self._numbers, trace.number)
+            child = _ActiveTrace("", trace.sample, trace.model, self._next_number(), trace.number)
+            self._begin(request, child)
 
     def begin_by_id(self, request: Request, now: int) -> Log | None:
         """Traces a request with the parameter `trace_id`. Returns a warning for the first one over the limit."""
@@ -95,7 +143,7 @@ class Traces:
             if sampled is not None:
                 sampled.id = trace_id
             else:
-                self.active[request.number] = _ActiveTrace(trace_id, None)
+                self._begin(request, _ActiveTrace(trace_id, None))
         elif self._count == PER_SECOND + 1:
             return Log(
                 "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
@@ -162,9 +210,15 @@ def _at_worker(request: Request) -> dict[str, Any]:
     number = batch.number or next(iter(batch.numbers), 0)
     fields: dict[str, Any] = {"instance": instance.spec.name, "batch": number, "batch_rows": batch.rows}
     if batch.times:
-        taken, ready, computed, placed = batch.times
-        fields["queued_us"] = max(0, taken - request.arrived) // 1000
-        fields["input_us"] = (ready - taken) // 1000
-        fields["infer_us"] = (computed - ready) // 1000
-        fields["output_us"] = (placed - computed) // 1000
+        fields |= _durations(request.arrived, batch.times)
     return fields
+
+
+def _durations(arrived: int, times: tuple[int, ...]) -> dict[str, int]:
+    taken, ready, computed, placed = times
+    return {
+        "queued_us": max(0, taken - arrived) // 1000,
+        "input_us": (ready - taken) // 1000,
+        "infer_us": (computed - ready) // 1000,
+        "output_us": (placed - computed) // 1000,
+    }

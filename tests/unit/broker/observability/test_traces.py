@@ -134,14 +134,14 @@ def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_star
     }  # fmt: skip
     changed(settings, "a", trace_count=["9"], log_frequency="2")
     assert samples == {"": Sample(7), "a": Sample(7, 9)}
-    samples["a"].takes()
+    samples["a"].take(1)
     changed(settings, trace_rate="1")
     assert samples == {"": Sample(1), "a": Sample(1, 9)}
-    samples[""].takes()
-    samples["a"].takes()
+    samples[""].take(1)
+    samples["a"].take(1)
     assert settings.document("a")["trace_count"] == "8"
     changed(settings, "b", trace_level="OFF")
-    assert samples["b"].takes() is False
+    assert not samples["b"].take(1)
     assert samples["a"].left == 8  # it goes on
     changed(settings, "a", trace_count=8)
     assert samples["a"] == Sample(1, 8)

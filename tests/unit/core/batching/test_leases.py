@@ -9,11 +9,13 @@ import pytest
 from shmserve.core import events
 from shmserve.core.batching.form import Reason
 from shmserve.core.batching.lending import ALONE, ALONE_MOST, Lending, lending_of
-from shmserve.core.effects import Drained, ReadLease, StartLease
+from shmserve.core.effects import Drained, ReadLease, StartLease, Traced
 from shmserve.core.events import LeaseRead
+from shmserve.core.ledger import INTERNAL
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import Version
+from shmserve.core.requests.client import CallingWorker
 from shmserve.core.requests.trace import Sample
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind, Statistics
@@ -678,20 +680,53 @@ def test_a_lease_of_the_default_version_ends_when_another_becomes_it() -> None:
     assert (start.of_client.version, start.of_client.default) == (1, False)
 
 
-@pytest.mark.parametrize("what", ["sample", "log"])
-def test_tracing_ends_leases(what: str) -> None:
+@pytest.mark.parametrize("what", ["tensors", "caller", "log"])
+def test_leases_end_if_they_would_hide_what_is_traced(what: str) -> None:
+    """The broker sees neither the tensors nor the batch of a leased request, nor for which one its worker calls."""
     world = Lent()
     world.alone()
     state = world.core.state
-    if what == "sample":
-        state.traces.samples["m"] = Sample(1)
-    else:
+    if what == "log":
         state.tracing = True
+    else:
+        state.traces.samples["m"] = Sample(1, tensors=what == "tensors")
+    if what == "caller":
+        (instance,) = world.version.instances
+        instance.caller = CallingWorker(instance.peer, INTERNAL, "worker")
     world.advance(world.now + 1)
     world.turn([])
     assert world.is_over()
     world.alone(2 * ALONE)
     assert len(world.started()) == 1
+
+
+def test_leased_requests_are_sampled_with_the_others() -> None:
+    """Every third request: those that came to the broker count, as do those that it sees in the log."""
+    world = Lent()
+    state = world.core.state
+    state.traces.samples["m"] = Sample(3, 9)
+    world.alone()
+    world.effects.clear()
+    began = world.now
+    for number in range(6):
+        world.leased()
+        world.now += MS
+        world.serve(MS, error=("INVALID_ARG", "no") if number == 4 else None)
+    holder = world.holder()
+    world.turn([(holder.peer, LeaseLogged(world.lease().number))])
+    assert not world.is_over()
+    traces = [effect for effect in world.effects if isinstance(effect, Traced)]
+    seen = ALONE + 1  # before the lease
+    places = [index for index in range(6) if (seen + index + 1) % 3 == 0]
+    assert len(traces) == len(places) == 2
+    for traced, place in zip(traces, places, strict=True):
+        assert traced.arrived >= began
+        assert traced.fields["client"] == world.client.peer
+        assert (traced.fields["code"], traced.fields["instance"]) == ("INTERNAL" if place == 4 else "OK", "m_0")
+        taken, ready, computed, placed = traced.times
+        assert traced.arrived <= taken <= ready <= computed <= placed == traced.answered
+    assert [traced.number for traced in traces] == [seen // 3 + 1, seen // 3 + 2]
+    assert state.traces.samples["m"].left == 9 - (seen + 6) // 3
 
 
 # ---------------------------------------------------------------------------------------------- deaths

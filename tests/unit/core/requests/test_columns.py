@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.batching.queue import RequestQueue
+from shmserve.core.effects import Traced
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.requests.trace import Sample
 from shmserve.core.requests.validation import _FORMS, Checker
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
@@ -453,3 +455,20 @@ def places(queue: RequestQueue[Any]) -> Any:
         }
         for level, found in queue._levels.items()
     }
+
+
+def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
+    """Its own response comes alone, and its trace has the batch."""
+    world, client = serving()
+    traced: list[Traced] = []
+    world.tell = lambda effect: traced.append(effect) if isinstance(effect, Traced) else None  # type: ignore[method-assign]
+    world.core.state.traces.samples["m"] = Sample(3)
+    send(world, client, columns(6))
+    worker = world.worker("m_0")
+    assert worker.running is not None
+    answer_in_columns(world, worker, tuple(work.request for work in worker.running.works))
+    (batched,) = [one.columns.requests for one in client.messages if isinstance(one, ReplyBatch)]
+    alone = [one.request for one in client.messages if isinstance(one, Reply)]
+    assert (batched, alone) == ((1, 2, 4, 5), [3, 6])
+    assert [effect.fields["request"] for effect in traced] == [3, 6]
+    assert all(len(effect.times) == 4 and effect.fields["batch"] for effect in traced)

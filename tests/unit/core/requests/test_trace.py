@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
@@ -154,3 +156,18 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     assert not world.core.state.traces.active
     world.turn([infer(world.client, 3, model="f")])
     assert not world.core.state.traces.active, "the count is used up"
+
+
+@given(st.integers(1, 6), st.integers(-1, 5), st.lists(st.integers(0, 20), max_size=8))
+def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, left: int, counts: list[int]) -> None:
+    """In packets of any size, or one by one: request number `rate` and so on, as long as any are left."""
+    total = sum(counts)
+    expected = [number for number in range(total) if number % rate == rate - 1]
+    if left >= 0:
+        expected = expected[:left]
+    sample, taken, before = Sample(rate, left), [], 0
+    for count in counts:
+        taken += [before + place for place in sample.take(count)]
+        before += count
+    assert taken == expected
+    assert sample.left == (left - len(taken) if left >= 0 else -1)
