@@ -70,6 +70,8 @@ class LeaseHolder:
         self._known: dict[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[int, list[int]]] = {}
         """Names, types and shapes of inputs -> rows, and bytes of each input."""
         self._order: Lend
+        self._versions: tuple[int, ...]
+        """As which a request may name that of the model."""
         self._sock: socket.socket
         self._log: LeaseLog
 
@@ -94,6 +96,7 @@ class LeaseHolder:
         finally:
             os.close(descriptors[1])
         self._order, self._sock = order, sock
+        self._versions = (order.version, 0) if order.default else (order.version,)
         self._known.clear()
         self._poll.register(sock, select.POLLIN)
         self.active = True
@@ -196,6 +199,8 @@ class LeaseHolder:
         """The rows of a request that may be run; None for any other."""
         inputs = request.inputs
         if request.outputs is not None or request.options is not None or not request.request:
+            return None
+        if request.model != self._order.model or request.version not in self._versions:
             return None
         key = tuple([(tensor.name, tensor.dtype, tensor.shape) for tensor in inputs])
         known = self._known.get(key)

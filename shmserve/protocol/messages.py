@@ -473,11 +473,14 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
     """Answer the requests of a client directly. Two descriptors are attached: the socket to the client, and the lease's
     log (`shm.lease_log`).
 
-    Only requests with inputs of these forms, in which a dim of -1 is any, and up to `rows` as axis 0 may be run (0: the
-    model has no batch dimension, and `dims` are whole shapes). Any other packet ends the lease."""
+    Only requests for this model and version (`default`: also as version 0) may be run, with inputs of these forms, in
+    which a dim of -1 is any, and up to `rows` as axis 0 (0: the model has no batch dimension, and `dims` are whole
+    shapes). Any other packet ends the lease."""
 
     lease: Id
+    model: Name
     version: Id
+    default: bool
     inputs: Annotated[tuple[TensorForm, ...], Meta(max_length=TENSORS)]
     rows: Id
 

@@ -72,7 +72,7 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
             client.number,
             instance.peer,
             messages.Lease(lease.number, version.model, version.number, lending.rows, default),
-            Lend(lease.number, version.number, lending.inputs, lending.rows),
+            Lend(lease.number, version.model, version.number, default, lending.inputs, lending.rows),
         )
     )
     watch(state, version, instance, now)

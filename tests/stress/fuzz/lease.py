@@ -94,7 +94,7 @@ def run(data: bytes) -> None:
     _outbox.clear()
     _runner.ran = 0
     try:
-        holder.lend(Lend(1, 1, FORMS, ROWS), [worker.detach(), fd])
+        holder.lend(Lend(1, "m", 1, True, FORMS, ROWS), [worker.detach(), fd])
         size = int.from_bytes(data[:2], "little")
         for packet in (data[2 : 2 + size], data[2 + size :]):
             if holder.active and packet:

@@ -73,7 +73,7 @@ class Streams:
 class Lent:
     """A worker with a lease, its broker and its client."""
 
-    def __init__(self, rows: int = 4, streams: Streams | None = None) -> None:
+    def __init__(self, rows: int = 4, streams: Streams | None = None, default: bool = True) -> None:
         self.broker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.broker.setblocking(False)
         self.link = BrokerLink(theirs)
@@ -84,7 +84,7 @@ class Lent:
         self.client.setblocking(False)
         page = lease_log.create()
         self.log = LeaseLog(page)
-        self.holder.lend(Lend(5, 2, FORMS, rows), [end.detach(), page])
+        self.holder.lend(Lend(5, "m", 2, default, FORMS, rows), [end.detach(), page])
 
     def reports(self) -> list[Any]:
         self.outbox.flush()
@@ -114,7 +114,7 @@ def lent() -> Iterator[Lent]:
 def infer(number: int = 1, rows: int = 1, length: int = 2, **more: Any) -> Infer:
     a = Tensor("a", "FP32", (rows, length, 2), bytes(rows * length * 8))
     b = Tensor("b", "INT8", (rows, 3), bytes(rows * 3))
-    return Infer(number, "m", 0, more.pop("inputs", (a, b)), **more)
+    return Infer(number, more.pop("model", "m"), more.pop("version", 0), more.pop("inputs", (a, b)), **more)
 
 
 def packet(*messages: Any) -> bytes:
@@ -141,6 +141,17 @@ def test_a_request_is_answered_and_recorded(lent: Lent, rows: int, length: int) 
     (record,) = lent.log.take()
     assert record[1:] == (*lent.runner.times, rows, 0)
     assert lent.log.running()[0] == 0
+
+
+def test_the_version_may_be_named(lent: Lent) -> None:
+    assert type(serve_one(lent, packet(infer(version=2)))) is Reply
+
+
+def test_a_version_that_is_not_the_default_must_be_named() -> None:
+    lent = Lent(default=False)
+    assert type(serve_one(lent, packet(infer(version=2)))) is Reply
+    assert serve_one(lent, packet(infer())) is None
+    lent.close()
 
 
 def test_the_order_of_inputs_does_not_matter(lent: Lent) -> None:
@@ -176,6 +187,8 @@ BAD = {
     "no message": packet(),
     "two requests": packet(infer(1), infer(2)),
     "another message": packet(Cancel(1)),
+    "another model": packet(infer(model="n")),
+    "another version": packet(infer(version=1)),
     "wanted outputs": packet(infer(outputs=(Wanted("y"),))),
     "options": packet(infer(options=Options(priority=1))),
     "too many rows": packet(infer(rows=5)),
@@ -286,7 +299,7 @@ def test_a_model_with_threads_cannot_be_lent() -> None:
     assert lent.reports() == [LeaseOver(5, True)]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        lent.holder.lend(Lend(6, 2, FORMS, 4), [theirs.detach(), lease_log.create()])
+        lent.holder.lend(Lend(6, "m", 2, True, FORMS, 4), [theirs.detach(), lease_log.create()])
         assert ours.recv(1) == b""
     assert lent.reports() == [LeaseOver(6, True)]
     lent.close()
