@@ -45,8 +45,8 @@ class Leases:
                 fd = lease_log.create()
                 try:
                     self._logs[number] = LeaseLog(fd), effect.worker
-                    worker.send_now([effect.of_worker], [ours.fileno(), fd])
                     client.send_now([effect.of_client], [theirs.fileno()])
+                    worker.send_now([effect.of_worker], [ours.fileno(), fd])  # last: a worker ends its leases itself
                 finally:
                     os.close(fd)
         except OSError:

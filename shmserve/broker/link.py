@@ -167,7 +167,14 @@ class PeerLink:
 
     def _keep(self, packet: bytes, descriptors: list[int]) -> None:
         """Queues a packet. Duplicates its descriptors, as their segments may be forgotten before it is sent."""
-        self._unsent.append((packet, [os.dup(number) for number in descriptors]))
+        kept: list[int] = []
+        try:
+            for number in descriptors:
+                kept.append(os.dup(number))
+        except OSError:
+            close_all(kept)
+            raise
+        self._unsent.append((packet, kept))
         self._unsent_bytes += len(packet)
         if len(self._unsent) == 1:
             self._loop.add_writer(self._fd, self._writable)
