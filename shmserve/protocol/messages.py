@@ -356,6 +356,16 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
     rows: Id
     default: bool
 
+    def allows(self, request: Infer) -> bool:
+        """May this request for its model and version be sent over it?"""
+        if request.outputs is not None or request.options is not None:
+            return False
+        rows = self.rows
+        for tensor in request.inputs:
+            if type(tensor.data) is not bytes or (rows and (not tensor.shape or not 0 < tensor.shape[0] <= rows)):
+                return False
+        return True
+
 
 class LeaseEnd(Struct, array_like=True, tag=43, gc=False):
     """The worker has closed the socket of this lease. A request that it left unanswered failed with `error`. If there

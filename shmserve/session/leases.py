@@ -23,14 +23,13 @@ class LeaseSockets(Protocol):
 
 
 class _Leased(Struct):
-    lease: int
-    rows: int
+    message: Lease
     sent: int = 0
     """The last request that was sent over it."""
 
 
 class SessionLeases:
-    __slots__ = ("_by_number", "_tickets", "by_model", "sockets")
+    __slots__ = ("_by_number", "_left", "_tickets", "by_model", "sockets")
 
     def __init__(self, tickets: Tickets, sockets: LeaseSockets | None) -> None:
         self._tickets = tickets
@@ -40,13 +39,15 @@ class SessionLeases:
         """By model and version as in a request; version 0: the default one."""
         self._by_number: dict[int, _Leased] = {}
         """Until LeaseEnd, which a Lease of the same model may overtake."""
+        self._left = 0
+        """The last request that was left unanswered by a lease. The broker decides where it is run again."""
 
     def add(self, message: Lease, fd: int) -> None:
         assert self.sockets is not None, "the server lends only to clients that accept leases"
         keys = [(message.model, message.version)]
         if message.default:
             keys.append((message.model, 0))
-        self._by_number[message.lease] = leased = _Leased(message.lease, message.rows)
+        self._by_number[message.lease] = leased = _Leased(message)
         self.by_model.update(dict.fromkeys(keys, leased))
         self.sockets.open_lease(message.lease, fd)
 
@@ -58,13 +59,8 @@ class SessionLeases:
             return None
         message: Infer = messages[0]
         leased = self.by_model.get((message.model, message.version))
-        if leased is None or message.outputs is not None or message.options is not None:
+        if leased is None or message.request == self._left or not leased.message.allows(message):
             return None
-        for tensor in message.inputs:
-            if type(tensor.data) is not bytes:
-                return None
-            if leased.rows and (not tensor.shape or not 0 < tensor.shape[0] <= leased.rows):
-                return None
         try:
             data = codec.encode([message])
         except UNWRITABLE:
@@ -77,16 +73,18 @@ class SessionLeases:
         if ticket.deadline is not None:
             ticket.deadline -= grace_s
             self._tickets.add_deadline(ticket.deadline, number)
-        return Packet(data, lease=leased.lease)
+        return Packet(data, lease=leased.message.lease)
 
     def remove(self, lease: int) -> int:
-        """Returns the last request that was sent over it, 0 for none."""
+        """Returns the last request that was sent over it, 0 for none. If it is not answered, it may be sent again, but
+        not over a lease."""
         ended = self._by_number.pop(lease, None)
         if ended is None:
             return 0
         for key, leased in list(self.by_model.items()):
             if leased is ended:
                 del self.by_model[key]
+        self._left = ended.sent
         return ended.sent
 
     def clear(self) -> None:

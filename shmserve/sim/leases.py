@@ -22,15 +22,14 @@ class SimLease:
         "_wake_worker",
         "_world",
         "closed",
-        "default",
         "ending",
         "number",
         "opened",
         "requests",
-        "rows",
         "running",
         "sent",
         "since",
+        "told",
     )
 
     def __init__(
@@ -46,8 +45,7 @@ class SimLease:
         self._tell_client = tell_client
         self._records: list[LeasedRequest] = []
         self.number = told.lease
-        self.rows = told.rows
-        self.default = told.default
+        self.told = told
         self.opened = opened
         """When the client gets its end of the socket pair."""
         self.sent: Infer | None = None
@@ -65,12 +63,7 @@ class SimLease:
 
     def fits(self, request: Infer, now: int) -> bool:
         """May the only request in flight be sent over it?"""
-        if now < self.opened or request.options is not None or request.timeout_us:
-            return False
-        for tensor in request.inputs:
-            if type(tensor.data) is not bytes or (self.rows and tensor.shape[0] > self.rows):
-                return False
-        return True
+        return now >= self.opened and not request.timeout_us and self.told.allows(request)
 
     def send(self, request: Infer) -> None:
         self.sent = request

@@ -155,9 +155,18 @@ def test_the_next_lease_of_a_model_may_overtake_the_end_of_the_last_one(client: 
     client.lend(Lease(6, "m", 2, 4, True))
     feed(client.session, LeaseEnd(5))
     (packet,) = client.session.take()
-    assert packet.lease == 6
+    assert packet.lease == 0, "a request that may have ended a worker is not sent to one directly"
     assert feed(client.session, Reply(1, 2, ())) == 1
     assert ticket.ends == 1
+    assert client.ask()[1][0].lease == 6
+
+
+def test_a_request_that_is_sent_again_keeps_its_deadline(client: Client) -> None:
+    client.ask(timeout=1.0)
+    client.lend(Lease(6, "m", 2, 4, True))
+    feed(client.session, LeaseEnd(5))
+    client.session.take()
+    assert client.session.deadline() == 101.0
 
 
 def test_a_request_that_died_with_the_worker_fails(client: Client) -> None:
