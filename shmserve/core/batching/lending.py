@@ -16,7 +16,6 @@ ALONE = 16
 ALONE_MOST = 256
 """As `ALONE`, after several leases that were ended because others needed the instance: granting and ending one costs
 about as much as two requests."""
-MOST_ROWS = 64
 
 
 class Lending(Struct, eq=False):
@@ -50,5 +49,5 @@ def lending_of(policy: ModelPolicy) -> Lending | None:
     rows = min(INLINE_BYTES // max(sizes), FIELD_BYTES // sum(sizes))
     if not rows:
         return None
-    rows = min(rows, policy.max_batch, MOST_ROWS)
+    rows = min(rows, policy.max_batch)
     return Lending(tuple(TensorForm(spec.name, spec.dtype, spec.dims) for spec in policy.inputs), rows)

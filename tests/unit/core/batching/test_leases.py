@@ -268,7 +268,7 @@ def test_with_the_rate_limiter_there_is_none() -> None:
 
 @pytest.mark.parametrize("what", ["outputs", "shared memory", "rows", "two at once", "two clients", "one that waits"])
 def test_other_requests_are_not_counted(what: str) -> None:
-    world = Lent(model(max_batch=128))
+    world = Lent(ModelPolicy("m", 1, 128, X, (TensorSpec("y", "FP32", (INLINE_BYTES // 64,)),), BATCHES))
     other = world.connect("b", leases=True)
     for number in range(3 * ALONE):
         if what == "outputs" and number % ALONE == 0:
@@ -284,7 +284,7 @@ def test_other_requests_are_not_counted(what: str) -> None:
             world.turn([(world.client.peer, Unmap(segment.segment))])
             world.client.withdrawn.add(segment.segment)
         elif what == "rows" and number % ALONE == 0:
-            world.alone(1, rows=65)
+            world.alone(1, rows=17)
         elif what == "two at once" and number % ALONE == 0:
             world.ask(world.client)
             world.ask(world.client)
