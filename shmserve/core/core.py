@@ -126,7 +126,7 @@ class Core:
             events.Restart: partial(deployment.restart, state),
             events.Exited: lifecycle.exited,
             events.Composed: partial(readiness.composed, state),
-            events.LeaseRead: partial(leases.read, state),
+            events.LeaseRead: partial(leases.on_log_read, state),
             events.Drain: lifecycle.drain,
         }
 
@@ -138,8 +138,8 @@ class Core:
             Streamed: partial(responses.streamed, state),
             Started: partial(reports.started, state),
             Withdrawn: partial(reports.withdrawn, state),
-            LeaseLogged: partial(leases.logged, state),
-            LeaseOver: partial(leases.over, state),
+            LeaseLogged: partial(leases.on_half_full, state),
+            LeaseOver: partial(leases.on_over, state),
             Map: lifecycle.map,
             Unmap: lifecycle.unmap,
             Return: calls.give_back,
@@ -224,7 +224,7 @@ class Core:
 
     def count_leased(self, reading: events.LeaseRead) -> None:
         """Counts requests of a lease in the statistics, in the middle of a turn that reports them."""
-        leases.count(self.state, reading)
+        leases.count_logged(self.state, reading)
 
     def roles_of(self, peer: int) -> int:
         """The roles of a peer. Workers have all, because models may ask all questions and start all operations."""

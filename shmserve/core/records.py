@@ -290,7 +290,8 @@ class Instance(Struct, eq=False):
     lease: int = 0
     """The lease by which a client uses it; 0: none."""
     leased_since: int = 0
-    """When it began to run a request of its lease, as of the last query; 0: it ran none."""
+    """When it began to run a request of its lease or last resumed it after calls to other models, as of the last query;
+    0: it ran none."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())

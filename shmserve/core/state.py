@@ -70,6 +70,8 @@ class State:
         self.instances: dict[int, tuple[Version, Instance]] = {}
         """Worker -> its version and instance. Entries are removed when the process has ended."""
         self.leases: dict[int, Lease] = {}
+        self.accused: dict[tuple[int, int], Instance] = {}
+        """Client and number of leased requests during which a worker died -> its instance. Suspects if sent again."""
         self.ledger = Ledger()
         self.cache = Cache(limits.cache_bytes, self.ledger)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None
@@ -79,8 +81,7 @@ class State:
         self.runs_to_advance: dict[Run, None] = {}
         """Ensemble runs to advance: a step's result has arrived, or the run has failed."""
         self.runs_with_rows: FairQueue[Run] = FairQueue()
-        """Ensemble runs with mapped steps for whose rows requests are still to be created, queued by user. May contain
-        runs that have ended meanwhile."""
+        """Ensemble runs with rows that still need requests, queued by user. Some may have ended meanwhile."""
         self.abandoned: Counter[str] = Counter()
         """User -> number of streams that no client reads any more, and that the model has not ended yet."""
         self.sequences: dict[Key, Sequence] = {}
@@ -90,8 +91,7 @@ class State:
         self.ensembles: dict[Version, None] = {}
         """Deployed ensembles."""
         self.readiness_changed = False
-        """Re-evaluate the readiness of ensembles at the end of the turn. Set when something changes that it may depend
-        on."""
+        """Re-evaluate the readiness of ensembles at the end of the turn: what it depends on may have changed."""
         self.wakes: dict[Version, int] = {}
         """Version -> when to dispatch it again if no event does before, e.g. at the end of a queue delay."""
         self.load_queue: deque[tuple[Version, Instance]] = deque()

@@ -133,7 +133,7 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
     other models does not count; the timer is set again when they have answered."""
     instance.watched = False
     if instance.lease and instance.state is not InstanceState.KILLED:
-        leases.read_log(state, instance)  # which shows whether it runs something, and since when
+        leases.ask_for_log(state, instance)  # which shows whether it runs something, and since when
         return
     running = instance.running
     if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:

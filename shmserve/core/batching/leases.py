@@ -121,19 +121,19 @@ def _is_needed(version: Version) -> bool:
     return version.waits > 0 or any(instance.waiting is not None for instance in version.instances)
 
 
-def over(state: State, version: Version, instance: Instance, message: LeaseOver, now: int) -> None:
+def on_over(state: State, version: Version, instance: Instance, message: LeaseOver, now: int) -> None:
     """The worker has ended a lease. If it did so by itself while a Revoke was on its way, it reports that twice."""
     if message.lease != instance.lease:
         return
     if message.unfit:
         version.lending = None
-    end(state, instance)
+    detach(state, instance)
     if instance.idle and instance.usable:
         version.idle.append(instance)
     state.to_dispatch[version] = None
 
 
-def end(state: State, instance: Instance, error: Failure | None = None) -> None:
+def detach(state: State, instance: Instance, error: Failure | None = None) -> None:
     """The worker has ended the lease, or is dead. `error`: of the request that it was running, if it may not be run
     again."""
     lease = state.leases[instance.lease]
@@ -148,12 +148,12 @@ def fail(state: State, instance: Instance, code: str, text: str) -> None:
         state.leases[instance.lease].error = Failure(code, text)
 
 
-def logged(state: State, version: Version, instance: Instance, message: LeaseLogged, now: int) -> None:
+def on_half_full(state: State, version: Version, instance: Instance, message: LeaseLogged, now: int) -> None:
     if message.lease == instance.lease:
-        read_log(state, instance)
+        ask_for_log(state, instance)
 
 
-def read_log(state: State, instance: Instance) -> None:
+def ask_for_log(state: State, instance: Instance) -> None:
     state.effects.append(ReadLease(instance.lease))
 
 
@@ -164,15 +164,15 @@ def watch(state: State, version: Version, instance: Instance, since: int) -> Non
         state.set_timer(since + version.limit_ns, Timer.HANG, instance)
 
 
-def read(state: State, peer: int, event: LeaseRead, now: int) -> None:
+def on_log_read(state: State, peer: int, event: LeaseRead, now: int) -> None:
     """The log of a lease was read: counts its requests, checks whether one hangs, and finishes a lease that is over."""
     lease = state.leases.get(event.lease)
     if lease is None:
         return
-    count(state, event)
+    count_logged(state, event)
     version, instance = lease.version, lease.instance
     if event.final:
-        _finish(state, lease, event, now)
+        _remove(state, lease, event, now)
     elif instance.lease == lease.number and version.limit_ns and not instance.watched:
         runs = event.running and event.since != lease.recorded
         _check_hang(state, version, instance, max(event.since, lease.resumed) if runs else now, now)
@@ -191,7 +191,7 @@ def _check_hang(state: State, version: Version, instance: Instance, since: int, 
         kill(state, version, instance, text)
 
 
-def _finish(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
+def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     del state.leases[lease.number]
     lending = lease.version.lending
     if lending is not None and lease.served >= ALONE_MOST:
@@ -199,11 +199,33 @@ def _finish(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     error = lease.error if event.running else None
     if error is not None and event.since != lease.recorded:
         lease.version.statistics.failed(FailureKind.BACKEND, max(0, now - event.since))
-    if not lease.client.gone:
-        state.send(lease.client.number, LeaseEnd(lease.number, error))
+    if lease.client.gone:
+        return
+    if event.running and lease.error is None:  # a worker that ends a lease by itself runs nothing
+        _accuse(state, lease, event.running)
+    state.send(lease.client.number, LeaseEnd(lease.number, error))
 
 
-def count(state: State, reading: LeaseRead) -> None:
+def _accuse(state: State, lease: Lease, number: int) -> None:
+    """Its worker died while it ran this request, which the client may send again."""
+    accused = state.accused
+    accused[lease.client.number, number] = lease.instance
+    if len(accused) > state.limits.leases:  # the clients of older ones do not send them again
+        del accused[next(iter(accused))]
+
+
+def queue_accused(state: State, version: Version, request: Request) -> bool:
+    """Queues a request that was running over a lease when the worker died, to be run alone. False: it was not."""
+    instance = state.accused.pop((request.client.number, request.client_number), None)
+    if instance is None or instance not in version.instances:
+        return False
+    request.suspect = instance
+    instance.unexplained = True
+    version.suspects.append(request)
+    return True
+
+
+def count_logged(state: State, reading: LeaseRead) -> None:
     """Counts requests in the statistics of their version, each as a batch of its own."""
     lease, requests = state.leases.get(reading.lease), reading.requests
     if lease is None:
@@ -212,7 +234,8 @@ def count(state: State, reading: LeaseRead) -> None:
         lease.served += len(requests)
         lease.recorded = requests[-1][0]
     if lease.instance.lease == lease.number:
-        lease.instance.leased_since = reading.since if reading.running and reading.since != lease.recorded else 0
+        runs = reading.running and reading.since != lease.recorded
+        lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0
     version, statistics = lease.version, lease.version.statistics
     reason = Reason.IDLE if version.batch_rules is not None else Reason.SINGLE
     for arrived, taken, ready, computed, placed, rows, failed in requests:

@@ -262,6 +262,7 @@ class ModelCalls:
                 dispatch.check_hang(self._state, version, instance, state.now)
         elif instance.lease:
             state.leases[instance.lease].resumed = state.now
+            instance.leased_since = instance.leased_since and state.now
 
     def check_deadlocks(self, now: int) -> None:
         """Fails the newest call of each cycle of waiting instances."""

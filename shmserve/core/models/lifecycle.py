@@ -223,10 +223,10 @@ class Lifecycle:
         had sent it to the worker."""
         retry = version.policy is not None and version.policy.retry
         if retry and not instance.hung and _may_run_elsewhere(version, instance):
-            leases.end(self._state, instance)
+            leases.detach(self._state, instance)
         else:
             text = _lost(version, instance, None, True, reason)
-            leases.end(self._state, instance, Failure("MODEL_FAILED", text))
+            leases.detach(self._state, instance, Failure("MODEL_FAILED", text))
 
     def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
         """Fails requests with these tensors as inputs: queued ones cannot read them, running ones may read anything."""

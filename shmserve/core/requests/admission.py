@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from shmserve.core.batching import leases
 from shmserve.core.effects import Close, Forget, Free, Query
 from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
@@ -263,7 +264,7 @@ class Admission:
             client is not None and client.roles & _INFER and version is not None and not message.version
             and version.plain and not version.decoupled and not state.draining
             and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
-            and client.held_bytes <= self._heavy
+            and client.held_bytes <= self._heavy and not state.accused
         ):  # fmt: skip
             self._admit_all(client, version, message, now)
             return
@@ -385,7 +386,8 @@ class Admission:
             if record is not None:
                 state.effects.append(record)
         if version.plain:
-            version.queue.add(request)
+            if not (state.accused and leases.queue_accused(state, version, request)):
+                version.queue.add(request)
             state.to_dispatch[version] = None
         else:
             enqueue.put(self._state, version, message.version, request, now)

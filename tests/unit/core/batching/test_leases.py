@@ -17,6 +17,7 @@ from shmserve.core.policy import BatchPolicy, ModelPolicy, PaddingPolicy, Sequen
 from shmserve.core.records import Version
 from shmserve.core.requests.client import CallingWorker
 from shmserve.core.requests.trace import Sample
+from shmserve.core.stats import activity
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind, Statistics
 from shmserve.protocol.messages import (
@@ -776,6 +777,45 @@ def test_another_instance_runs_it() -> None:
     assert (world.statistics.success_count, world.statistics.fail_count) == (ALONE + 2, 0)
 
 
+def test_a_request_that_kills_workers_kills_two() -> None:
+    """One while it is leased and one while it is retried by itself, which is the cause of both deaths."""
+    world = Lent(instances=3)
+    world.alone()
+    first = world.holder()
+    sent = dies(world)
+    (second,) = (worker for worker in world.workers.values() if worker.running is not None)
+    other = world.ask(world.connect("b"))
+    assert second.running is not None
+    assert len(second.running.works) == 1, "it is retried alone"
+    world.crash(second)
+    answer = world.client.answers[sent.request]
+    assert isinstance(answer, Fail)
+    assert f"so did that of instance '{first.name}' before" in answer.text
+    world.finish_all()
+    assert other.request not in world.client.open
+    assert sum(instance.restarts for instance in world.version.instances) == 2
+    assert [instance.crashes for instance in world.version.instances if instance.crashes] in ([], [1])
+
+
+def test_requests_that_are_not_sent_again_are_forgotten() -> None:
+    world = Lent(instances=2, leases=2)
+    accused = []
+    for number in range(4):
+        client = world.connect(f"c{number}", leases=True)
+        world.lending.needed = ALONE
+        world.alone(client=client)
+        lease, holder = world.lease(client), world.holder()
+        sent = world.leased(client)
+        lease.begin(world.now)
+        accused.append((client, sent))
+        client.leased.clear()
+        client.open.discard(sent.request)
+        world.crash(holder)
+        world.advance(world.now + 10**9)
+        assert not world.core.state.leases
+    assert list(world.core.state.accused) == [(client.peer, sent.request) for client, sent in accused[-2:]]
+
+
 def test_not_if_the_model_forbids_it() -> None:
     world = Lent(model(retry=False), 2)
     world.alone()
@@ -859,6 +899,30 @@ def test_the_execution_limit_does_not_count_calls_of_leased_requests() -> None:
         world.advance(world.now + wait)
         alive.append(not holder.dead)
     assert alive == [True, False]
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_calls_of_leased_requests_do_not_count_as_busy(read_before: bool) -> None:
+    """Nor does what the request did before them, which is not known any more."""
+    world = Lent()
+    world.deploy(model("n"), 1)
+    world.alone()
+    world.leased()
+    lease, holder, (instance,) = world.lease(), world.holder(), world.version.instances
+    lease.begin(world.now)
+    if read_before:
+        world.core.count_leased(lease.read(False))
+        assert activity.running(instance) == 1
+    caller_of(holder).sends(1)
+    holder.outbox.append(Call(1, 0, "n", 0, (one_input(),)))
+    world.turn(world.heard(holder))
+    world.advance(world.now + 100 * activity.BUSY_NS)
+    world.finish_running()
+    resumed = world.now
+    world.core.count_leased(lease.read(False))
+    for ran in (activity.BUSY_NS, activity.BUSY_NS + 1):
+        assert activity.busy_ns(world.version, instance, resumed + ran) == (ran if ran > activity.BUSY_NS else 0)
+    assert activity.running(instance) == 1
 
 
 def test_a_request_that_is_recorded_does_not_hang() -> None:
