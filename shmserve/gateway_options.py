@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shmserve.protocol.roles import INFER, OBSERVE, ROLES, names
+from shmserve.protocol.roles import ROLES
 
 HTTP, GRPC, METRICS, LIMITS = "HTTP", "gRPC", "metrics", "limits"
 MEMORY, ACCESS, ZMQ = "shared memory", "access control", "ZeroMQ over TCP"
@@ -96,9 +96,14 @@ OPTIONS = (
     _port(HTTP, "http-port", 8000, "HTTP port"),
     _text(HTTP, "http-address", "ADDRESS", "address of the HTTP listener", default="127.0.0.1", triton=_LOCAL,
           compatible="0.0.0.0"),
-    Option("http-roles", HTTP, "roles", "ROLE,ROLE", "roles of HTTP callers, of infer, observe and operate; with "
-           "--tokens-file, callers without a token have no role unless this is set",
-           shown=",".join(names(INFER | OBSERVE)), triton=_ALL_ROLES, compatible=",".join(ROLES)),
+    Option("http-roles", HTTP, "roles", "ROLE,ROLE", "roles of HTTP callers, of infer, observe, operate and "
+           "page (the web page); with --tokens-file, callers without a token have no role unless this is set",
+           shown="infer,observe, and page if --http-address is a loopback address", triton=_ALL_ROLES,
+           compatible=",".join(ROLES)),
+    _text(HTTP, "http-allowed-hosts", "NAME,NAME", "names by which browsers may reach the HTTP and metrics "
+          "endpoints, beside localhost and addresses; *: any name", shown="none"),
+    _text(HTTP, "http-allowed-origins", "URL,URL", "origins of other web pages that may use the HTTP endpoint, such as "
+          "https://name:port", shown="none"),
     _size(HTTP, "http-max-input-size", 64 << 20, "maximum bytes of a request body, also after decompression"),
     _size(HTTP, "http-max-json-size", 16 << 20, "maximum bytes of JSON in a request to a model; 0: as "
           "--http-max-input-size", 0, compatible=0),

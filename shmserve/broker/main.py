@@ -197,7 +197,12 @@ class ServerProcess:
 
     def _add_activity_query(self) -> None:
         control, gpus = self._control, self._gpu_metrics
-        report = ActivityReport(self._core.state, control.index, control.about, gpus.document, gpus.used_by)
+        state, operations = self._core.state, self._operations
+
+        def compare() -> None:
+            operations.refresh_from_disk(lambda changed: setattr(control, "changed_on_disk", changed))
+
+        report = ActivityReport(state, control.index, control.about, gpus.document, gpus.used_by, compare)
         control.add({"activity": lambda ask: report.document()})
 
     def _add_setting_queries(self, settings: argparse.Namespace, recent: RecentRecords) -> TraceFile:

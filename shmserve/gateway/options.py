@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.gateway.auth import restricted_apis
 from shmserve.gateway_options import OPTIONS, Option
-from shmserve.protocol.roles import roles_of
+from shmserve.protocol.roles import check_caller_roles
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def _fraction(text: str) -> float:
 
 
 def _roles(text: str) -> str:
-    roles_of(text)
+    check_caller_roles(text)
     return text
 
 

@@ -16,6 +16,11 @@ EVERYTHING = INFER | OBSERVE | OPERATE
 ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
 """Names as in --access. A set of roles is an int with one bit for each."""
 
+PAGE = "page"
+"""A role of HTTP callers only, which the broker does not know: the web page and what it shows."""
+CALLER_ROLES = (*ROLES, PAGE)
+"""Roles of the callers of a gateway."""
+
 _ANY = EVERYTHING
 _READ = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
@@ -32,6 +37,7 @@ QUESTIONS = {
     "statistics": _READ,
     "metrics": _READ,
     "activity": _READ,
+    "report": _READ,
     "log": _READ,
     "trace": _READ,
     "logs": OPERATE,
@@ -84,6 +90,13 @@ def roles_of(text: str) -> int:
     return roles
 
 
+def check_caller_roles(text: str) -> None:
+    """Checks a list such as `infer,page`. Raises ValueError."""
+    for name in text.split(","):
+        if name not in CALLER_ROLES:
+            raise ValueError(f"{name[:40]!r} is not a role; roles are {', '.join(CALLER_ROLES)}")
+
+
 def remove_private(what: str, answer: Any) -> None:
     """Removes from the answer to the query `what` what only the role operate may see.
 
@@ -93,6 +106,9 @@ def remove_private(what: str, answer: Any) -> None:
         for entry in answer:
             for instance in entry.get("instances", ()):
                 instance["last_words"] = []
+    elif what == "report":
+        for error in answer["errors"]:
+            error["text"] = ""
     elif what == "activity":
         for client in answer["clients"]:
             client["user"] = ""

@@ -19,13 +19,16 @@ from shmserve.core.stats.statistics import Statistics
 from shmserve.system import procfs
 
 SHOWN_CLIENTS = 100
+COMPARED_S = 10.0
+"""The files on disk are looked at no more often for live views."""
 
 Document = dict[str, Any]
 
 
 class ActivityReport:
     """`models()`: the index of models. `about()`: facts about the server. `gpus()`: one entry per GPU.
-    `gpu_bytes(pid)`: a process's memory on all GPUs."""
+    `gpu_bytes(pid)`: a process's memory on all GPUs. `compare()` begins to compare the loaded versions with the files
+    on disk; a later document has the result."""
 
     def __init__(
         self,
@@ -34,16 +37,23 @@ class ActivityReport:
         about: Callable[[], Document],
         gpus: Callable[[], list[Document]],
         gpu_bytes: Callable[[int], int],
+        compare: Callable[[], None],
     ) -> None:
         self._state = state
         self._models = models
         self._about = about
         self._gpus = gpus
         self._gpu_bytes = gpu_bytes
+        self._compare = compare
+        self._compared_at = -COMPARED_S
         self._cores = procfs.Cores()
         self._started = procfs.usage(os.getpid()).started
 
     def document(self) -> Document:
+        began = time.monotonic_ns()
+        if began / 1e9 >= self._compared_at + COMPARED_S:
+            self._compared_at = began / 1e9
+            self._compare()
         index = self._models()
         for entry in index:
             if entry["version"]:
@@ -51,19 +61,21 @@ class ActivityReport:
                 entry["counters"] = counters(version.statistics)
                 entry["max_batch"] = version.policy.max_batch if version.policy is not None else 0
                 entry["sequences"] = _sequences(version)
+                entry["ensemble"] = version.graph is not None
             for instance in entry.get("instances", ()):
                 del instance["last_words"]  # many lines, which `models` has
                 on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]
                 instance["gpu_memory_bytes"] = self._gpu_bytes(instance["pid"]) if on_gpu else 0
         clients = self._state.clients
         shown = nlargest(SHOWN_CLIENTS, clients.values(), key=lambda one: (len(one.requests), one.held_bytes))
-        return {
-            "time_ns": time.monotonic_ns(),
+        answer = {
+            "time_ns": began,
             "server": self._server(),
             "models": index,
             "clients": [self._client(client) for client in shown],
             "gpus": self._gpus(),
         }
+        return answer | {"took_ns": time.monotonic_ns() - began}
 
     def _server(self) -> Document:
         own = procfs.usage(os.getpid())

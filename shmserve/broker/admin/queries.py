@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shmserve.broker.admin import report
 from shmserve.broker.models.catalog import Catalog
 from shmserve.core.core import Core
 from shmserve.core.models.deployment import UNLOADED
@@ -71,6 +72,7 @@ class Control:
             "metadata": self._metadata,
             "config": self._config,
             "origins": self._origins,
+            "report": self._report,
             "statistics": self._statistics,
             "metrics": self._kept_metrics,
         }
@@ -326,6 +328,12 @@ class Control:
         version = self._one(ask)
         origins, text = self._catalog.origins(version.source)
         return {"config": as_triton_json(self._catalog.config(version.source)), "origins": origins, "text": text}
+
+    def _report(self, ask: Ask) -> Any:
+        version = self._one(ask)
+        found = self._origins(ask)
+        metadata = self._metadata(ask) if version.policy is not None else None
+        return report.document(version, metadata, found["config"], found["text"])
 
     def _statistics(self, ask: Ask) -> Any:
         versions = self._find(ask) if ask.model else list(filter(self._is_of_interest, self._versions()))

@@ -19,6 +19,7 @@ from shmserve.core.records import Instance, Lease, Request, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
+from shmserve.errors import ModelFailed
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Failure, LeaseEnd, LeaseLogged, LeaseOver, Lend, Revoke
 
@@ -199,6 +200,7 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     error = lease.error if event.running else None
     if error is not None and event.since != lease.recorded:
         lease.version.statistics.failed(FailureKind.BACKEND, max(0, now - event.since))
+        lease.version.statistics.keep_error(error.code, error.text, now)
     if lease.client.gone:
         return
     if event.running and lease.error is None:  # a worker that ends a lease by itself runs nothing
@@ -242,6 +244,7 @@ def count_logged(state: State, reading: LeaseRead) -> None:
         cost = max(rows, 1)
         if failed:
             statistics.failed(FailureKind.BACKEND, placed - arrived)
+            statistics.keep_error(ModelFailed.code, "", placed)
         else:
             statistics.answered([arrived], cost, taken, placed)
             if statistics.first is not None:

@@ -359,9 +359,9 @@ class Ensembles:
         request, (code, text) = run.request, run.failure
         for step in list(run.out.values()):
             self._give_up(step)
-        request.version.statistics.failed(
-            FailureKind.CANCELED if code == "CANCELLED" else FailureKind.OTHER, now - request.arrived
-        )
+        kind = FailureKind.CANCELED if code == "CANCELLED" else FailureKind.OTHER
+        request.version.statistics.failed(kind, now - request.arrived)
+        request.version.statistics.keep_error(code, text, now)
         if not run.out:
             completion.deliver(self._state, request, Fail(request.client_number, code, text))
             return

@@ -108,17 +108,23 @@ class Run(Struct, eq=False):
 
     def responded(self, request: Request, message: Reply | Part | Fail, inner: Run | None) -> None:
         """Records a result of a step. `inner`: the run of a step that is an ensemble itself."""
-        self.results.append((self.spots[request.number], message))
+        spot = self.spots[request.number]
+        self.results.append((spot, message))
         if isinstance(message, Part) and not message.last:
             return
         spent: Sequence[int] = ()
+        queue_ns = 0
         if inner is not None:
             spent = inner.times
         elif request.batch is not None and request.batch.times:
             taken, ready, computed, placed = request.batch.times
             spent = (ready - taken, computed - ready, placed - computed)
+            queue_ns = max(0, taken - request.arrived)
         for index, ns in enumerate(spent):
             self.times[index] += ns
+        counts = self.request.version.statistics.steps
+        if counts is not None and spot.step < len(counts):  # a reload may have added steps
+            counts[spot.step].add(queue_ns, spent)
 
     def ended(self, request: Request) -> None:
         """A step has had its last result, and no worker has it any more."""

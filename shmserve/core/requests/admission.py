@@ -77,6 +77,7 @@ def count_refused(state: State, model: str, error: ServeError) -> None:
     version = state.ready.get(model)
     if version is not None and isinstance(error, Unavailable):
         version.statistics.failed(FailureKind.REJECTED, 0)
+        version.statistics.keep_error(error.code, error.message, state.now)
 
 
 class Admission:

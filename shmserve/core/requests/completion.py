@@ -215,14 +215,16 @@ def end_failed(state: State, request: Request, code: str, text: str, now: int) -
     if request.state is _LINGERING:
         released(state, request)
         return
-    request.version.statistics.failed(FailureKind.BACKEND, now - request.arrived)
+    statistics = request.version.statistics
+    statistics.failed(FailureKind.BACKEND, now - request.arrived)
+    statistics.keep_error(code, text, now)
     answer(state, request, Fail(request.client_number, code, text))
 
 
 def end_early(state: State, request: Request, code: str, text: str, now: int) -> None:
     """Fails a request at once, without waiting for its turn. It has already been removed from the queue."""
     version = request.version
-    version.statistics.failed_as(code, now - request.arrived)
+    version.statistics.failed_as(code, text, now - request.arrived, now)
     send(state, request, Fail(request.client_number, code, text))
     finish(state, request, code)
     if version.order is not None:
@@ -247,7 +249,7 @@ def fail_early(state: State, request: Request, code: str, text: str, now: int) -
         chain.fail(code, text)
         state.runs_to_advance[chain] = None
         return
-    version.statistics.failed_as(code, now - request.arrived)
+    version.statistics.failed_as(code, text, now - request.arrived, now)
     send_failure(state, request, code, text)
     _trace(state, request, code)
     linger(state, request)

@@ -22,7 +22,7 @@ from shmserve.protocol.messages import Ask
 
 QUESTIONS = 4
 """Queries passed to the shell in one turn, of all peers together."""
-HEAVY = frozenset({"metrics", "statistics", "activity", "models", "config", "origins", "logs"})
+HEAVY = frozenset({"metrics", "statistics", "activity", "models", "config", "origins", "report", "logs"})
 """Their responses may be large and take milliseconds to build."""
 
 

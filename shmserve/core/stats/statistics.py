@@ -78,6 +78,39 @@ class ResponseCount(Struct):
         setattr(self, name, (count + 1, ns + more_ns))
 
 
+class StepCount(Struct):
+    """Executions of a step of an ensemble. `queue_ns`: from when its inputs existed until its batch was taken."""
+
+    count: int = 0
+    queue_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+    def add(self, queue_ns: int, spent: Sequence[int]) -> None:
+        """`spent`: input, infer and output ns; empty if no model ran, for instance because of the cache."""
+        self.count += 1
+        self.queue_ns += queue_ns
+        if spent:
+            self.input_ns += spent[0]
+            self.infer_ns += spent[1]
+            self.output_ns += spent[2]
+
+
+RECENT_ERRORS = 10
+ERROR_CHARACTERS = 2000
+_OF_MODELS = "MODEL_FAILED"
+
+
+class RecentError(Struct):
+    """`at`: when it last occurred, in ns on the broker's clock."""
+
+    code: str
+    text: str
+    at: int
+    count: int = 1
+
+
 class Loads(Struct):
     """Loads of a model's versions."""
 
@@ -123,6 +156,10 @@ class Statistics(Struct):
     batch_times: list[int] = field(default_factory=histogram.empty)
     """Per batch: from taken until its outputs are placed."""
 
+    errors: list[RecentError] = []
+    """The latest RECENT_ERRORS different errors, oldest first."""
+    steps: list[StepCount] | None = None
+    """For ensembles, by step. None: not collected, because nobody has asked for them."""
     summaries: Summaries | None = None
     first: FirstResponses | None = None
     """None: not collected, the default."""
@@ -197,9 +234,25 @@ class Statistics(Struct):
         self.fail_ns += ns
         self.failures[why] += 1
 
-    def failed_as(self, code: str, ns: int) -> None:
+    def failed_as(self, code: str, text: str, ns: int, now: int) -> None:
         """Counts a request that failed in the broker, not at a worker."""
         self.failed(_FAILURES.get(code, FailureKind.OTHER), ns)
+        self.keep_error(code, text, now)
+
+    def keep_error(self, code: str, text: str, now: int) -> None:
+        """Keeps an error for people to read. Refusals differ only in their numbers, so there is one for each code."""
+        if code == "CANCELLED":
+            return
+        text = text[:ERROR_CHARACTERS]
+        for index, error in enumerate(self.errors):
+            if error.code == code and (error.text == text or code != _OF_MODELS):
+                error.text, error.at = text, now
+                error.count += 1
+                self.errors.append(self.errors.pop(index))
+                return
+        self.errors.append(RecentError(code, text, now))
+        if len(self.errors) > RECENT_ERRORS:
+            del self.errors[0]
 
     def cache_hit(self, ns: int, now: int) -> None:
         """Counts a request answered from the cache."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 
 from shmserve.errors import Denied
 from shmserve.gateway.auth.actions import Action
+from shmserve.gateway.auth.browsers import BrowserRules
 from shmserve.gateway.auth.restricted_apis import Restrictions
 from shmserve.gateway.auth.tokens import Tokens
-from shmserve.protocol.roles import ROLES
+from shmserve.protocol.roles import PAGE, ROLES
 
 INFER, OBSERVE, OPERATE = ROLES
 _ANY = tuple(ROLES)
@@ -38,12 +39,16 @@ NEEDS: dict[Action, tuple[str, ...]] = {
     Action.MEMORY_UNREGISTER: (INFER, OPERATE),
     Action.NAMED_REPOSITORY: (OPERATE,),
     Action.OPENAPI: _ANY,
+    Action.PAGE_FILE: (PAGE,),
+    Action.PAGE_EVENTS: (PAGE,),
+    Action.PAGE_MODEL: (PAGE,),
 }
 """Action -> the roles of which one is needed."""
 assert NEEDS.keys() == set(Action)
 OPEN = (Action.LIVE, Action.READY)
 """Actions that need no token, for process monitoring: the answer is yes or no."""
 _NO_RESTRICTIONS = Restrictions()
+_NO_BROWSER_RULES = BrowserRules()
 
 
 class Unauthenticated(Denied):
@@ -58,13 +63,14 @@ class EndpointAccess:
 
     def __init__(
         self, roles: Iterable[str], tokens: Tokens | None = None, restrictions: Restrictions = _NO_RESTRICTIONS,
-        knob: str = "--http-roles",
+        knob: str = "--http-roles", browsers: BrowserRules = _NO_BROWSER_RULES,
     ) -> None:  # fmt: skip
         self._roles = frozenset(roles)
         self.tokens = tokens
         """Replaced when the file is reloaded."""
         self._restrictions = restrictions
         self._knob = knob
+        self.browsers = browsers
 
     def __str__(self) -> str:
         whom = "roles " + " and ".join(sorted(self._roles)) if self._roles else ""
@@ -72,10 +78,20 @@ class EndpointAccess:
             return whom or "no roles"
         return f"{whom + ', ' if whom else ''}tokens: {len(self.tokens)}"
 
+    def roles(self, header: Callable[[str], str | None]) -> frozenset[str]:
+        """The roles of a request, including those of its token."""
+        authorization = header("authorization")
+        if self.tokens is None or authorization is None:
+            return self._roles
+        holder = self.tokens.holder(authorization)
+        return self._roles if holder is None else self._roles | holder.roles
+
     def check(self, action: Action, header: Callable[[str], str | None]) -> str:
         """Checks access and returns the name of the token, or "". `header` returns the value of a header, given its
         name in lower case. Raises errors for the client."""
         roles, needs, tokens, name = self._roles, NEEDS[action], self.tokens, ""
+        if action is Action.PAGE_FILE and tokens is not None and tokens.grants(PAGE):
+            return name  # a browser cannot send a token for it; the page asks its user for one
         if tokens is not None and action not in OPEN:
             authorization = header("authorization")
             if authorization is not None:

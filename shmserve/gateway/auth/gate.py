@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from shmserve.extras import install_command
 from shmserve.gateway.auth import restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import EndpointAccess
+from shmserve.gateway.auth.browsers import BrowserRules
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.gateway.listeners.callers import is_local
-from shmserve.protocol.roles import INFER, OBSERVE, names
+from shmserve.protocol.roles import INFER, OBSERVE, PAGE, names
 from shmserve.terminal.errors import Failed, Misuse
 
 log = logging.getLogger("shmserve.gateway")
@@ -68,12 +69,15 @@ class Guards:
         withheld = restricted.headers | rpc_restricted.headers | ({"authorization"} if holders is not None else set())
         forward = _forward("--http-header-forward-pattern", args.http_header_forward_pattern, withheld)
         rpc_forward = _forward("--grpc-header-forward-pattern", args.grpc_header_forward_pattern, withheld)
-        roles, rpc_roles = _roles(args.http_roles, holders), _roles(args.grpc_roles or args.http_roles, holders)
+        roles, rpc_roles = _http_roles(args, holders), _roles(args.grpc_roles or args.http_roles, holders)
+        hosts, origins = [(text or "").split(",") for text in (args.http_allowed_hosts, args.http_allowed_origins)]
+        browsers = BrowserRules([*hosts, args.http_address], origins, common is not None)
         try:
-            self.http = Guard(EndpointAccess(roles, holders, restricted), forward, common, "http/1.1")
-            self.metrics = Guard(
-                EndpointAccess(names(OBSERVE) if holders is None else [], holders), None, common, "http/1.1"
+            self.http = Guard(
+                EndpointAccess(roles, holders, restricted, browsers=browsers), forward, common, "http/1.1"
             )
+            observers = names(OBSERVE) if holders is None else []
+            self.metrics = Guard(EndpointAccess(observers, holders, browsers=browsers), None, common, "http/1.1")
             self.rpc = Guard(
                 EndpointAccess(rpc_roles, holders, rpc_restricted, "--grpc-roles"),
                 rpc_forward,
@@ -116,6 +120,12 @@ def _roles(flag: str | None, holders: tokens.Tokens | None) -> list[str]:
     if flag is not None:
         return flag.split(",")
     return names(INFER | OBSERVE) if holders is None else []
+
+
+def _http_roles(args: argparse.Namespace, holders: tokens.Tokens | None) -> list[str]:
+    """By default the page is shown only on this machine: it shows more of the server than clients need."""
+    roles = _roles(args.http_roles, holders)
+    return [*roles, PAGE] if roles and args.http_roles is None and is_local(args.http_address) else roles
 
 
 def _common(args: argparse.Namespace) -> Files | None:

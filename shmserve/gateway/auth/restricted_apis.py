@@ -22,6 +22,11 @@ GROUPS: dict[str, tuple[Action, ...]] = {
     "logging": (Action.LOG, Action.SET_LOG),
 }
 """Triton's name of a group -> its actions."""
+_CONTAINS: dict[Action, tuple[Action, ...]] = {
+    Action.PAGE_EVENTS: (Action.INDEX, Action.STATISTICS),
+    Action.PAGE_MODEL: (Action.INDEX, Action.MODEL_METADATA, Action.CONFIG, Action.STATISTICS),
+}
+"""Action -> others whose answers its own contains: their restrictions apply to it too."""
 RPC_PREFIX = "triton-grpc-protocol-"
 """In gRPC, the name of the header is this prefix and the name given by the flag."""
 
@@ -70,10 +75,14 @@ class Restrictions:
 
     def refusal(self, action: Action, header: Callable[[str], str | None]) -> str | None:
         """Why the action is refused, or None. `header` returns the value of a header, given its name in lower case."""
-        restricted = self._by_action.get(action)
-        if restricted is None:
-            return None
-        name, rule = restricted
+        for contained in _CONTAINS.get(action, (action,)):
+            restricted = self._by_action.get(contained)
+            text = None if restricted is None else self._check(*restricted, header)
+            if text is not None:
+                return text
+        return None
+
+    def _check(self, name: str, rule: Restriction, header: Callable[[str], str | None]) -> str | None:
         value = header(name)
         if value is not None:
             from hmac import compare_digest  # not at the top: `shmserve --help` imports this module

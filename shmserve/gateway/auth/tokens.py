@@ -15,7 +15,7 @@ from hmac import compare_digest
 from typing import NamedTuple
 
 from shmserve.gateway.limits.bounded_cache import BoundedCache
-from shmserve.protocol.roles import roles_of
+from shmserve.protocol.roles import check_caller_roles
 
 FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}", re.ASCII)
@@ -56,7 +56,7 @@ class Tokens:
         name, roles, digest = words
         if not _NAME.fullmatch(name):
             raise ValueError("a name may have up to 64 letters, digits and _ . @ -")
-        roles_of(roles)
+        check_caller_roles(roles)
         if not _DIGEST.fullmatch(digest):
             raise ValueError("expected the SHA-256 of the token, 64 digits of 0-9 and a-f, not the token itself")
         key = bytes.fromhex(digest)
@@ -66,6 +66,10 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self._holders)
+
+    def grants(self, role: str) -> bool:
+        """Whether any token has the role."""
+        return any(role in holder.roles for _, holder in self._holders.values())
 
     def holder(self, authorization: str) -> Holder | None:
         """The holder of the token in the header Authorization; None: the token is unknown."""

@@ -59,6 +59,15 @@ class RequestHandler(Protocol):
         """Handles a complete request."""
 
 
+class EventViewer(Protocol):
+    """A client to whom events are sent for as long as it is connected."""
+
+    def disconnected(self) -> None: ...
+
+    def stop(self) -> None:
+        """Ends the stream."""
+
+
 class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def __init__(self, listener: HttpListener, handler: RequestHandler) -> None:
         super().__init__()
@@ -69,10 +78,13 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._head: HttpHead | None = None
         self._keep_alive = True
         self._ticket: Charge | None = None
+        self.address = ""
+        """Of the client."""
         self._shares: ConnectionShares | None = None
         self._job: Job | None = None
         self._resume: Callable[[], None] | None = None
         """For a response in parts: called when the transport is writable again."""
+        self._viewer: EventViewer | None = None
         self._account = listener.budget.account("")
         self._sink: ReceiveBuffer | None = None
         self._sinks: list[ReceiveBuffer] = []
@@ -93,6 +105,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         address = peer_address(transport)
+        self.address = address
         self._shares = self._listener.shares.connect(address)
         self._account = self._listener.budget.account(address)
         if not self._listener.enter(self):
@@ -339,6 +352,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._ticket = ticket
         self._resume = resume
 
+    def watch(self, viewer: EventViewer) -> None:
+        self._viewer = viewer
+
     def _drop(self) -> None:
         """Cancels the current request: the client has disconnected, or gets no response any more."""
         ticket, self._ticket = self._ticket, None
@@ -347,6 +363,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         job, self._job = self._job, None
         if job is not None:
             job.cancel()
+        viewer, self._viewer = self._viewer, None
+        if viewer is not None:
+            viewer.disconnected()
         self._clear_request()
 
     def _clear_request(self) -> None:
@@ -435,9 +454,10 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         """Whether the client is connected and reads what it is sent."""
         return self._writable and self._transport is not None
 
-    def begin_events(self, status: int = 200) -> None:
+    def begin_events(self, status: int = 200, more: bytes = b"") -> None:
         self._listener.answered(status)
-        more = b"" if self._keep_alive else b"Connection: close\r\n"
+        if not self._keep_alive:
+            more += b"Connection: close\r\n"
         self._transport.write(
             b"HTTP/1.1 %d %b\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
             b"Transfer-Encoding: chunked\r\n%b\r\n" % (status, REASONS[status].encode(), more)
@@ -447,7 +467,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end_events(self) -> None:
-        self._ticket = None
+        self._ticket = self._viewer = None
         self.turn = self._listener.turn
         self._transport.write(b"0\r\n\r\n")
         self._end(unread=False)
@@ -507,6 +527,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def stop(self) -> None:
         """Takes no more requests after the current one."""
         self._keep_alive = False
+        if self._viewer is not None:
+            self._viewer.stop()
         if self._phase in (HEAD, DRAIN) and self._transport is not None:
             self._transport.close()
 

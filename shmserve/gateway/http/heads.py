@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from shmserve.errors import ServeError
 from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
-from shmserve.gateway.auth.actions import TO_MODELS, Action
+from shmserve.gateway.auth.actions import PAGE, TO_MODELS, Action
+from shmserve.gateway.auth.browsers import MARKS
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.http.limits import HEADERS
 from shmserve.gateway.http.routes import API_ROUTES, NoRoute, RouteTable, resolve
@@ -61,6 +62,12 @@ class HttpHead(Struct):
     """There is no route, or access is denied."""
     forwarded: dict[str, str] | None = None
     """Headers to pass on to the model."""
+    by_browser: bool = False
+    """It has a header that marks requests of browsers."""
+    etags: str = ""
+    """If-None-Match."""
+    roles: frozenset[str] = frozenset()
+    """Of the caller; only for the web page."""
 
 
 class BadHead(Exception):
@@ -154,7 +161,12 @@ def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forw
 
     try:
         if access is not None:
-            head.token = access.check(head.route.action, header)
+            action = head.route.action
+            if head.by_browser or action in PAGE:
+                access.browsers.check(action, header)
+            head.token = access.check(action, header)
+            if action in PAGE:
+                head.roles = access.roles(header)
         if forward is not None and head.route.action in TO_MODELS:
             head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
     except ServeError as error:
@@ -196,6 +208,8 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
             seen.add(name)
         elif name.replace(b"_", b"-") in _FRAMING:  # some proxies treat `_` and `-` as equal
             raise BadHead(400, f"the request has the header {name.decode('latin-1')}")
+        elif name in MARKS:
+            head.by_browser = head.by_browser or not _is_of_node(name, value, headers)
         match name:
             case b"host":
                 if _HOST.fullmatch(value.strip(b" \t")) is None:
@@ -212,6 +226,8 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
                 head.encoding = _encoding(value)
             case b"accept-encoding":
                 head.accepts = head.accepts or _accepted(value)
+            case b"if-none-match":
+                head.etags = _text(value)
             case b"expect":
                 if value.strip().lower() != b"100-continue":
                     raise BadHead(417, "the only supported expectation is 100-continue")
@@ -228,6 +244,14 @@ def _number(name: bytes, value: bytes) -> int:
     if not digits.isdigit() or len(digits) > 18:
         raise BadHead(400, f"the value of {name.decode()} is not a number of bytes")
     return int(digits)
+
+
+def _is_of_node(name: bytes, value: bytes, headers: Headers) -> bool:
+    """Node's fetch sends Accept-Language too, and Sec-Fetch-Mode, which a page in a browser cannot add: a browser sends
+    it itself, together with Sec-Fetch-Site."""
+    if name != b"accept-language" or value.strip() != b"*":
+        return False
+    return any(other.lower() == b"sec-fetch-mode" for other, _ in headers)
 
 
 def _encoding(value: bytes) -> str:

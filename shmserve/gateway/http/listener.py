@@ -18,11 +18,12 @@ from shmserve.gateway.upstream.link import GatewayLink
 
 
 class HttpListener(Callers):
-    """`connect` makes the protocol of a new connection. `metrics`: serve only the Prometheus endpoint."""
+    """`connect` makes the protocol of a new connection. `metrics`: serve only the Prometheus endpoint. `end_streams`:
+    ends the event streams of the page, so that access is checked again."""
 
     def __init__(
         self, connect: Callable[[HttpListener], Any], link: GatewayLink, limits: HttpLimits, access: EndpointAccess,
-        metrics: bool, forward: Forward | None, budget: Budget | None,
+        metrics: bool, forward: Forward | None, budget: Budget | None, end_streams: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(
             link.bind(),
@@ -36,8 +37,10 @@ class HttpListener(Callers):
         )
         self.link = link
         self.limits = limits
+        self._end_streams = end_streams
         self.heads = HttpHeads(access, METRICS_ROUTES if metrics else API_ROUTES, forward)
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         self.heads.forget()
+        self._end_streams()
         await super().renew(tls)

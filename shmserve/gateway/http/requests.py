@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, QueueTimeout, ServeError, Unsupported
-from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, Action
+from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, Action
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection
 from shmserve.gateway.http.heads import HttpHead
@@ -21,6 +21,7 @@ from shmserve.gateway.kserve.generate import ONE, check_in_slices, event, genera
 from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
 from shmserve.gateway.kserve.status import http_of, http_text_of
 from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import (
     BrokerQuery,
@@ -207,8 +208,11 @@ def _piece(buffer: ReceiveBuffer) -> Piece:
 class Requests:
     """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's."""
 
-    def __init__(self, link: GatewayLink, limits: HttpLimits, extra: Callable[[], str], regions: Regions) -> None:
+    def __init__(
+        self, link: GatewayLink, limits: HttpLimits, extra: Callable[[], str], regions: Regions, page: PageRequests
+    ) -> None:
         self._link = link
+        self._page = page
         self._sender = RequestSender(link, regions)
         self._limits = limits
         self._plan = RequestPlans().plan
@@ -301,6 +305,8 @@ class Requests:
             self._begin_generate(connection, head, bytes(body))
         elif route.action is Action.METRICS:
             self._ask_metrics(connection, head)
+        elif route.action in PAGE:
+            self._page.begin(connection, head)
         elif route.action is Action.OPENAPI:
             connection.answer(200, [openapi.text()])
         else:

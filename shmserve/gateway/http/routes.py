@@ -71,6 +71,15 @@ def _paths() -> list[Path]:
 
 
 PATHS = _paths()
+PAGE_PATHS = [
+    Path("/", {_GET: Action.PAGE_FILE}),
+    Path("/page/events", {_GET: Action.PAGE_EVENTS}),
+    Path("/page/{file}", {_GET: Action.PAGE_FILE}),
+    Path("/page/model/{model}", {_GET: Action.PAGE_MODEL}),
+    Path("/page/model/{model}/versions/{version}", {_GET: Action.PAGE_MODEL}),
+    Path("/page/{folder}/{file}", {_GET: Action.PAGE_FILE}),
+]
+"""Of the web page. They are no part of the API."""
 METRICS = [Path("/metrics", {_GET: Action.METRICS})]
 """The only path of the metrics endpoint."""
 
@@ -96,7 +105,7 @@ def _by_length(paths: list[Path]) -> RouteTable:
     return dict(table)
 
 
-API_ROUTES, METRICS_ROUTES = _by_length(PATHS), _by_length(METRICS)
+API_ROUTES, METRICS_ROUTES = _by_length(PATHS + PAGE_PATHS), _by_length(METRICS)
 
 
 def resolve(method: str, target: str, routes: RouteTable = API_ROUTES) -> Route | NoRoute:
@@ -107,7 +116,7 @@ def resolve(method: str, target: str, routes: RouteTable = API_ROUTES) -> Route 
     except UnicodeDecodeError:
         return NoRoute(400, "the path is not UTF-8")
     for template, found in routes.get(len(words), ()):
-        if all(wanted == word or wanted[0] == "{" for wanted, word in zip(template, words, strict=True)):
+        if all(wanted == word or wanted.startswith("{") for wanted, word in zip(template, words, strict=True)):
             return _route(method, found, dict(zip(template, words, strict=True)))
     return UNKNOWN
 
@@ -120,6 +129,9 @@ def _route(method: str, path: Path, words: dict[str, str]) -> Route | NoRoute:
         return NoRoute(405, f"Method Not Allowed: use {' or '.join(methods)}", ", ".join(methods))
     if action is Action.NAMED_REPOSITORY:
         return Route(action)
+    if action is Action.PAGE_FILE:
+        names = [words[name] for name in ("{folder}", "{file}") if name in words]
+        return Route(action, "/".join(names))
     version = words.get("{version}")
     if version is not None and not is_version(version):
         return NoRoute(400, f"version '{version[:40]}' in the path is not an integer of at least 1")

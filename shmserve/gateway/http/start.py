@@ -11,6 +11,8 @@ from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.http.requests import Requests
 from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.page.feed import PageFeed
+from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.regions import Regions
 
@@ -21,5 +23,8 @@ def make_listener(
     budget: Budget | None = None,
 ) -> HttpListener:  # fmt: skip
     """`metrics`: serve the Prometheus endpoint. `extra`: text appended to the broker's metrics."""
-    requests = Requests(link, limits, extra, regions or Regions(False))
-    return HttpListener(lambda made: HttpConnection(made, requests), link, limits, access, metrics, forward, budget)
+    feed = PageFeed(link)
+    requests = Requests(link, limits, extra, regions or Regions(False), PageRequests(link, feed))
+    return HttpListener(
+        lambda made: HttpConnection(made, requests), link, limits, access, metrics, forward, budget, feed.end
+    )

@@ -37,6 +37,7 @@ NO_OUTPUT = "unexpected inference output"
 
 REASONS = {
     200: "OK",
+    304: "Not Modified",
     400: "Bad Request",
     401: "Unauthorized",
     403: "Forbidden",

@@ -35,7 +35,9 @@ def control_of(world: World, gpus: list[dict[str, Any]] | None = None) -> Contro
     catalog = cast("Any", SimpleNamespace(names=("m", "not loaded")))
     control = Control(world.core, catalog, "test", "1", True)
     control.process_of = lambda peer: os.getpid()
-    report = ActivityReport(world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid)
+    report = ActivityReport(
+        world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid, lambda: None
+    )
     control.add({"activity": lambda ask: report.document()})
     return control
 

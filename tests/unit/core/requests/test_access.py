@@ -59,6 +59,7 @@ NEEDED = {
     "statistics": LOOK,
     "metrics": LOOK,
     "activity": LOOK,
+    "report": LOOK,
     "log": LOOK,
     "logs": OPERATE,
     "trace": LOOK,

@@ -21,12 +21,12 @@ from shmserve.clients.cli import main, parser
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import NEEDS, OPEN, EndpointAccess, Unauthenticated
-from shmserve.gateway.auth.actions import Action
+from shmserve.gateway.auth.actions import PAGE, Action
 from shmserve.gateway.auth.gate import Guards
 from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.gateway.http.heads import HttpHeads, parse
 from shmserve.protocol.messages import PARAMETERS
-from shmserve.protocol.roles import ROLES
+from shmserve.protocol.roles import CALLER_ROLES, ROLES
 from shmserve.terminal.errors import Failed, Misuse
 from tests.support.gateway.http_connection import lines
 
@@ -50,7 +50,7 @@ def with_token(roles: Iterable[str] = ROLES, token: str = "t", role: str = "infe
 @pytest.mark.parametrize("action", NEEDS)
 def test_an_action_needs_one_of_its_roles(action: Action) -> None:
     """Every action with every set of roles. An action that is not in the table is denied."""
-    for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
+    for roles in (set(some) for count in range(5) for some in itertools.combinations(CALLER_ROLES, count)):
         access = EndpointAccess(roles)
         if roles & set(NEEDS[action]):
             access.check(action, nothing)
@@ -61,18 +61,18 @@ def test_an_action_needs_one_of_its_roles(action: Action) -> None:
 
 @pytest.mark.parametrize("action", NEEDS)
 def test_tokens_grant_their_roles_and_no_others(action: Action) -> None:
-    known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in ROLES))
+    known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in CALLER_ROLES))
     access = EndpointAccess((), known)
-    for role in ROLES:
+    for role in CALLER_ROLES:
         bearer = {"authorization": f"Bearer {role}"}
-        if role in NEEDS[action]:
+        if role in NEEDS[action] or action in (*OPEN, Action.PAGE_FILE):  # the page itself asks for a token
             access.check(action, bearer.get)
         else:
             with pytest.raises(Denied, match="neither this token nor this endpoint grants"):
                 access.check(action, bearer.get)
     for invalid in (None, "", "Bearer", "Bearer infe", "Basic infer", "infer", f"Bearer {digest('infer')}"):
         headers: dict[str, Any] = {"authorization": invalid}
-        if action in OPEN:
+        if action in OPEN or action is Action.PAGE_FILE:
             access.check(action, headers.get)
         else:
             with pytest.raises(Unauthenticated):
@@ -97,12 +97,12 @@ def test_web_pages_change_nothing_without_a_token() -> None:
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
     changing |= {"memory_register", "memory_unregister", "memory_status"}
     for action in set(NEEDS) - {Action.NONE}:
-        with_token(role="operate").check(action, page.get)
+        with_token(CALLER_ROLES, role="operate").check(action, page.get)
         if action in changing:
             with pytest.raises(Denied, match="requests from web pages"):
-                EndpointAccess(ROLES).check(action, page.get)
+                EndpointAccess(CALLER_ROLES).check(action, page.get)
         else:
-            EndpointAccess(ROLES).check(action, page.get)
+            EndpointAccess(CALLER_ROLES).check(action, page.get)
 
 
 # ---------------------------------------------------------------------------------------- tokens
@@ -177,7 +177,15 @@ def test_any_text_is_a_file_of_tokens_or_refused(text: str) -> None:
 
 def test_every_action_is_in_one_group() -> None:
     grouped = [action for actions in restricted_apis.GROUPS.values() for action in actions]
-    assert sorted(grouped) == sorted(set(NEEDS) - {Action.NONE, Action.METRICS})
+    assert sorted(grouped) == sorted(set(NEEDS) - {Action.NONE, Action.METRICS} - PAGE)
+
+
+@pytest.mark.parametrize("group", ["metadata", "model-config", "statistics", "model-repository"])
+def test_the_page_does_not_show_what_is_restricted(group: str) -> None:
+    restricted = restricted_apis.Restrictions([restricted_apis.read(f"{group}:key=secret")])
+    assert restricted.refusal(Action.PAGE_MODEL, nothing) is not None
+    assert restricted.refusal(Action.PAGE_MODEL, {"key": "secret"}.get) is None
+    assert (restricted.refusal(Action.PAGE_EVENTS, nothing) is None) == (group in ("metadata", "model-config"))
 
 
 def test_a_restricted_group_needs_its_header() -> None:
@@ -390,6 +398,27 @@ def test_endpoints_without_access_control() -> None:
     guards.metrics.access.check(Action.METRICS, nothing)
     with pytest.raises(Denied):
         guards.metrics.access.check(Action.INFER, nothing)
+
+
+def test_the_page_is_shown_by_default_only_on_loopback_addresses(tokens_file: Path) -> None:
+    def shown(*words: str) -> bool:
+        try:
+            Guards(arguments(*words)).http.access.check(Action.PAGE_FILE, nothing)
+        except Denied:
+            return False
+        return True
+
+    assert shown()
+    assert shown("--http-address", "::1")
+    assert not shown("--http-address", "0.0.0.0")
+    assert not shown("--http-address", "example.org")
+    assert shown("--http-address", "0.0.0.0", "--http-roles", "infer,page")
+    assert not shown("--http-roles", "infer,observe,operate"), "roles that are given are complete"
+    assert not shown("--tokens-file", str(tokens_file)), "no token has the role"
+    tokens_file.write_text(f"{tokens_file.read_text()}\nviewer page {digest('viewer')}\n")
+    assert shown("--tokens-file", str(tokens_file)), "the page asks for the token"
+    with pytest.raises(Unauthenticated):
+        Guards(arguments("--tokens-file", str(tokens_file))).http.access.check(Action.PAGE_EVENTS, nothing)
 
 
 def test_the_roles_of_grpc_default_to_those_of_http() -> None:

@@ -18,6 +18,8 @@ from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.http.routes import METRICS_ROUTES
 from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES
+from shmserve.gateway.page.feed import PageFeed
+from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
@@ -287,7 +289,8 @@ def test_frequent_scrapes_share_a_page_of_metrics() -> None:
         bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
         session=SimpleNamespace(ask=lambda ticket, *more: asked.append(ticket)),
     )  # fmt: skip
-    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False))
+    page = PageRequests(link, PageFeed(link))
+    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False), page)
 
     def scrape() -> tuple[HttpConnection, Transport]:
         connection, transport, _, _ = connected()

@@ -1,0 +1,66 @@
+"""The answer to the query `report`: what people want to know of one version, in one document."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shmserve.core.ensembles.graph import EnsembleGraph
+from shmserve.core.records import Version
+from shmserve.core.stats.statistics import Statistics, StepCount
+
+Document = dict[str, Any]
+
+
+def document(version: Version, metadata: Document | None, config: Document, text: str) -> Document:
+    """`config` and `text`: the configuration as loaded, as JSON and annotated. `metadata`: None while loading."""
+    graph = version.graph
+    return {
+        "name": version.model,
+        "version": str(version.number),
+        "metadata": metadata,
+        "config": config,
+        "text": text,
+        "labels": [output["name"] for output in config.get("output", ()) if output.get("label_filename")],
+        "errors": _errors(version.statistics),
+        "graph": None if graph is None else _graph(version, graph),
+    }
+
+
+def _errors(counted: Statistics) -> list[Document]:
+    """The newest first."""
+    start = time.time() - time.monotonic_ns() / 1e9
+    return [
+        {"time": round(start + error.at / 1e9, 3), "code": error.code, "text": error.text, "count": error.count}
+        for error in reversed(counted.errors)
+    ]
+
+
+def _graph(version: Version, graph: EnsembleGraph) -> Document:
+    """From the first report on, the executions of each step are counted."""
+    counts = version.statistics.steps
+    if counts is None or len(counts) != len(graph.steps):
+        counts = version.statistics.steps = [StepCount() for _ in graph.steps]
+    policy = version.policy
+    assert policy is not None
+    return {
+        "inputs": [spec.name for spec in policy.inputs],
+        "outputs": [spec.name for spec in policy.outputs],
+        "steps": [
+            {
+                "index": index,
+                "model": step.model,
+                "version": str(step.version or ""),
+                "inputs": dict(step.inputs),
+                "outputs": dict(step.outputs),
+                "mapped": step.mapped,
+                "condition": step.condition,
+                "count": count.count,
+                "queue_ns": count.queue_ns,
+                "input_ns": count.input_ns,
+                "infer_ns": count.infer_ns,
+                "output_ns": count.output_ns,
+            }
+            for index, (step, count) in enumerate(zip(graph.steps, counts, strict=True))
+        ],
+    }

@@ -1,0 +1,229 @@
+"""The event stream of the web page.
+
+The broker is asked once a second for all viewers together, more rarely if its answer takes long to make, and not at all
+while there are none. Invariant: no viewer waits for another one. A viewer that does not read is sent nothing; when it
+reads again, it gets in one event all that has changed, and after STALLED events without reading it is disconnected.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from shmserve.errors import Internal, ServeError, Unavailable
+from shmserve.gateway.limits.caller_shares import network_of
+from shmserve.gateway.page.rows import Rows
+from shmserve.gateway.upstream.link import GatewayLink
+from shmserve.session import Ticket
+
+PERIOD_S = 1.0
+BROKER_SHARE = 0.02
+"""Most of the broker's time to spend on the page."""
+VIEWERS = 64
+"""Most streams of a gateway."""
+ADDRESS_VIEWERS = 16
+"""Most streams of one address. Not for loopback addresses, where all users of the machine have the same one."""
+STALLED = 10
+log = logging.getLogger("shmserve.gateway")
+_encode = msgspec.json.Encoder().encode
+_NO_TIME = 0.0
+
+
+class ViewerConnection(Protocol):
+    """The connection of a viewer."""
+
+    @property
+    def writable(self) -> bool: ...
+
+    def send_event(self, data: bytes) -> None: ...
+
+    def end_events(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Viewer:
+    """`roles`: what its caller may do, which the page shows."""
+
+    def __init__(self, feed: PageFeed, connection: ViewerConnection, address: str, roles: Iterable[str]) -> None:
+        self.feed = feed
+        self.connection = connection
+        self.network = network_of(address)
+        self.roles = sorted(roles)
+        self.number = 0
+        """The last event sent."""
+        self.missed = 0
+        """Events in a row that it was not sent because it does not read."""
+        self.is_down = False
+        """It knows that there is no server."""
+
+    def disconnected(self) -> None:
+        self.feed.remove(self)
+
+    def stop(self) -> None:
+        """Ends the stream."""
+        self.feed.remove(self)
+        self.connection.end_events()
+
+
+class _Question(Ticket):
+    __slots__ = ("_feed",)
+
+    def __init__(self, feed: PageFeed) -> None:
+        self._feed = feed
+
+    def settle(self, answer: Any) -> None:
+        self._feed.answered(answer)
+
+    def fail(self, error: ServeError) -> None:
+        self._feed.failed(error)
+
+
+class PageFeed:
+    def __init__(self, link: GatewayLink) -> None:
+        self._link = link
+        self._loop = link.bind()
+        self._viewers: dict[Viewer, None] = {}
+        self._networks: Counter[str] = Counter()
+        self._rows = Rows()
+        self._facts = b""
+        """What every event has of the last document, as JSON. Empty: there is none."""
+        self._error = ""
+        """Why there is none, if the broker has been asked."""
+        self._next_at = 0.0
+        """The broker is not asked earlier, however often viewers come and go."""
+        self._asking = False
+        self._timer: Any = None
+
+    # ------------------------------------------------------------------------------------ viewers
+
+    def check_room(self, address: str) -> None:
+        """Unavailable: there are too many streams."""
+        if len(self._viewers) >= VIEWERS:
+            raise Unavailable(f"{VIEWERS} pages are open at this gateway, the limit; close one of them")
+        network = network_of(address)
+        if network and self._networks[network] >= ADDRESS_VIEWERS:
+            raise Unavailable(f"{ADDRESS_VIEWERS} pages of this address are open, the limit; close one of them")
+
+    def add(self, viewer: Viewer) -> None:
+        """The first event follows as soon as there is one."""
+        self._viewers[viewer] = None
+        self._networks[viewer.network] += 1
+        if self._facts or self._error:
+            self._send(viewer, {})
+        self._schedule()
+
+    def remove(self, viewer: Viewer) -> None:
+        if viewer not in self._viewers:
+            return
+        del self._viewers[viewer]
+        self._networks[viewer.network] -= 1
+        if not self._networks[viewer.network]:
+            del self._networks[viewer.network]
+        if not self._viewers:
+            self._forget("")
+
+    def end(self) -> None:
+        """Ends all streams: the viewers reconnect, and their access is checked again."""
+        for viewer in list(self._viewers):
+            viewer.stop()
+
+    # ------------------------------------------------------------------------------------ the broker
+
+    def _schedule(self) -> None:
+        if self._viewers and not self._asking and self._timer is None:
+            self._timer = self._loop.call_at(self._next_at, self._ask)
+
+    def _ask(self) -> None:
+        self._timer = None
+        if not self._viewers:
+            return
+        self._asking = True
+        self._next_at = self._loop.time() + PERIOD_S
+        try:
+            self._link.session.ask(_Question(self), "activity", _NO_TIME)
+        except ServeError as error:
+            self.failed(error)
+            return
+        self._link.send_soon()
+
+    def failed(self, error: ServeError) -> None:
+        self._forget(str(error))
+        for viewer in list(self._viewers):
+            self._send(viewer, {})
+        self._done()
+
+    def _forget(self, error: str) -> None:
+        self._rows = Rows(self._rows.number)
+        self._facts = b""
+        self._error = error
+
+    def _done(self) -> None:
+        self._asking = False
+        self._schedule()
+
+    def answered(self, document: Any) -> None:
+        self._next_at = max(self._next_at, self._loop.time() + document.get("took_ns", 0) / 1e9 / BROKER_SHARE)
+        facts = _encode({name: document[name] for name in ("time_ns", "server", "gpus")})[1:-1]
+        rows = self._rows
+        self._link.turns.run(rows.update(document["models"]), lambda _: self._updated(rows, facts), self._not_updated)
+
+    def _updated(self, rows: Rows, facts: bytes) -> None:
+        """`rows` were the current ones when the update began; since then all viewers may have left."""
+        if rows is self._rows and self._viewers:
+            self._error = ""
+            self._facts = facts
+            shared: dict[int, bytes] = {}
+            for viewer in list(self._viewers):
+                self._send(viewer, shared)
+        self._done()
+
+    def _not_updated(self, error: Exception) -> None:
+        log.error("cannot read the state of the server for the page", exc_info=error)
+        self.failed(Internal("the gateway could not read the state of the server; see its log"))
+
+    # ------------------------------------------------------------------------------------ events
+
+    def _send(self, viewer: Viewer, shared: dict[int, bytes]) -> None:
+        """`shared`: texts of this event, by the last event that a viewer has."""
+        connection, number = viewer.connection, viewer.number
+        if not connection.writable:
+            viewer.missed += 1
+            if viewer.missed > STALLED:
+                self.remove(viewer)
+                connection.abort()
+            return
+        viewer.missed = 0
+        if not self._facts:
+            if not viewer.is_down:
+                viewer.is_down = True
+                connection.send_event(_event("down", _encode({"error": self._error})))
+            return
+        viewer.is_down = False
+        viewer.number = self._rows.number
+        if number < self._rows.complete_since:
+            connection.send_event(self._state(viewer))
+            return
+        if number not in shared:
+            shared[number] = self._change(number)
+        connection.send_event(shared[number])
+
+    def _state(self, viewer: Viewer) -> bytes:
+        rows, _ = self._rows.since(0)
+        return _event(
+            "state",
+            b'{"seq":%d,%b,"roles":%b,"models":%b}' % (self._rows.number, self._facts, _encode(viewer.roles), rows),
+        )
+
+    def _change(self, number: int) -> bytes:
+        rows, gone = self._rows.since(number)
+        return _event("change", b'{"seq":%d,%b,"models":%b,"gone":%b}' % (self._rows.number, self._facts, rows, gone))
+
+
+def _event(name: str, data: bytes) -> bytes:
+    """JSON has no line breaks, so the data is one line."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
