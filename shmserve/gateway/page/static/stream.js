@@ -1,0 +1,72 @@
+/** The event stream. It is read with fetch, as EventSource can neither send a token nor tell why it was refused. */
+
+const RETRY_MS = [500, 1000, 2000, 4000];
+const SILENT_MS = 15_000;
+const HIDDEN_MS = 300_000;
+
+/** Follows the stream for as long as the page is open.
+ *
+ * `open(signal)`: sends the request. `event(name, document)`: an event. `lost(error)`: there is no stream; if the error
+ * has the status 401 or 403, another attempt needs a call of the function that this one returns. */
+export function follow(open, event, lost) {
+	let failures = 0;
+	let timer = 0;
+	let current = null;
+
+	function leave() {
+		clearTimeout(timer);
+		const left = current;
+		current = null;
+		left?.abort();
+	}
+
+	async function connect() {
+		leave();
+		const mine = (current = new AbortController());
+		const silence = () => {
+			clearTimeout(timer);
+			timer = setTimeout(() => mine.abort(new Error("the server has sent nothing for 15 seconds")), SILENT_MS);
+		};
+		try {
+			silence();
+			const answer = await open(mine.signal);
+			await read(answer, (name, text) => {
+				failures = 0;
+				event(name, JSON.parse(text));
+			}, silence);
+			throw new Error("the server has closed the stream");
+		} catch (error) {
+			if (mine !== current) return;
+			clearTimeout(timer);
+			lost(error);
+			if (error.status !== 401 && error.status !== 403) timer = setTimeout(connect, RETRY_MS[failures]);
+			failures = Math.min(failures + 1, RETRY_MS.length - 1);
+		}
+	}
+
+	let hidden = 0;
+	document.addEventListener("visibilitychange", () => {
+		clearTimeout(hidden);
+		if (document.hidden) hidden = setTimeout(leave, HIDDEN_MS);
+		else if (!current) connect();
+	});
+	connect();
+	return connect;
+}
+
+/** Reads server-sent events to the end of a response. */
+export async function read(answer, event, progress = () => {}) {
+	const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+	let rest = "";
+	for (;;) {
+		const { done, value } = await reader.read();
+		if (done) return;
+		progress();
+		const blocks = (rest + value).split("\n\n");
+		rest = blocks.pop();
+		for (const block of blocks) {
+			const field = (name) => block.match(new RegExp(`^${name}: ?(.*)$`, "m"))?.[1];
+			if (field("data") !== undefined) event(field("event"), field("data"));
+		}
+	}
+}
