@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -24,7 +24,7 @@ from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
-from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload
+from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload, recorded
 
 
 class _Ticket(Ticket):
@@ -308,6 +308,15 @@ class AsyncClient:
         return answer
 
     # ------------------------------------------------------------------------------------ operations
+
+    async def record(self, do: str = "start", recording: int = 0, models: Sequence[str] = ()) -> dict[str, Any]:
+        """Record all requests and batches of these models, or of all: start, then read every second, then stop until
+        no `more` is left.
+
+        The server drops a recording that is not read for 10 s. `shmserve trace` makes a timeline of it.
+        """
+        answer: dict[str, Any] = await self._operate("record", "", None, self._timeout, recorded(do, recording, models))
+        return answer
 
     async def load(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -20,7 +20,7 @@ from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
-from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload
+from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload, recorded
 
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
@@ -321,6 +321,15 @@ class Client:
         return answer
 
     # ------------------------------------------------------------------------------------ operations
+
+    def record(self, do: str = "start", recording: int = 0, models: Sequence[str] = ()) -> dict[str, Any]:
+        """Record all requests and batches of these models, or of all: start, then read every second, then stop until
+        no `more` is left.
+
+        The server drops a recording that is not read for 10 s. `shmserve trace` makes a timeline of it.
+        """
+        answer: dict[str, Any] = self._operate("record", "", None, self._timeout, recorded(do, recording, models))
+        return answer
 
     def load(
         self,

@@ -38,6 +38,7 @@ USUAL = (
         ("ready", "tell by the exit code whether requests are taken"),
         ("config", "show a model's configuration, and where it is from"),
         ("logs", "show the server's log, or one model's lines"),
+        ("trace", "record what runs when, as a timeline for Perfetto"),
     ),
     (
         ("load", "load a model, or reload what has changed"),
@@ -84,8 +85,8 @@ def parser() -> CommandParser:
     for add in (
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, requests.add_infer,
         requests.add_run, measure.add_bench, observe.add_stats, observe.add_top, observe.add_ready,
-        observe.add_config, observe.add_logs, local.add_check, local.add_build, local.add_gateway, local.add_keygen,
-        add_tune, observe.add_version_command, requests.add_demo, local.add_completion,
+        observe.add_config, observe.add_logs, observe.add_trace, local.add_check, local.add_build, local.add_gateway,
+        local.add_keygen, add_tune, observe.add_version_command, requests.add_demo, local.add_completion,
     ):  # fmt: skip
         add(commands)
     return shmserve

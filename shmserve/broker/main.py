@@ -30,6 +30,7 @@ from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.logs import log_record, set_up
 from shmserve.broker.observability.progress import LoadProgress, hints
 from shmserve.broker.observability.recent_records import RecentRecords
+from shmserve.broker.observability.recordings import Recordings
 from shmserve.broker.observability.traces import TraceFile, TraceSettings
 from shmserve.broker.observability.traces import merged as merged_traces
 from shmserve.broker.processes.cpus import survey
@@ -213,6 +214,7 @@ class ServerProcess:
         place = Path(options["trace_file"]).absolute() if "trace_file" in options else None
         file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
         self._broker.traced = file.write
+        recordings = Recordings(self._loop, state)
         logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing), recent)
         self._control.add(
             {
@@ -221,6 +223,7 @@ class ServerProcess:
                 "set_log": lambda ask: logged.change(ask.body),
                 "trace": lambda ask: traces.document(ask.model),
                 "set_trace": lambda ask: traces.change(ask.model, ask.body),
+                "record": lambda ask: recordings.change(ask.body),
             }
         )
         return file

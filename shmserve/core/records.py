@@ -103,6 +103,8 @@ class Request(Struct, eq=False, gc=False):
     """Who may map its outputs."""
     step_of: int = 0
     """For a step of an ensemble: the number of the ensemble request, which receives the result."""
+    called_by: int = 0
+    """For a call that a model makes: the number of the request that it was running, if it named it."""
     in_shared_memory: bool = False
     """All its outputs must be in shared memory."""
     near: tuple[str, ...] = ()

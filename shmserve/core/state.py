@@ -22,6 +22,7 @@ from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Instance, Key, Lease, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.client import ClientState
+from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Traces
 from shmserve.core.states import RequestState, SequenceState
 from shmserve.core.stats.latencies import FirstResponses
@@ -116,12 +117,12 @@ class State:
         """Instances that call each other's models may have deadlocked; check at the end of the turn. Set when an
         instance leaves, and when a step starts to wait for resources."""
         self.traces = Traces()
+        self.recording: Recording | None = None
         self.refused: dict[str, int] = {}
         """Number of refused requests, by the limit that they exceeded, or else by error code."""
         self.tracing = False
         """Log each batch with the reason for which it was formed."""
-        self.draining = False
-        self.drained = False
+        self.draining = self.drained = False
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers = 0

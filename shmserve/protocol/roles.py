@@ -25,7 +25,7 @@ _ANY = EVERYTHING
 _READ = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
 """Messages that affect only the client's own connection and requests; they need any role."""
-_OPERATIONS = dict.fromkeys(("load", "unload", "restart", "rollback", "set_log", "set_trace"), OPERATE)
+_OPERATIONS = dict.fromkeys(("load", "unload", "restart", "rollback", "set_log", "set_trace", "record"), OPERATE)
 QUESTIONS = {
     "live": _ANY,
     "ready": _ANY,

@@ -164,6 +164,11 @@ def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | N
     return Body([_Bytes("", line), *parts])
 
 
+def recorded(do: str, recording: int, models: Sequence[str]) -> Body:
+    """The body of `record`."""
+    return of_json({"do": do, "recording": recording, "models": list(models)})
+
+
 def loading(
     config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None, previous: bool
 ) -> tuple[str, Body]:

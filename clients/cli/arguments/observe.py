@@ -1,4 +1,5 @@
-"""Arguments of the commands that show a server: models, stats, top, ready, config, logs, version."""
+"""Arguments of the commands that show a server: models, stats, top, ready, config, logs, trace,
+version."""
 
 from __future__ import annotations
 
@@ -117,6 +118,24 @@ def add_logs(commands: Any) -> None:
     instance = command.add_argument("--instance", metavar="NAME", help="only records of this instance")
     completion.completes(instance, completion.instances)
     add_output(command, json="print one line of JSON per record")
+
+
+def add_trace(commands: Any) -> None:
+    about = "record what ran when, and write a timeline that ui.perfetto.dev opens"
+    examples = """  shmserve trace                              5 s of all models, to trace.json
+  shmserve trace --seconds 30 -o run.json.gz  until Ctrl-C or for 30 s
+  shmserve trace --model mlp --json
+"""
+    command = add_server_command(commands, "trace", "trace", about, examples)
+    add = command.add_argument
+    add("--seconds", metavar="N", type=seconds, default=5.0, help="how long to record (default: 5); Ctrl-C ends it too")
+    text = "the file to write (default: trace.json); compressed if its name ends with .gz"
+    add("-o", "--output", metavar="FILE", type=Path, default=Path("trace.json"), help=text)
+    text = "only this model; may be given several times"
+    completion.completes(add("--model", metavar="MODEL", action="append", default=[], help=text), completion.models)
+    text = "the most requests to keep (default: 200000, about 120 MB of JSON); others are counted"
+    rare(add("--limit", metavar="N", type=at_least_1, default=200_000, help=text))
+    add_output(command, json="print a summary as JSON")
 
 
 def add_version_command(commands: Any) -> None:

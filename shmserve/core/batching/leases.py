@@ -107,7 +107,7 @@ def _unfit(state: State, lease: Lease) -> bool:
         or state.models[version.model].operation is not None  # its outcome is for all requests after it
         or state.draining
         or state.tracing
-        or (bool(state.traces.samples) and _hides_traces(state, instance))
+        or ((bool(state.traces.samples) or state.recording is not None) and _hides_traces(state, instance))
         or (lease.default and state.ready.get(version.model) is not version)
     )
 
@@ -250,5 +250,7 @@ def count_logged(state: State, reading: LeaseRead) -> None:
             if statistics.first is not None:
                 statistics.first.add(placed - arrived)
         statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)
+    if requests and state.recording is not None:
+        state.recording.leased(lease, requests, reason, iter(state.next_number, 0))
     if requests and state.traces.samples:
         state.effects += state.traces.sample_leased(lease, requests)

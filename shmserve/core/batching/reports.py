@@ -55,6 +55,8 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     if columns is not None and not columns.regular:
         kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
         return
+    if state.recording is not None:
+        state.recording.batch_done(version, instance, batch, message.batch, now)
     results = message.rows if columns is None else columns
     if not version.plain:
         for row in rows_of(results):

@@ -137,6 +137,7 @@ class ModelCalls:
             signature, segments, pins, (), now, level, special=True, held=message.held, length=length,
             deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
             audience=INTERNAL if parent is None else parent.audience,
+            called_by=0 if parent is None else parent.number,
         )  # fmt: skip
         caller.requests[message.call] = number
         state.requests[number] = request

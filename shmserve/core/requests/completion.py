@@ -103,11 +103,13 @@ def send_failure(state: State, request: Request, code: str, text: str) -> None:
 
 
 def _trace(state: State, request: Request, code: str) -> None:
-    """Ends the trace of a request that is answered now, if there is one."""
+    """The request is answered now: ends its trace, if there is one."""
     if state.traces.active:
         record = state.traces.end(request, code, state.now)
         if record is not None:
             state.effects.append(record)
+    if state.recording is not None:
+        state.recording.ended(request, code, state.now)
 
 
 def take_back(state: State, client: ClientState, outputs: Iterable[Tensor]) -> None:

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from msgspec.structs import replace
 
+from shmserve.clients.timeline.collected import Collected
+from shmserve.clients.timeline.trace_events import Timeline
 from shmserve.core import events
 from shmserve.core.limits import Limits
+from shmserve.core.requests.recording import Recording
+from shmserve.core.state import State
 from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.support.core.fakes import FakeClient, FakeWorker, references
 from tests.support.core.machine import in_batches, not_a_rule, run_machine
+from tests.support.trace_events import check
 from tests.unit.core.test_machine import BROKER_SEGMENT, LIMITS
 from tests.unit.core.test_machine_operations import OperatedMachine, _loads, _may_leave
 
@@ -41,6 +47,7 @@ class EverythingMachine(OperatedMachine):
     def begin(self, names: list[str], limited: bool) -> None:
         self.world = self.new_world(ALL_LIMITS, limited)
         self.names = with_members(names)
+        self.world.core.state.recording = Recording((), 10**6)
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for name in self.names:
             served = MODELS[name]
@@ -278,8 +285,23 @@ class EverythingMachine(OperatedMachine):
         if state.limiter is not None:
             assert not state.limiter._running
             assert not any(state.limiter._used.values())
+        self.check_recording(state)
         self.world.turn([])
         super().teardown()
+
+    def check_recording(self, state: State) -> None:
+        """It has all requests that were answered, and makes a valid timeline."""
+        recording = state.recording
+        if recording is None:
+            return  # the machine has not begun
+        collected = Collected(10**6)
+        collected.add(msgspec.json.decode(msgspec.json.encode(recording.take(10**6))))
+        check(Timeline(collected).events())
+        numbers = {request.number for batch in collected.batches for request in batch.requests}
+        numbers |= collected.ends.keys()
+        served = [version.statistics for model in state.models.values() for version in model.versions.values()]
+        assert not collected.missing
+        assert len(numbers) >= sum(counted.success_count for counted in served)
 
 
 @pytest.mark.hypothesis

@@ -16,6 +16,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import Version
 from shmserve.core.requests.client import CallingWorker
+from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Sample
 from shmserve.core.stats import activity
 from shmserve.core.stats.latencies import FirstResponses
@@ -728,6 +729,25 @@ def test_leased_requests_are_sampled_with_the_others() -> None:
         assert traced.arrived <= taken <= ready <= computed <= placed == traced.answered
     assert [traced.number for traced in traces] == [seen // 3 + 1, seen // 3 + 2]
     assert state.traces.samples["m"].left == 9 - (seen + 6) // 3
+
+
+def test_leased_requests_are_recorded_each_as_a_batch() -> None:
+    world = Lent()
+    world.alone()
+    world.core.state.recording = recording = Recording((), 100)
+    world.leased()
+    world.serve(MS)
+    world.leased(rows=2)
+    world.serve(2 * MS, error=("INTERNAL", "no"))
+    world.turn([(world.holder().peer, LeaseLogged(world.lease().number))])
+    assert not world.is_over()
+    first, second, failed = recording.take(100)["records"]
+    number = world.lease().number
+    assert (first.lease, second.lease, first.instance, first.reason) == (number, number, "m_0", "idle")
+    assert [request.client for batch in (first, second) for request in batch.requests] == [world.client.peer] * 2
+    assert (second.rows, second.times[2] - second.times[1]) == (2, 2 * MS)
+    assert (failed.code, failed.request) == ("INTERNAL", second.requests[0])
+    assert first.number < second.number
 
 
 # ---------------------------------------------------------------------------------------------- deaths

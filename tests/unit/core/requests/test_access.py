@@ -69,6 +69,7 @@ NEEDED = {
     "rollback": OPERATE,
     "set_log": OPERATE,
     "set_trace": OPERATE,
+    "record": OPERATE,
 }
 """Query -> the roles of which one is enough."""
 MESSAGES: dict[type, tuple[str, Any, int]] = {

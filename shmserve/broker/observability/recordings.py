@@ -1,0 +1,97 @@
+"""The operation `record`: an operator records all requests and batches for a while, and reads the records meanwhile.
+
+Invariant: there is at most one recording, and it ends if it is not read for EXPIRES_S.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.broker.observability.logs import log_record
+from shmserve.core.requests.recording import Recording
+from shmserve.core.state import State
+from shmserve.errors import InvalidRequest, NotFound, Unavailable
+
+UNREAD = 100_000
+"""The most requests that a recording holds until they are read, about 40 MB."""
+PAGE = 2000
+"""About the most requests in one answer."""
+EXPIRES_S = 10.0
+
+
+class _Order(Struct, forbid_unknown_fields=True):
+    """The body of the operation. `do`: start, read or stop. `recording`: which one to read or stop."""
+
+    do: str
+    models: list[str] = []
+    recording: int = 0
+
+
+class Recordings:
+    def __init__(self, loop: Any, state: State, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._loop = loop
+        self._state = state
+        self._clock = clock
+        self._number = 0
+        self._timer: Any = None
+        self._recording: Recording | None = None
+        """The current one. Its client reads it to the end after it has stopped it."""
+
+    def change(self, body: bytes) -> dict[str, Any]:
+        """Carries out the order in `body`. Returns the answer."""
+        try:
+            order = msgspec.json.decode(body, type=_Order)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"invalid body of 'record': {error}") from None
+        if order.do == "start":
+            return self._start(order.models)
+        if order.do not in ("read", "stop"):
+            known = "expected start, read or stop"
+            raise InvalidRequest(f"unknown value of 'do' in the body of 'record': '{order.do[:80]}'; {known}")
+        recording = self._recording
+        if recording is None or order.recording != self._number:
+            raise NotFound(
+                f"recording {order.recording} has ended: it was not read for {EXPIRES_S:g} s, or was stopped; start "
+                "another"
+            )
+        if order.do == "stop":
+            self._state.recording = None  # what is left is still to be read
+        answer = recording.take(PAGE)
+        if order.do == "stop" and not answer["more"]:
+            self._end()
+        else:
+            self._expect_reader()
+        return self._about() | answer
+
+    def _start(self, models: list[str]) -> dict[str, Any]:
+        if self._recording is not None:
+            raise Unavailable(
+                f"another recording is running; it ends when its client stops it, or {EXPIRES_S:g} s after that has "
+                "read it last. Try again then"
+            )
+        for name in models:
+            if name not in self._state.models:
+                raise NotFound(f"Request for unknown model: '{name}' is not found")
+        self._number += 1
+        self._recording = self._state.recording = Recording(models, UNREAD)
+        self._expect_reader()
+        log_record("info", f"recording {self._number} of requests and batches has started")
+        return self._about()
+
+    def _about(self) -> dict[str, Any]:
+        return {"recording": self._number, "time_ns": self._clock()}
+
+    def _expect_reader(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(EXPIRES_S, self._end)
+
+    def _end(self) -> None:
+        self._timer.cancel()
+        self._timer = self._recording = self._state.recording = None
+        log_record("info", f"recording {self._number} of requests and batches has ended")

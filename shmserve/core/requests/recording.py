@@ -1,0 +1,118 @@
+"""A recording of all requests and batches, for a timeline (`shmserve trace`).
+
+Invariant: while `State.recording` is None, nothing is recorded and no request costs more. A recording holds at most
+`limit` requests that have not been read; further ones are only counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shmserve.core.batching.form import Reason
+from shmserve.core.events import LeasedRequest
+from shmserve.core.records import Batch, Instance, Lease, Request, Version
+from shmserve.core.requests.client import CallingWorker, ClientState
+from shmserve.core.states import RequestState
+from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
+
+
+class Recording:
+    """`models`: those to record; empty: all."""
+
+    def __init__(self, models: Iterable[str], limit: int) -> None:
+        self._models = frozenset(models)
+        self._limit = limit
+        self._records: deque[RecordedBatch | RecordedEnd] = deque()
+        self._unread = 0
+        """Requests in these records."""
+        self._clients: dict[int, str] = {}
+        """Names of clients in these records."""
+        self.left_out = 0
+        """Requests in records that were dropped because of the limit."""
+
+    def batch_done(self, version: Version, instance: Instance, batch: Batch, number: int, now: int) -> None:
+        """Call before the responses are processed."""
+        requests = [request for _, piece in batch.pieces for request in piece if request.batch is batch]
+        if requests and self._wants(version, len(requests)):
+            recorded = [self._request(request, request.state is not RequestState.SENT) for request in requests]
+            self._add(
+                RecordedBatch(
+                    version.model, version.number, instance.spec.name, number, batch.reason.value, batch.rows,
+                    batch.times, now, 0, recorded,
+                ),
+                len(recorded),
+            )  # fmt: skip
+
+    def leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason, numbers: Iterable[int]) -> None:
+        """`numbers`: new ones for these requests."""
+        version = lease.version
+        for (arrived, taken, ready, computed, placed, rows, failed), number in zip(records, numbers, strict=False):
+            if not self._wants(version, 1):
+                continue
+            request = RecordedRequest(number, lease.client.number, 0, "", 0, rows, arrived)
+            self._name(lease.client)
+            times = (taken, ready, computed, placed)
+            self._add(
+                RecordedBatch(
+                    version.model, version.number, lease.instance.spec.name, number, reason.value, max(rows, 1), times,
+                    placed, lease.number, [request],
+                ),
+                1,
+            )  # fmt: skip
+            if failed and self._wants(version, 1):
+                self._add(RecordedEnd(version.model, version.number, "batch", "INTERNAL", placed, request), 1)
+
+    def ended(self, request: Request, code: str, now: int) -> None:
+        """The request is answered. The record of its batch is enough if it succeeds."""
+        version, batch = request.version, request.batch
+        if version.graph is not None:
+            kind = "ensemble"
+        elif version.decoupled:
+            kind = "stream"
+        elif batch is not None:
+            kind = "batch"
+        else:
+            kind = "queued" if code else "cached"
+        if (kind != "batch" or code) and self._wants(version, 1):
+            self._add(RecordedEnd(version.model, version.number, kind, code, now, self._request(request, False)), 1)
+
+    def take(self, most: int) -> dict[str, Any]:
+        """Removes and returns the oldest records, with at most about `most` requests."""
+        taken: list[RecordedBatch | RecordedEnd] = []
+        count = 0
+        while self._records and count < most:
+            record = self._records.popleft()
+            taken.append(record)
+            count += len(record.requests) if isinstance(record, RecordedBatch) else 1
+        self._unread -= count
+        clients = self._clients
+        if not self._records:
+            self._clients = {}
+        return {"records": taken, "clients": clients, "left_out": self.left_out, "more": bool(self._records)}
+
+    def _wants(self, version: Version, count: int) -> bool:
+        if self._models and version.model not in self._models:
+            return False
+        if self._unread + count > self._limit:
+            self.left_out += count
+            return False
+        return True
+
+    def _add(self, record: RecordedBatch | RecordedEnd, count: int) -> None:
+        self._records.append(record)
+        self._unread += count
+
+    def _request(self, request: Request, gone: bool) -> RecordedRequest:
+        client, options = request.client, request.options
+        self._name(client)
+        parent = request.step_of or request.called_by
+        return RecordedRequest(
+            request.number, client.number, request.client_number, options.id if options is not None else "", parent,
+            request.rows, request.arrived, gone,
+        )  # fmt: skip
+
+    def _name(self, client: ClientState) -> None:
+        if client.number not in self._clients:
+            self._clients[client.number] = "" if isinstance(client, CallingWorker) else client.name

@@ -1,0 +1,134 @@
+"""The operation `record`: one at a time, read in pages, and gone when nobody reads it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shmserve.broker.observability.recordings import EXPIRES_S, PAGE, Recordings
+from shmserve.core.requests import recording as recordings_of_core
+from shmserve.core.requests.recording import Recording
+from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.protocol.messages import Infer
+from tests.support.broker.fake_loop import Loop
+from tests.support.core.fakes import one_input
+from tests.support.core.policies import plain
+from tests.support.core.world import World
+
+pytestmark = pytest.mark.usefixtures("own_log")
+
+
+class Recorded(World):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = Loop()
+        self.recordings = Recordings(self.loop, self.core.state, lambda: self.now)
+        self.deploy(plain())
+        self.deploy(plain("n"))
+        self.client = self.connect("c")
+        self.sent = 0
+
+    def do(self, what: str, recording: int = 0, **more: Any) -> dict[str, Any]:
+        self.loop.timers = [timer for timer in self.loop.timers if not timer.cancelled]
+        return self.recordings.change(json.dumps({"do": what, "recording": recording} | more).encode())
+
+    def serve(self, count: int = 1, model: str = "m") -> None:
+        for _ in range(count):
+            self.sent += 1
+            self.client.sends(self.sent)
+            self.turn([(self.client.peer, Infer(self.sent, model, 0, (one_input(),)))])
+            self.now += 1000
+            self.finish_all()
+
+
+def numbers(answer: dict[str, Any]) -> list[int]:
+    return [request.own for record in answer["records"] for request in record.requests]
+
+
+def test_a_recording_is_started_read_and_stopped() -> None:
+    world = Recorded()
+    world.serve()
+    number = world.do("start")["recording"]
+    world.serve(2)
+    world.serve(1, "n")
+    answer = world.do("read", number)
+    assert numbers(answer) == [2, 3, 4]
+    assert answer["clients"] == {world.client.peer: "c"}
+    assert (answer["more"], answer["left_out"], answer["time_ns"]) == (False, 0, world.now)
+    world.serve()
+    assert numbers(world.do("stop", number)) == [5]
+    world.serve()
+    assert world.core.state.recording is None
+    with pytest.raises(NotFound, match="has ended"):
+        world.do("read", number)
+    assert world.do("start")["recording"] == number + 1
+    world.serve()
+    assert numbers(world.do("read", number + 1)) == [7]
+
+
+def test_only_the_named_models_are_recorded() -> None:
+    world = Recorded()
+    with pytest.raises(NotFound, match="'other' is not found"):
+        world.do("start", models=["m", "other"])
+    number = world.do("start", models=["n"])["recording"]
+    world.serve(1, "m")
+    world.serve(1, "n")
+    assert numbers(world.do("read", number)) == [2]
+
+
+def test_what_was_recorded_is_read_in_pages_after_it_was_stopped() -> None:
+    world = Recorded()
+    number = world.do("start")["recording"]
+    world.serve(PAGE + 1)
+    first = world.do("stop", number)
+    world.serve()  # not recorded any more
+    assert first["more"]
+    with pytest.raises(Unavailable, match="another recording is running"):
+        world.do("start")
+    last = world.do("stop", number)
+    assert numbers(first) + numbers(last) == list(range(1, PAGE + 2))
+    assert not last["more"]
+
+
+def test_a_recording_that_is_not_read_ends() -> None:
+    world = Recorded()
+    number = world.do("start")["recording"]
+    world.do("read", number)
+    world.loop.timers = [timer for timer in world.loop.timers if not timer.cancelled]
+    assert world.loop.fire() == EXPIRES_S
+    assert world.core.state.recording is None
+    with pytest.raises(NotFound, match=f"not read for {EXPIRES_S:g} s"):
+        world.do("read", number)
+    world.do("start")
+
+
+def test_a_recording_holds_a_limited_number_of_requests() -> None:
+    world = Recorded()
+    world.core.state.recording = recording = Recording((), 3)
+    world.serve(5)
+    answer = recording.take(10)
+    assert (numbers(answer), answer["left_out"]) == ([1, 2, 3], 2)
+    world.serve(1)
+    answer = recording.take(10)
+    assert (numbers(answer), answer["left_out"]) == ([6], 2)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"do": 1}', b'{"do": "pause"}', b'{"do": "read", "more": 1}'])
+def test_an_invalid_body_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="body of 'record'"):
+        Recorded().recordings.change(body)
+
+
+def test_nothing_of_a_recording_runs_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("called")
+
+    for name in ("batch_done", "ended", "leased", "take"):
+        monkeypatch.setattr(recordings_of_core.Recording, name, refuse)
+    world = Recorded()
+    world.serve(3)
+    world.core.state.recording = Recording((), 3)
+    with pytest.raises(AssertionError, match="called"):
+        world.serve()
