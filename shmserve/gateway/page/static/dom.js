@@ -22,7 +22,7 @@ export const find = (id) => document.getElementById(id);
 
 export function set(node, name, value) {
 	if (value == null || value === false) node.removeAttribute(name);
-	else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value === true ? "" : value);
+	else if (node.getAttribute(name) !== `${value}`) node.setAttribute(name, value);
 }
 
 /** Replaces a text if it is another: an unchanged text causes no layout and no announcement. */

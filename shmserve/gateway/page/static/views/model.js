@@ -5,6 +5,7 @@ import { bars, chart } from "../charts.js";
 import { button, codePanel, facts, h, refill, set, show, table, write } from "../dom.js";
 import { NOTHING, bytes, clock, count, duration, plural, rate, share } from "../format.js";
 import { route } from "../route.js";
+import { tryForm } from "../try/form.js";
 import { graph } from "./ensemble.js";
 import { stateCell } from "./overview.js";
 
@@ -19,7 +20,7 @@ const REASONS = {
 	single: "the model takes one request at a time",
 };
 const PARTS = { queue: "Queue", input: "Gather", infer: "Compute", output: "Scatter" };
-const TABS = { "": "Live", config: "Configuration" };
+const TABS = { "": "Live", try: "Try it", config: "Configuration" };
 
 export function modelView(store, { model, version }) {
 	const state = stateCell();
@@ -29,7 +30,7 @@ export function modelView(store, { model, version }) {
 	const unload = button("Unload", () => operate("unload"), { "data-action": "unload" });
 	const problems = h("div");
 	const live = livePart();
-	const parts = { "": live.node, config: h("section", { "aria-label": "Configuration" }) };
+	const parts = { "": live.node, try: h("section", { "aria-label": "Try it" }), config: h("section", { "aria-label": "Configuration" }) };
 	const tabs = Object.entries(TABS).map(([id, text]) => h("a", { href: route(model, version, id) }, text));
 	let part = "";
 	let detail = null;
@@ -72,6 +73,7 @@ export function modelView(store, { model, version }) {
 		detail = found;
 		const { metadata, config, text, error = "The model is being loaded." } = found;
 		const missing = () => h("p.empty", error);
+		refill(parts.try, [metadata, config, error], () => (metadata ? tryForm(found, version) : missing()));
 		refill(parts.config, [metadata, text, error], () => (config ? configuration(found) : missing()));
 		update();
 	}

@@ -97,7 +97,7 @@ export function overview(store) {
 		Object.entries(GROUPS).forEach(([group, matches], at) => {
 			const total = all.filter(matches).length;
 			write(chips[at].lastChild, count(total));
-			set(chips[at], "aria-pressed", group === kept.group);
+			set(chips[at], "aria-pressed", `${group === kept.group}`);
 			chips[at].classList.toggle("alarm", group === "Failing" && total > 0);
 		});
 		write(found, (shown.length < all.length ? `${count(shown.length)} of ` : "") + plural(all.length, "model"));
