@@ -28,9 +28,18 @@ from shmserve.repo.storage.layout import (
     is_model,
     may_complete_itself,
 )
-from shmserve.repo.storage.store import ScannedModel, check_config_name, model_names, scan_model, select_versions
+from shmserve.repo.storage.store import (
+    ScannedModel,
+    check_config_name,
+    model_names,
+    resembles_model,
+    scan_model,
+    select_versions,
+)
 
 _UNREADABLE = "cannot be read: "
+MANY = 3
+"""Directories from which a repository without any model is taken for something else. With fewer, each has errors."""
 
 
 class CheckFinding(NamedTuple):
@@ -178,6 +187,10 @@ class _RepositoryCheck:
         self._models: list[_ModelCheck] = []
 
     def add_root(self, root: Path) -> None:
+        other = _not_a_repository(root)
+        if other is not None:
+            self._findings.append(other)
+            return
         self._findings += repository_findings(root)
         with contextlib.suppress(OSError, InvalidRequest):  # already among the findings
             if not is_model(root):
@@ -227,6 +240,19 @@ class _RepositoryCheck:
             member = StepModel(final or model.config, model.numbers, reason, final is not None or _is_final(model))
             members.setdefault(model.scanned.name, member)
         return members
+
+
+def _not_a_repository(root: Path) -> CheckFinding | None:
+    """One error for a directory with many other directories and no model, such as one of source code."""
+    try:
+        folders = [] if is_model(root) else [path for paths in model_names([root]).values() for path in paths]
+        if len(folders) < MANY or any(map(resembles_model, folders)):
+            return None
+    except (OSError, InvalidRequest):
+        return None  # a finding of its own, about the repository or the model
+    text = f"not a model repository: none of its {len(folders)} directories has a config.pbtxt or a version directory"
+    hint = "give the directory that contains the models: NAME/config.pbtxt and NAME/1/"
+    return CheckFinding("", ERROR, root, "", 0, 0, "", text, hint)
 
 
 def repository_findings(root: Path) -> list[CheckFinding]:

@@ -93,6 +93,13 @@ def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
     return {name: found[name] for name in sorted(found)}
 
 
+def resembles_model(folder: Path) -> bool:
+    """Whether the directory has anything of a model: a configuration, or a version directory."""
+    if (folder / CONFIG_FILE).exists() or (folder / CONFIG_FOLDER).is_dir():
+        return True
+    return any(entry.name.isdigit() for entry in folder.iterdir())
+
+
 def find_model(roots: Sequence[Path], name: str) -> Path:
     """The directory of a model. Raises NotFound if there is none, InvalidRequest if there are two or the name is
     empty.

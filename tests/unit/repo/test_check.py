@@ -71,6 +71,19 @@ def test_a_model_directory_is_not_a_repository(tmp_path: Path) -> None:
         assert checked.models == ()
 
 
+def test_a_source_directory_is_one_error(tmp_path: Path) -> None:
+    """As soon as one directory resembles a model, each has findings of its own."""
+    for name in ("docs", "src", "tests"):
+        (tmp_path / name / "more").mkdir(parents=True)
+    (tmp_path / "setup.cfg").touch()
+    checked = run(tmp_path)
+    text = "error: not a model repository: none of its 3 directories has a config.pbtxt or a version directory"
+    assert lines(checked) == [text]
+    assert checked.models == ()
+    (tmp_path / "src" / "1").mkdir()
+    assert len(run(tmp_path).models) == 3
+
+
 def test_empty_repositories_and_invalid_arguments(tmp_path: Path) -> None:
     assert lines(run(tmp_path)) == ["warning: it contains no models"]
     with pytest.raises(InvalidRequest, match="is not a directory"):
