@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shmserve.clients.load.analysis.server_side import between
-from shmserve.clients.load.analysis.usage import Meter, Reading, is_local, server_pid, used
+from shmserve.clients.load.analysis.usage import Meter, Reading, _listening_at, is_local, server_pid, used
 from shmserve.clients.load.plan import Endpoint
 from shmserve.clients.load.targets.base import latest_statistics
 
@@ -36,20 +36,23 @@ def test_a_server_is_found_by_its_port() -> None:
 
 
 def test_processes_whose_descriptors_cannot_be_read_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As root of a user namespace sees processes outside it: their folder can be listed, their links not read."""
-    readlink, refused = os.readlink, []
+    """As root of a user namespace sees a process outside it: its folder can be listed, its links not read."""
+    readlink, listdir, own = os.readlink, os.listdir, str(os.getpid())
+    hidden = f"/proc/{own}0/fd"
+    folders = {"/proc": [f"{own}0", own], hidden: ["0"]}
+    refused: list[str] = []
 
-    def as_in_a_namespace(path: Any) -> str:
-        if not str(path).startswith(f"/proc/{os.getpid()}/"):
+    def as_in_a_namespace(path: str) -> str:
+        if not path.startswith(f"/proc/{own}/"):
             refused.append(path)
             raise PermissionError(13, "Permission denied", path)
         return str(readlink(path))
 
+    monkeypatch.setattr(os, "listdir", lambda path: folders.get(path) or listdir(path))
     monkeypatch.setattr(os, "readlink", as_in_a_namespace)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = server_pid(Endpoint(url=f"http://127.0.0.1:{server.getsockname()[1]}"))
-    assert found == os.getpid()
-    assert refused
+        found = _listening_at(server.getsockname()[1])
+    assert (found, refused) == (os.getpid(), [f"{hidden}/0"])
 
 
 def test_no_process_listens() -> None:
