@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from shmserve.terminal.help_text import LEFT, did_you_mean, rows, width
@@ -49,6 +49,10 @@ class CommandParser(argparse.ArgumentParser):
         )
         self.examples = [line for line in examples.splitlines() if line.strip()]
         self.also = also
+        self.synonyms: Mapping[str, str] = {}
+        """Options of other programs for an option of this command."""
+        self.instead = ""
+        """The option that words are given to, for a command that takes no words."""
         rare(self.add_argument("-h", "--help", action="help", help="show the usual options"))
         rare(self.add_argument("--help-all", action=_HelpAll, help="show all options"))
 
@@ -96,7 +100,9 @@ class CommandParser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             command = self._command(getattr(found, "command", None))
-            command.error("; ".join(command.stray(word) for word in rest if word.startswith("-")) or _surplus(rest))
+            command.error(
+                "; ".join(command.stray(word) for word in rest if word.startswith("-")) or command.surplus(rest)
+            )
         return found
 
     def _command(self, name: str | None) -> CommandParser:
@@ -109,11 +115,14 @@ class CommandParser(argparse.ArgumentParser):
     def stray(self, word: str) -> str:
         """The error text for an unknown option."""
         name = word.partition("=")[0]
-        return f"unknown option {name}{did_you_mean(name, sorted(self._option_string_actions))}"
+        meant = self.synonyms.get(name)
+        hint = f"; did you mean {meant}?" if meant else did_you_mean(name, sorted(self._option_string_actions))
+        return f"unknown option {name}{hint}"
 
-
-def _surplus(rest: Sequence[str]) -> str:
-    return f"too many arguments: {' '.join(rest)}"
+    def surplus(self, rest: Sequence[str]) -> str:
+        """The error text for words that the command does not take."""
+        hint = f"; did you mean {self.instead} {rest[0]}?" if self.instead else ""
+        return f"too many arguments: {' '.join(rest)}{hint}"
 
 
 def _metavar(action: argparse.Action) -> str:

@@ -28,8 +28,8 @@ END_S = 20.0
 
 
 def calibrate(plan: Plan) -> Echo:
-    """What one generator process can do with the requests of this plan. Over tcp, ZeroMQ without encryption is
-    measured. Raises as `measure` does, if the plan's server does not answer.
+    """What one generator process can do with the requests of this plan; over tcp, https and grpcs, without encryption.
+    Raises as `measure` does, if the plan's server does not answer.
     """
     return asyncio.run(_calibrate(plan))
 
@@ -57,7 +57,7 @@ async def _calibrate(plan: Plan) -> Echo:
     (point,) = run.points
     p50 = point.latency.percentiles.get("p50")
     return Echo(
-        protocol=kind,
+        protocol=f"{kind}, without TLS" if plan.endpoint.is_secure else kind,
         per_s=point.throughput.mean,
         request_ns=point.cost.request_ns,
         p50_ns=p50.mean if p50 is not None else 0.0,

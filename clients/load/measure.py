@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -14,12 +13,12 @@ from collections.abc import Callable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.clients.load.analysis.latencies import name_of, percentile_of
-from shmserve.clients.load.analysis.usage import Meter, is_local
+from shmserve.clients.load.analysis.latencies import count_above, is_decided, name_of, percentile_of
+from shmserve.clients.load.analysis.usage import Meter, is_local, usable_cores
 from shmserve.clients.load.generation.schedule import useful_processes
 from shmserve.clients.load.generation.team import Generators
 from shmserve.clients.load.one_load import OVERLOADED, LoadRun
-from shmserve.clients.load.plan import HTTP, NATIVE, PERCENTILES, Closed, Load, Open, Plan, Replay
+from shmserve.clients.load.plan import HTTP, NATIVE, PERCENTILES, Closed, Limit, Load, Open, Plan, Replay
 from shmserve.clients.load.record import Echo, Point, Run
 from shmserve.clients.load.search import best, next_load
 from shmserve.clients.load.targets.base import Target
@@ -78,7 +77,8 @@ async def measured(
             text = f"model '{plan.model}' is decoupled, it may answer a request several times: use --stream"
             raise InvalidRequest(text)
         async with Generators(plan) as generators:
-            points, highest = await _Session(plan, control, generators, on_progress).run(on_point)
+            session = _Session(plan, control, generators, on_progress)
+            points = await session.run(on_point)
     finally:
         await control.close()
     return Run(
@@ -87,17 +87,23 @@ async def measured(
         server=facts.server,
         machine=_machine(),
         points=tuple(points),
-        best=highest,
+        best=best(session.tried),
+        undecided=session.undecided,
         echo=echo,
     )
 
 
 def check(plan: Plan) -> None:
     """Raises InvalidRequest or Unsupported for a plan that cannot be carried out."""
-    if plan.stream and plan.endpoint.kind == HTTP:
-        raise Unsupported("streams are measured natively or over gRPC, not over http://: give another --url")
-    if plan.endpoint.headers and plan.endpoint.kind == NATIVE:
-        raise InvalidRequest("headers are only for http:// and grpc://")
+    endpoint = plan.endpoint
+    if plan.stream and endpoint.kind == HTTP and plan.inputs.outputs:
+        raise Unsupported("generate_stream sends all outputs: leave out --outputs, or measure natively or over gRPC")
+    if endpoint.headers and endpoint.kind == NATIVE:
+        raise InvalidRequest("headers are only for http, https, grpc and grpcs://")
+    if endpoint.client_key is not None and endpoint.client_cert is None:
+        raise InvalidRequest("--client-key needs --client-cert")
+    if (endpoint.ca or endpoint.client_cert) and not endpoint.is_secure:
+        raise InvalidRequest("--ca and --client-cert are only for https:// and grpcs://")
     if not plan.loads:
         raise InvalidRequest("the plan has no load")
     for load in plan.loads:
@@ -125,27 +131,33 @@ class _Session:
         self._generators = generators
         self._on_progress = on_progress
         self._meter = Meter(plan.endpoint)
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         self._most = max(1, cores // 2 if is_local(plan.endpoint) else cores)
         self._processes = plan.processes or 1
         self._number = 0
+        self.tried: dict[float, bool] = {}
+        """With a limit: load -> whether it kept it."""
+        self.undecided: float | None = None
 
-    async def run(self, on_point: Callable[[Point], None]) -> tuple[list[Point], float | None]:
+    async def run(self, on_point: Callable[[Point], None]) -> list[Point]:
         points: list[Point] = []
         plan = self._plan
         if plan.limit is None:
             for load in plan.loads:
                 points.append(await self._point(load))
                 on_point(points[-1])
-            return points, None
-        tried: dict[float, bool] = {}
+            return points
         whole = isinstance(plan.loads[0], Closed)
-        while (value := next_load(tried, plan.limit, whole)) is not None:
+        while (value := next_load(self.tried, plan.limit, whole)) is not None:
             point = await self._point(_varied(plan.loads[0], value))
             points.append(point)
             on_point(point)
-            tried[value] = keeps(point, plan.limit.percentile, plan.limit.ns)
-        return sorted(points, key=lambda point: point.value), best(tried)
+            kept = keeps(point, plan.limit)
+            if kept is None:
+                self.undecided = value
+                break
+            self.tried[value] = kept
+        return sorted(points, key=lambda point: point.value)
 
     async def _point(self, load: Load) -> Point:
         self._number += 1
@@ -180,11 +192,16 @@ class _Session:
         return not self._plan.processes and useful_processes(load, more) > useful_processes(load, self._processes)
 
 
-def keeps(point: Point, percentile: float, ns: int) -> bool:
-    """Whether the load kept the limit: the percentile is not above it, nothing failed, and the server kept up."""
+def keeps(point: Point, limit: Limit) -> bool | None:
+    """Whether the load kept the limit: the percentile is not above it, nothing failed, and the server kept up. None:
+    too few responses to tell.
+    """
     if not point.latency.count or point.failed or point.note.startswith(OVERLOADED):
         return False
-    return percentile_of(point.latency.histogram, percentile) <= ns
+    histogram = point.latency.histogram
+    if not is_decided(limit.percentile, point.latency.count, count_above(histogram, limit.ns)):
+        return None
+    return percentile_of(histogram, limit.percentile) <= limit.ns
 
 
 def _varied(load: Load, value: float) -> Load:
@@ -196,7 +213,7 @@ def _varied(load: Load, value: float) -> Load:
 def _machine() -> dict[str, str]:
     """The machine that generated the load; nothing that identifies it."""
     return {
-        "cores": str(os.cpu_count()),
+        "cores": str(usable_cores()),
         "kernel": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
     }

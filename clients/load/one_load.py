@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shmserve.clients.load.analysis import server_side
 from shmserve.clients.load.analysis.confidence import Stability, interval, stability
-from shmserve.clients.load.analysis.latencies import Histogram, window_percentiles
+from shmserve.clients.load.analysis.latencies import Histogram, is_decided, name_of, needed, window_percentiles
 from shmserve.clients.load.analysis.usage import Meter, Reading, used
 from shmserve.clients.load.analysis.windows import (
     Collector,
@@ -26,7 +28,7 @@ from shmserve.clients.load.analysis.windows import (
 )
 from shmserve.clients.load.generation.schedule import describe_rate
 from shmserve.clients.load.generation.team import Generators
-from shmserve.clients.load.plan import SECOND, Closed, Load, Plan
+from shmserve.clients.load.plan import SECOND, Closed, Load, Plan, Settings
 from shmserve.clients.load.record import Cost, Interval, Latencies, Point, Window
 from shmserve.clients.load.targets.base import Target
 
@@ -60,6 +62,7 @@ class LoadRun:
         show: Show,
     ) -> None:  # fmt: skip
         self._plan = plan
+        self._settings = settings_of(plan)
         self._load = load
         self._generators = generators
         self._processes = processes
@@ -77,7 +80,7 @@ class LoadRun:
         """None if the generator is the limit in the warm-up and `may_grow`: repeat the load with more processes.
         After an exception the load continues until the generators stop.
         """
-        generators, settings = self._generators, self._plan.settings
+        generators, settings = self._generators, self._settings
         self._rows = (await generators.ensure(self._processes)).rows
         generators.on_samples = self._collector.add
         self._start = start = generators.begin(self._load, self._processes, time.monotonic_ns())
@@ -92,14 +95,14 @@ class LoadRun:
         while len(self._windows) < settings.max_windows:
             await self._window()
             found = stability(self._windows, settings, isinstance(self._load, Closed))
-            if found.stable or self._is_hopeless():
+            if (found.stable and not self._undecided(found.first)) or self._is_hopeless():
                 break
         unanswered = await generators.end(OVERLOADED_S if self._behind(self._windows) else DRAIN_S)
         return self._result(found, unanswered)
 
     async def _window(self) -> None:
         """Measure one more window, extended until it has enough responses."""
-        settings, number = self._plan.settings, len(self._windows) + 1
+        settings, number = self._settings, len(self._windows) + 1
         start = end = self._boundaries[-1].at
         while True:
             end += settings.window_ns
@@ -154,17 +157,33 @@ class LoadRun:
             return ""
         return f"{OVERLOADED}: {per_s:,.0f} responses/s to {rate:,.6g} requests/s"
 
+    def _undecided(self, first: int) -> str:
+        """The text for windows with too few responses to tell whether the plan's limit was kept."""
+        limit = self._plan.limit
+        if limit is None:
+            return ""
+        responses = self._responses[first:]
+        count = sum(len(part.good) for part in responses)
+        above = sum(int((part.good > limit.ns).sum()) for part in responses)
+        if is_decided(limit.percentile, count, above):
+            return ""
+        least = needed(limit.percentile)
+        return f"{count:,} of {least:,} responses for {name_of(limit.percentile)}: set a longer --window"
+
     # ------------------------------------------------------------------------------------ the result
 
     def _result(self, found: Stability, unanswered: int) -> Point:
         first, confidence = found.first, self._plan.settings.confidence
         windows, responses = self._windows[first:], self._responses[first:]
         behind = self._behind(windows)
+        undecided = "" if behind else self._undecided(first)
+        failed = sum(window.failed for window in windows)
         errors: Counter[str] = Counter()
         for counts in self._errors[first:]:
             errors += counts
         if unanswered and not behind:
-            errors[f"no response within {DRAIN_S:g} s after the load ({unanswered})"] += unanswered
+            errors[f"no response within {DRAIN_S:g} s after the load"] += unanswered
+            failed += unanswered
         seconds = sum(window.length_ns for window in windows) / SECOND
         before, after = self._boundaries[first], self._boundaries[-1]
         deadline = self._plan.deadline_ns
@@ -174,13 +193,13 @@ class LoadRun:
             windows=tuple(self._windows),
             timeline=tuple(self._timeline),
             used=(first, len(self._windows)),
-            stable=found.stable and not behind,
-            note=behind or found.note,
+            stable=found.stable and not behind and not undecided,
+            note=behind or undecided or found.note,
             throughput=interval([window.per_s for window in windows], confidence),
             goodput=interval([window.in_time_per_s for window in windows], confidence) if deadline else None,
             rows=self._rows,
             latency=latencies_of([part.good for part in responses], confidence),
-            failed=sum(window.failed for window in windows),
+            failed=failed,
             errors=dict(errors),
             first_answer=latencies_of([part.first[part.first > 0] for part in responses], confidence)
             if streams
@@ -205,6 +224,14 @@ class LoadRun:
             send_delay_p50_ns=float(late[0]),
             send_delay_p99_ns=float(late[1]),
         )
+
+
+def settings_of(plan: Plan) -> Settings:
+    """With a limit, windows are so long that all together have enough responses for its percentile."""
+    settings = plan.settings
+    if plan.limit is None:
+        return settings
+    return replace(settings, least=max(settings.least, math.ceil(needed(plan.limit.percentile) / settings.max_windows)))
 
 
 def _cores(before: GeneratorUse, after: GeneratorUse) -> list[float]:

@@ -12,13 +12,15 @@ from shmserve.errors import InvalidRequest
 SECOND = 1_000_000_000
 
 NATIVE, HTTP, GRPC = "native", "http", "grpc"
+_KINDS = {"http": HTTP, "https": HTTP, "grpc": GRPC, "grpcs": GRPC}
+_SECURE = ("https", "grpcs")
 ARRIVALS = ("poisson", "constant")
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9, 99.99)
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """A server. `url` is one of shmserve.Client, http://HOST:PORT or grpc://HOST:PORT; None: `runtime_dir`'s, or this
-    user's server.
+    """A server. `url` is one of shmserve.Client, or http, https, grpc or grpcs://HOST:PORT; None: `runtime_dir`'s, or
+    this user's server.
     """
 
     url: str | None = None
@@ -28,18 +30,32 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     memory: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
     """Sent with each request over HTTP and gRPC, e.g. a token. A saved run does not have them."""
+    ca: str | None = None
+    """With TLS: a file with the authorities to trust; None: those of the system."""
+    client_cert: str | None = None
+    client_key: str | None = None
+    """With TLS: files with the client's certificate and its key; None: no certificate, or the key is in the same file.
+    """
+
+    @property
+    def scheme(self) -> str:
+        return (self.url or "unix://").partition("://")[0]
 
     @property
     def kind(self) -> str:
-        scheme = (self.url or "").partition("://")[0]
-        return scheme if scheme in (HTTP, GRPC) else NATIVE
+        return _KINDS.get(self.scheme, NATIVE)
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether it is an HTTP or gRPC endpoint with TLS."""
+        return self.scheme in _SECURE
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of an HTTP or gRPC endpoint."""
         host, separator, port = (self.url or "").partition("://")[2].rstrip("/").rpartition(":")
         if not separator or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise InvalidRequest(f"invalid url {self.url!r}: expected {self.kind}://HOST:PORT")
+            raise InvalidRequest(f"invalid url {self.url!r}: expected {self.scheme}://HOST:PORT")
         return host.strip("[]"), int(port)
 
     @property
@@ -47,6 +63,10 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         """Host and port as in a URL: an IPv6 address has brackets."""
         host, port = self.address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def origin(self) -> str:
+        return f"{self.scheme}://{self.authority}"
 
     def __str__(self) -> str:
         return self.url or self.runtime_dir or "this user's server"

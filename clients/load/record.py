@@ -120,10 +120,11 @@ class Point(Struct, frozen=True, kw_only=True):
     """Successful responses per second."""
     goodput: Interval | None = None
     """Of them, those within the deadline."""
-    rows: int = 1
-    """Rows per request: throughput times rows is the rate of inferences."""
+    rows: float = 1
+    """Mean number of rows per request: throughput times rows is the rate of inferences."""
     latency: Latencies
     failed: int = 0
+    """Also requests that were not answered at all."""
     errors: dict[str, int] = {}
     first_answer: Latencies | None = None
     between_answers: Latencies | None = None
@@ -160,6 +161,8 @@ class Run(Struct, frozen=True, kw_only=True):
     points: tuple[Point, ...]
     best: float | None = None
     """With a limit: the highest load that kept it."""
+    undecided: float | None = None
+    """With a limit: the load at which the search ended, as it had too few responses to tell whether it kept it."""
     echo: Echo | None = None
 
 

@@ -22,6 +22,8 @@ CODES = """exit codes:
   2    wrong usage
   130  interrupted
 """
+MOST = 2**63 - 1
+DIGITS = 30
 ELSEWHERE = ("--url URL, --runtime-dir DIR", "the server (default: this user's)")
 
 
@@ -124,16 +126,22 @@ def add_backend_directory(add: Callable[..., argparse.Action]) -> None:
     rare(add("--backend-directory", metavar="DIR", type=Path, default=default, help=text))
 
 
-def at_least_0(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 0")
-    return int(text)
+def integer(least: int, most: int = MOST) -> Callable[[str], int]:
+    """The type of an option with an integer from `least` to `most`."""
+
+    def read(text: str) -> int:
+        found = least - 1
+        if text.isdecimal():
+            found = int(text) if len(text) < DIGITS else most + 1
+        if not least <= found <= most:
+            known = f"of at least {least}" if most == MOST and found < least else f"from {least} to {most:,}"
+            raise argparse.ArgumentTypeError(f"'{text[:DIGITS]}' is not an integer {known}")
+        return found
+
+    return read
 
 
-def at_least_1(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 1")
-    return int(text)
+at_least_0, at_least_1 = integer(0), integer(1)
 
 
 def seconds(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,28 @@ from shmserve.clients.cli.arguments.common import (
     add_server_command,
     at_least_0,
     at_least_1,
+    integer,
 )
 from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.help import CommandParser, rare
 
 _UNITS = {"us": 1e3, "ms": 1e6, "s": 1e9}
 MOST_LOADS = 1000
+MOST_CALLERS = 65_536
+MOST_PER_S = 10_000_000
+MOST_PROCESSES = 256
+MOST_WAITING = 1_000_000
+"""Requests or sequences in flight in an open loop."""
+SYNONYMS = {
+    "--duration": "--window", "--time": "--window", "--measurement-interval": "--window",
+    "--connections": "--concurrency", "--clients": "--concurrency", "--threads": "--concurrency",
+    "--users": "--concurrency", "--concurrency-range": "--concurrency", "--qps": "--rate", "--rps": "--rate",
+    "--request-rate-range": "--rate", "--request-rate": "--rate", "--request-distribution": "--arrivals",
+    "--request-intervals": "--replay", "--latency-threshold": "--until", "--input-data": "--data",
+    "--batch-size": "--batch", "--streaming": "--stream", "--stability-percentage": "--tolerance",
+    "--max-trials": "--windows", "--out": "--save", "--output": "--save", "--insecure": "--ca", "--cacert": "--ca",
+}  # fmt: skip
+"""Options of other load generators."""
 
 
 def add_bench(commands: Any) -> None:
@@ -30,25 +47,37 @@ def add_bench(commands: Any) -> None:
   shmserve bench --compare before.json after.json
 """
     about = "put load on a model and measure throughput and latency"
-    codes = ("measured; with --compare: not worse", "no request succeeded; with --compare: worse")
-    urls = "http://HOST:PORT or grpc://HOST:PORT of any KServe v2 server, "
+    codes = ("measured; with --compare: worse in nothing", "no request succeeded; with --compare: worse in something")
+    urls = "http, https, grpc or grpcs://HOST:PORT of any KServe v2 server, "
     command = add_server_command(commands, "bench", "bench", about, examples, codes, urls=urls)
+    command.synonyms = SYNONYMS
     add_model(command, "?")
-    text = "with http:// or grpc://: send it with each request; repeatable"
-    rare(command.add_argument("--header", metavar="NAME: VALUE", type=header, action="append", default=[], help=text))
+    _add_endpoint(command)
     _add_load(command)
     _add_requests(command)
     _add_measurement(command)
     _add_results(command)
 
 
+def _add_endpoint(command: CommandParser) -> None:
+    add = command.add_argument
+    rare(add("--header", metavar="NAME: VALUE", type=header, action="append", default=[],
+             help="over HTTP and gRPC: send it with each request; repeatable"))  # fmt: skip
+    rare(
+        add("--ca", metavar="FILE", help="with https:// or grpcs://: the authorities to trust, instead of the system's")
+    )
+    rare(add("--client-cert", metavar="FILE",
+             help="with https:// or grpcs://: the client's certificate; PEM, with its intermediates"))  # fmt: skip
+    rare(add("--client-key", metavar="FILE", help="its key (default: in the file of --client-cert)"))
+
+
 def _add_load(command: CommandParser) -> None:
     add = command.add_argument
     how = command.add_mutually_exclusive_group().add_argument
-    how("-c", "--concurrency", metavar="N", type=whole_range,
+    how("-c", "--concurrency", metavar="N", type=callers,
         help="callers, each waits for its response (default: 1); 1,8,32 or 1:64 (doubling) or "
         "1:64:8 (steps)")  # fmt: skip
-    how("-r", "--rate", metavar="N", type=number_range,
+    how("-r", "--rate", metavar="N", type=rates,
         help="requests per second, whatever the server does; ranges as for --concurrency; latency counts from the "
         "intended send time")  # fmt: skip
     rare(how("--replay", metavar="FILE", type=Path,
@@ -59,7 +88,7 @@ def _add_load(command: CommandParser) -> None:
         "(default: 1:1024), or --rate LOW:HIGH")  # fmt: skip
     rare(add("--arrivals", choices=("poisson", "constant"), default="poisson",
              help="with --rate: random or equal gaps between requests (default: %(default)s)"))  # fmt: skip
-    rare(add("--in-flight", metavar="N", type=at_least_1, default=4096,
+    rare(add("--in-flight", metavar="N", type=integer(1, MOST_WAITING), default=4096,
              help="with --rate or --replay: most requests in flight; others wait, which counts as latency "
              "(default: %(default)s)"))  # fmt: skip
 
@@ -81,7 +110,7 @@ def _add_requests(command: CommandParser) -> None:
         help="for decoupled models; also measures the time to the first answer and between answers",
     )
     rare(add("--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests"))
-    rare(add("--sequences", metavar="N", type=at_least_1, default=64,
+    rare(add("--sequences", metavar="N", type=integer(1, MOST_WAITING), default=64,
              help="with --sequence-length, in an open loop: sequences at a time (default: %(default)s)"))  # fmt: skip
     add(
         "--deadline",
@@ -105,7 +134,7 @@ def _add_measurement(command: CommandParser) -> None:
              help="of all intervals (default: 95)"))  # fmt: skip
     rare(add("--percentile", metavar="P", type=percentile, default=50.0,
              help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)"))  # fmt: skip
-    rare(add("--processes", metavar="N", type=at_least_1, default=0,
+    rare(add("--processes", metavar="N", type=integer(1, MOST_PROCESSES), default=0,
              help="generator processes (default: 1, and more if they are too slow: up to half of the cores, or "
              "all for a remote server)"))  # fmt: skip
     rare(add("--memory", choices=("posix", "frames"), help="with ipc://: how large tensors are passed"))
@@ -186,7 +215,7 @@ def number_range(text: str) -> tuple[float, ...]:
             found = _steps(low, high, *step) if 0 < low <= high and all(size > 0 for size in step) else ()
     except (ValueError, TypeError):
         found = ()
-    if not found or not all(0 < value < 1e9 for value in found):
+    if not found or not all(0 < value < math.inf for value in found):
         text = f"'{text}' is not a number above 0, a list (1,8,32) or a range (1:64 doubles, 1:64:8 has steps of 8)"
         raise argparse.ArgumentTypeError(text)
     return found
@@ -200,8 +229,18 @@ def _steps(low: float, high: float, step: float = 0.0) -> tuple[float, ...]:
     return tuple(found) if found[-1] == high else ()
 
 
-def whole_range(text: str) -> tuple[float, ...]:
+def rates(text: str) -> tuple[float, ...]:
+    return _at_most(MOST_PER_S, "requests per second", number_range(text))
+
+
+def callers(text: str) -> tuple[float, ...]:
     found = number_range(text)
     if any(value != int(value) for value in found):
         raise argparse.ArgumentTypeError(f"'{text}' has a number that is not an integer")
+    return _at_most(MOST_CALLERS, "callers", found)
+
+
+def _at_most(most: int, what: str, found: tuple[float, ...]) -> tuple[float, ...]:
+    if max(found) > most:
+        raise argparse.ArgumentTypeError(f"{max(found):,.0f} {what}: the most is {most:,}")
     return found

@@ -55,6 +55,7 @@ def add_top(commands: Any) -> None:
     about = "watch models, instances, clients and GPUs live; load, unload and restart by key"
     codes = ("ended by the user", "no server, or a package is missing")
     command = add_server_command(commands, "top", "top", about, examples, codes, urls="http://host:port, ")
+    command.instead = "--filter"
     add = command.add_argument
     add("--interval", metavar="SECONDS", type=seconds, default=2.0, help="time between refreshes (default: 2)")
     add("--once", action="store_true", help="print one snapshot as text, after one interval, and exit")

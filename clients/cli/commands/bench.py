@@ -54,7 +54,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         url = os.environ.get("SHMSERVE_URL") or None
     endpoint = Endpoint(
         url=url, runtime_dir=args.runtime_dir, server_key=args.server_key, key_file=args.key_file, memory=args.memory,
-        headers=tuple(args.header),
+        headers=tuple(args.header), ca=args.ca, client_cert=args.client_cert, client_key=args.client_key,
     )  # fmt: skip
     inputs = Inputs(
         texts=tuple(args.input), data=args.data, batch=args.batch, shapes=tuple(args.shape), seed=args.seed,
@@ -157,7 +157,7 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from shmserve.clients.load.analysis.compare import WORSE, compare
+    from shmserve.clients.load.analysis.compare import compare
     from shmserve.clients.load.record import read
     from shmserve.clients.load.report.table import comparison_text
 
@@ -172,4 +172,4 @@ def _compare(args: argparse.Namespace) -> int:
         print_json(json.loads(msgspec.json.encode(found)))
     else:
         print_text(comparison_text(found, (old.stem, new.stem), screen_of(args)))
-    return int(found.verdict == WORSE)
+    return int(found.is_worse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,16 @@ FEW = 10
 
 def name_of(percentile: float) -> str:
     return f"p{percentile:g}"
+
+
+def needed(percentile: float) -> int:
+    """Values from which a percentile can be told."""
+    return 1 if percentile <= 50 else math.ceil(round(FEW * 100 / (100 - percentile), 6))
+
+
+def is_decided(percentile: float, count: int, above: int) -> bool:
+    """Whether so many values tell if a percentile is above a limit that `above` of them exceed."""
+    return count >= needed(percentile) or above >= FEW
 
 
 class Histogram:
@@ -56,7 +67,7 @@ class Histogram:
         return {
             name_of(share): float(self._counts.get_value_at_percentile(share))
             for share in PERCENTILES
-            if self.count and (share <= 50 or self.count * (100 - share) / 100 >= FEW)
+            if self.count >= needed(share)
         }
 
     def encoded(self) -> str:
@@ -75,6 +86,11 @@ def buckets(encoded: str) -> list[tuple[float, int]]:
 def percentile_of(encoded: str, percentile: float) -> float:
     """Any percentile of an encoded histogram."""
     return float(HdrHistogram.decode(encoded).get_value_at_percentile(percentile))
+
+
+def count_above(encoded: str, limit: float) -> int:
+    """How many values of an encoded histogram are above the limit."""
+    return sum(count for value, count in buckets(encoded) if value > limit)
 
 
 def window_percentiles(values: NDArray[np.int64]) -> dict[str, float]:

@@ -24,6 +24,11 @@ _OUR_MODULES = ("shmserve.broker", "shmserve.clients.cli.main", "shmserve.worker
 _LISTEN = "0A"
 
 
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def server_pid(endpoint: Endpoint) -> int:
     """The root of the server's process tree; 0 if it is not found or not on this machine."""
     try:

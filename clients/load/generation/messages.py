@@ -38,11 +38,8 @@ Order = Prepare | Begin | End
 
 
 class Prepared(Struct, frozen=True, tag=True):
-    rows: int
-    """Rows per request; 1 for a model without batches."""
-    request_bytes: int
-    requests: int
-    """Number of different requests."""
+    rows: float
+    """Mean number of rows per request; 1 for a model without batches."""
 
 
 class Samples(Struct, frozen=True, tag=True):

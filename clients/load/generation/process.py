@@ -27,7 +27,7 @@ from shmserve.clients.load.generation.messages import (
     read_order,
     write,
 )
-from shmserve.clients.load.generation.request_data import request_inputs
+from shmserve.clients.load.generation.request_data import mean_rows, request_inputs
 from shmserve.clients.load.generation.schedule import send_times, share
 from shmserve.clients.load.generation.sending import Sender, SequenceIds
 from shmserve.clients.load.generation.timer import Timer
@@ -73,16 +73,15 @@ class Generator:
         facts = await target.facts(plan.model, plan.version)
         feeds = request_inputs(plan.inputs, plan.model, facts)
         options = RequestOptions(
-            model=plan.model, version=plan.version, outputs=plan.inputs.outputs, deadline_ns=plan.deadline_ns
-        )
+            model=plan.model, version=plan.version, outputs=plan.inputs.outputs, deadline_ns=plan.deadline_ns,
+            stream=plan.stream,
+        )  # fmt: skip
         bodies = [target.prepare(feed, facts, options) for feed in feeds]
         self._sender = Sender(
             bodies, target.slot, time.monotonic_ns, self._timer.until, stream=plan.stream, sequences=plan.sequences,
             ids=SequenceIds(secrets.randbits(31) << 24), first_body=index * 7,
         )  # fmt: skip
-        one = feeds[0]
-        rows = int(next(iter(one.values())).shape[0]) if facts.max_batch and one else 1
-        self.tell(Prepared(rows, sum(getattr(array, "nbytes", 0) for array in one.values()), len(feeds)))
+        self.tell(Prepared(mean_rows(feeds, facts.max_batch)))
         gc.collect()
         gc.freeze()  # the requests stay; the collector must not walk through them during the load
 

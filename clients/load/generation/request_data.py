@@ -5,8 +5,9 @@ Invariant: dtype and shape come from the model's metadata; a value that does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,13 @@ def request_inputs(given: Inputs, model: str, facts: ModelFacts) -> list[Arrays]
         | (randoms[number % len(randoms)] if randoms else {})
         for number in range(longest)
     ]
+
+
+def mean_rows(requests: Sequence[Arrays], max_batch: int) -> float:
+    """Files may have different numbers of rows. A request without inputs has one."""
+    if not max_batch:
+        return 1
+    return fmean(int(next(iter(arrays.values())).shape[0]) if arrays else 1 for arrays in requests)
 
 
 def _from_text(text: str, known: Mapping[str, Spec]) -> tuple[str, list[Any]]:

@@ -40,6 +40,8 @@ class RequestOptions(Struct, frozen=True, kw_only=True):
     version: str = ""
     outputs: tuple[str, ...] = ()
     deadline_ns: int = 0
+    stream: bool = False
+    """Requests are sent with `Slot.stream`, else with `Slot.send`."""
 
 
 class Part(Struct, frozen=True):

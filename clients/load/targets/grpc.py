@@ -11,6 +11,7 @@ from google.protobuf import json_format
 from shmserve.clients.load.plan import Endpoint
 from shmserve.clients.load.targets import base
 from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
+from shmserve.clients.load.targets.connecting import connect, explained, tls_of
 from shmserve.clients.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
 from shmserve.errors import ConnectionLost, ModelFailed, Unsupported
@@ -22,6 +23,7 @@ _FINAL = "triton_final_response"
 class GrpcTarget:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        self._tls = tls_of(endpoint)
         self._methods = methods(INFERENCE)
         self._connections: list[GrpcConnection] = []
         self._control: GrpcConnection | None = None
@@ -29,7 +31,8 @@ class GrpcTarget:
         self._response = message_class("inference.ModelStreamInferResponse")
 
     async def facts(self, model: str, version: str) -> ModelFacts:
-        server = await self._ask("ServerMetadata")
+        with explained(self._endpoint):
+            server = await self._ask("ServerMetadata")
         metadata = await self._ask("ModelMetadata", name=model, version=version)
         config = (await self._ask("ModelConfig", name=model, version=version)).get("config", {})
         return facts_of(metadata, config, server)
@@ -60,12 +63,7 @@ class GrpcTarget:
             connection.close()
 
     async def _connect(self) -> GrpcConnection:
-        endpoint = self._endpoint
-        try:
-            _, connection = await asyncio.get_running_loop().create_connection(GrpcConnection, *endpoint.address)
-        except OSError as error:
-            text = f"no server at grpc://{endpoint.authority} ({error.strerror or error})"
-            raise ConnectionLost(f"{text}: start one, or select another by --url") from error
+        connection = await connect(GrpcConnection, self._endpoint, self._tls)
         self._connections.append(connection)
         await self._in_time(connection.ready, "the connection")
         return connection
@@ -74,11 +72,13 @@ class GrpcTarget:
         try:
             await asyncio.wait_for(answer, base.ASK_S)
         except TimeoutError as error:
-            text = f"grpc://{self._endpoint.authority} has not answered {what} within {base.ASK_S:g} s"
+            text = f"{self._endpoint.origin} has not answered {what} within {base.ASK_S:g} s"
             raise ConnectionLost(f"{text}: is it a KServe server?") from error
 
     def _head(self, method: str) -> bytes:
-        return head_block(self._endpoint.authority, f"/{INFERENCE}/{method}", self._endpoint.headers)
+        endpoint = self._endpoint
+        scheme = "https" if endpoint.is_secure else "http"
+        return head_block(scheme, endpoint.authority, f"/{INFERENCE}/{method}", endpoint.headers)
 
     async def _ask(self, method: str, **fields: Any) -> dict[str, Any]:
         kind = self._methods[method]

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 import hpack
 
+from shmserve.clients.load.targets.connecting import LOST
 from shmserve.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -48,9 +49,9 @@ _KNOWN = 1000
 OnMessage = Callable[[bytes], None]
 
 
-def head_block(authority: str, path: str, headers: Sequence[tuple[str, str]]) -> bytes:
+def head_block(scheme: str, authority: str, path: str, headers: Sequence[tuple[str, str]]) -> bytes:
     """The header block of a call, of literals only."""
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", authority)]
+    fields = [(":method", "POST"), (":scheme", scheme), (":path", path), (":authority", authority)]
     fields += [("te", "trailers"), ("content-type", "application/grpc"), *headers]
     return b"".join(b"\0" + _text(name.lower()) + _text(value) for name, value in fields)
 
@@ -157,7 +158,7 @@ class GrpcConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
-        lost = ConnectionLost(f"the connection was lost: {error or 'closed by the server'}")
+        lost = ConnectionLost(f"{LOST}: {error or 'closed by the server'}")
         if not self.ready.done():
             self.ready.set_exception(lost)
         self._fail(lost)

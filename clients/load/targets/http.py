@@ -4,41 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
-
-import httptools
 
 from shmserve.clients.load.plan import Endpoint
 from shmserve.clients.load.targets import base
 from shmserve.clients.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
-from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
-from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.clients.load.targets.connecting import connect, explained, tls_of
+from shmserve.clients.load.targets.http_connection import HttpConnection
+from shmserve.clients.load.targets.kserve import facts_of, json_values, parameters, raw_bytes
+from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable
 
 CODES: dict[int, type[ServeError]] = {400: InvalidRequest, 404: NotFound, 429: Unavailable, 503: Unavailable}
 """HTTP status -> error; all others are failures of the server."""
+_DATA = b"data: "
+_ERROR_EVENT = b'data: {"error":'
+"""The beginning of an event that reports an error; a model may have an output of this name, too."""
 
 
 class HttpTarget:
     def __init__(self, endpoint: Endpoint) -> None:
-        self._address = endpoint.address
+        self._endpoint = endpoint
+        self._tls = tls_of(endpoint)
         self._head = f"Host: {endpoint.authority}\r\n" + "".join(
             f"{name}: {value}\r\n" for name, value in endpoint.headers
         )
         """The first headers of each request."""
-        self._authority = endpoint.authority
-        self._connections: list[_Connection] = []
-        self._control: _Connection | None = None
+        self._connections: list[HttpConnection] = []
+        self._control: HttpConnection | None = None
 
     async def facts(self, model: str, version: str) -> ModelFacts:
         path = _model_path(model, version)
-        server, metadata = await self._get("/v2"), await self._get(path)
+        with explained(self._endpoint):
+            server = await self._get("/v2")
+        metadata = await self._get(path)
         return facts_of(metadata, await self._get(f"{path}/config", {}), server)
 
     def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
-        return _Body(arrays, facts, options, self._head)
+        kind = _StreamBody if options.stream else _Body
+        return kind(arrays, facts, options, self._head)
 
     async def slot(self) -> Slot:
         connection = await self._connect()
@@ -52,14 +57,8 @@ class HttpTarget:
         for connection in (*self._connections, *filter(None, [self._control])):
             connection.close()
 
-    async def _connect(self) -> _Connection:
-        host, port = self._address
-        try:
-            _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, port)
-        except OSError as error:
-            text = f"no server at http://{self._authority} ({error.strerror or error})"
-            raise ConnectionLost(f"{text}: start one, or select another by --url") from error
-        return connection
+    async def _connect(self) -> HttpConnection:
+        return await connect(HttpConnection, self._endpoint, self._tls)
 
     async def _get(self, path: str, default: Any = None) -> Any:
         """A document; `default` if the server does not have it."""
@@ -70,7 +69,7 @@ class HttpTarget:
             status, body = await asyncio.wait_for(self._control.ask(request.encode()), base.ASK_S)
         except TimeoutError as error:
             self._control.close()
-            text = f"http://{self._authority} has not answered GET {path} within {base.ASK_S:g} s"
+            text = f"{self._endpoint.origin} has not answered GET {path} within {base.ASK_S:g} s"
             raise ConnectionLost(f"{text}: is it a KServe server?") from error
         if status != 200:
             if default is not None and status in (400, 404):
@@ -117,90 +116,72 @@ class _Body:
         return b"".join((self._start, lengths.encode(), text, self._tensors))
 
 
+class _StreamBody:
+    """A request to generate_stream, which takes plain JSON: one row, and no choice of outputs."""
+
+    def __init__(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions, head: str) -> None:
+        path = f"{_model_path(options.model, options.version)}/generate_stream"
+        self._start = f"POST {path} HTTP/1.1\r\n{head}Content-Type: application/json\r\n"
+        self._options = options
+        self._values = {name: json_values(array, facts.inputs[name], facts) for name, array in arrays.items()}
+        self._whole = self._written(None)
+
+    def request(self, part: Part | None) -> bytes:
+        return self._whole if part is None else self._written(part)
+
+    def _written(self, part: Part | None) -> bytes:
+        text = json.dumps(self._values | {"parameters": parameters(self._options, part)}).encode()
+        return b"".join((f"{self._start}Content-Length: {len(text)}\r\n\r\n".encode(), text))
+
+
 class _HttpSlot:
-    def __init__(self, connection: _Connection, connect: Callable[[], Any]) -> None:
+    def __init__(self, connection: HttpConnection, connect: Callable[[], Awaitable[HttpConnection]]) -> None:
         self._connection = connection
         self._connect = connect
 
     async def send(self, body: Any, part: Part | None) -> None:
+        await self._ask(body.request(part))
+
+    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+        failed: list[str] = []
+
+        def receive(event: bytes) -> None:
+            text = _event_error(event)
+            if text is None:
+                on_answer()
+            else:
+                failed.append(text)
+
+        await self._ask(body.request(part), receive)
+        if failed:
+            raise ModelFailed(failed[0])
+
+    async def _ask(self, request: bytes, on_event: Callable[[bytes], None] | None = None) -> None:
         if self._connection.closed:  # by the server, after an error or when idle
             self._connection = await self._connect()
         try:
-            status, answer = await self._connection.ask(body.request(part))
+            status, answer = await self._connection.ask(request, on_event)
         except asyncio.CancelledError:
             self._connection.close()  # its response would be taken for that of the next request
             raise
         if status != 200:
             raise _error(status, answer)
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
-        raise Unsupported("this target has no streams")
+
+def _event_error(event: bytes) -> str | None:
+    """The text of an event that is an error; None for a response of the model."""
+    if not event.startswith(_ERROR_EVENT):
+        return None
+    try:
+        document = json.loads(event.removeprefix(_DATA))
+        return str(document["error"]) if len(document) == 1 else None
+    except (ValueError, KeyError):
+        return event.decode(errors="replace")
 
 
 def _error(status: int, body: bytes) -> ServeError:
     try:
-        text = str(json.loads(body)["error"])
+        text = str(json.loads(body.strip().removeprefix(_DATA))["error"])
     except (ValueError, KeyError, TypeError):
         text = body[:200].decode(errors="replace") or "no text"
     return CODES.get(status, ModelFailed)(f"HTTP {status}: {text}")
-
-
-class _Connection(asyncio.Protocol):
-    """A connection with one request at a time; httptools calls the `on_` methods."""
-
-    def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._transport: Any = None
-        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
-        self._body: deque[bytes] = deque()
-        self._kept = True
-        self.closed = False
-
-    def ask(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
-        self._answer = answer = asyncio.get_running_loop().create_future()
-        if self.closed:
-            answer.set_exception(ConnectionLost("the server closed the connection"))
-        else:
-            self._transport.write(request)
-        return answer
-
-    def close(self) -> None:
-        self.closed = True
-        if self._transport is not None:
-            self._transport.close()
-
-    # ------------------------------------------------------------------------------------ called by the event loop
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(ConnectionLost(f"the server's response is not HTTP: {error}"))
-            self.close()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.closed = True
-        self._fail(ConnectionLost(f"the connection was lost: {error or 'closed by the server'}"))
-
-    def _fail(self, error: ServeError) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.done():
-            answer.set_exception(error)
-
-    # ------------------------------------------------------------------------------------ called by httptools
-
-    def on_body(self, data: bytes) -> None:
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        answer, self._answer = self._answer, None
-        body = b"".join(self._body)
-        self._body.clear()
-        status = self._parser.get_status_code()
-        if not self._parser.should_keep_alive():
-            self.close()
-        if answer is not None and not answer.done():
-            answer.set_result((status, body))

@@ -1,4 +1,6 @@
-"""What HTTP and gRPC have in common: raw tensors, request parameters, and metadata and configuration as facts."""
+"""What HTTP and gRPC have in common: tensors as bytes or JSON, request parameters, and metadata and configuration as
+facts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.clients.load.targets.base import ModelFacts, Part, RequestOptions
+from shmserve.clients.load.targets.base import ModelFacts, Part, RequestOptions, Spec
+from shmserve.errors import Unsupported
 
 
 def raw_bytes(array: Any) -> bytes:
@@ -19,6 +22,30 @@ def raw_bytes(array: Any) -> bytes:
             parts += [len(data).to_bytes(4, "little"), data]
         return b"".join(parts)
     return np.ascontiguousarray(array).tobytes()
+
+
+def json_values(array: Any, spec: Spec, facts: ModelFacts) -> Any:
+    """A tensor as generate takes it: one value, or a list of all values. Raises Unsupported for what it cannot say."""
+    name, elsewhere = spec["name"], "measure it natively or over gRPC"
+    if spec["datatype"] in ("FP16", "BF16"):
+        raise Unsupported(f"input '{name}' is {spec['datatype']}, which generate_stream cannot carry: {elsewhere}")
+    dims = list(array.shape)
+    if facts.max_batch:
+        if dims[0] != 1:
+            raise Unsupported(f"generate_stream takes one row, and input '{name}' has {dims[0]}: {elsewhere}")
+        dims = dims[1:]
+    if sum(dim < 0 for dim in spec["shape"][-len(dims) :]) > 1 and any(dim != 1 for dim in dims[:-1]):
+        raise Unsupported(f"generate_stream cannot say the shape {dims} of input '{name}': {elsewhere}")
+    values = [_text_of(item, name) for item in array.flat] if array.dtype == object else array.reshape(-1).tolist()
+    return values[0] if len(values) == 1 else values
+
+
+def _text_of(item: Any, name: str) -> str:
+    try:
+        return item if isinstance(item, str) else bytes(item).decode()
+    except UnicodeDecodeError as error:
+        text = f"input '{name}' is not UTF-8 text ({error.reason}), which generate_stream needs"
+        raise Unsupported(f"{text}: measure it natively or over gRPC") from error
 
 
 def parameters(options: RequestOptions, part: Part | None) -> dict[str, Any]:

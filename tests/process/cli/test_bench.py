@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trustme
 from msgspec.structs import replace
 
 from shmserve.clients.cli import main
@@ -32,8 +33,8 @@ from shmserve.clients.load.calibration import calibrate
 from shmserve.clients.load.generation import process
 from shmserve.clients.load.measure import Progress, measure
 from shmserve.clients.load.plan import SECOND, Closed, Endpoint, Inputs, Limit, Open, Plan, Replay, Sequences, Settings
-from shmserve.clients.load.targets import base
-from shmserve.errors import ConnectionLost, InvalidRequest, NotFound, Unsupported
+from shmserve.clients.load.targets import base, connecting
+from shmserve.errors import ConnectionLost, InvalidRequest, NotFound
 from shmserve.gateway.auth import tokens
 from shmserve.repo import samples
 from shmserve.terminal.errors import Misuse
@@ -201,7 +202,7 @@ def test_a_deadline_that_cannot_be_kept(place: Place) -> None:
     assert point.failed == 0 or any("DEADLINE_EXCEEDED" in text for text in point.errors)
 
 
-@pytest.mark.parametrize("kind", ["lane", "grpc"])
+@pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 def test_streams(kind: str, place: Place) -> None:
     plan = Plan(
         model="talker", endpoint=place.endpoints[kind], stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK
@@ -284,7 +285,7 @@ def test_errors_before_the_load(kind: str, place: Place) -> None:
 def test_processes_are_added_while_they_are_busy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until each caller has a process of its own; a number that was given stays."""
     monkeypatch.setattr(one_load, "BUSY", -1.0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
     plan = Plan(model="id", endpoint=place.endpoints["lane"], loads=(Closed(3), Closed(1)), settings=QUICK)
     three, one = measure(plan).points
     assert (three.cost.processes, one.cost.processes) == (3, 1)
@@ -314,10 +315,16 @@ def test_ctrl_c_ends_the_load(place: Place) -> None:
     assert place.requests("id") == after
 
 
-def test_streams_need_another_protocol_than_http(place: Place) -> None:
-    with pytest.raises(Unsupported, match="natively or over gRPC"):
-        measure(Plan(model="talker", endpoint=place.endpoints["http"], stream=True))
-    for kind in ("lane", "grpc"):
+def test_errors_of_streams(place: Place) -> None:
+    """A negative count makes the model fail after its answers."""
+    for kind in ("lane", "http", "grpc"):
+        plan = Plan(
+            model="talker", endpoint=place.endpoints[kind], stream=True, inputs=Inputs(texts=("count=-2",)),
+            settings=QUICK,
+        )  # fmt: skip
+        point = one_point(plan)
+        assert point.failed
+        assert not point.latency.count
         with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled, .*: use --stream"):
             measure(Plan(model="talker", endpoint=place.endpoints[kind]))
 
@@ -331,10 +338,14 @@ def test_no_server(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "what"), [("http", "GET /v2"), ("grpc", "the connection")])
 def test_a_server_that_never_answers(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "ASK_S", 0.1)
+    monkeypatch.setattr(connecting, "HANDSHAKE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog accepts
         url = f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionLost, match=rf"{url} has not answered {what} within 0\.1 s"):
             measure(Plan(model="id", endpoint=Endpoint(url=url)))
+        secure = url.replace(kind, f"{kind}s")
+        with pytest.raises(ConnectionLost, match=rf"no TLS connection to {secure} \(no handshake within 0\.1 s\)"):
+            measure(Plan(model="id", endpoint=Endpoint(url=secure)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -385,7 +396,61 @@ def test_a_token_is_sent_and_not_saved(place: Place, tmp_path: Path) -> None:
     finally:
         gateway.stop()
     code, _, err = command("bench", "id", "--url", place.server.url, "--header", "a: b")
-    assert (code, err) == (2, "shmserve bench: headers are only for http:// and grpc://\n")
+    assert (code, err) == (2, "shmserve bench: headers are only for http, https, grpc and grpcs://\n")
+
+
+@pytest.fixture(scope="module")
+def secure(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Path]]:
+    """A gateway that wants certificates of its clients, and a folder with those that belong to it."""
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / "ca"))
+    for name, host in (("server", "localhost"), ("client", "alice")):
+        issued = authority.issue_cert(host)
+        issued.private_key_and_cert_chain_pem.write_to_path(str(folder / name))
+        (folder / name).chmod(0o600)
+    issued.private_key_pem.write_to_path(str(folder / "key"))
+    gateway = Gateway(place.server, "--tls-cert", str(folder / "server"), "--tls-client-ca", str(folder / "ca"))
+    try:
+        yield gateway, folder
+    finally:
+        gateway.stop()
+
+
+@pytest.mark.parametrize("scheme", ["https", "grpcs"])
+def test_tls(scheme: str, secure: tuple[Gateway, Path]) -> None:
+    gateway, folder = secure
+    port = gateway.http if scheme == "https" else gateway.grpc
+    ca, cert = str(folder / "ca"), str(folder / "client")
+    good = Endpoint(url=f"{scheme}://localhost:{port}", ca=ca, client_cert=cert, client_key=str(folder / "key"))
+    for plan in (
+        Plan(model="id", endpoint=good, loads=(Closed(3),), settings=QUICK),
+        Plan(model="talker", endpoint=good, stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK),
+    ):
+        point = one_point(plan)
+        assert not point.errors
+        assert point.latency.count >= 3
+        assert point.usage is not None
+        assert "gateway" in point.usage.server, "the server is found by the port"
+    plain = Endpoint(url=(good.url or "").replace("s:", ":"))
+    for endpoint, text in (
+        (replace(good, ca=None), f"the certificate of {good.url} is not valid .*: give its authority by --ca"),
+        (replace(good, url=f"{scheme}://127.0.0.1:{port}"), "is not valid .*, or the name in it by --url"),
+        (
+            replace(good, client_cert=None, client_key=None),
+            r"lost: .*may want a certificate of the client \(--client-cert",
+        ),
+        (plain, rf"lost: .* may expect TLS \({scheme}://\)"),
+    ):
+        with pytest.raises(ConnectionLost, match=rf"(?is){text}"):
+            measure(Plan(model="id", endpoint=endpoint))
+    for endpoint, text in (
+        (replace(good, ca=str(folder / "none")), "authorities of --ca .*none: No such file"),
+        (replace(good, ca=str(folder / "key")), "authorities of --ca .*key: no certificate or crl found"),
+        (replace(good, client_cert=ca, client_key=None), "cannot use .*ca as certificate and key of the client: "),
+    ):
+        with pytest.raises(InvalidRequest, match=text):
+            measure(Plan(model="id", endpoint=endpoint))
 
 
 @pytest.mark.parametrize("kind", ["unix", "http"])

@@ -68,7 +68,9 @@ def test_all_of_the_help(command: str, capsys: pytest.CaptureFixture[str]) -> No
             "models --jsn --instnces",
             "--jsn; did you mean --json?; unknown option --instnces; did you mean --instances?",
         ),
-        ("config mlp cnn", "shmserve config: error: too many arguments: cnn"),
+        ("config mlp cnn", "shmserve config: error: too many arguments: cnn\n"),
+        ("top mlp --once", "shmserve top: error: too many arguments: mlp; did you mean --filter mlp?"),
+        ("bench mlp --duration 10s", "shmserve bench: error: unknown option --duration; did you mean --window?"),
     ],
 )
 def test_suggestions(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +78,14 @@ def test_suggestions(words: str, text: str, capsys: pytest.CaptureFixture[str]) 
     assert text in error
     command = text.partition(":")[0] if text.startswith("shmserve") else "shmserve models"
     assert error.endswith(f"`{command} --help` explains its use\n")
+
+
+def test_options_of_other_programs_lead_to_options() -> None:
+    for name, command in commands().items():
+        known = set(command._option_string_actions)
+        assert set(command.synonyms.values()) <= known, name
+        assert not known & set(command.synonyms), f"{name}: these would never be suggested"
+        assert not command.instead or command.instead in known, name
 
 
 def test_rows_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

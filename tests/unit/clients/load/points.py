@@ -29,7 +29,11 @@ def latencies(values: Sequence[int]) -> Latencies:
     )
 
 
-def point(load: Load, windows: Sequence[Window], values: Sequence[int] = (1_000_000,) * 2000) -> Point:
+def point(load: Load, windows: Sequence[Window], values: Sequence[int] = (), failed: int = 0) -> Point:
+    """`values`: the latencies; if not given, as many as to have the percentiles of the first window."""
+    if not values:
+        p50, p99 = (int(windows[0].percentiles[name]) for name in ("p50", "p99"))
+        values = (p50,) * 1960 + (p99,) * 40
     return Point(
         load=load,
         windows=tuple(windows),
@@ -39,6 +43,7 @@ def point(load: Load, windows: Sequence[Window], values: Sequence[int] = (1_000_
         throughput=interval([one.per_s for one in windows], 0.95),
         rows=2,
         latency=latencies(values),
+        failed=failed,
         server=ServerSide(
             requests=10, failed=0, batches=4, rows=20, batch_sizes={"2": 1, "8": 3}, reasons={"full": 3, "delay": 1},
             parts={"queue": 100_000.0, "gather": 5_000.0, "compute": 600_000.0, "scatter": 4_000.0},
@@ -59,5 +64,9 @@ def run(*points: Point) -> Run:
     )
 
 
-def steady(concurrency: int, per_s: Sequence[int], p50: float = 1e6) -> Point:
-    return point(Closed(concurrency), [window(number, good, p50) for number, good in enumerate(per_s)])
+def steady(concurrency: int, per_s: Sequence[int], p50: float = 1e6, p99: float = 2e6, failed: int = 0) -> Point:
+    """The percentiles of its windows vary by a thousandth."""
+    windows = [
+        window(number, good, p50 + number % 2 * 1e3, p99 + number % 2 * 1e3) for number, good in enumerate(per_s)
+    ]
+    return point(Closed(concurrency), windows, failed=failed)

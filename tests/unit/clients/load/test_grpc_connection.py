@@ -15,7 +15,7 @@ import pytest
 from shmserve.clients.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.errors import ConnectionLost, ModelFailed, NotFound, ServeError, Unavailable
 
-HEAD = head_block("host:1", "/package.Service/Method", [("Authorization", "Bearer " + "x" * 300)])
+HEAD = head_block("https", "host:1", "/package.Service/Method", [("Authorization", "Bearer " + "x" * 300)])
 OK = [("grpc-status", "0")]
 ANSWER = [(":status", "200"), ("content-type", "application/grpc")]
 Behaviour = Callable[["Server", int], object]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shmserve.clients.load.generation.request_data import request_inputs
+from shmserve.clients.load.generation.request_data import mean_rows, request_inputs
 from shmserve.clients.load.plan import Endpoint, Inputs
 from shmserve.clients.load.targets.base import ModelFacts
-from shmserve.clients.load.targets.kserve import raw_bytes
+from shmserve.clients.load.targets.kserve import json_values, raw_bytes
 from shmserve.clients.load.targets.opening import open_target
 from shmserve.errors import Unsupported
 from shmserve.terminal.errors import Misuse
@@ -117,7 +117,7 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("PIL", "httptools", "hpack"):
         monkeypatch.setitem(sys.modules, name, None)
     for module in ("http", "grpc"):
-        for name in (module, "grpc_connection"):
+        for name in (module, f"{module}_connection"):
             monkeypatch.delitem(sys.modules, f"shmserve.clients.load.targets.{name}", raising=False)
         with pytest.raises(Unsupported, match=rf"load over {module}:// needs .*pip install .*\[bench\]"):
             open_target(Endpoint(url=f"{module}://127.0.0.1:1"))
@@ -129,3 +129,31 @@ def test_strings_have_their_length_before_them() -> None:
     array = np.empty(2, object)
     array[:] = [b"ab", "c"]
     assert raw_bytes(array) == b"\2\0\0\0ab\1\0\0\0c"
+
+
+def test_rows_are_the_mean_of_all_files(tmp_path: Path) -> None:
+    for rows in (1, 2, 6):
+        np.save(tmp_path / f"{rows}.npy", np.zeros((rows, 4), np.float32))
+    found = requests(Inputs(texts=(f"x=@{tmp_path}",)), facts(x=("FP32", [-1, 4])))
+    assert mean_rows(found, 8) == 3
+    assert (mean_rows(found, 0), mean_rows([{}], 8)) == (1, 1)
+
+
+def test_tensors_as_generate_takes_them() -> None:
+    """One value, or all values in order; what JSON or the missing shape cannot say is refused."""
+    known = facts(x=("FP32", [-1, 2]), s=("BYTES", [-1, 1]), h=("FP16", [-1, 1]), w=("INT64", [-1, -1, -1]))
+
+    def values(name: str, array: Any) -> Any:
+        return json_values(array, known.inputs[name], known)
+
+    assert values("x", np.array([[1.5, 2]], np.float32)) == [1.5, 2.0]
+    assert values("s", np.array([[b"\xc3\xa4"]], object)) == "\u00e4"
+    assert values("w", np.arange(3).reshape(1, 1, 3)) == [0, 1, 2]
+    for name, array, text in (
+        ("x", np.zeros((2, 2), np.float32), "takes one row, and input 'x' has 2"),
+        ("h", np.zeros((1, 1), np.float16), "input 'h' is FP16, which generate_stream cannot carry"),
+        ("s", np.array([[b"\xff"]], object), "input 's' is not UTF-8 text"),
+        ("w", np.zeros((1, 2, 3), np.int64), r"cannot say the shape \[2, 3\] of input 'w'"),
+    ):
+        with pytest.raises(Unsupported, match=text):
+            values(name, array)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from shmserve.clients.load.plan import Limit
+from shmserve.clients.load.measure import keeps
+from shmserve.clients.load.one_load import settings_of
+from shmserve.clients.load.plan import Closed, Limit, Plan, Settings
 from shmserve.clients.load.search import best, next_load
 from tests.support.hypothesis_profiles import examples
+from tests.unit.clients.load.points import point, window
 
 
 def searched(limit: Limit, highest: float, whole: bool) -> dict[float, bool]:
@@ -34,6 +39,30 @@ def test_ends_at_the_bounds() -> None:
 
 def test_noise_above_a_failure_is_not_believed() -> None:
     assert best({1: True, 2: True, 4: False, 8: True}) == 2
+
+
+@pytest.mark.parametrize(
+    ("percentile", "fast", "slow", "kept"),
+    [
+        (99.9, 9_990, 0, None), (99.9, 10_000, 0, True), (99.9, 9_990, 10, True), (99.9, 9_989, 11, False),
+        (99.9, 100, 9, None), (99.9, 100, 10, False), (99.0, 1_000, 0, True), (50.0, 3, 1, True), (50.0, 1, 3, False),
+    ],
+)  # fmt: skip
+def test_a_limit_is_judged_by_enough_responses(percentile: float, fast: int, slow: int, kept: bool | None) -> None:
+    """p99.9 needs 10,000, so that ten exceed it; ten that exceed the limit are enough to say that it is broken."""
+    one = point(Closed(1), [window(0, 1)], [1_000_000] * fast + [9_000_000] * slow)
+    assert keeps(one, Limit(percentile, 5_000_000)) is kept
+
+
+def test_failures_break_a_limit() -> None:
+    assert keeps(point(Closed(1), [window(0, 1)], [1] * 1000, failed=1), Limit(50.0, 2)) is False
+
+
+def test_windows_of_a_search_have_enough_responses() -> None:
+    plan = Plan(model="m", settings=Settings(max_windows=8, least=30))
+    assert settings_of(plan).least == 30
+    assert settings_of(replace(plan, limit=Limit(99.0, 1))).least == 125
+    assert settings_of(replace(plan, limit=Limit(50.0, 1))).least == 30
 
 
 @settings(max_examples=examples(200))

@@ -1,0 +1,89 @@
+"""Opens the connections of HTTP and gRPC targets, with TLS for https:// and grpcs://."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from shmserve.clients.load.plan import GRPC, Endpoint
+from shmserve.errors import ConnectionLost, InvalidRequest
+
+_PROTOCOLS = {GRPC: "h2"}
+"""What ALPN asks for; http/1.1 for the rest."""
+Connection = TypeVar("Connection", bound=asyncio.Protocol)
+
+
+HANDSHAKE_S = 10.0
+"""Longest wait for a TLS handshake. A server without TLS may wait for the end of what it takes for a request."""
+LOST = "the connection was lost"
+"""The beginning of what a connection raises if its peer closes it before the answer."""
+
+
+@contextmanager
+def explained(endpoint: Endpoint) -> Iterator[None]:
+    """Around the first question on a connection: says what a server that closes it may expect."""
+    try:
+        yield
+    except ConnectionLost as error:
+        if not str(error).startswith(LOST) or endpoint.client_cert is not None:
+            raise
+        need = "want a certificate of the client (--client-cert)" if endpoint.is_secure else "expect TLS"
+        url = "" if endpoint.is_secure else f" ({endpoint.scheme}s://)"
+        raise ConnectionLost(f"{error}: the server at {endpoint.origin} may {need}{url}") from error
+
+
+def tls_of(endpoint: Endpoint) -> ssl.SSLContext | None:
+    """The TLS settings of an endpoint, None without TLS. Raises InvalidRequest if a file cannot be used."""
+    if not endpoint.is_secure:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=endpoint.ca)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"cannot read the authorities of --ca {endpoint.ca}: {_reason(error)}") from error
+    context.set_alpn_protocols([_PROTOCOLS.get(endpoint.kind, "http/1.1")])
+    if endpoint.client_cert is not None:
+        try:
+            context.load_cert_chain(endpoint.client_cert, endpoint.client_key, password=_refuse_password)
+        except (OSError, ValueError) as error:
+            files = " and ".join(filter(None, (endpoint.client_cert, endpoint.client_key)))
+            raise InvalidRequest(
+                f"cannot use {files} as certificate and key of the client: {_reason(error)}"
+            ) from error
+    return context
+
+
+def _refuse_password() -> str:
+    """Without it, OpenSSL would ask on the terminal, also in generator processes."""
+    raise ValueError("the key is encrypted: give one without a password")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "no PEM data").replace("_", " ").lower()
+    return getattr(error, "strerror", None) or str(error)
+
+
+async def connect(make: Callable[[], Connection], endpoint: Endpoint, tls: ssl.SSLContext | None) -> Connection:
+    """Raises ConnectionLost if there is no server, or no server that this endpoint's TLS settings accept."""
+    host, port = endpoint.address
+    name, patience = (None, None) if tls is None else (host, HANDSHAKE_S)
+    try:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            make, host, port, ssl=tls, server_hostname=name, ssl_handshake_timeout=patience
+        )
+    except ssl.SSLCertVerificationError as error:
+        text = f"the certificate of {endpoint.origin} is not valid ({error.verify_message})"
+        raise ConnectionLost(f"{text}: give its authority by --ca, or the name in it by --url") from error
+    except ssl.SSLError as error:
+        text = f"no TLS connection to {endpoint.origin} ({error.reason or error})"
+        raise ConnectionLost(f"{text}: does the server use TLS at this port?") from error
+    except ConnectionAbortedError as error:
+        text = f"no TLS connection to {endpoint.origin} (no handshake within {HANDSHAKE_S:g} s)"
+        raise ConnectionLost(f"{text}: does the server use TLS at this port?") from error
+    except OSError as error:
+        text = f"no server at {endpoint.origin} ({error.strerror or error})"
+        raise ConnectionLost(f"{text}: start one, or select another by --url") from error
+    return connection
