@@ -1,23 +1,29 @@
-"""Compares two saved runs load by load: better, worse or no difference, by confidence intervals.
+"""Compares two saved runs load by load: better, worse or no difference.
 
-The intervals say what the windows of these two runs support. They do not know how much the machine itself changes
-between runs; `least` is the smallest difference that counts.
+Invariant: with no difference between the servers, the whole comparison finds one with a probability of at most 1 minus
+its confidence, however many rows it has (Bonferroni). The intervals say what the windows of these two runs support.
+They do not know how much the machine itself changes between runs; `least` is the smallest difference that counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import fmean
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import NormalDist
 
 from msgspec import Struct
 
 from shmserve.clients.load.analysis.confidence import difference
 from shmserve.clients.load.plan import Closed, Load, Open
-from shmserve.clients.load.record import Interval, Point, Run, Window
+from shmserve.clients.load.record import Interval, Latencies, Point, Run, Window
 from shmserve.errors import InvalidRequest
 
 BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "no difference", "unknown"
 MIXED = "mixed"
+FAILED = "failed"
+"""The metric of failures, whose values are shares of all responses."""
+MOST_EXACT = 500
+"""Failures up to which a probability is computed exactly, not by the normal distribution."""
 
 
 class Change(Struct, frozen=True, kw_only=True):
@@ -28,7 +34,8 @@ class Change(Struct, frozen=True, kw_only=True):
     old: float
     new: float
     relative: Interval | None
-    """The difference, new minus old, as a share of the old value; None if the windows do not suffice."""
+    """The difference, new minus old, as a share of the old value; None if the windows do not suffice, and for failures.
+    """
     verdict: str
 
 
@@ -37,22 +44,49 @@ class Comparison(Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     confidence: float = 0.95
-    """Of the intervals."""
+    """Of all rows together."""
+    row_confidence: float = 0.95
+    """Of each interval; higher, the more rows there are."""
+
+    @property
+    def is_worse(self) -> bool:
+        """In something, even if it is better in something else."""
+        return self.verdict in (WORSE, MIXED)
 
 
-Metric = Callable[[Window], float | None]
+class _Metric(Struct, frozen=True):
+    """`value` is the one of the whole point, as reports show it."""
+
+    name: str
+    value: Callable[[Point], float | None]
+    of_window: Callable[[Window], float | None]
+    more_is_better: bool = False
 
 
-def _percentile(name: str) -> Metric:
-    return lambda window: window.percentiles.get(name)
+def _mean(found: Interval | None) -> float | None:
+    return found.mean if found is not None else None
 
 
-METRICS: dict[str, tuple[Metric, bool]] = {
-    "throughput": (lambda window: window.per_s, True),
-    "p50": (_percentile("p50"), False),
-    "p99": (_percentile("p99"), False),
-}
-"""Metric -> its value in a window, and whether more is better."""
+def _percentile(name: str) -> _Metric:
+    def value(point: Point) -> float | None:
+        latency: Latencies = point.latency
+        return _mean(latency.percentiles.get(name))
+
+    return _Metric(name, value, lambda window: window.percentiles.get(name))
+
+
+_THROUGHPUT = _Metric("throughput", lambda point: point.throughput.mean, lambda window: window.per_s, True)
+_IN_TIME = _Metric("in time/s", lambda point: _mean(point.goodput), lambda window: window.in_time_per_s, True)
+PERCENTILES = ("p50", "p99")
+
+
+class _Row(Struct, frozen=True):
+    load: str
+    metric: _Metric
+    old: float
+    new: float
+    old_windows: Sequence[float]
+    new_windows: Sequence[float]
 
 
 def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -> Comparison:
@@ -64,9 +98,21 @@ def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -
         raise InvalidRequest(
             f"the runs have no load in common ({loads}): measure both with the same --concurrency or --rate"
         )
-    changes = tuple(change for pair in pairs for change in _changes(*pair, confidence, least))
-    notes = tuple(_notes(old, new, pairs))
-    return Comparison(verdict=_overall(changes), changes=changes, notes=notes, confidence=confidence)
+    work = [(pair, list(_rows(*pair)), any(point.failed for point in pair)) for pair in pairs]
+    count = sum(len(rows) + fails for _, rows, fails in work)
+    each = 1 - (1 - confidence) / max(1, count)
+    changes: list[Change] = []
+    for pair, rows, fails in work:
+        changes += (_change(row, each, least) for row in rows)
+        if fails:
+            changes.append(_failures(*pair, each))
+    return Comparison(
+        verdict=_overall(changes),
+        changes=tuple(changes),
+        notes=tuple(_notes(old, new, pairs)),
+        confidence=confidence,
+        row_confidence=each,
+    )
 
 
 def _key(load: Load) -> tuple[str, float]:
@@ -74,35 +120,63 @@ def _key(load: Load) -> tuple[str, float]:
     return kind, round(load.value, 6)
 
 
-def _changes(old: Point, new: Point, confidence: float, least: float) -> list[Change]:
-    found = []
-    for metric, (value, more_is_better) in METRICS.items():
-        if metric == "throughput" and not isinstance(old.load, Closed):
-            continue  # an open loop's throughput is its rate
-        before, after = _values(old, value), _values(new, value)
-        if before and after:
-            found.append(_change(str(old.load), metric, before, after, more_is_better, confidence, least))
-    return found
+def _rows(old: Point, new: Point) -> Iterator[_Row]:
+    metrics = [_IN_TIME, *map(_percentile, PERCENTILES)]
+    if isinstance(old.load, Closed):  # an open loop's throughput is its rate
+        metrics.insert(0, _THROUGHPUT)
+    for metric in metrics:
+        before, after = metric.value(old), metric.value(new)
+        if before is not None and after is not None:
+            yield _Row(str(old.load), metric, before, after, _values(old, metric), _values(new, metric))
 
 
-def _values(point: Point, value: Metric) -> list[float]:
-    found = [value(window) for window in point.windows[slice(*point.used)]]
+def _values(point: Point, metric: _Metric) -> list[float]:
+    found = [metric.of_window(window) for window in point.windows[slice(*point.used)]]
     return [one for one in found if one is not None]
 
 
-def _change(
-    load: str, metric: str, old: Sequence[float], new: Sequence[float], more_is_better: bool, confidence: float,
-    least: float,
-) -> Change:  # fmt: skip
-    mean, delta = fmean(old), difference(old, new, confidence)
-    if delta is None or not mean:
-        return Change(load=load, metric=metric, old=mean, new=fmean(new), relative=None, verdict=UNKNOWN)
-    relative = Interval(delta.mean / mean, delta.low / mean, delta.high / mean)
-    if relative.low <= 0 <= relative.high or abs(relative.mean) < least:
+def _change(row: _Row, confidence: float, least: float) -> Change:
+    """The difference of the values that reports show; how exactly it is known follows from the windows."""
+    delta = difference(row.old_windows, row.new_windows, confidence)
+    if delta is None or not row.old:
+        return Change(
+            load=row.load, metric=row.metric.name, old=row.old, new=row.new, relative=None, verdict=UNKNOWN
+        )  # fmt: skip
+    middle, half = row.new - row.old, delta.half
+    relative = Interval(middle / row.old, (middle - half) / row.old, (middle + half) / row.old)
+    if relative.low <= 0 <= relative.high:
+        verdict = UNKNOWN if half >= min(row.old, row.new) else SAME
+    elif abs(relative.mean) < least:
         verdict = SAME
     else:
-        verdict = BETTER if (relative.mean > 0) is more_is_better else WORSE
-    return Change(load=load, metric=metric, old=mean, new=fmean(new), relative=relative, verdict=verdict)
+        verdict = BETTER if (middle > 0) is row.metric.more_is_better else WORSE
+    return Change(
+        load=row.load, metric=row.metric.name, old=row.old, new=row.new, relative=relative, verdict=verdict
+    )  # fmt: skip
+
+
+def _failures(old: Point, new: Point, confidence: float) -> Change:
+    """If both servers failed equally often, the failures would be divided as the requests are."""
+    before, after = (point.latency.count + point.failed for point in (old, new))
+    failed = old.failed + new.failed
+    chance = _two_sided(new.failed, failed, after / (before + after))
+    old_share, new_share = (point.failed / max(1, count) for point, count in ((old, before), (new, after)))
+    verdict = SAME
+    if not before or not after:
+        verdict = UNKNOWN
+    elif chance < 1 - confidence:
+        verdict = WORSE if new_share > old_share else BETTER
+    return Change(load=str(old.load), metric=FAILED, old=old_share, new=new_share, relative=None, verdict=verdict)
+
+
+def _two_sided(found: int, count: int, share: float) -> float:
+    """The probability that a binomial count is as far from its mean as this one, or farther."""
+    if count > MOST_EXACT:
+        deviation = math.sqrt(count * share * (1 - share))
+        away = max(0.0, abs(found - count * share) - 0.5)
+        return 2 * NormalDist().cdf(-away / deviation) if deviation else 1.0
+    parts = [math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in range(count + 1)]
+    return min(1.0, 2 * min(sum(parts[: found + 1]), sum(parts[found:])))
 
 
 def _overall(changes: Sequence[Change]) -> str:
@@ -113,20 +187,29 @@ def _overall(changes: Sequence[Change]) -> str:
 
 
 def _notes(old: Run, new: Run, pairs: Sequence[tuple[Point, Point]]) -> list[str]:
+    rows = tuple([point.rows for point in points] for points in zip(*pairs, strict=True))
     notes = [
         f"{name} differs: {before} and {after}"
         for name, before, after in (
             ("the model", old.plan.model, new.plan.model),
-            ("the protocol", old.plan.endpoint.kind, new.plan.endpoint.kind),
+            ("the protocol", old.plan.endpoint.scheme, new.plan.endpoint.scheme),
             ("the machine", old.machine, new.machine),
-            ("the rows per request", old.points[0].rows, new.points[0].rows),
+            ("the deadline", f"{old.plan.deadline_ns / 1e6:g} ms", f"{new.plan.deadline_ns / 1e6:g} ms"),
         )
         if before != after
     ]
+    if rows[0] != rows[1]:
+        before, after = next((a, b) for a, b in zip(*rows, strict=True) if a != b)
+        notes.append(f"the rows per request differ: {before:g} and {after:g}")
     unstable = [str(point.load) for pair in pairs for point in pair if not point.stable]
     if unstable:
         notes.append(f"not stable: {', '.join(dict.fromkeys(unstable))}")
-    failed = [f"{point.load}: {point.failed:,}" for pair in pairs for point in pair if point.failed]
-    if failed:
-        notes.append(f"failed requests: {'; '.join(failed)}")
+    unknown = [
+        f"{name} of {pair[0].load}"
+        for pair in pairs
+        for name in PERCENTILES
+        if not all(name in point.latency.percentiles for point in pair)
+    ]
+    if unknown:
+        notes.append(f"not compared, as too few responses exceed it: {', '.join(unknown)}")
     return notes

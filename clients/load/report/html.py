@@ -46,7 +46,7 @@ def _summary(run: Run) -> str:
     settings = run.plan.settings
     facts = [
         f"measured {run.created}",
-        f"over {run.plan.endpoint.kind}",
+        f"over {run.plan.endpoint.scheme}",
         f"windows of {settings.window_ns / SECOND:g} s until throughput and p{settings.percentile:g} are known to "
         f"+-{settings.tolerance:.0%} with {settings.confidence:.0%} confidence",
         f"{run.machine.get('cores')} cores, {run.machine.get('kernel')}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shmserve.clients.load.analysis.compare import BETTER, MIXED, SAME, WORSE, Change, Comparison
+from shmserve.clients.load.analysis.compare import BETTER, FAILED, MIXED, SAME, WORSE, Change, Comparison
 from shmserve.clients.load.plan import PERCENTILES, SECOND, Closed, Load
 from shmserve.clients.load.record import Echo, Interval, Latencies, Point, Run
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
@@ -14,6 +14,9 @@ NAMES = tuple(f"p{percentile:g}" for percentile in PERCENTILES)
 _RANKS = {"p90": 2, "p95": 2, "p99.9": 1, "p99.99": 3}
 BUSY = 0.9
 """Use of a core by a generator process from which the generator may be the limit."""
+TOO_FEW = "too few"
+"""Instead of an interval that includes 0: there are too few windows or responses for it."""
+RATES = ("throughput", "in time/s")
 VERDICTS = {BETTER: GOOD, WORSE: BAD, SAME: FAINT, MIXED: WARN}
 
 
@@ -88,7 +91,7 @@ def _processors(points: Sequence[Point], screen: Screen) -> str:
     gpus = list(dict.fromkeys(gpu for point in points if point.usage for gpu in point.usage.gpus))
     columns = [Column("cores used"), Column("machine", right=True), *(Column(role, right=True) for role in roles)]
     columns += [Column(gpu, right=True) for gpu in gpus]
-    columns += [Column("generator", right=True), Column("per request", right=True, rank=1)]
+    columns += [Column("generator", right=True), Column("generator/request", right=True, rank=1)]
     rows = []
     for point in points:
         used = point.usage
@@ -109,10 +112,13 @@ def _notes(run: Run, screen: Screen) -> list[str]:
     lines = []
     if run.plan.limit is not None:
         kind, unit = ("rate", "/s") if _is_open(run.plan.loads[0]) else ("concurrency", "")
-        text = f"no load kept {run.plan.limit}; the lowest that was tried was {run.plan.limit.low:g}"
+        text = f"no load kept {run.plan.limit}; the lowest that was tried was {run.plan.limit.low:g}{unit}"
         if run.best is not None:
             text = f"highest {kind} with {run.plan.limit}: {run.best:,.6g}{unit}"
-        lines.append(screen.styled(text, "bold" if run.best is not None else WARN))
+        if run.undecided is not None:
+            text = f"{text}; the search ended there" if run.best is not None else "no load is known to keep the limit"
+            text += f", as {kind} {run.undecided:,.6g}{unit} had too few responses to judge {run.plan.limit}"
+        lines.append(screen.styled(text, "bold" if run.best is not None and run.undecided is None else WARN))
     for point in run.points:
         lines += [f"{point.load}: {count:,} failed: {text}" for text, count in sorted(point.errors.items())[:5]]
         if point.cost.busiest > BUSY:
@@ -156,7 +162,9 @@ def rate_text(per_s: float) -> str:
 
 
 def share_text(found: Interval) -> str:
-    return f"{found.half / found.mean:.1%}" if found.mean else "-"
+    if not found.mean:
+        return "-"
+    return f"{found.half / found.mean:.1%}" if found.half < found.mean else TOO_FEW
 
 
 def percentile_text(found: Latencies | None, name: str) -> str:
@@ -169,29 +177,41 @@ def percentile_text(found: Latencies | None, name: str) -> str:
 
 def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -> str:
     columns = [Column("load"), Column("metric"), Column(names[0], right=True), Column(names[1], right=True)]
-    columns += [Column("difference", right=True), Column(f"{found.confidence * 100:g} % interval", right=True, rank=1)]
+    columns += [Column("difference", right=True), Column("interval", right=True, rank=1)]
     columns.append(Column("verdict", style=lambda text: VERDICTS.get(text, "")))
     text = screen.table(columns, [_change_row(change) for change in found.changes])
-    verdict = screen.styled(f"{names[1]} is {_sentence(found.verdict)} {names[0]}", VERDICTS.get(found.verdict, ""))
-    return "\n".join([text, "", verdict, *(f"note: {note}" for note in found.notes)])
+    verdict = screen.styled(f"{names[1]} is {_sentence(found, names[0])}", VERDICTS.get(found.verdict, ""))
+    each = f"{found.row_confidence:.4%}".rstrip("0%").rstrip(".")
+    about = f"confidence: {found.confidence * 100:g} % of the whole verdict, and so {each} % of each interval"
+    return "\n".join([text, "", verdict, *(f"note: {note}" for note in found.notes), screen.styled(about, FAINT)])
 
 
-def _sentence(verdict: str) -> str:
-    return {
-        BETTER: "better than", WORSE: "worse than", SAME: "not different from",
-        MIXED: "partly better and partly worse than",
-    }.get(verdict, "not known to differ from")  # fmt: skip
+def _sentence(found: Comparison, old: str) -> str:
+    """Says of a mixed result what is worse."""
+    text = {
+        BETTER: f"better than {old}", WORSE: f"worse than {old}", SAME: f"not different from {old}",
+        MIXED: f"better than {old} in something and worse in something else",
+    }.get(found.verdict, f"not known to differ from {old}")  # fmt: skip
+    if found.verdict != MIXED:
+        return text
+    worse = [f"{change.metric} of {change.load}" for change in found.changes if change.verdict == WORSE]
+    return f"{text}: {', '.join(worse)}"
 
 
 def _change_row(change: Change) -> list[str]:
-    write = rate_text if change.metric == "throughput" else lambda ns: duration_text(ns / SECOND)
     relative = change.relative
-    return [
-        change.load,
-        change.metric,
-        write(change.old),
-        write(change.new),
-        f"{relative.mean:+.1%}" if relative is not None else "-",
-        f"{relative.low:+.1%} to {relative.high:+.1%}" if relative is not None else "-",
-        change.verdict,
-    ]
+    between, known = "-", f"{relative.mean:+.1%}" if relative is not None else "-"
+    if change.metric == FAILED:
+        known = f"{(change.new - change.old) * 100:+.2g} points"
+    elif relative is None or relative.half >= max(1.0, abs(relative.mean)):
+        between = TOO_FEW
+    else:
+        between = f"{relative.low:+.1%} to {relative.high:+.1%}"
+    write = _writer(change.metric)
+    return [change.load, change.metric, write(change.old), write(change.new), known, between, change.verdict]
+
+
+def _writer(metric: str) -> Callable[[float], str]:
+    if metric == FAILED:
+        return lambda share: f"{share * 100:.3g}%"
+    return rate_text if metric in RATES else lambda ns: duration_text(ns / SECOND)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from shmserve.clients.cli.parser import parser
 from shmserve.clients.load import record
 from shmserve.clients.load.measure import check
 from shmserve.clients.load.plan import Closed, Limit, Open, Replay, Sequences
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.terminal.errors import Misuse
 from tests.unit.clients.load.points import run, steady
 
@@ -55,6 +56,21 @@ def test_a_percentile_that_windows_do_not_have() -> None:
         check(plan("--percentile", "p75"))
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--url", "http://h:1", "--ca", "a"], "--ca and --client-cert are only for https:// and grpcs://"),
+        (["--client-cert", "c"], "--ca and --client-cert are only for https:// and grpcs://"),
+        (["--url", "https://h:1", "--client-key", "k"], "--client-key needs --client-cert"),
+        (["--header", "a: b"], "headers are only for http, https, grpc and grpcs://"),
+        (["--url", "https://h:1", "--stream", "--outputs", "y"], "generate_stream sends all outputs: leave out --outp"),
+    ],
+)
+def test_options_that_the_endpoint_has_no_use_for(words: list[str], text: str) -> None:
+    with pytest.raises((InvalidRequest, Unsupported), match=re.escape(text)):
+        check(plan(*words))
+
+
 def test_a_search() -> None:
     assert plan("--until", "p99=20ms").limit == Limit(99.0, 20_000_000, 1, 1024)
     assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == Limit(99.9, 1_500_000_000, 10, 500)
@@ -82,7 +98,11 @@ def test_addresses() -> None:
     six = plan("--url", "http://[::1]:8000/").endpoint
     assert (six.address, six.authority) == (("::1", 8000), "[::1]:8000")
     assert plan("--url", "grpc://host:1").endpoint.authority == "host:1"
-    for url in ("http://host", "http://:1", "grpc://host:0", "http://host:port"):
+    secure = plan("--url", "grpcs://host:1", "--ca", "a", "--client-cert", "c", "--client-key", "k").endpoint
+    assert (secure.kind, secure.is_secure, secure.origin) == ("grpc", True, "grpcs://host:1")
+    assert (secure.ca, secure.client_cert, secure.client_key) == ("a", "c", "k")
+    assert (plan("--url", "https://host:1").endpoint.kind, six.is_secure) == ("http", False)
+    for url in ("http://host", "http://:1", "grpc://host:0", "https://host:port"):
         with pytest.raises(InvalidRequest, match=r"expected \w+://HOST:PORT"):
             _ = plan("--url", url).endpoint.address
 
@@ -99,7 +119,12 @@ def test_addresses() -> None:
         (["--until", "20ms"], "'20ms' is not a limit such as p99=20ms"),
         (["--until", "p101=1ms"], "'p101' is not a percentile such as p99"),
         (["--until", "p99=20"], "'20' is not a time above 0 such as 20ms"),
+        (["-c", "65537"], "65,537 callers: the most is 65,536"),
+        (["-r", "1:2e7"], "20,000,000 requests per second: the most is 10,000,000"),
         (["--seed", "-1"], "'-1' is not an integer of at least 0"),
+        (["--seed", "9223372036854775808"], "is not an integer from 0 to 9,223,372,036,854,775,807"),
+        (["--batch", "9" * 5000], "is not an integer from 1 to 9,223,372,036,854,775,807"),
+        (["--processes", "257"], "'257' is not an integer from 1 to 256"),
         (["--windows", "1:3"], "'1:3' is not a range MIN:MAX of at least 2 windows"),
         (["--header", "token"], "'token' is not a header such as 'Authorization: Bearer TOKEN'"),
         (["--tolerance", "0"], "'0' is not a percentage between 0 and 100"),
@@ -122,6 +147,10 @@ def test_saved_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "fast is better than slow" in capsys.readouterr().out
     assert main(["bench", "--compare", fast, slow, "--json"]) == 1
     assert '"verdict": "worse"' in capsys.readouterr().out
+    both = tmp_path / "both.json"
+    both.write_bytes(record.encode(run(steady(1, [200, 201, 199], p50=2e6))))
+    assert main(["bench", "--compare", slow, str(both)]) == 1, "better in something, and worse in something else"
+    assert "and worse in something else: p50 of concurrency 1" in capsys.readouterr().out
     assert main(["bench", "m", "--compare", fast, slow]) == 2
     assert main(["bench", "--compare", fast, str(tmp_path / "none.json")]) == 2
     assert "cannot read" in capsys.readouterr().err

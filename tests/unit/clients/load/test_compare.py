@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from shmserve.clients.load.analysis.compare import BETTER, MIXED, SAME, UNKNOWN, WORSE, compare
-from shmserve.clients.load.plan import Open
+from shmserve.clients.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, compare
+from shmserve.clients.load.plan import Closed, Open
+from shmserve.clients.load.record import Interval
 from shmserve.errors import InvalidRequest
 from tests.support.hypothesis_profiles import examples
 from tests.unit.clients.load.points import point, run, steady, window
@@ -42,7 +44,68 @@ def test_a_difference_below_the_least_does_not_count() -> None:
 def test_better_here_and_worse_there() -> None:
     old = run(steady(1, OLD), steady(8, OLD))
     new = run(steady(1, [value * 2 for value in OLD]), steady(8, [value // 2 for value in OLD]))
-    assert compare(old, new).verdict == MIXED
+    found = compare(old, new)
+    assert found.verdict == MIXED
+    assert found.is_worse
+    assert not compare(old, old).is_worse
+
+
+def test_the_values_are_those_of_the_reports() -> None:
+    """Of all responses together, not means of windows; the windows only say how exactly they are known."""
+    windows = [window(number, 1000, p99=value) for number, value in enumerate((2e6, 4e6, 3e6))]
+    one = point(Closed(1), windows, [1_000_000] * 1900 + [5_000_000] * 100)
+    (_, _, p99) = compare(run(one), run(one)).changes
+    assert p99.old == p99.new == one.latency.percentiles["p99"].mean == pytest.approx(5e6, rel=2e-3)
+
+
+def test_the_more_rows_the_wider_the_intervals() -> None:
+    """A difference that is found in one load must be larger to be found in one of many."""
+    slower = [value * 975 // 1000 for value in OLD]
+    rest = [steady(concurrency, OLD) for concurrency in range(2, 20)]
+    one = compare(run(steady(1, OLD)), run(steady(1, slower)))
+    many = compare(run(steady(1, OLD), *rest), run(steady(1, slower), *rest))
+    assert (one.verdict, many.verdict) == (WORSE, SAME)
+    assert one.row_confidence == pytest.approx(1 - 0.05 / 3)
+    assert many.row_confidence == pytest.approx(1 - 0.05 / (3 * 19))
+    clear = compare(run(steady(1, OLD), *rest), run(steady(1, [700] * 4), *rest))
+    assert clear.verdict == WORSE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        (0, 20, WORSE), (20, 0, BETTER), (0, 3, SAME), (20, 25, SAME), (20, 60, WORSE), (900, 600, BETTER),
+        (1000, 1020, SAME),
+    ],
+)  # fmt: skip
+def test_failures_are_part_of_the_verdict(old: int, new: int, verdict: str) -> None:
+    """Each run has 2,000 successful responses."""
+    found = compare(run(steady(1, OLD, failed=old)), run(steady(1, OLD, failed=new)))
+    (failed,) = [change for change in found.changes if change.metric == FAILED]
+    assert (failed.old, failed.new) == (old / (2000 + old), new / (2000 + new))
+    assert failed.verdict == found.verdict == verdict
+
+
+def test_without_failures_they_have_no_row() -> None:
+    assert FAILED not in [change.metric for change in compare(run(steady(1, OLD)), run(steady(1, OLD))).changes]
+
+
+def test_responses_in_time_are_compared() -> None:
+    one = replace(steady(1, OLD), goodput=Interval(900, 890, 910))
+    assert "in time/s" in [change.metric for change in compare(run(one), run(one)).changes]
+
+
+def test_an_interval_as_wide_as_the_value_says_nothing() -> None:
+    wild = steady(1, [100, 1900, 1000])
+    found = compare(run(wild), run(wild)).changes[0]
+    assert (found.metric, found.verdict) == ("throughput", UNKNOWN)
+
+
+def test_a_percentile_that_a_report_leaves_out_is_not_compared() -> None:
+    few = point(Closed(1), [window(number, good) for number, good in enumerate(OLD)], [1_000_000] * 100)
+    found = compare(run(few), run(steady(1, OLD)))
+    assert [change.metric for change in found.changes] == ["throughput", "p50"]
+    assert found.notes == ("not compared, as too few responses exceed it: p99 of concurrency 1",)
 
 
 def test_the_throughput_of_an_open_loop_is_not_compared() -> None:
@@ -71,5 +134,5 @@ def test_what_makes_runs_different_is_noted() -> None:
 @given(*[st.lists(st.integers(500, 1500), min_size=2, max_size=6) for _ in range(2)])
 def test_the_other_way_round_the_verdict_is_the_opposite(first: list[int], second: list[int]) -> None:
     opposite = {BETTER: WORSE, WORSE: BETTER, SAME: SAME, UNKNOWN: UNKNOWN, MIXED: MIXED}
-    one, other = run(steady(1, first)), run(steady(1, second))
+    one, other = run(steady(1, first, failed=first[0] // 10)), run(steady(1, second, failed=second[0] // 10))
     assert compare(other, one, least=0).verdict == opposite[compare(one, other, least=0).verdict]

@@ -17,6 +17,7 @@ from tests.unit.clients.load.points import window
 TABLE = {
     (0.95, 1): 12.706, (0.95, 2): 4.303, (0.95, 3): 3.182, (0.95, 4): 2.776, (0.95, 5): 2.571, (0.95, 9): 2.262,
     (0.95, 30): 2.042, (0.95, 120): 1.980, (0.99, 2): 9.925, (0.99, 4): 4.604, (0.99, 9): 3.250, (0.9, 3): 2.353,
+    (0.999, 2): 31.599, (0.999, 4): 8.610, (0.999, 9): 4.781,
 }  # fmt: skip
 """From the printed tables: confidence, degrees of freedom."""
 PLAN = Settings(min_windows=3, max_windows=8)
@@ -56,9 +57,11 @@ def test_a_slow_start_is_left_out() -> None:
 def test_reasons() -> None:
     few = stability([window(0, 100), window(1, 100)], PLAN)
     assert (few.stable, few.note) == (False, "2 of at least 3 windows")
-    wide = stability([window(0, 100), window(1, 150), window(2, 50)], PLAN)
+    wide = stability([window(0, 100), window(1, 120), window(2, 80)], PLAN)
     assert not wide.stable
     assert wide.note.startswith("throughput is known to +-")
+    unknown = stability([window(0, 100), window(1, 150), window(2, 50)], PLAN)
+    assert unknown.note == "too few responses to know the throughput: set a longer --window"
     slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
     assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
     rare = stability([window(0, 100)] * 3, replace(PLAN, percentile=99.9))

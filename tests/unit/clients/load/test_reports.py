@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from msgspec.structs import replace
 
 from shmserve.clients.load import record
 from shmserve.clients.load.analysis.compare import compare
@@ -72,7 +73,7 @@ def test_the_columns_are_those_of_perf_analyzer() -> None:
     assert (one["Concurrency"], four["Concurrency"]) == ("1", "4")
     assert float(one["Inferences/Second"]) == pytest.approx(2000)  # two rows per request
     assert (one["Server Queue"], one["Server Compute Infer"]) == ("100", "600")
-    assert one["Network+Server Send/Recv"] == str(1000 - 100 - 5 - 600 - 4)
+    assert one["Network+Server Send/Recv"] == str(1020 - 100 - 5 - 600 - 4)  # the mean latency
     assert one["p50 latency"] == "1000"
 
 
@@ -84,8 +85,9 @@ def test_a_rate_has_its_column() -> None:
 
 def test_the_table_has_all_parts() -> None:
     text = run_text(RUN, Screen(False, io.StringIO()))
-    assert re.search(r"^concurrency 4 +3,000 +[\d.]+% +6,000 +1\.00 ms", text, re.MULTILINE)
+    assert re.search(r"^concurrency 4 +3,000 +[\d.]+% +6,000 +1\.20 ms", text, re.MULTILINE)
     assert re.search(r"^concurrency 1 +100 us +5 us +600 us +4 us +5\.0 +4 +full 75%, delay 25%$", text, re.MULTILINE)
+    assert re.search(r"^cores used +machine +broker +GPU 0 +generator +generator/request$", text, re.MULTILINE)
     assert re.search(r"^concurrency 1 +1\.50 +0\.50 +25% +0\.20 +20 us$", text, re.MULTILINE)
     assert "10 us of processor time per request, at most 100,000/s per process" in text
 
@@ -95,9 +97,41 @@ def test_a_comparison_as_text() -> None:
     text = comparison_text(compare(RUN, other), ("old", "new"), Screen(False, io.StringIO()))
     assert re.search(r"^concurrency 1 +throughput +1,000 +2,000 +\+100\.0% +.* better$", text, re.MULTILINE)
     assert "new is better than old" in text
-    assert " 95 % interval " in text
-    sure = comparison_text(compare(RUN, other, 0.995), ("old", "new"), Screen(False, io.StringIO()))
-    assert " 99.5 % interval " in sure
+    assert "confidence: 95 % of the whole verdict, and so 99.1667 % of each interval" in text
+    sure = comparison_text(compare(RUN, other, 0.7), ("old", "new"), Screen(False, io.StringIO()))
+    assert "confidence: 70 % of the whole verdict, and so 95 % of each interval" in sure
+
+
+def test_a_mixed_result_says_what_is_worse() -> None:
+    other = run(steady(1, [2000, 2010, 1990]), steady(4, [3000, 3010, 2990], p50=1.5e6, failed=60))
+    text = comparison_text(compare(RUN, other), ("old", "new"), Screen(False, io.StringIO()))
+    assert "new is better than old in something and worse in something else: p50 of concurrency 4, failed of" in text
+    assert re.search(r"^concurrency 4 +failed +0% +2\.91% +\+2\.9 points +- +worse$", text, re.MULTILINE)
+
+
+def test_an_interval_that_says_nothing() -> None:
+    wild = run(steady(1, [100, 1900, 1000]))
+    assert re.search(r"^concurrency 1 +1,000 +too few ", run_text(wild, Screen(False, io.StringIO())), re.MULTILINE)
+    text = comparison_text(compare(wild, wild), ("old", "new"), Screen(False, io.StringIO()))
+    assert re.search(r"^concurrency 1 +throughput +1,000 +1,000 +\+0\.0% +too few +unknown$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("best", "undecided", "text"),
+    [
+        (8.0, None, "highest concurrency with p99.9 <= 5 ms: 8\n"),
+        (None, None, "no load kept p99.9 <= 5 ms; the lowest that was tried was 1\n"),
+        (
+            None,
+            1.0,
+            "no load is known to keep the limit, as concurrency 1 had too few responses to judge p99.9 <= 5 ms",
+        ),
+        (1.0, 2.0, "<= 5 ms: 1; the search ended there, as concurrency 2 had too few responses to judge p99.9"),
+    ],
+)
+def test_the_result_of_a_search(best: float | None, undecided: float | None, text: str) -> None:
+    found = replace(RUN, plan=replace(RUN.plan, limit=Limit(99.9, 5_000_000)), best=best, undecided=undecided)
+    assert text in run_text(found, Screen(False, io.StringIO()))
 
 
 def test_the_page_is_complete_and_links_to_nothing() -> None:
