@@ -10,8 +10,9 @@ from shmserve.repo.config.schema import ModelConfig
 
 
 class Observation(Struct, frozen=True):
-    """One measurement. Latencies are in ns; `latencies` is a sorted sample of them. `p99_ns`: median of the windows'.
-    `batches` and `rows`: that the server has run meanwhile. `overloaded`: stopped early, as the queue kept growing."""
+    """One measurement. Latencies are in ns; `latencies` is a sorted sample of them. `p99_ns`: median of the windows';
+    refused requests count as infinitely late. `batches` and `rows`: that the server has run meanwhile. `overloaded`:
+    stopped early, as the queue kept growing."""
 
     per_s: float
     """Responses per second."""
@@ -24,6 +25,10 @@ class Observation(Struct, frozen=True):
     failed: int = 0
     error: str = ""
     """The text of the first error."""
+    refused: int = 0
+    """Requests that a limit rejected, such as max_queue_size or a queue timeout; they are not among the failed."""
+    refusal: str = ""
+    """The text of the first refusal."""
     overloaded: bool = False
     late_ns: float = 0.0
     """Open loop: how late requests were sent, at the 99th percentile. Their latencies include it."""
@@ -42,7 +47,7 @@ class Bench(Protocol):
         ...
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
-        """Each of the callers sends its next request when the last one is answered."""
+        """Each of the callers sends its next request when the last one is answered. A refused caller sends no more."""
         ...
 
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:

@@ -1,28 +1,31 @@
 """Measures the best candidates on the real server, in turn, so that a change of the machine's speed meets all of them.
 
 With a target rate, each candidate is measured at that rate. Otherwise the highest rate that holds the p99 is searched:
-up or down from the prediction, then between the last two.
+up or down from the prediction, then between the last two, which are measured again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import sqrt
 from statistics import median
 
 from msgspec import Struct, field
 
 from shmserve.clients.tune.bench import Bench, Observation
-from shmserve.clients.tune.goal import Goal
+from shmserve.clients.tune.goal import Goal, per_s
 from shmserve.clients.tune.predict import Prediction
 from shmserve.clients.tune.space import Candidate, TunedModel
 
 FACTOR = 1.08
 """Step up or down while only one side is known. Each step is larger than the last by this factor."""
 PRECISION = 1.04
+SURE = 2
+"""Measurements with the same outcome that settle whether a rate holds the p99."""
 ROUNDS = 7
 RATE_ROUNDS = 3
 HOPELESS = 0.97
-"""A candidate is given up when it fails at this share of the best rate that another one holds."""
+"""A candidate is given up when it fails SURE times at rates up to this share of the best one that another holds."""
 GIVE_UP = 10
 """A measurement ends early when requests wait for this many times the latency target."""
 
@@ -40,6 +43,9 @@ class Point(Struct, frozen=True):
     holds: bool
     late_ns: float = 0.0
     """How late the load generator was."""
+    refused: int = 0
+    refusal: str = ""
+    """The text of the first refusal."""
 
 
 class Confirmed(Struct):
@@ -53,33 +59,44 @@ class Confirmed(Struct):
 
     @property
     def rate(self) -> float:
-        """With several measurements of a rate, their majority counts."""
-        held = [rate for rate in {point.rate for point in self.points} if self.holds_at(rate)]
-        return max(held, default=0.0)
+        """The measurements differ by chance, so this is the limit that contradicts the fewest of them."""
+        held = {point.rate for point in self.points if point.holds}
+        return min([0.0, *sorted(held)], key=self._contradictions)
+
+    def _contradictions(self, limit: float) -> int:
+        return sum(point.holds != (point.rate <= limit) for point in self.points)
 
     def holds_at(self, rate: float) -> bool:
-        found = [point.holds for point in self.points if point.rate == rate]
-        return 2 * sum(found) > len(found)
+        return self._surplus(rate) > 0
+
+    def _surplus(self, rate: float) -> int:
+        """How many more measurements have held the p99 at this rate than have not."""
+        return sum(1 if point.holds else -1 for point in self.points if point.rate == rate)
 
     def p99_ns(self, rate: float) -> float:
         return median(point.p99_ns for point in self.points if point.rate == rate)
 
     @property
     def failed_rate(self) -> float:
-        """The lowest rate that does not hold the p99; 0: none is known."""
-        rates = {point.rate for point in self.points}
-        return min((rate for rate in rates if not self.holds_at(rate)), default=0.0)
+        """The lowest rate above `rate` that does not hold the p99; 0: none is known."""
+        limit = self.rate
+        return min((point.rate for point in self.points if point.rate > limit and not point.holds), default=0.0)
 
     def next_rate(self) -> float:
-        """The next rate to measure, 0 if the highest one is known."""
+        """The next rate to measure, 0 if the highest one is known. When it is between two close rates, these are
+        measured again, the upper one after a measurement that held the p99: what a pause has spoiled is put right."""
         low, high = self.rate, self.failed_rate
         if not self.points:
             return self.predicted.rate if self.predicted is not None else 0.0
-        if not high or high < low:
+        if not high:
             return max(point.rate for point in self.points) * FACTOR ** len(self.points)
         if not low:
-            return high / FACTOR ** len(self.points)
-        return 0.0 if high <= low * PRECISION else (low * high) ** 0.5
+            return min(point.rate for point in self.points) / FACTOR ** len(self.points)
+        if high > low * PRECISION:
+            return sqrt(low * high)
+        if self._surplus(low) >= SURE and self._surplus(high) <= -SURE:
+            return 0.0
+        return high if self.points[-1].holds else low
 
 
 class Confirmation:
@@ -90,16 +107,16 @@ class Confirmation:
         self._progress = progress
         self.found: list[Confirmed] = []
 
-    def run(self, chosen: Sequence[tuple[Candidate, Prediction | None]]) -> list[Confirmed]:
-        """`chosen`: the candidates, and what was predicted of them. Those of earlier calls stay among the results."""
+    def run(self, chosen: Sequence[tuple[Candidate, Prediction | None]], rounds: int = ROUNDS) -> list[Confirmed]:
+        """`chosen`: the candidates, and what was predicted of them. Those of earlier calls stay among the results, and
+        take part until they have been measured as often. With a target rate, `rounds` is not used."""
         known = {each.candidate for each in self.found}
         self.found += [Confirmed(candidate, told) for candidate, told in chosen if candidate not in known]
-        rounds = RATE_ROUNDS if self._goal.rate else ROUNDS
-        for number in range(rounds):
+        for number in range(RATE_ROUNDS if self._goal.rate else rounds):
             for each in self.found if number % 2 == 0 else reversed(self.found):
                 rate = self._next(each, number)
                 if rate and not each.error:
-                    self._measure(each, rate)
+                    self.measure(each, rate)
         return self.found
 
     def _next(self, each: Confirmed, number: int) -> float:
@@ -109,11 +126,12 @@ class Confirmation:
         return 0.0 if len(each.points) > number + 1 or self._hopeless(each) else each.next_rate()
 
     def _hopeless(self, each: Confirmed) -> bool:
-        best = max(other.rate for other in self.found)
-        return 0 < each.failed_rate < HOPELESS * best
+        enough = HOPELESS * max(other.rate for other in self.found)
+        failed = sum(not point.holds and point.rate <= enough for point in each.points)
+        return each.rate < enough and failed >= SURE
 
-    def _measure(self, each: Confirmed, rate: float) -> None:
-        self._progress(f"{each.candidate.describe()} at {rate:,.0f} requests/s")
+    def measure(self, each: Confirmed, rate: float) -> Point:
+        self._progress(f"{each.candidate.describe()} at {per_s(rate)} requests/s")
         self._bench.apply(self._model.config_of(each.candidate))
         goal = self._goal
         # A short load first, because the first batches of a process are slow.
@@ -123,8 +141,12 @@ class Confirmation:
         if found.failed:
             each.error = f"{found.failed} requests failed: {found.error}"
         each.points.append(point(found, rate, goal))
+        return each.points[-1]
 
 
 def point(found: Observation, rate: float, goal: Goal) -> Point:
     holds = not found.overloaded and not found.failed and found.p99_ns <= goal.p99_ns
-    return Point(rate, found.per_s, found.p50_ns, found.p99_ns, found.mean_batch, holds, found.late_ns)
+    return Point(
+        rate, found.per_s, found.p50_ns, found.p99_ns, found.mean_batch, holds, found.late_ns, found.refused,
+        found.refusal,
+    )  # fmt: skip

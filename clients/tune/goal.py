@@ -23,5 +23,15 @@ class Goal(Struct, frozen=True):
     """Requests of a simulation."""
 
     @property
+    def target(self) -> str:
+        """For messages."""
+        return f"a p99 of {self.p99_ns / 1e6:g} ms" + (f" at {per_s(self.rate)} requests/s" if self.rate else "")
+
+    @property
     def typical_length(self) -> int:
         return (self.lengths[0] + self.lengths[1] + 1) // 2
+
+
+def per_s(rate: float) -> str:
+    """A rate for people: whole numbers, except for slow models."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -119,7 +119,7 @@ class Measurement:
         with_threads = f", {threads} threads" if threads else ""
         self._progress(f"batches of {size} rows, {count} instance{'s' if count > 1 else ''}{with_threads}")
         now = model.current
-        self._bench.apply(model.config_of(Candidate(count, threads, size, 0, now.multiple, now.batch_cost)))
+        self._bench.apply(model.saturated(Candidate(count, threads, size, 0, now.multiple, now.batch_cost)))
         workers = count * model.devices
         callers = max(1, IN_FLIGHT * workers * size // goal.rows)
         shortest = float("inf")
@@ -137,6 +137,7 @@ class Measurement:
 
 def _checked(found: Observation, what: str) -> Observation:
     """Raises ModelFailed if requests failed: their times say nothing."""
-    if found.failed or not found.per_s:
-        raise ModelFailed(f"{found.failed} requests failed while {what}: {found.error or 'no answer came'}")
+    failed = found.failed + found.refused
+    if failed or not found.per_s:
+        raise ModelFailed(f"{failed} requests failed while {what}: {found.error or found.refusal or 'no answer came'}")
     return found

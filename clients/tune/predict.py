@@ -6,6 +6,8 @@ their settings and not by chance.
 
 from __future__ import annotations
 
+from math import inf
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -23,7 +25,7 @@ AROUND = (1.0, 1.04, 0.96, 0.9)
 """Factors of a guess to try first."""
 PRECISION = 0.04
 FINE = 0.015
-"""Relative precision of the highest rate, without and with a guess."""
+"""Relative precision of the highest rate, without and with a guess. Rates closer than PRECISION are equal."""
 WRONG = 1.1
 """Factor between predicted and measured rate from which on the cost of messages is adapted."""
 BUSY = 0.75
@@ -34,7 +36,8 @@ CLIENTS = 1
 
 
 class Prediction(Struct, frozen=True):
-    """What the simulator says of a candidate at this many requests per second."""
+    """What the simulator says of a candidate at this many requests per second. `p99_ns`: infinite if more than 1 % of
+    the requests are refused."""
 
     candidate: Candidate
     rate: float
@@ -72,10 +75,11 @@ class Predictor(Struct, frozen=True):
         count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MOST_REQUESTS)
         plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
         found = simulate(plan).models[policy.name]
-        latency = found.latency
-        return Prediction(
-            candidate, rate, latency.quantile(0.5), latency.quantile(0.99), found.mean_batch, found.utilisation
-        )
+        latency, asked = found.latency, found.answered + sum(found.failed.values())
+        # A refused request is one that misses the target.
+        late = 0.99 * asked > found.answered
+        p99 = inf if late else latency.quantile(0.99 * asked / max(found.answered, 1))
+        return Prediction(candidate, rate, latency.quantile(0.5), p99, found.mean_batch, found.utilisation)
 
     def holds(self, prediction: Prediction) -> bool:
         return prediction.p99_ns <= self.goal.p99_ns

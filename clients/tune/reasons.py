@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import inf, log
 
 from msgspec.structs import replace
 
+from shmserve.clients.tune.confirm import Confirmed
 from shmserve.clients.tune.fit import Fit
+from shmserve.clients.tune.goal import per_s
+from shmserve.clients.tune.predict import PRECISION
 from shmserve.clients.tune.space import Candidate
 from shmserve.clients.tune.tuner import Outcome
 
 MS = 1e6
 MIB = 1 << 20
+TIMED_OUT = "Request timeout expired"
+"""The whole text of the server, which is Triton's."""
+HOW_TO_RAISE = "; raise default_timeout_microseconds or add instances"
 LATE = 0.3
 """Lateness of the load generator, as a share of the latency target, that is reported."""
 
@@ -37,12 +44,14 @@ def _nothing(outcome: Outcome) -> Iterator[str]:
     goal, times = outcome.goal, outcome.times
     if outcome.interrupted or times.lone is None:
         return
-    at = f" at {goal.rate:,.0f} requests/s" if goal.rate else ""
     alone = f"{times.lone.p50_ns / MS:.2f} ms, p99 {times.lone.p99_ns / MS:.2f} ms"
-    yield f"No setting holds a p99 of {goal.p99_ns / MS:g} ms{at}. A request alone takes {alone}."
+    yield f"No setting holds {goal.target}. A request alone takes {alone}."
     least = min(times.memory.values(), default=0)
     if goal.memory and least > goal.memory:
         yield f"The smallest setting needs {least / MIB:,.0f} MiB, and --memory allows {goal.memory / MIB:,.0f} MiB."
+    yield from _throughput(outcome)
+    for each in outcome.confirmed:
+        yield from _refusals(each)
 
 
 def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
@@ -50,19 +59,21 @@ def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     limit = f"{goal.p99_ns / MS:g} ms"
     if found is None or not found.points:
         if told is not None:
-            yield f"Predicted, not measured: {told.rate:,.0f} requests/s with a p99 of {told.p99_ns / MS:.1f} ms."
+            yield f"Predicted, not measured: {per_s(told.rate)} requests/s with a p99 of {told.p99_ns / MS:.1f} ms."
         return
     if goal.rate:
         p99 = found.p99_ns(goal.rate)
         if found.holds_at(goal.rate):
-            yield f"At {goal.rate:,.0f} requests/s the p99 is {p99 / MS:.1f} ms; the limit is {limit}."
+            yield f"At {per_s(goal.rate)} requests/s the p99 is {p99 / MS:.1f} ms; the limit is {limit}."
         else:
-            yield f"No candidate holds {limit} at {goal.rate:,.0f} requests/s; the closest has {p99 / MS:.1f} ms."
+            closest = f"the closest has {p99 / MS:.1f} ms" if p99 < inf else "all are overloaded"
+            yield f"No candidate holds {limit} at {per_s(goal.rate)} requests/s; {closest}."
     elif found.rate:
-        above = f"; {found.failed_rate:,.0f} do not" if found.failed_rate > found.rate else ""
-        yield f"{found.rate:,.0f} requests/s hold a p99 of {limit}{above}."
+        above = f"; {per_s(found.failed_rate)} do not" if found.failed_rate > found.rate else ""
+        yield f"{per_s(found.rate)} requests/s hold a p99 of {limit}{above}."
     else:
-        yield f"No rate that was measured holds a p99 of {limit}; the lowest was {found.failed_rate:,.0f} requests/s."
+        yield f"No rate that was measured holds a p99 of {limit}; the lowest was {per_s(found.failed_rate)} requests/s."
+    yield from _refusals(found)
     late = max((point.late_ns for point in found.points if not point.holds), default=0.0)
     if late > LATE * goal.p99_ns:
         yield (
@@ -75,19 +86,34 @@ def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         yield f"The prediction of the {what} was off by {error:+.0%}."
 
 
+def _refusals(found: Confirmed) -> Iterator[str]:
+    """That the queue limits of the model decide, at the lowest rate at which they do."""
+    refused = [point for point in found.points if point.refused and not point.holds]
+    if refused:
+        lowest = min(refused, key=lambda point: point.rate)
+        how = HOW_TO_RAISE if lowest.refusal == TIMED_OUT else ""
+        yield (
+            f"At {per_s(lowest.rate)} requests/s the queue limits of the model rejected {lowest.refused:,} requests: "
+            f"{lowest.refusal}{how}."
+        )
+
+
 def prediction_error(outcome: Outcome, candidate: Candidate) -> float | None:
     """The relative error of the predicted rate; with a target rate, of the predicted p99."""
     found = outcome.of(candidate)
     if found is None or found.predicted is None or not found.points:
         return None
     if outcome.goal.rate:
-        return found.predicted.p99_ns / found.p99_ns(outcome.goal.rate) - 1
+        told, seen = found.predicted.p99_ns, found.p99_ns(outcome.goal.rate)
+        return told / seen - 1 if max(told, seen) < inf else None
     return found.predicted.rate / found.rate - 1 if found.rate else None
 
 
 def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     now = outcome.model.current
     if chosen == now:
+        if not outcome.holds:
+            return
         yield "The present settings are the best; nothing needs to change."
         return
     before, after = outcome.of(now), outcome.of(chosen)
@@ -98,25 +124,31 @@ def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         return
     if outcome.goal.rate:
         p99 = before.p99_ns(outcome.goal.rate)
-        yield f"The present settings have a p99 of {p99 / MS:.1f} ms at this rate."
+        reached = f"have a p99 of {p99 / MS:.1f} ms" if p99 < inf else "are overloaded"
+        yield f"The present settings {reached} at this rate."
     elif before.rate and after.rate:
         gain = after.rate / before.rate
-        yield f"The present settings reach {before.rate:,.0f} requests/s; this is {gain:.2f} x as many."
+        yield f"The present settings reach {per_s(before.rate)} requests/s; this is {gain:.2f} x as many."
     else:
         yield "The present settings do not hold the p99 at any rate that was measured."
 
 
 def _instances(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
-    highest: dict[int, float] = {}
-    for (count, _), rate in outcome.times.highest.items():
-        highest[count] = max(highest.get(count, 0.0), rate)
-    if len(highest) > 1:
-        each = ", ".join(f"{count}: {rate:,.0f}" for count, rate in sorted(highest.items()))
-        yield f"Instances: {chosen.instances}. Highest throughput in rows/s by number of instances: {each}."
+    for text in _throughput(outcome):
+        yield f"Instances: {chosen.instances}. {text}"
     size = outcome.times.memory.get((chosen.instances, chosen.threads), 0)
     if size:
         limit = f" of {outcome.goal.memory / MIB:,.0f} MiB" if outcome.goal.memory else ""
         yield f"Memory: {size / MIB:,.0f} MiB{limit}."
+
+
+def _throughput(outcome: Outcome) -> Iterator[str]:
+    highest: dict[int, float] = {}
+    for (count, _), rate in outcome.times.highest.items():
+        highest[count] = max(highest.get(count, 0.0), rate)
+    if len(highest) > 1:
+        each = ", ".join(f"{count}: {per_s(rate)}" for count, rate in sorted(highest.items()))
+        yield f"Highest throughput in rows/s by number of instances: {each}."
 
 
 def _threads(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
@@ -143,7 +175,7 @@ def _batch(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         else:
             rate = _best_of(outcome, largest)
             if rate:
-                yield f"With batches of up to {largest}, the best prediction is {rate:,.0f} requests/s."
+                yield f"With batches of up to {largest}, the best prediction is {per_s(rate)} requests/s."
 
 
 def _measured(fit: Fit) -> int:
@@ -172,11 +204,34 @@ def _delay(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         return
     rest = replace(chosen, delay_us=0)
     found = {each.candidate.delay_us: each for each in outcome.ranked if replace(each.candidate, delay_us=0) == rest}
-    if len(found) > 1 and not outcome.goal.rate:
-        each = ", ".join(f"{delay / 1000:g} ms: {one.rate:,.0f}" for delay, one in sorted(found.items()))
-        yield f"Queue delay: {chosen.delay_us / 1000:g} ms. Predicted requests/s by delay: {each}."
+    now = f"{chosen.delay_us / 1000:g} ms" if chosen.delay_us else "none"
+    if len(found) < 2 or outcome.goal.rate:
+        yield f"Queue delay: {now}."
+        return
+    groups = list(_groups({delay: one.rate for delay, one in sorted(found.items())}))
+    if len(groups) == 1:
+        delays, rates = groups[0]
+        yield f"Queue delay: {now}. Delays of {delays} make no difference: predicted {rates} requests/s."
     else:
-        yield f"Queue delay: {chosen.delay_us / 1000:g} ms."
+        each = ", ".join(f"{delays}: {rates}" for delays, rates in groups)
+        yield f"Queue delay: {now}. Predicted requests/s by delay: {each}."
+
+
+def _groups(rates: Mapping[int, float]) -> Iterator[tuple[str, str]]:
+    """Ranges of delays, and the range of their rates, which are equal as far as the search can tell."""
+    groups: list[list[int]] = []
+    for delay, rate in rates.items():
+        if groups and abs(log(rate / rates[groups[-1][0]])) <= PRECISION:
+            groups[-1].append(delay)
+        else:
+            groups.append([delay])
+    for group in groups:
+        low, high = min(rates[delay] for delay in group), max(rates[delay] for delay in group)
+        yield f"{_span(f'{group[0] / 1000:g}', f'{group[-1] / 1000:g}')} ms", _span(per_s(low), per_s(high))
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
 
 
 def _padding(outcome: Outcome, chosen: Candidate) -> Iterator[str]:

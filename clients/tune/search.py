@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shmserve.clients.tune.fit import Fit, Pair
 from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.pool import Pool
-from shmserve.clients.tune.predict import Prediction, Predictor
+from shmserve.clients.tune.predict import PRECISION, Prediction, Predictor
 from shmserve.clients.tune.space import MULTIPLES, Candidate, TunedModel
 
 REFINED = 4
@@ -147,7 +147,8 @@ def _at_rate(predictor: Predictor, rate: float, longer: int, candidate: Candidat
 def shortlist(ranked: Sequence[Prediction], count: int, worst: float) -> list[Prediction]:
     """The best candidate, and the best of those that differ from the chosen ones in more than delay and padding, as far
     as their rate is at least `worst` times the best; then whatever follows. The confirmation corrects errors of the
-    fits, and those are shared by candidates with equal instances, threads and batch size."""
+    fits, and those are shared by candidates with equal instances, threads and batch size. A candidate that differs from
+    a chosen one only in its delay, and is predicted to do the same, is left out: only chance would decide."""
     chosen: list[Prediction] = []
     kinds = set()
     for each in ranked:
@@ -155,5 +156,12 @@ def shortlist(ranked: Sequence[Prediction], count: int, worst: float) -> list[Pr
         if kind not in kinds and (not chosen or each.rate >= worst * ranked[0].rate):
             kinds.add(kind)
             chosen.append(each)
-    chosen += [each for each in ranked if each not in chosen]
+    for each in ranked:
+        if each not in chosen and not any(_alike(each, other) for other in chosen):
+            chosen.append(each)
     return chosen[:count]
+
+
+def _alike(one: Prediction, other: Prediction) -> bool:
+    delayed = replace(one.candidate, delay_us=other.candidate.delay_us)
+    return delayed == other.candidate and abs(log(one.rate / other.rate)) <= PRECISION

@@ -18,6 +18,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.tune.bench import Observation
+from shmserve.errors import ConnectionLost, Unavailable
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
 
 if TYPE_CHECKING:
@@ -122,6 +123,9 @@ class _Load:
         """Intended time, and latency."""
         self._failed = 0
         self._error = ""
+        self._refused: list[int] = []
+        """Intended times of requests that a limit has rejected."""
+        self._refusal = ""
         self._overloaded = False
         self._late: list[float] = []
         self._ended = 0
@@ -134,14 +138,18 @@ class _Load:
         self._out[future] = intended
         future.add_done_callback(done)
 
-    def _settle(self, future: Any) -> tuple[int, int]:
-        """The intended time and the time of the answer."""
+    def _settle(self, future: Any) -> tuple[int, int, bool]:
+        """The intended time, the time of the answer, and whether the request was refused."""
         intended, now = self._out.pop(future), perf_counter_ns()
         error = None if future.cancelled() else future.exception()
-        if error is not None:
+        refused = isinstance(error, Unavailable) and not isinstance(error, ConnectionLost)
+        if refused:
+            self._refused.append(intended)
+            self._refusal = self._refusal or str(error)
+        elif error is not None:
             self._failed += 1
             self._error = self._error or str(error)
-        return intended, now
+        return intended, now, refused
 
     # ------------------------------------------------------------------------------------ closed loop
 
@@ -159,7 +167,11 @@ class _Load:
         self._after = self._counts()
 
     def _again(self, future: Any) -> None:
-        sent, now = self._settle(future)
+        sent, now, refused = self._settle(future)
+        if refused:
+            if not self._out:
+                self._over.set()
+            return
         if not self._started and now >= self._from:
             self._started = True  # from the first answer on, as answers come in batches
             self._from = now
@@ -207,8 +219,8 @@ class _Load:
             self._at = math.inf
 
     def _answered(self, future: Any) -> None:
-        intended, now = self._settle(future)
-        if intended >= self._from:
+        intended, now, refused = self._settle(future)
+        if intended >= self._from and not refused:
             self._answers.append((intended, now - intended))
         self._ended = now
         if not self._out and (self._at >= self._to or self._failed):
@@ -222,18 +234,20 @@ class _Load:
         seconds = max(self._ended - self._from, 1) / SECOND
         batches, rows = (after - before for after, before in zip(self._after, self._before, strict=True))
         step = max(1, len(latencies) // KEPT)
-        p99 = math.inf if self._overloaded or not latencies else _p99(answers, latencies)
+        missed = [(intended, math.inf) for intended in self._refused if intended >= self._from]
+        p99 = math.inf if self._overloaded or not latencies else _p99([*answers, *missed])
         return Observation(
             len(answers) / seconds, seconds, _quantile(latencies, 0.5), p99, tuple(latencies[::step]), batches, rows,
-            self._failed, self._error, self._overloaded, _quantile(sorted(self._late), 0.99) if self._late else 0.0,
+            self._failed, self._error, len(self._refused), self._refusal, self._overloaded,
+            _quantile(sorted(self._late), 0.99) if self._late else 0.0,
         )  # fmt: skip
 
 
-def _p99(answers: Sequence[tuple[int, int]], latencies: Sequence[int]) -> float:
+def _p99(answers: Sequence[tuple[int, float]]) -> float:
     """The median of the p99 of equal windows, so that one pause of the machine does not decide; of all answers, if
     there are too few for windows."""
     if len(answers) < WINDOWS * WINDOW_COUNT:
-        return _quantile(latencies, 0.99)
+        return _quantile(sorted(latency for _, latency in answers), 0.99)
     ordered = sorted(answers)
     size = len(ordered) // WINDOWS
     parts = [ordered[place * size : (place + 1) * size] for place in range(WINDOWS)]

@@ -161,6 +161,15 @@ class TunedModel(Struct, frozen=True):
             base, max_batch_size=largest, dynamic_batching=dynamic, parameters=parameters, instance_group=groups
         )
 
+    def saturated(self, candidate: Candidate) -> ModelConfig:
+        """The configuration for measurements with more requests in flight than usual. Without queue limits, because a
+        batch takes as long with them."""
+        config = self.config_of(candidate)
+        dynamic = config.dynamic_batching
+        if dynamic is None:
+            return config
+        return replace(config, dynamic_batching=replace(dynamic, default_queue_policy=None, priority_queue_policy={}))
+
     def policy_of(self, candidate: Candidate) -> ModelPolicy:
         return compile_policy(self.config_of(candidate), 1)
 

@@ -23,7 +23,7 @@ from shmserve.errors import InvalidRequest, ModelFailed
 
 WORST = 0.75
 """Candidates with a lower predicted rate, as a share of the best, are not confirmed."""
-EQUAL = 1.03
+EQUAL = 1.04
 """Measured rates that differ by less are equal: the setting with the fewest instances is chosen, then the one with the
 higher predicted rate."""
 CURVE = (0.3, 0.5, 0.7, 0.85)
@@ -31,6 +31,8 @@ CURVE = (0.3, 0.5, 0.7, 0.85)
 CLOSE = 0.05
 TURN_NS = 20_000
 """Duration of a turn of the broker in the simulator."""
+CALIBRATION_ROUNDS = 4
+"""Measurements of the present setting before the search; it gets the rest in turn with the others."""
 LINK_NS = (5_000, 500_000)
 
 
@@ -132,7 +134,7 @@ class Tuner:
         told = self.predictor.highest(now)
         if told is None:
             return
-        self._confirmation.run([(now, told)])
+        self._confirmation.run([(now, told)], CALIBRATION_ROUNDS)
         found = outcome.of(now)
         assert found is not None
         if found.rate and not found.error:
@@ -200,7 +202,7 @@ def choose(outcome: Outcome) -> Candidate | None:
             order = [each.candidate for each in outcome.ranked]
             place = {candidate: number for number, candidate in enumerate(order)}
             return min(good, key=lambda each: place.get(each.candidate, len(order))).candidate
-        if tried:
+        if tried and outcome.ranked:
             return min(tried, key=lambda each: each.p99_ns(goal.rate)).candidate
     elif any(each.rate for each in tried):
         best = max(each.rate for each in tried)

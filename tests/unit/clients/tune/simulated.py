@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from shmserve.clients.tune.bench import Observation
@@ -72,7 +73,10 @@ class SimulatedBench:
         result = simulate(plan).models["net"]
         latency, batches = result.latency, sum(result.batches.values())
         known = tuple(latency.quantile(share / 200) for share in range(1, 200))
+        refused, in_time = sum(result.failed.values()), 0.99 * result.sent / result.answered
+        p99 = latency.quantile(in_time) if in_time <= 1 else math.inf
         return Observation(
-            result.answered / result.elapsed_s, result.elapsed_s, latency.quantile(0.5), latency.quantile(0.99), known,
+            result.answered / result.elapsed_s, result.elapsed_s, latency.quantile(0.5), p99, known,
             batches, sum(rows * times for rows, times in result.batches.items()),
+            refused=refused, refusal="Exceeds maximum queue size" if refused else "",
         )  # fmt: skip

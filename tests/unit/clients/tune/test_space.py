@@ -137,8 +137,10 @@ def test_the_shortlist_differs_in_more_than_the_delay() -> None:
     def told(rate: float, *settings: int) -> Prediction:
         return Prediction(Candidate(*settings), rate, 1.0, 1.0, 1.0, 1.0)
 
-    ranked = [told(100, 2, 1, 8), told(99, 2, 1, 8, 500), told(90, 1, 2, 8), told(60, 1, 1, 8)]
-    assert [each.rate for each in shortlist(ranked, 3, 0.75)] == [100, 90, 99]
+    ranked = [told(100, 2, 1, 8), told(99, 2, 1, 8, 500), told(95, 2, 1, 8, 800), told(90, 1, 2, 8), told(60, 1, 1, 8)]
+    assert [each.rate for each in shortlist(ranked, 3, 0.75)] == [100, 90, 95]
+    # Predicted alike, so that only chance would decide between the delays.
+    assert [each.rate for each in shortlist(ranked, 9, 0.75)] == [100, 90, 95, 60]
     assert [each.rate for each in shortlist(ranked, 1, 0.75)] == [100]
 
 
