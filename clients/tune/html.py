@@ -8,8 +8,9 @@ from html import escape
 
 from msgspec import Struct
 
+from shmserve.clients.tune.goal import per_s
 from shmserve.clients.tune.reasons import MIB, MS, reasons
-from shmserve.clients.tune.report import diff
+from shmserve.clients.tune.report import diff, headline, measured
 from shmserve.clients.tune.tuner import Outcome
 
 WIDTH, HEIGHT = 640, 320
@@ -43,17 +44,16 @@ class Series(Struct, frozen=True):
 def page(outcome: Outcome, path: str) -> str:
     goal, model = outcome.goal, outcome.model
     wanted = f"p99 up to {goal.p99_ns / MS:g} ms"
-    wanted += f" at {goal.rate:,.0f} requests/s" if goal.rate else ", as many requests per second as possible"
+    wanted += f" at {per_s(goal.rate)} requests/s" if goal.rate else ", as many requests per second as possible"
     wanted += f", {goal.memory / MIB:,.0f} MiB of memory" if goal.memory else ""
-    best = outcome.chosen.describe() if outcome.chosen is not None else "nothing found"
     parts = [
         f"<h1>Tuning of {escape(model.name)}</h1><p>Target: {wanted}.</p>",
         f"<p>Interrupted in the step &ldquo;{escape(outcome.interrupted)}&rdquo;.</p>" if outcome.interrupted else "",
-        f"<h2>Best setting: {escape(best)}</h2><ul>",
+        f"<h2>{escape(headline(outcome))}</h2><ul>",
         *(f"<li>{escape(reason)}</li>" for reason in reasons(outcome)),
         "</ul><h2>Changes</h2>",
         _changes(diff(outcome, path)),
-        "<h2>Settings measured on the server</h2>" + _candidates(outcome) if outcome.confirmed else "",
+        _candidates(outcome),
         _load_chart(outcome),
         _service_chart(outcome),
         f"<p>{outcome.searched} settings simulated; "
@@ -74,25 +74,16 @@ def _changes(text: str) -> str:
 
 
 def _candidates(outcome: Outcome) -> str:
-    rate = outcome.goal.rate
-    last = "p99 there" if rate else "p99 at the measured rate"
-    heads = ("Setting", "Predicted/s", "Measured/s", last, "MiB")
-    rows = []
-    for each in outcome.confirmed:
-        at = rate or each.rate
-        known = any(point.rate == at for point in each.points)
-        p99 = each.p99_ns(at) if known else math.inf
-        cells = (
-            escape(each.candidate.describe()) + (" (present)" if each.candidate == outcome.model.current else ""),
-            f"{each.predicted.rate:,.0f}" if each.predicted is not None else "-",
-            f"{each.rate:,.0f}" if each.rate else "-",
-            f"{p99 / MS:.2f} ms" if p99 < math.inf else "-",
-            f"{each.memory / MIB:,.0f}",
-        )
-        kind = ' class="chosen"' if each.candidate == outcome.chosen else ""
-        rows.append(f"<tr{kind}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    columns, rows = measured(outcome)
+    if not rows:
+        return ""
+    chosen = outcome.chosen.describe() if outcome.chosen is not None else ""
+    lines = []
+    for row in rows:
+        kind = ' class="chosen"' if row[0] == chosen else ""
+        lines.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
+    head = "".join(f"<th>{escape(column.name)}</th>" for column in columns)
+    return f"<h2>Settings measured on the server</h2><table><tr>{head}</tr>{''.join(lines)}</table>"
 
 
 def _load_chart(outcome: Outcome) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import unified_diff
+from math import inf
 from typing import Any
 
 from shmserve.clients.tune.confirm import Confirmed
+from shmserve.clients.tune.goal import per_s
 from shmserve.clients.tune.reasons import MIB, MS, prediction_error, reasons
 from shmserve.clients.tune.space import Candidate
 from shmserve.clients.tune.tuner import Outcome
@@ -20,6 +23,15 @@ COLUMNS = (
     Column("MIB", right=True, rank=3),
     Column(""),
 )
+RATE_COLUMNS = (
+    Column("SETTING"),
+    Column("PREDICTED P99 MS", right=True, rank=1),
+    Column("MEASURED P99 MS", right=True),
+    Column("BATCH", right=True, rank=2),
+    Column("MIB", right=True, rank=3),
+    Column(""),
+)
+"""With a target rate."""
 POINTS = (
     Column("REQUESTS/S", right=True),
     Column("PREDICTED P99 MS", right=True),
@@ -33,20 +45,22 @@ def diff(outcome: Outcome, path: str) -> str:
     if outcome.chosen is None:
         return ""
     before, after = outcome.model.text, outcome.model.text_of(outcome.chosen)
-    lines = unified_diff(before.splitlines(), after.splitlines(), f"a/{path}", f"b/{path}", lineterm="")
+    names = (path, path) if path.startswith("/") else (f"a/{path}", f"b/{path}")
+    lines = unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="")
     return "\n".join(lines) + "\n" if before != after else ""
 
 
 def text(outcome: Outcome, screen: Screen) -> str:
     """Everything but the diff."""
     parts = []
-    if outcome.confirmed:
-        parts.append(screen.table(COLUMNS, [_row(outcome, each) for each in outcome.confirmed]))
+    columns, rows = measured(outcome)
+    if rows:
+        parts.append(screen.table(columns, rows))
     if outcome.curve:
-        rows = _points(outcome)
-        parts.append(f"{screen.styled('The chosen setting, by load:', HEAD)}\n{screen.table(POINTS, rows)}")
+        curve = screen.table(POINTS, _points(outcome))
+        parts.append(f"{screen.styled('The chosen setting, by load:', HEAD)}\n{curve}")
     if outcome.chosen is not None:
-        lines = [screen.styled(f"Best: {outcome.chosen.describe()}", GOOD)]
+        lines = [screen.styled(headline(outcome), GOOD if outcome.holds else HEAD)]
         for reason in reasons(outcome):
             lines += screen.wrapped(reason, "  ", "    ")
         parts.append("\n".join(lines))
@@ -57,18 +71,42 @@ def text(outcome: Outcome, screen: Screen) -> str:
     return "\n\n".join(parts)
 
 
+def headline(outcome: Outcome) -> str:
+    """What was chosen; it says so if that has not held the target."""
+    if outcome.chosen is None:
+        return "Nothing found"
+    setting = outcome.chosen.describe()
+    if outcome.holds:
+        return f"Best: {setting}"
+    found = outcome.of(outcome.chosen)
+    if found is None or not found.points:
+        return f"Best prediction, not measured: {setting}"
+    return f"No setting held the target on the server. The closest: {setting}"
+
+
+def measured(outcome: Outcome) -> tuple[Sequence[Column], list[list[str]]]:
+    """The table of the settings that were measured on the server."""
+    found = [each for each in outcome.confirmed if each.points or each.error]
+    return RATE_COLUMNS if outcome.goal.rate else COLUMNS, [_row(outcome, each) for each in found]
+
+
 def _row(outcome: Outcome, each: Confirmed) -> list[str]:
-    goal = outcome.goal
-    rate = goal.rate or each.rate
+    goal, told = outcome.goal, each.predicted
+    lowest = min((point.rate for point in each.points), default=0.0)
+    rate = goal.rate or each.rate or lowest
     at = [point for point in each.points if point.rate == rate]
     notes = ["chosen"] if each.candidate == outcome.chosen else []
     notes += ["present"] if each.candidate == outcome.model.current else []
     notes += [each.error] if each.error else []
+    if goal.rate:
+        rates = [_p99(told.p99_ns) if told is not None else "-"]
+    else:
+        reached = per_s(each.rate) if each.rate else f"< {per_s(lowest)}" if lowest else "-"
+        rates = [per_s(told.rate) if told is not None else "-", reached]
     return [
         each.candidate.describe(),
-        f"{each.predicted.rate:,.0f}" if each.predicted is not None else "-",
-        f"{each.rate:,.0f}" if each.rate else "-",
-        f"{each.p99_ns(rate) / MS:.2f}" if at else "-",
+        *rates,
+        _p99(each.p99_ns(rate)) if at else "-",
         f"{at[-1].mean_batch:.1f}" if at else "-",
         f"{each.memory / MIB:,.0f}" if each.memory else "-",
         ", ".join(notes),
@@ -80,13 +118,23 @@ def _points(outcome: Outcome) -> list[list[str]]:
     found = outcome.of(outcome.chosen)
     rows = []
     for told in outcome.curve:
-        measured = found is not None and any(point.rate == told.rate for point in found.points)
-        p99 = found.p99_ns(told.rate) if found is not None and measured else 0.0
-        finite = 0 < p99 < float("inf")
+        known = found is not None and any(point.rate == told.rate for point in found.points)
+        p99 = found.p99_ns(told.rate) if found is not None and known else 0.0
+        finite = 0 < p99 < inf and told.p99_ns < inf
         error = f"{told.p99_ns / p99 - 1:+.0%}" if finite else "-"
-        seen = f"{p99 / MS:.2f}" if finite else ("overloaded" if measured else "-")
-        rows.append([f"{told.rate:,.0f}", f"{told.p99_ns / MS:.2f}", seen, error])
+        seen = _p99(p99) if known else "-"
+        rows.append([per_s(told.rate), _p99(told.p99_ns), seen, error])
     return rows
+
+
+def _p99(ns: float) -> str:
+    """Infinite: the queue grew until the measurement was ended, or more than 1 % of the requests were refused."""
+    return f"{ns / MS:.2f}" if ns < inf else "overloaded"
+
+
+def _ms(ns: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return ns / MS if ns < inf else None
 
 
 def settings(candidate: Candidate) -> dict[str, int]:
@@ -108,7 +156,7 @@ def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
         "diff": diff(outcome, path),
         "confirmed": [_confirmed(outcome, each) for each in outcome.confirmed],
         "curve": [
-            {"rate": told.rate, "p50_ms": told.p50_ns / MS, "p99_ms": told.p99_ns / MS, "mean_batch": told.mean_batch}
+            {"rate": told.rate, "p50_ms": _ms(told.p50_ns), "p99_ms": _ms(told.p99_ns), "mean_batch": told.mean_batch}
             for told in outcome.curve
         ],
         "service_times": [
@@ -137,7 +185,7 @@ def _confirmed(outcome: Outcome, each: Confirmed) -> dict[str, Any]:
     predicted = each.predicted
     return {
         "settings": settings(each.candidate),
-        "predicted": {"rate": predicted.rate, "p99_ms": predicted.p99_ns / MS} if predicted is not None else None,
+        "predicted": {"rate": predicted.rate, "p99_ms": _ms(predicted.p99_ns)} if predicted is not None else None,
         "rate": each.rate or None,
         "prediction_error": prediction_error(outcome, each.candidate),
         "memory_bytes": each.memory,
@@ -146,9 +194,10 @@ def _confirmed(outcome: Outcome, each: Confirmed) -> dict[str, Any]:
             {
                 "rate": point.rate,
                 "responses_per_s": point.per_s,
-                "p50_ms": point.p50_ns / MS,
-                "p99_ms": point.p99_ns / MS if point.p99_ns < float("inf") else None,
+                "p50_ms": _ms(point.p50_ns),
+                "p99_ms": _ms(point.p99_ns),
                 "mean_batch": point.mean_batch,
+                "refused": point.refused,
                 "holds": point.holds,
             }
             for point in each.points

@@ -11,6 +11,7 @@ from shmserve.clients.cli.arguments.common import add_backend_directory, add_com
 from shmserve.clients.cli.help import rare
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _TIMES = {"us": 1e3, "ms": 1e6, "s": 1e9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
 
@@ -44,7 +45,7 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
         default=0.0,
         help="hold it at N requests per second (default: at as many as possible)",
     )
-    add("--apply", action="store_true", help="write the changes to config.pbtxt")
+    add("--apply", action="store_true", help="write the changes to config.pbtxt, if the target is held")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")
     add("--rows", metavar="N", type=at_least_1, default=1, help="rows of each request (default: 1)")
     add("--lengths", metavar="N[-M]", type=span, help="size of the dims of -1")
@@ -69,6 +70,8 @@ def time_ns(text: str) -> int:
     """20ms, 500us or 1.5s as nanoseconds."""
     found = _TIME.fullmatch(text.strip())
     value = round(float(found[1]) * _TIMES[found[2]]) if found else 0
+    if not found and _NUMBER.fullmatch(text.strip()):
+        raise argparse.ArgumentTypeError(f"'{text}' has no unit: {text.strip()}ms? Units are us, ms and s")
     if not value:
         raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0, such as 500us, 20ms or 1.5s")
     return value

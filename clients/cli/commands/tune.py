@@ -47,7 +47,7 @@ def tune(args: argparse.Namespace) -> int:
     outcome = _tuned(args, folder, goal)
     from shmserve.clients.tune import report
 
-    path = os.path.relpath(folder / CONFIG)
+    path = _shown(folder / CONFIG)
     changes = report.diff(outcome, path)
     if args.html is not None:
         _write(args.html, _html(outcome, path))
@@ -58,7 +58,9 @@ def tune(args: argparse.Namespace) -> int:
         print(f"\n{changes}" if changes else "\nNo changes.", end="" if changes else "\n")
     if outcome.interrupted:
         return 130
-    if args.apply and changes and outcome.chosen is not None:
+    if args.apply and not outcome.holds:
+        raise Failed(f"{path} is not changed: {_missed(outcome)}")
+    if args.apply and changes:
         _apply(folder / CONFIG, outcome)
         if not args.json:
             print(f"\n{path} is written; `shmserve load {folder.name}` applies it to a running server")
@@ -70,6 +72,18 @@ def _folder(given: Path) -> Path:
     if not folder.is_dir():
         raise Misuse(f"{given} is not a directory; MODEL is the directory with the model's {CONFIG}")
     return folder
+
+
+def _shown(file: Path) -> str:
+    """Relative to the current directory, if it is below that."""
+    here = Path.cwd()
+    return str(file.relative_to(here) if file.is_relative_to(here) else file)
+
+
+def _missed(outcome: Outcome) -> str:
+    """Why there is nothing to apply."""
+    goal = outcome.goal
+    return f"no setting that was measured held {goal.target}; raise --p99{' or lower --rate' if goal.rate else ''}"
 
 
 def _goal(args: argparse.Namespace) -> Goal:
@@ -198,6 +212,8 @@ def _progress(args: argparse.Namespace) -> Iterator[Any]:
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from shmserve.clients.tune.goal import per_s
+
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()
     with Progress(*columns, console=screen.console(), transient=True) as progress:
         task = progress.add_task("starting", total=None)
@@ -210,7 +226,7 @@ def _progress(args: argparse.Namespace) -> Iterator[Any]:
                 progress.update(task, description=text)
 
             def simulated(self, done: int, total: int, best: Prediction | None) -> None:
-                found = f"; best so far {best.rate:,.0f}/s" if best is not None else ""
+                found = f"; best so far {per_s(best.rate)}/s" if best is not None else ""
                 progress.update(task, description=f"simulating{found}", completed=done, total=total)
 
         yield Live()

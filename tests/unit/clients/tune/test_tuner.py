@@ -85,6 +85,7 @@ def test_what_is_reported(found: Outcome) -> None:
         "--- a/models/net/config.pbtxt",
         "+++ b/models/net/config.pbtxt",
     ]
+    assert report.diff(found, "/models/net/config.pbtxt").startswith("--- /models/net/config.pbtxt\n+++ /models/")
     assert found.chosen is not None
     changed = found.model.text_of(found.chosen)
     assert "count: 2 kind: KIND_CPU" in changed
@@ -103,6 +104,29 @@ def test_what_is_reported(found: Outcome) -> None:
     assert len(drawings) == 2
     assert all(len(ElementTree.fromstring(each)) > 10 for each in drawings)
     assert "preferred_batch_size: [ 8 ]" in page
+
+
+@pytest.mark.parametrize("policy", ["max_queue_size: 24", "default_timeout_microseconds: 25000"])
+def test_limits_of_the_queue(policy: str) -> None:
+    """They reject requests of a saturated model, which is how times are measured. The optimum stays the same, and the
+    rate is the one up to which less than 1 % are rejected."""
+    text = CONFIG.replace("dynamic_batching { }", f"dynamic_batching {{ default_queue_policy {{ {policy} }} }}")
+    bench = SimulatedBench(sweet)
+    outcome = Tuner(bench, tuned(text), Goal(30 * MS, instances=(1, 2), simulated=QUICK), Events()).run()
+    chosen = outcome.of(outcome.chosen)
+    assert chosen is not None
+    assert (chosen.candidate.instances, chosen.candidate.batch) == (2, 8)
+    assert 0.75 * 4000 < chosen.rate < 1.1 * 4000
+    assert not chosen.error
+    assert all(sample.batch_ns == pytest.approx(sweet(*sample.pair, round(sample.rows)) * MS, rel=0.1)
+               for sample in outcome.times.samples if round(sample.rows) in SWEET)  # fmt: skip
+    assert policy in outcome.model.text_of(chosen.candidate)
+    # What was measured on the server at the end has the limits, as the model will have them.
+    assert bench.applied[-1].dynamic_batching is not None
+    assert bench.applied[-1].dynamic_batching.default_queue_policy is not None
+    assert any(point.refused for each in outcome.confirmed for point in each.points)
+    assert "the queue limits of the model rejected" in report.text(outcome, Screen(False))
+    json.dumps(report.as_json(outcome, "x"), allow_nan=False)
 
 
 def test_the_memory_limit() -> None:
@@ -136,7 +160,7 @@ def test_a_target_that_nothing_holds() -> None:
     assert not outcome.holds
     assert report.diff(outcome, "x") == ""
     assert report.as_json(outcome, "x")["chosen"] is None
-    assert "nothing found" in html.page(outcome, "x")
+    assert "Nothing found" in html.page(outcome, "x")
     assert "No setting holds a p99 of 1 ms. A request alone takes 2." in report.text(outcome, Screen(False))
 
 
