@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean
 from time import monotonic
 from typing import Any
 
@@ -39,7 +39,8 @@ P99_MS = {"mlp": 20, "cnn": 60, "waits": 40}
 INSTANCES = (1, 2)
 BEST = 2
 """Settings of the sweep that are measured again."""
-ROUNDS = 3
+STEP = 1.05
+"""Factor between the rates of the final comparison."""
 IN_FLIGHT = 3
 
 
@@ -122,42 +123,64 @@ def tune(root: Path, name: str, goal: Goal) -> dict[str, Any]:
     return {"seconds": monotonic() - begun, "chosen": found["chosen"], "confirmed": found["confirmed"]}
 
 
-def judge(root: Path, name: str, goal: Goal, kept: dict[str, Any]) -> dict[str, Any]:
-    """The choice and the best of the sweep, measured in turn."""
+class Limit:
+    """The rate of a setting, which follows its limit: a step up after a measurement that holds the p99, a step down
+    after any other. So a measurement that a pause has spoiled is put right by the next ones."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.rates: list[float] = []
+        self.held: list[bool] = []
+
+    def follow(self, held: bool) -> None:
+        self.rates.append(self.rate)
+        self.held.append(held)
+        self.rate *= STEP if held else 1 / STEP
+
+    def mean(self, first: int) -> float:
+        return geometric_mean(self.rates[first:])
+
+
+def judge(root: Path, name: str, goal: Goal, kept: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The choice and the best of the sweep, measured in turn, so that a change of the machine's speed meets all."""
     ranked = sorted(kept["sweep"].values(), key=lambda each: -each["rate"])
     choice = Candidate(**kept["tune"]["chosen"])
-    rates: dict[Candidate, list[float]] = {choice: []}
-    for each in ranked[:BEST]:
-        rates.setdefault(Candidate(*each["settings"]), [])
-    start = ranked[0]["rate"]
+    best = [Candidate(*each["settings"]) for each in ranked[:BEST]]
+    limits = {candidate: Limit(ranked[0]["rate"]) for candidate in (choice, *best)}
     with served(root, name) as (bench, model):
-        for _ in range(ROUNDS):
-            for candidate, found in rates.items():  # each on its own: together, one would be given up for another
-                told = Prediction(candidate, start, 0.0, 0.0, 0.0, 0.0)
-                found.append(Confirmation(bench, model, goal, lambda text: None).run([(candidate, told)])[0].rate)
-    medians = {candidate: median(found) for candidate, found in rates.items()}
-    best = max((candidate for candidate in rates if candidate != choice), key=medians.__getitem__, default=choice)
+        confirmation = Confirmation(bench, model, goal, lambda text: None)
+        for number in range(rounds):
+            turns = list(limits.items())
+            for candidate, limit in turns if number % 2 == 0 else reversed(turns):
+                limit.follow(confirmation.measure(Confirmed(candidate, None), limit.rate).holds)
+    # Until all have failed and held, their rates say where they began.
+    first = max(max(limit.held.index(held) for held in (True, False)) for limit in limits.values())
+    rates = {candidate: limit.mean(first) for candidate, limit in limits.items()}
+    other = max((each for each in rates if each != choice), key=rates.__getitem__, default=choice)
+    shares = [own / its for own, its in zip(limits[choice].rates[first:], limits[other].rates[first:], strict=True)]
+    quarter = len(shares) // 4
+    parts = [geometric_mean(shares[part * quarter : (part + 1) * quarter]) for part in range(4)]
     return {
         "choice": choice.describe(),
-        "choice_rates": rates[choice],
-        "best": best.describe(),
-        "best_rates": rates[best],
-        "share": medians[choice] / medians[best] if medians[best] else 0.0,
+        "best": other.describe(),
+        "rates": {candidate.describe(): limit.rates for candidate, limit in limits.items()},
+        "choice_rate": rates[choice],
+        "best_rate": rates[other],
+        "share": rates[choice] / rates[other],
+        "quarters": parts,
     }
 
 
 def report(name: str, kept: dict[str, Any]) -> str:
     swept = sum(each["seconds"] for each in kept["sweep"].values())
     tuned, judged = kept["tune"]["seconds"], kept["judge"]
+    quarters = ", ".join(f"{part:.2f}" for part in judged["quarters"])
+    choice, best = f"{judged['choice_rate']:,.0f}", f"{judged['best_rate']:,.0f}"
     return (
-        f"{name}: the choice ({judged['choice']}) reaches {judged['share']:.3f} of the best of {len(kept['sweep'])} "
-        f"settings ({judged['best']}), rates {_rates(judged['choice_rates'])} and {_rates(judged['best_rates'])}; "
+        f"{name}: the choice ({judged['choice']}) reaches {choice} requests/s, {judged['share']:.3f} of the {best} of "
+        f"the best of {len(kept['sweep'])} settings ({judged['best']}); by quarters of the comparison: {quarters}; "
         f"tuning took {tuned:.0f} s, the sweep {swept:.0f} s: {tuned / swept:.3f}"
     )
-
-
-def _rates(rates: list[float]) -> str:
-    return "/".join(f"{rate:,.0f}" for rate in rates)
 
 
 def main() -> None:
@@ -166,6 +189,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one; repeatable")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop sweeping after this time")
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
+    parser.add_argument("--rounds", type=int, default=32, help="measurements of each setting in the final comparison")
     given = parser.parse_args()
     until = monotonic() + 60 * given.minutes
     root = given.folder.resolve() / "models"
@@ -183,7 +207,7 @@ def main() -> None:
             kept["tune"] = tune(root, name, goal)
             save()
         if sweep(root, name, goal, kept, until, save) and monotonic() < until:
-            kept["judge"] = judge(root, name, goal, kept)
+            kept["judge"] = judge(root, name, goal, kept, given.rounds)
             save()
             print(report(name, kept), flush=True)
 
