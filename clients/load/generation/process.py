@@ -49,7 +49,8 @@ class Generator:
         self._plan: Plan | None = None
 
     def tell(self, news: News) -> None:
-        write(self._writer, news)
+        if not self._writer.is_closing():  # else the process that measures has gone, which ends `_follow`, too
+            write(self._writer, news)
 
     async def follow(self, order: Order) -> None:
         if isinstance(order, Prepare):

@@ -87,3 +87,13 @@ async def connect(make: Callable[[], Connection], endpoint: Endpoint, tls: ssl.S
         text = f"no server at {endpoint.origin} ({error.strerror or error})"
         raise ConnectionLost(f"{text}: start one, or select another by --url") from error
     return connection
+
+
+def close(transport: asyncio.Transport | None) -> None:
+    """With TLS at once: the event loop may not live long enough to wait for the peer's end."""
+    if transport is None:
+        return
+    if transport.get_extra_info("ssl_object") is not None:
+        transport.abort()
+    else:
+        transport.close()

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import hpack
 
-from shmserve.clients.load.targets.connecting import LOST
+from shmserve.clients.load.targets.connecting import LOST, close
 from shmserve.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -133,8 +133,7 @@ class GrpcConnection(asyncio.Protocol):
 
     def close(self) -> None:
         self.closed = True
-        if self._transport is not None:
-            self._transport.close()
+        close(self._transport)
 
     def _send(self) -> None:
         """As much as the windows allow."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import httptools
 
-from shmserve.clients.load.targets.connecting import LOST
+from shmserve.clients.load.targets.connecting import LOST, close
 from shmserve.errors import ConnectionLost, ServeError
 
 END_OF_EVENT = b"\n\n"
@@ -41,8 +41,7 @@ class HttpConnection(asyncio.Protocol):
 
     def close(self) -> None:
         self.closed = True
-        if self._transport is not None:
-            self._transport.close()
+        close(self._transport)
 
     # ------------------------------------------------------------------------------------ called by the event loop
 

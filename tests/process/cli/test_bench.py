@@ -28,8 +28,7 @@ import trustme
 from msgspec.structs import replace
 
 from shmserve.clients.cli import main
-from shmserve.clients.load import one_load, record
-from shmserve.clients.load.calibration import calibrate
+from shmserve.clients.load import calibration, one_load, record
 from shmserve.clients.load.generation import process
 from shmserve.clients.load.measure import Progress, measure
 from shmserve.clients.load.plan import SECOND, Closed, Endpoint, Inputs, Limit, Open, Plan, Replay, Sequences, Settings
@@ -48,8 +47,8 @@ pytestmark = pytest.mark.process
 
 END_S = 60
 SERVICE_NS = 20_000_000
-QUICK = Settings(warmup_ns=SECOND // 20, window_ns=SECOND // 10, min_windows=2, max_windows=2, least=3)
-SHORT = ["--warmup", "20ms", "--window", "100ms", "--windows", "2:2", "--no-echo"]
+QUICK = Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3)
+SHORT = ["--warmup", "20ms", "--window", "50ms", "--windows", "2:2", "--no-echo"]
 SLOW = f"""
 name: "slow" backend: "identity" max_batch_size: 0
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
@@ -112,6 +111,37 @@ def one_point(plan: Plan) -> record.Point:
     return point
 
 
+class GeneratorThread:
+    """Stands in for the `Popen` of a generator process: the same code in a thread, without the start of Python."""
+
+    def __init__(self, command: list[str], pass_fds: list[int], stdin: int) -> None:
+        self._thread = threading.Thread(target=asyncio.run, args=[process.serve(os.dup(pass_fds[0]))])
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def kill(self) -> None:
+        return
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators are threads that report often: for tests about what they send. Their processor time is that of the
+    whole test process, so it must not call for more of them.
+    """
+    start = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> Any:
+        is_generator = process.__name__ in command
+        return GeneratorThread(command, **options) if is_generator else start(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(process, "FLUSH_S", 0.01)
+    monkeypatch.setattr(one_load, "BUSY", float("inf"))
+
+
 KINDS = ("lane", "ipc", "tcp", "http", "grpc")
 
 
@@ -145,6 +175,7 @@ def test_a_closed_loop_over_each_transport(kind: str, place: Place, capfd: pytes
     assert capfd.readouterr() == ("", ""), "the processes end quietly"
 
 
+@pytest.mark.usefixtures("threads")
 def test_latencies_are_at_least_the_time_of_the_model(place: Place) -> None:
     point = one_point(Plan(model="slow", endpoint=place.endpoints["http"], loads=(Closed(2),), settings=QUICK))
     assert point.latency.low >= SERVICE_NS
@@ -153,10 +184,11 @@ def test_latencies_are_at_least_the_time_of_the_model(place: Place) -> None:
     assert point.server.parts["compute"] >= SERVICE_NS
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http"])
 def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, place: Place) -> None:
     """200 requests per second to a model that answers 50: they pile up, and their latencies grow."""
-    settings = replace(QUICK, window_ns=SECOND // 4, min_windows=3, max_windows=6)
+    settings = replace(QUICK, window_ns=SECOND // 6, min_windows=3, max_windows=6)
     plan = Plan(
         model="slow", endpoint=place.endpoints[kind], loads=(Open(200.0, "constant"),), settings=settings, in_flight=4
     )
@@ -169,10 +201,11 @@ def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, place: Place) 
     assert not point.errors
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http"])
 def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, place: Place) -> None:
     """After the first load, hundreds of requests wait for a model that answers 50 per second."""
-    settings = replace(QUICK, window_ns=SECOND // 3)
+    settings = replace(QUICK, window_ns=SECOND // 5)
     loads = (Open(1000.0, "constant"), Closed(1))
     plan = Plan(model="slow", endpoint=place.endpoints[kind], loads=loads, settings=settings, in_flight=500)
     first, second = measure(plan).points
@@ -183,6 +216,7 @@ def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, place: Place) 
     assert second.server.parts["queue"] < SECOND, "the backlog would take ten seconds"
 
 
+@pytest.mark.usefixtures("threads")
 def test_recorded_times(place: Place) -> None:
     times = tuple(number * 4_000_000 + (number % 3) * 100_000 for number in range(50))
     point = one_point(
@@ -193,6 +227,7 @@ def test_recorded_times(place: Place) -> None:
     assert str(point.load).startswith("recorded times of file (")
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_deadline_that_cannot_be_kept(place: Place) -> None:
     """A response may still arrive after the deadline, but none in time."""
     plan = Plan(model="slow", endpoint=place.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
@@ -202,6 +237,7 @@ def test_a_deadline_that_cannot_be_kept(place: Place) -> None:
     assert point.failed == 0 or any("DEADLINE_EXCEEDED" in text for text in point.errors)
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 def test_streams(kind: str, place: Place) -> None:
     plan = Plan(
@@ -218,6 +254,7 @@ def test_streams(kind: str, place: Place) -> None:
     assert point.answers_per_s > 0
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 @pytest.mark.parametrize("load", [Closed(3), Open(100.0)], ids=["closed", "open"])
 def test_sequences(kind: str, load: Any, place: Place) -> None:
@@ -233,6 +270,7 @@ def test_sequences(kind: str, load: Any, place: Place) -> None:
     assert without.failed
 
 
+@pytest.mark.usefixtures("threads")
 def test_the_search_for_a_limit(place: Place) -> None:
     """With N callers every request takes N times 20 ms, or longer on a busy machine."""
     run = measure(
@@ -240,7 +278,7 @@ def test_the_search_for_a_limit(place: Place) -> None:
             model="slow",
             endpoint=place.endpoints["lane"],
             limit=Limit(50.0, 5 * SERVICE_NS // 2, 1, 16),
-            settings=replace(QUICK, warmup_ns=SECOND // 5),
+            settings=replace(QUICK, warmup_ns=SECOND // 8),
         )
     )
     assert run.best in (None, 1, 2)
@@ -252,6 +290,7 @@ def _kept(point: record.Point) -> bool:
     return point.latency.percentiles["p50"].mean <= 5 * SERVICE_NS // 2
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_larger_than_any_window(kind: str, place: Place) -> None:
     """Over gRPC, 800 KB need many frames, and windows that the server opens again. Over ipc as frames: named segments
@@ -264,6 +303,7 @@ def test_tensors_larger_than_any_window(kind: str, place: Place) -> None:
     assert point.latency.count >= 3
 
 
+@pytest.mark.usefixtures("threads")
 def test_strings_and_files_reach_the_model(place: Place, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((2, 4), np.float32))
     inputs = Inputs(texts=(f"i_FP32=@{tmp_path}", 'i_BYTES=[["a", "bc", "", "d"], ["1", "2", "3", "4"]]'))
@@ -273,6 +313,7 @@ def test_strings_and_files_reach_the_model(place: Place, tmp_path: Path) -> None
         assert point.rows == 2
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_before_the_load(kind: str, place: Place) -> None:
     endpoint = place.endpoints[kind]
@@ -282,6 +323,7 @@ def test_errors_before_the_load(kind: str, place: Place) -> None:
         measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(texts=("z=1",))))
 
 
+@pytest.mark.usefixtures("threads")
 def test_processes_are_added_while_they_are_busy(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until each caller has a process of its own; a number that was given stays."""
     monkeypatch.setattr(one_load, "BUSY", -1.0)
@@ -315,6 +357,7 @@ def test_ctrl_c_ends_the_load(place: Place) -> None:
     assert place.requests("id") == after
 
 
+@pytest.mark.usefixtures("threads")
 def test_errors_of_streams(place: Place) -> None:
     """A negative count makes the model fail after its answers."""
     for kind in ("lane", "http", "grpc"):
@@ -348,9 +391,11 @@ def test_a_server_that_never_answers(kind: str, what: str, monkeypatch: pytest.M
             measure(Plan(model="id", endpoint=Endpoint(url=secure)))
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_generator_measures_itself(kind: str, place: Place) -> None:
-    found = calibrate(Plan(model="id", endpoint=place.endpoints[kind]))
+def test_the_generator_measures_itself(kind: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "SETTINGS", QUICK)
+    found = calibration.calibrate(Plan(model="id", endpoint=place.endpoints[kind]))
     assert found.protocol == {"lane": "unix", "tcp": "ipc"}.get(kind, kind)
     assert found.per_s > 0
     assert found.request_ns > 0
@@ -372,6 +417,7 @@ def test_the_command_writes_what_it_measured(place: Place, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_run_without_a_success_fails(place: Place) -> None:
     words = ["bench", "sequence", "--url", place.endpoints["http"].url or "", *SHORT]
     code, out, err = command(*words, "--json")
@@ -381,6 +427,7 @@ def test_a_run_without_a_success_fails(place: Place) -> None:
     assert "sequence" in err
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_token_is_sent_and_not_saved(place: Place, tmp_path: Path) -> None:
     text, line = tokens.new("alice", "infer,observe")
     (tmp_path / "tokens").write_text(f"{line}\n")
@@ -475,6 +522,7 @@ def test_ctrl_c_leaves_the_echo_server_to_its_owner(kind: str, tmp_path: Path) -
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.usefixtures("threads")
 def test_results_are_printed_even_if_a_file_cannot_be_written(place: Place, tmp_path: Path) -> None:
     missing = tmp_path / "missing" / "run.json"
     code, out, err = command("bench", "id", "--url", place.server.url, *SHORT, "--save", str(missing))
@@ -486,27 +534,11 @@ def test_results_are_printed_even_if_a_file_cannot_be_written(place: Place, tmp_
 # ---------------------------------------------------------------------------------------- docs/bench.md
 
 
-class GeneratorThread:
-    """Stands in for the `Popen` of a generator process: the same code in a thread, without the start of Python."""
-
-    def __init__(self, command: list[str], pass_fds: list[int], stdin: int) -> None:
-        self._thread = threading.Thread(target=asyncio.run, args=[process.serve(os.dup(pass_fds[0]))])
-        self._thread.start()
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
-
-    def kill(self) -> None:
-        return
-
-
+@pytest.mark.usefixtures("threads")
 def test_the_commands_of_the_page(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, as later ones read what earlier ones have written, but for a short time. Only a comparison may
-    find a difference. Other tests have generator processes; here they are threads, as a dozen starts take long.
+    find a difference.
     """
-    monkeypatch.setattr(subprocess, "Popen", GeneratorThread)
-    monkeypatch.setattr(gc, "freeze", lambda: None)
-    monkeypatch.setattr(process, "FLUSH_S", 0.01)
     np.save(tmp_path / "x.npy", np.ones((2, 64), np.float32))
     (tmp_path / "inputs").mkdir()
     for number in range(2):
