@@ -17,6 +17,7 @@ from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import ProtocolError
 from shmserve.protocol.codec import Codec, encode
 from shmserve.protocol.messages import (
+    OWNER_SHIFT,
     PACKET_BYTES,
     ClientMessage,
     Fail,
@@ -34,6 +35,7 @@ from shmserve.protocol.messages import (
 from shmserve.shm.lease_log import RECORDS, LeaseLog
 
 if TYPE_CHECKING:
+    from shmserve.shm.mapped import Mapped
     from shmserve.workers.link import BrokerLink
     from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox
@@ -52,7 +54,12 @@ class LeaseHolder:
     """At most one lease at a time. `streams`: the open responses of the model, if it can send responses on its own."""
 
     def __init__(
-        self, link: BrokerLink, outbox: Outbox, runner: Runner[Any], streams: OpenResponses | None = None
+        self,
+        link: BrokerLink,
+        outbox: Outbox,
+        runner: Runner[Any],
+        mapped: Mapped,
+        streams: OpenResponses | None = None,
     ) -> None:
         self.active = False
         self._running = False
@@ -62,6 +69,7 @@ class LeaseHolder:
         self._link = link
         self._outbox = outbox
         self._runner = runner
+        self._mapped = mapped
         self._streams = streams
         self._buffer = bytearray(PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
@@ -214,9 +222,16 @@ class LeaseHolder:
         rows, sizes = known
         for tensor, size in zip(inputs, sizes, strict=True):
             data = tensor.data
-            if type(data) is not bytes or len(data) != size:
+            if (type(data) is not bytes or len(data) != size) and not self._may_read(data, size):
                 return None
         return rows
+
+    def _may_read(self, data: Any, size: int) -> bool:
+        """Is it one handle to so many bytes of the client's own memory?"""
+        if type(data) is not tuple or len(data) != 1:
+            return False
+        handle = data[0]
+        return handle.size == size and handle.segment >> OWNER_SHIFT == self._order.owner and self._mapped.has(handle)
 
     def _check_form(self, inputs: tuple[Tensor, ...]) -> tuple[int, list[int]] | None:
         forms = {form.name: form for form in self._order.inputs}

@@ -32,6 +32,7 @@ from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
 from shmserve.workers.leases import LeaseHolder
 
 if TYPE_CHECKING:
+    from shmserve.shm.mapped import Mapped
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.inbox import Inbox
     from shmserve.workers.link import BrokerLink
@@ -49,6 +50,7 @@ class Loop:
         inbox: Inbox,
         outbox: Outbox,
         arenas: Arenas,
+        mapped: Mapped,
         runner: Runner[Any],
         backend: Backend,
     ) -> None:
@@ -66,7 +68,7 @@ class Loop:
             self._streams.connect(self._send_response, runner.row, runner.discard)
         self._calls = backend.calls
         self._prober = backend.probe
-        self._leases = LeaseHolder(link, outbox, runner, backend.streams)
+        self._leases = LeaseHolder(link, outbox, runner, mapped, backend.streams)
         inbox.add_lend(self._leases.lend)
         inbox.add(
             {

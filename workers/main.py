@@ -203,7 +203,7 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         assert model.inbox is not None
-        Loop(link, model.inbox, outbox, model.arenas, model.runner, model.backend).run(orders[1:], descriptors)
+        Loop(link, model.inbox, outbox, model.arenas, mapped, model.runner, model.backend).run(orders[1:], descriptors)
         stopped = True
     finally:
         finalized = _finalize(model, stopped)

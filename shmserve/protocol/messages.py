@@ -347,8 +347,9 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
 
     While the client has no other request in flight, it may send a request for `model` and `version` (`default`: or for
     version 0) as the only Infer of a packet over this socket: with a number above 0, without wanted outputs and
-    options, with inputs inside the message, and with up to `rows` as their axis 0 (0: the model has no batch
-    dimension). The worker answers there with Reply or Fail."""
+    options, with up to `rows` as axis 0 of its inputs (0: the model has no batch dimension), and with inputs inside the
+    message, or each as one handle to a segment without a name that the client announced before it got the lease. The
+    worker answers there with Reply or Fail."""
 
     lease: Id
     model: Name
@@ -357,12 +358,14 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
     default: bool
 
     def allows(self, request: Infer) -> bool:
-        """May this request for its model and version be sent over it?"""
+        """May this request for its model and version be sent over it, if its handles are of segments as above?"""
         if request.outputs is not None or request.options is not None:
             return False
         rows = self.rows
         for tensor in request.inputs:
-            if type(tensor.data) is not bytes or (rows and (not tensor.shape or not 0 < tensor.shape[0] <= rows)):
+            if rows and (not tensor.shape or not 0 < tensor.shape[0] <= rows):
+                return False
+            if type(tensor.data) is not bytes and (type(tensor.data) is not tuple or len(tensor.data) != 1):
                 return False
         return True
 
@@ -485,7 +488,8 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
 
     Only requests for this model and version (`default`: also as version 0) may be run, with inputs of these forms, in
     which a dim of -1 is any, and up to `rows` as axis 0 (0: the model has no batch dimension, and `dims` are whole
-    shapes). Any other packet ends the lease."""
+    shapes). Inputs are inside the message, or each is one handle to memory of the client, whose segments the worker has
+    got by Map; `owner` is the client's number. Any other packet ends the lease."""
 
     lease: Id
     model: Name
@@ -493,6 +497,7 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
     default: bool
     inputs: Annotated[tuple[TensorForm, ...], Meta(max_length=TENSORS)]
     rows: Id
+    owner: Id
 
 
 class Revoke(Struct, array_like=True, tag=71, gc=False):

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_BYTES, Infer, Lease
+from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import UNWRITABLE, Packet, SessionOutbox
 from shmserve.session.tickets import Tickets
 
@@ -29,10 +30,11 @@ class _Leased(Struct):
 
 
 class SessionLeases:
-    __slots__ = ("_by_number", "_left", "_tickets", "by_model", "sockets")
+    __slots__ = ("_by_number", "_left", "_memory", "_tickets", "by_model", "sockets")
 
-    def __init__(self, tickets: Tickets, sockets: LeaseSockets | None) -> None:
+    def __init__(self, tickets: Tickets, memory: SessionMemory, sockets: LeaseSockets | None) -> None:
         self._tickets = tickets
+        self._memory = memory
         self.sockets = sockets
         """None: the link has no leases."""
         self.by_model: dict[tuple[str, int], _Leased] = {}
@@ -61,6 +63,9 @@ class SessionLeases:
         leased = self.by_model.get((message.model, message.version))
         if leased is None or message.request == self._left or not leased.message.allows(message):
             return None
+        for tensor in message.inputs:
+            if type(tensor.data) is tuple and not self._memory.is_known(tensor.data[0].segment):
+                return None
         try:
             data = codec.encode([message])
         except UNWRITABLE:

@@ -151,6 +151,10 @@ class SessionMemory:
             return None
         return Handle(base.segment, base.offset + address - self.mapped.address(base), size), True
 
+    def is_known(self, segment: int) -> bool:
+        """Is it a segment of the arena, without a name, that has been announced?"""
+        return self.kind == "memfd" and self._arena.owns(segment) and not self.announcements.maps
+
     def release_inputs(self, kept: KeptInputs) -> None:
         """Release what a request referred to, once the server no longer needs it."""
         for block in kept.blocks:

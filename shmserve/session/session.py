@@ -127,7 +127,7 @@ class Session:
         """`receive` handles replies whose outputs are all inline without it."""
         self._row_reply = row_reply
         """Makes the answer of one request of a ReplyBatch."""
-        self._leases = SessionLeases(self._tickets, lease_sockets)
+        self._leases = SessionLeases(self._tickets, self.memory, lease_sockets)
         self._leased_models = self._leases.by_model
         self._on_limits = on_limits
         self._explain_lost = explain_lost

@@ -141,6 +141,9 @@ class Arena:
     def segments(self) -> list[Segment]:
         return list(self._segments.values())
 
+    def owns(self, segment: int) -> bool:
+        return segment in self._segments
+
     @property
     def cold_bytes(self) -> int:
         """Bytes in segments for which no memory is reserved yet."""

@@ -206,7 +206,7 @@ def start(state: State, version: Version, instance: Instance, batch: Batch, requ
     instance.running = batch
     batch.move(BatchState.RUNNING)
     if version.lending is not None:
-        leases.count_alone(version, version.lending, requests)
+        leases.count_alone(state, version, version.lending, requests)
     if not instance.watched:
         watch(state, version, instance, now)
     _send(state, instance, batch, requests, 0)

@@ -16,6 +16,7 @@ from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Lease, Request, Version
+from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
@@ -27,12 +28,12 @@ CLIENT_LEASES = 4
 """The most leases of one client."""
 
 
-def count_alone(version: Version, lending: Lending, requests: list[Request]) -> None:
+def count_alone(state: State, version: Version, lending: Lending, requests: list[Request]) -> None:
     """Counts requests in a row of one client that each were alone. Called with each batch that is sent to an idle
     instance."""
     request = requests[0]
     client = request.client
-    if len(requests) > 1 or version.queue.count or len(client.requests) > 1 or not _plain(lending, request):
+    if len(requests) > 1 or version.queue.count or len(client.requests) > 1 or not _plain(state, lending, request):
         lending.client = None
     elif client is lending.client:
         lending.alone += 1
@@ -42,10 +43,19 @@ def count_alone(version: Version, lending: Lending, requests: list[Request]) -> 
     lending.alone = 0
 
 
-def _plain(lending: Lending, request: Request) -> bool:
+def _plain(state: State, lending: Lending, request: Request) -> bool:
     """Could it be sent over a lease?"""
-    special = request.outputs is not None or request.options is not None or request.segments or request.suspect
-    return not special and request.rows <= lending.rows
+    special = request.outputs is not None or request.options is not None or request.suspect
+    if special or request.rows > lending.rows:
+        return False
+    return not request.segments or _unnamed(state, request.client).issuperset(request.segments)
+
+
+def _unnamed(state: State, client: ClientState) -> set[int]:
+    """The client's segments that leased requests may refer to. Those with names are left to the broker: a worker may
+    fail to open them."""
+    segments = state.ledger.segments
+    return {number for number in client.segments if segments[number].announcement.name is None}
 
 
 def lend(state: State, version: Version, lending: Lending, instance: Instance, now: int) -> None:
@@ -68,12 +78,16 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
     state.leases[lease.number] = lease
     instance.lease = lease.number
     version.idle.remove(instance)
+    # The ledger counts no use by leased requests. It need not: the client keeps their inputs until it has the answer
+    # or LeaseEnd, and what a worker reads stays mapped even if the client or its segment is gone.
+    for number in sorted(_unnamed(state, client)):
+        state.ledger.show(number, instance.peer)
     state.effects.append(
         StartLease(
             client.number,
             instance.peer,
             messages.Lease(lease.number, version.model, version.number, lending.rows, default),
-            Lend(lease.number, version.model, version.number, default, lending.inputs, lending.rows),
+            Lend(lease.number, version.model, version.number, default, lending.inputs, lending.rows, client.number),
         )
     )
     watch(state, version, instance, now)

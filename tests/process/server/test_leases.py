@@ -27,11 +27,11 @@ pytestmark = pytest.mark.process
 
 CONFIG = """
 backend: "{backend}" max_batch_size: 8
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {dims} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
 dynamic_batching {{ }}
 """
-MODEL = """
+COMMANDS = """
 command = x[0, 0]
 if command == -1:
     raise ValueError("not today")
@@ -41,8 +41,9 @@ if command == -3:
     open("{flags}/stuck", "w").close()
     while not os.path.exists("{flags}/go"):
         select.select([], [], [], 0.01)
-return self.respond(x * self.factor)
 """
+MODEL = COMMANDS + "return self.respond(x * self.factor)\n"
+LARGE = COMMANDS + "return self.respond(np.stack([x[:, 0], x.sum(axis=1)], axis=1))\n"
 INITIALIZE = """
 with open(os.path.join(args["model_repository"], args["model_version"], "generation")) as file:
     self.factor = np.float32(file.read())
@@ -50,8 +51,8 @@ with open(os.path.join(args["model_repository"], args["model_version"], "generat
 FAIL, DIE, STICK = -1.0, -2.0, -3.0
 
 
-def inputs(first: float = 1.0, rows: int = 1) -> dict[str, Any]:
-    return {"x": np.full((rows, 2), first, np.float32)}
+def inputs(first: float = 1.0, rows: int = 1, width: int = 2) -> dict[str, Any]:
+    return {"x": np.full((rows, width), first, np.float32)}
 
 
 class Leases:
@@ -86,9 +87,11 @@ def leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leases]:
         if name == "limited":
             more = 'parameters { key: "execution_limit_secs" value: { string_value: "1" } }'
         source = python_model(MODEL.format(flags=flags), INITIALIZE)
-        folder = write_model(repository, name, CONFIG.format(backend="python") + more, source)
+        folder = write_model(repository, name, CONFIG.format(backend="python", dims=2) + more, source)
         renew(folder, 2)
-    write_model(repository, "identity", CONFIG.format(backend="identity"))
+    config = CONFIG.format(backend="python", dims=-1)
+    write_model(repository, "large", config, python_model(LARGE.format(flags=flags)))
+    write_model(repository, "identity", CONFIG.format(backend="identity", dims=2))
     options = ["--model-control-mode", "explicit", "--exit-timeout-secs", "5"]
     with Server(repository, *options, "--load-model", "*", gateway=True) as server:
         yield Leases(server, repository, flags)
@@ -101,10 +104,10 @@ def models(client: Any) -> set[str]:
     return {model for model, _ in real._link.session._leased_models}
 
 
-def borrow(client: Any, model: str = "m") -> int:
+def borrow(client: Any, model: str = "m", width: int = 2) -> int:
     """Sends requests until the client has a lease; returns how many."""
     for count in range(1, 4096):
-        assert client.infer(model, inputs())["y"].tolist()[0][0] in (1.0, 2.0, 3.0)
+        assert client.infer(model, inputs(width=width))["y"].tolist()[0][0] in (1.0, 2.0, 3.0)
         if model in models(client):
             return count
     raise AssertionError("the client got no lease")
@@ -127,6 +130,77 @@ def test_requests_over_a_lease_are_counted_as_all_others(leases: Leases, face: s
         after = leases.counts(model)
     total = sent + 600
     assert tuple(new - old for new, old in zip(after, before, strict=True)) == (total, rows + sent, total, 0)
+
+
+WIDE = 50_000
+"""Elements of an input of 200 KB."""
+
+
+def used(client: Any) -> float:
+    """The fraction of its shared memory that the client uses."""
+    found: float = getattr(client, "client", client)._link.session.memory.used
+    return found
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_inputs_in_shared_memory_go_over_a_lease(leases: Leases, face: str) -> None:
+    """Each from memory that the one before has used, beside small ones."""
+    before = leases.counts("large")
+    with FACES[face](leases.server.url) as client:
+        sent = borrow(client, "large", WIDE)
+        for number in range(300):
+            width = (WIDE, 2, WIDE // 2)[number % 3]
+            result = client.infer("large", inputs(number + 1.0, 2, width))["y"]
+            assert result.tolist() == [[number + 1, (number + 1) * width]] * 2
+            assert "large" in models(client), "it went to the broker, which needed the instance"
+        assert used(client) == 0
+        after = leases.counts("large")
+    assert tuple(new - old for new, old in zip(after, before, strict=True)) == (sent + 300, sent + 600, sent + 300, 0)
+
+
+def test_an_input_is_not_overwritten_while_a_worker_reads_it(leases: Leases) -> None:
+    """Its client has given up, and its worker dies."""
+    with leases.server.client() as client, leases.server.client() as other:
+        for way in ("answer", "death"):
+            borrow(client, "large", WIDE)
+            assert used(client) == 0
+            with pytest.raises(shmserve.DeadlineExceeded):
+                client.infer("large", inputs(STICK, width=WIDE), timeout=0.2)
+            until(other, (leases.flags / "stuck").exists)
+            assert used(client) >= 4 * WIDE / (8 << 30)
+            if way == "answer":
+                leases.release()
+            else:
+                for pid in pids(other, "large").values():
+                    os.kill(pid, signal.SIGKILL)
+            until(other, lambda: client.infer("large", inputs(4))["y"][0, 1] == 8 and used(client) == 0)
+            leases.clear()
+
+
+def test_large_bodies_of_http_go_over_the_lease_of_the_gateway(leases: Leases) -> None:
+    spec = {"name": "x", "shape": [1, WIDE], "datatype": "FP32", "parameters": {"binary_data_size": 4 * WIDE}}
+    head = json.dumps({"inputs": [spec]}).encode()
+    caller = http.client.HTTPConnection(leases.server.endpoints["http"])
+
+    def ask(number: int) -> None:
+        body = head + np.full(WIDE, number, np.float32).tobytes()
+        caller.request("POST", "/v2/models/large/infer", body, {"Inference-Header-Content-Length": str(len(head))})
+        answer = caller.getresponse()
+        found = json.loads(answer.read())
+        assert found["outputs"][0]["data"] == [number, number * WIDE]
+
+    with leases.server.client() as observer:
+        count = 0
+        while "\nshmserve_leases 1\n" not in observer.metrics():
+            count += 1
+            ask(count)
+            assert count < 4096, "the gateway got no lease"
+        for number in range(100):
+            ask(number)
+            assert "\nshmserve_leases 1\n" in observer.metrics(), "it went to the broker, which needed the instance"
+        observer.infer("large", inputs())  # which ends the lease
+        until(observer, lambda: "\nshmserve_leases 0\n" in observer.metrics())
+    caller.close()
 
 
 def test_the_first_lease_comes_after_requests_that_were_alone(leases: Leases) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 from bench.hostile.packets import PacketGenerator
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
+    OWNER_SHIFT,
     PACKET_BYTES,
     BrokerMessage,
     Fail,
+    Handle,
     Infer,
     LeaseOver,
     Lend,
@@ -31,10 +33,15 @@ from shmserve.protocol.messages import (
     Work,
 )
 from shmserve.shm import lease_log
+from shmserve.shm.extents import memfd
 from shmserve.shm.lease_log import LeaseLog
+from shmserve.shm.mapped import Mapped
 from shmserve.workers.leases import LeaseHolder
 
 ROWS = 4
+CLIENT = 3
+OWN, OTHERS = CLIENT << OWNER_SHIFT | 1, (CLIENT + 1) << OWNER_SHIFT | 1
+PAGE = 4096
 FORMS = (TensorForm("x", "FP32", (-1,)), TensorForm("z", "INT64", (2, -1)))
 SIZES = {"x": 4, "z": 8}
 _decode = codec.Codec(BrokerMessage).decode
@@ -75,26 +82,41 @@ class _Runner:
             assert len(tensor.shape) == 1 + len(form.dims)
             assert tensor.shape[0] == work.rows
             assert all(want in (-1, dim) for want, dim in zip(form.dims, tensor.shape[1:], strict=True))
-            assert isinstance(tensor.data, bytes)
-            assert len(tensor.data) == SIZES[tensor.name] * prod(tensor.shape)
+            size = SIZES[tensor.name] * prod(tensor.shape)
+            if isinstance(tensor.data, tuple):
+                assert len(_mapped.memory(*tensor.data)) == size
+                assert tensor.data[0].segment == OWN
+            else:
+                assert isinstance(tensor.data, bytes)
+                assert len(tensor.data) == size
         self.ran += 1
         now = monotonic_ns()
         return (Row(work.request, (Tensor("y", "FP32", (1,), bytes(4)),)),), (now, now, now, now), None
 
 
-_link, _outbox, _runner = _Link(), _Outbox(), _Runner()
+def _memory() -> Mapped:
+    """A segment of the client, and one of another."""
+    mapped = Mapped()
+    for segment in (OWN, OTHERS):
+        extent = memfd.create(PAGE)
+        mapped.add(segment, PAGE, fd=os.dup(extent.fd))
+        extent.close()
+    return mapped
+
+
+_link, _outbox, _runner, _mapped = _Link(), _Outbox(), _Runner(), _memory()
 
 
 def run(data: bytes) -> None:
     """Two bytes of the size, a packet, and the next one."""
-    holder: Any = LeaseHolder(_link, _outbox, _runner)  # type: ignore[arg-type]
+    holder: Any = LeaseHolder(_link, _outbox, _runner, _mapped)  # type: ignore[arg-type]
     client, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fd = lease_log.create()
     log = LeaseLog(fd)
     _outbox.clear()
     _runner.ran = 0
     try:
-        holder.lend(Lend(1, "m", 1, True, FORMS, ROWS), [worker.detach(), fd])
+        holder.lend(Lend(1, "m", 1, True, FORMS, ROWS, CLIENT), [worker.detach(), fd])
         size = int.from_bytes(data[:2], "little")
         for packet in (data[2 : 2 + size], data[2 + size :]):
             if holder.active and packet:
@@ -147,8 +169,12 @@ def beginnings() -> Iterator[bytes]:
         Infer(12, "m", 0, (Tensor("x", "FP32", (), b""), z)),
         Infer(13, "m", 0, (Tensor("x", "FP32", (5, 0), b""), Tensor("z", "INT64", (5, 2, 0), b""))),
     )
+    handles = (
+        Infer(14, "m", 0, (Tensor("x", "FP32", (2, 3), (Handle(segment, offset, size),)), z))
+        for segment, offset, size in ((OWN, 64, 24), (OTHERS, 64, 24), (OWN, PAGE - 23, 24), (OWN, 64, 28), (1, 0, 24))
+    )
     first = codec.encode([good])
-    for request in (good, *odd):
+    for request in (good, *odd, *handles):
         packet = codec.encode([request])
         yield len(first).to_bytes(2, "little") + first + packet
         yield len(packet).to_bytes(2, "little") + packet + first

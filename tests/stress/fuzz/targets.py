@@ -140,7 +140,7 @@ def _packets() -> Iterator[bytes]:
     yield b"\x00" + wire.encode([messages.Hello(1, 1, "name", "memfd", True)])
     ended = messages.LeaseEnd(1, messages.Failure("MODEL_FAILED", "text"))
     yield b"\x01" + wire.encode([messages.Lease(1, "m", 1, 8, True), ended, messages.LeaseEnd(2)])
-    yield b"\x02" + wire.encode([messages.Lend(1, "m", 1, True, (form,), 8), messages.Revoke(1)])
+    yield b"\x02" + wire.encode([messages.Lend(1, "m", 1, True, (form,), 8, 1), messages.Revoke(1)])
     yield b"\x03" + wire.encode([messages.LeaseLogged(1), messages.LeaseOver(1, True)])
     row = messages.Row(1, (), messages.Failure("INTERNAL", "text"))
     yield b"\x03" + wire.encode([messages.Done(1, (row,), (1, 2, 3, 4)), messages.Started(1, 1)])

@@ -310,6 +310,10 @@ class FakeWorker:
         lease = self.lease
         assert lease is not None
         if lease.running is None:
+            if any(handle.segment not in self.mapped for handle in references(lease.requests[0].inputs)):
+                assert not lease.client_open, f"{self.name} was never told of memory of its client"
+                self._close_lease()
+                return
             lease.begin(now - took)
         request = lease.running
         assert request is not None

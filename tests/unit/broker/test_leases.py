@@ -29,7 +29,7 @@ from shmserve.protocol.messages import (
 
 CLIENT, WORKER = 1, 2
 START = StartLease(
-    CLIENT, WORKER, Lease(7, "m", 1, 4, True), Lend(7, "m", 1, True, (TensorForm("x", "FP32", (1,)),), 4)
+    CLIENT, WORKER, Lease(7, "m", 1, 4, True), Lend(7, "m", 1, True, (TensorForm("x", "FP32", (1,)),), 4, CLIENT)
 )
 LARGE = bytes(60_000)
 

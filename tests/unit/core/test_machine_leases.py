@@ -79,7 +79,7 @@ class LeaseMachine(OperatedMachine):
         for worker in self.workers(bool):
             worker.read()
 
-    # Larger requests and their memory are no matter of leases, whose requests are inside messages.
+    # Leased requests have no other memory than the inputs of their clients, each of which has a segment.
 
     segment = not_a_rule(OperatedMachine.segment)
     unmap = not_a_rule(OperatedMachine.unmap)
@@ -95,6 +95,8 @@ class LeaseMachine(OperatedMachine):
         client = self.world.connect(name, plane, outputs, audience, leases=plane == "lane")
         self.clients.append(client)
         self.all_clients.append(client)
+        if plane == "lane":
+            self.send([(client.peer, self.world.own_segment(client, 4096))], False)
 
     # ------------------------------------------------------------------------------------ leases
 
@@ -131,13 +133,15 @@ class LeaseMachine(OperatedMachine):
                 self.leased(which, count, True)
 
     @precondition(lambda self: any(client.leases and not client.open for client in self.clients))
-    @rule(which=st.integers(0, 9), rows=st.integers(1, 3), serve=st.booleans())
-    def leased(self, which: int, rows: int, serve: bool) -> None:
+    @rule(
+        which=st.integers(0, 9), rows=st.integers(1, 3), serve=st.booleans(), where=st.sampled_from(["inline", "own"])
+    )
+    def leased(self, which: int, rows: int, serve: bool, where: str = "inline") -> None:
         able = [client for client in self.clients if client.leases and not client.open]
         client = able[which % len(able)]
         lease = client.leases[sorted(client.leases)[which % len(client.leases)]]
         policy = self.world.policies[lease.model, 1]
-        client.send_leased(lease, self._request(client, policy, rows, "inline", 1, True, None))
+        client.send_leased(lease, self._request(client, policy, rows, where, 1, True, None))
         for worker in self.workers(lambda worker: serve and lease.number in worker.offered):
             worker.read()
         for worker in self.workers(lambda worker: serve and worker.lease is lease):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -16,12 +17,15 @@ from shmserve.protocol.messages import (
     PROTOCOL,
     Cancel,
     Failure,
+    Handle,
     Hello,
     Infer,
     Lease,
     LeaseEnd,
+    Map,
     Reply,
     Return,
+    Tensor,
     Welcome,
 )
 from shmserve.session import Packet, Session
@@ -46,11 +50,11 @@ class Sockets:
 
 
 class Client:
-    def __init__(self) -> None:
+    def __init__(self, memory: str = "memfd") -> None:
         self.sockets = Sockets()
-        self.session = Session(lease_sockets=self.sockets)
+        self.session = Session(memory, lease_sockets=self.sockets)
         (hello,) = decode(self.session.hello(7, "test").data)
-        assert hello == Hello(PROTOCOL, 7, "test", "memfd", True)
+        assert hello == Hello(PROTOCOL, 7, "test", memory, True)
         self.welcome()
 
     def welcome(self) -> None:
@@ -105,6 +109,70 @@ def test_other_requests_pass_through_the_broker(client: Client, options: dict[st
     _, packets = client.ask(**options)
     assert {packet.lease for packet in packets} == {0}
     assert type(decoded(packets)[-1]) is Infer
+
+
+LARGE = {"x": np.arange(4096, dtype=np.float32).reshape(1, 4096)}
+
+
+def ask_large(client: Client) -> tuple[RecordingTicket, Handle, int]:
+    """Sends a request with an input in shared memory. Returns its handle, and the lease."""
+    ticket, packets = client.ask(LARGE)
+    ((tensor,),) = (message.inputs for message in decoded(packets) if type(message) is Infer)
+    assert isinstance(tensor.data, tuple)
+    return ticket, tensor.data[0], packets[-1].lease
+
+
+def test_inputs_in_shared_memory_go_over_the_lease_once_the_server_knows_the_segment(client: Client) -> None:
+    for number, lease in ((1, 0), (2, 5), (3, 5)):
+        _, handle, found = ask_large(client)
+        assert (found, handle.size) == (lease, 16384)
+        assert client.session.memory.is_own(handle)
+        feed(client.session, Reply(number, 2, ()))
+        assert client.session.memory.used == 0
+
+
+def test_inputs_are_kept_until_the_answer_or_the_end_of_the_lease(client: Client) -> None:
+    memory = client.session.memory
+    ask_large(client)
+    feed(client.session, Reply(1, 2, ()))
+    ticket, _, lease = ask_large(client)
+    assert lease == 5
+    assert client.session.cancel(ticket)
+    client.session.take()
+    assert memory.used > 0, "the worker may still read it"
+    feed(client.session, Reply(2, 2, ()))
+    assert memory.used == 0
+    ticket, before, lease = ask_large(client)
+    assert lease == 5
+    feed(client.session, LeaseEnd(5))
+    (again,) = [message for message in decoded(client.session.take()) if type(message) is Infer]
+    assert again.inputs[0].data == (before,)
+    assert memory.used > 0
+    feed(client.session, Reply(3, 2, ()))
+    assert (ticket.ends, memory.used) == (1, 0)
+
+
+def test_memory_with_names_is_left_to_the_broker() -> None:
+    client = Client("posix")
+    client.lend()
+    for number in range(1, 4):
+        assert ask_large(client)[2] == 0
+        feed(client.session, Reply(number, 2, ()))
+    client.session.close()
+
+
+def test_received_outputs_are_left_to_the_broker(client: Client) -> None:
+    ask_large(client)
+    descriptor, size = os.memfd_create("output", os.MFD_ALLOW_SEALING), 16384
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    output = Tensor("y", "FP32", (1, 4096), (Handle(1 << 40, 0, size),))
+    ticket, _ = client.ask()
+    packet = codec.encode([Map(1 << 40, size), Reply(1, 2, ()), Reply(2, 2, (output,))])
+    client.session.receive(packet, [descriptor])
+    _, packets = client.ask({"x": ticket.answer["y"]})
+    assert [packet.lease for packet in packets] == [0]
+    feed(client.session, Reply(3, 2, ()))
 
 
 def test_a_lease_of_a_version_that_is_not_the_default_is_for_requests_that_name_it(without: Client) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
+    OWNER_SHIFT,
     PACKET_BYTES,
     BrokerMessage,
     Cancel,
@@ -32,11 +33,17 @@ from shmserve.protocol.messages import (
     WorkerReport,
 )
 from shmserve.shm import lease_log
+from shmserve.shm.extents import memfd
 from shmserve.shm.lease_log import RECORDS, LeaseLog
+from shmserve.shm.mapped import Mapped
 from shmserve.workers.leases import LeaseHolder
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.outbox import Outbox
 
+CLIENT = 3
+OWN, OTHERS = CLIENT << OWNER_SHIFT | 1, (CLIENT + 1) << OWNER_SHIFT | 1
+"""Segments of the client, and of another one."""
+PAGE = 4096
 FORMS = (TensorForm("a", "FP32", (-1, 2)), TensorForm("b", "INT8", (3,)))
 _reports = codec.Codec(WorkerReport).decode
 _answers = codec.Codec(BrokerMessage).decode
@@ -79,12 +86,17 @@ class Lent:
         self.link = BrokerLink(theirs)
         self.outbox = Outbox(self.link)
         self.runner = Runner()
-        self.holder = LeaseHolder(self.link, self.outbox, self.runner, streams)  # type: ignore[arg-type]
+        self.mapped = Mapped()
+        self.holder = LeaseHolder(self.link, self.outbox, self.runner, self.mapped, streams)  # type: ignore[arg-type]
+        for segment in (OWN, OTHERS):
+            extent = memfd.create(PAGE)
+            self.mapped.add(segment, PAGE, fd=os.dup(extent.fd))
+            extent.close()
         self.client, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.client.setblocking(False)
         page = lease_log.create()
         self.log = LeaseLog(page)
-        self.holder.lend(Lend(5, "m", 2, default, FORMS, rows), [end.detach(), page])
+        self.holder.lend(Lend(5, "m", 2, default, FORMS, rows, CLIENT), [end.detach(), page])
 
     def reports(self) -> list[Any]:
         self.outbox.flush()
@@ -102,6 +114,7 @@ class Lent:
         self.broker.close()
         self.link.close()
         self.log.close()
+        self.mapped.close()
 
 
 @pytest.fixture
@@ -181,6 +194,21 @@ def test_errors_of_the_model_are_answers(lent: Lent) -> None:
     assert lent.holder.active
 
 
+def in_memory(segment: int = OWN, offset: int = 64, size: int = 16, parts: int = 1) -> Infer:
+    """With the first of its inputs, of 16 bytes, in shared memory."""
+    a, b = infer().inputs
+    a.data = (Handle(segment, offset, size),) * parts
+    return infer(inputs=(a, b))
+
+
+@pytest.mark.parametrize("offset", [0, PAGE - 16])
+def test_an_input_may_be_in_memory_of_the_client(lent: Lent, offset: int) -> None:
+    request = in_memory(offset=offset)
+    assert type(serve_one(lent, packet(request))) is Reply
+    (work,) = lent.runner.ran
+    assert work.inputs == request.inputs
+
+
 A, B = infer().inputs
 BAD = {
     "garbage": b"\xc1",
@@ -203,7 +231,15 @@ BAD = {
     "a negative dim": packet(infer(inputs=(Tensor("a", "FP32", (1, -2, 2), b""), B))),
     "rows that differ": packet(infer(inputs=(A, Tensor("b", "INT8", (2, 3), bytes(6))))),
     "too few bytes": packet(infer(inputs=(A, Tensor("b", "INT8", (1, 3), bytes(2))))),
-    "shared memory": packet(infer(inputs=(A, Tensor("b", "INT8", (1, 3), (Handle(1, 0, 3),))))),
+    "memory of another client": packet(in_memory(OTHERS)),
+    "memory of the broker": packet(in_memory(1)),
+    "an unknown segment": packet(in_memory(OWN + 1)),
+    "a handle beyond the segment": packet(in_memory(offset=PAGE - 15)),
+    "a handle far beyond it": packet(in_memory(offset=2**63 - 1)),
+    "a handle of another size": packet(in_memory(size=15)),
+    "two handles": packet(in_memory(size=8, parts=2)),
+    "no handle": packet(in_memory(parts=0)),
+    "a frame": packet(infer(inputs=(A, Tensor("b", "INT8", (1, 3), 0)))),
 }
 
 
@@ -299,7 +335,7 @@ def test_a_model_with_threads_cannot_be_lent() -> None:
     assert lent.reports() == [LeaseOver(5, True)]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        lent.holder.lend(Lend(6, "m", 2, True, FORMS, 4), [theirs.detach(), lease_log.create()])
+        lent.holder.lend(Lend(6, "m", 2, True, FORMS, 4, CLIENT), [theirs.detach(), lease_log.create()])
         assert ours.recv(1) == b""
     assert lent.reports() == [LeaseOver(6, True)]
     lent.close()

@@ -65,8 +65,11 @@ class Lent(World):
         self.effects.append(effect)
 
     def infer(self, client: FakeClient, rows: int = 1, model: str = "m", **more: Any) -> Infer:
+        """`data`: of its input, in place of bytes."""
         self.numbers += 1
-        return Infer(self.numbers, model, more.pop("version", 0), (one_input(rows),), **more)
+        tensor = one_input(rows)
+        tensor.data = more.pop("data", tensor.data)
+        return Infer(self.numbers, model, more.pop("version", 0), (tensor,), **more)
 
     def ask(self, client: FakeClient, rows: int = 1, model: str = "m", **more: Any) -> Infer:
         """Sends a request to the broker."""
@@ -89,12 +92,20 @@ class Lent(World):
         (worker,) = [worker for worker in self.workers.values() if worker.lease is not None]
         return worker
 
-    def leased(self, client: FakeClient | None = None, rows: int = 1) -> Infer:
+    def leased(self, client: FakeClient | None = None, rows: int = 1, **more: Any) -> Infer:
         """Sends a request over the lease."""
         client = client or self.client
-        message = self.infer(client, rows)
+        message = self.infer(client, rows, **more)
         client.send_leased(self.lease(client), message)
         return message
+
+    def segment(self, client: FakeClient | None = None, name: str | None = None) -> Handle:
+        """Four bytes in a new segment of the client."""
+        client = client or self.client
+        announcement = self.own_segment(client, 4096)
+        announcement.name = name
+        self.turn([(client.peer, announcement)])
+        return Handle(announcement.segment, 128, 4)
 
     def serve(self, took: int = 0, error: tuple[str, str] | None = None) -> None:
         self.holder().run_leased(self.now, took, error)
@@ -135,7 +146,7 @@ def test_a_client_that_sends_one_request_at_a_time_gets_a_lease() -> None:
     (start,) = world.started()
     assert (start.of_client.model, start.of_client.version, start.of_client.rows) == ("m", 1, 8)
     assert start.of_client.default
-    assert start.of_worker == Lend(start.of_client.lease, "m", 1, True, (TensorForm("x", "FP32", (1,)),), 8)
+    assert start.of_worker == Lend(start.of_client.lease, "m", 1, True, (TensorForm("x", "FP32", (1,)),), 8, 1)
     assert not world.version.idle
     before = world.core.state.next_number()
     for _ in range(3):
@@ -174,6 +185,34 @@ def test_leased_requests_are_counted_as_others() -> None:
     assert sum(found.first.counts) == before + 2  # type: ignore[union-attr]
     world.turn([(world.holder().peer, LeaseLogged(world.lease().number))])
     assert (found.success_count, found.fail_count) == (before + 2, 1), "counted twice"
+
+
+def test_inputs_may_be_in_memory_of_the_client() -> None:
+    """In any segment without a name, until the client withdraws it or leaves."""
+    world = Lent(instances=2)
+    used, unused = world.segment(), world.segment()
+    named, foreign = world.segment(name="/named"), world.segment(world.connect("b"))
+    world.alone(data=(used,))
+    holder = world.holder()
+    assert {used.segment, unused.segment} <= holder.mapped
+    assert not {named.segment, foreign.segment} & holder.mapped
+    for handle in (used, unused):
+        message = world.leased(data=(handle,))
+        world.serve()
+        assert isinstance(world.client.answers[message.request], Reply)
+    world.turn([(world.client.peer, Unmap(unused.segment))])
+    world.client.withdrawn.add(unused.segment)
+    assert used.segment in holder.mapped
+    assert unused.segment not in holder.mapped
+    assert unused.segment not in world.core.state.ledger.segments
+    world.leased(data=(used,))
+    world.holder().lease.begin(world.now)  # type: ignore[union-attr]
+    world.gone(world.client)
+    assert used.segment not in world.core.state.ledger.segments
+    world.serve()
+    assert used.segment not in holder.mapped
+    world.client.leases.clear()
+    assert world.is_over()
 
 
 def test_a_report_in_the_middle_of_a_turn_counts_too() -> None:
@@ -268,23 +307,23 @@ def test_with_the_rate_limiter_there_is_none() -> None:
     assert not world.started()
 
 
-@pytest.mark.parametrize("what", ["outputs", "shared memory", "rows", "two at once", "two clients", "one that waits"])
+@pytest.mark.parametrize(
+    "what", ["outputs", "an output", "a named segment", "rows", "two at once", "two clients", "one that waits"]
+)
 def test_other_requests_are_not_counted(what: str) -> None:
     world = Lent(ModelPolicy("m", 1, 128, X, (TensorSpec("y", "FP32", (INLINE_BYTES // 64,)),), BATCHES))
     other = world.connect("b", leases=True)
+    named = world.segment(name="/named")
+    world.deploy(model("large"), large="y")
+    world.alone(1, model="large")
+    (output,) = world.client.holds
     for number in range(3 * ALONE):
         if what == "outputs" and number % ALONE == 0:
             world.alone(1, outputs=(Wanted("y"),))
-        elif what == "shared memory" and number % ALONE == 0:
-            segment = world.own_segment(world.client, 4096)
-            world.turn([(world.client.peer, segment)])
-            message = world.infer(world.client)
-            world.client.sends(message.request)
-            message.inputs[0].data = (Handle(segment.segment, 0, 4),)
-            world.turn([(world.client.peer, message)])
-            world.finish_running()
-            world.turn([(world.client.peer, Unmap(segment.segment))])
-            world.client.withdrawn.add(segment.segment)
+        elif what == "an output" and number % ALONE == 0:
+            world.alone(1, data=(output,))
+        elif what == "a named segment":
+            world.alone(1, data=(named,))
         elif what == "rows" and number % ALONE == 0:
             world.alone(1, rows=17)
         elif what == "two at once" and number % ALONE == 0:
