@@ -24,6 +24,8 @@ _HOMES = {
     "TopK": "shmserve.session.encode",
     "ClassResult": "shmserve.session.decode",
     "parse_class": "shmserve.session.decode",
+    "Tensor": "shmserve.functions",
+    "model": "shmserve.functions",
     **dict.fromkeys(
         (
             "AlreadyExists",
@@ -69,11 +71,13 @@ __all__ = [
     "Result",
     "ServeError",
     "Stream",
+    "Tensor",
     "TopK",
     "Unavailable",
     "UnknownError",
     "Unsupported",
     "__version__",
+    "model",
     "parse_class",
 ]
 
@@ -117,6 +121,7 @@ if TYPE_CHECKING:
         UnknownError,
         Unsupported,
     )
+    from shmserve.functions import Tensor, model
     from shmserve.session import Raw, Result
     from shmserve.session.decode import ClassResult, parse_class
     from shmserve.session.encode import TopK

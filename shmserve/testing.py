@@ -41,23 +41,23 @@ ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 class Server:
     """A server in its own process, with sockets in a directory of its own; ready when the block begins.
 
-    `options` are those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`: without this one, a
-    model that fails to load does not stop the server from serving the others. With `runtime_dir` the sockets are there
-    instead of in a temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that exceeds them is
-    killed, and the error contains its log. With `gateway=True` there are network endpoints too, on free ports, see
-    `endpoints`.
+    `models` is a model repository, or a file that is served as a model, e.g. "model.onnx" or "app.py". `options` are
+    those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`: without this one, a model that fails
+    to load does not stop the server from serving the others. With `runtime_dir` the sockets are there instead of in a
+    temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that exceeds them is killed, and the
+    error contains its log. With `gateway=True` there are network endpoints too, on free ports, see `endpoints`.
     """
 
     def __init__(
         self,
-        model_repository: str | os.PathLike[str],
+        models: str | os.PathLike[str],
         *options: str,
         runtime_dir: str | os.PathLike[str] | None = None,
         start_timeout: float = 60.0,
         stop_timeout: float = 60.0,
         gateway: bool = False,
     ) -> None:
-        self._repository = Path(model_repository)
+        self._models = os.fspath(models)
         self._options = options
         self._named = None if runtime_dir is None else Path(runtime_dir)
         self._start_timeout = start_timeout
@@ -166,7 +166,9 @@ class Server:
     def _start(self) -> None:
         reader, writer = os.pipe()
         try:
-            command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(self._repository)]
+            command = [sys.executable, "-m", "shmserve.broker.main"]
+            command += [] if Path(self._models).is_file() else ["--model-repository"]
+            command.append(self._models)
             command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer)]
             command += ["--metrics-interval-ms", "0", *self._gateway_options, *self._options]
             environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}

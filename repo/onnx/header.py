@@ -17,7 +17,8 @@ MESSAGE_BYTES = 1 << 20
 
 _MODEL_GRAPH = 7
 _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT, _GRAPH_SPARSE = 5, 11, 12, 15
-_TENSOR_NAME, _SPARSE_VALUES = 8, 1
+_TENSOR_NAME, _TENSOR_EXTERNAL, _SPARSE_VALUES = 8, 13, 1
+_ENTRY_KEY, _ENTRY_VALUE = 1, 2
 _VALUE_NAME, _VALUE_TYPE = 1, 2
 _TYPE_TENSOR = 1
 _TENSOR_ELEMENT, _TENSOR_SHAPE = 1, 2
@@ -62,6 +63,11 @@ def read_header(file: BinaryIO) -> Header:
     return _HeaderReader(file).header()
 
 
+def external_files(file: BinaryIO) -> list[str]:
+    """The files with weights that the model needs, relative to its own. Raises NotOnnx, TooLarge and OSError."""
+    return _HeaderReader(file).external_files()
+
+
 class _Field(NamedTuple):
     number: int
     kind: int
@@ -97,6 +103,17 @@ class _HeaderReader:
         if not outputs:
             raise NotOnnx("not an ONNX file: its graph has no outputs")
         return Header(tuple(inputs), tuple(outputs), frozenset(initialized))
+
+    def external_files(self) -> list[str]:
+        found: dict[str, None] = {}
+        for graph in self._fields(0, self._size):
+            tensors = self._inside(graph) if graph.number == _MODEL_GRAPH else ()
+            for tensor in tensors:
+                entries = self._inside(tensor) if tensor.number == _GRAPH_INITIALIZER else ()
+                for entry in entries:
+                    if entry.number == _TENSOR_EXTERNAL and self._text_in(entry, _ENTRY_KEY) == "location":
+                        found[self._text_in(entry, _ENTRY_VALUE)] = None
+        return list(found)
 
     def _declared(self, field: _Field) -> Declared:
         if field.end - field.start > MESSAGE_BYTES:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import FUNCTION
 from shmserve.repo.config.complete import ENGINES, is_ensemble
 from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.problems import nearest
@@ -216,7 +217,7 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
     elif config.backend == "onnxruntime":
         yield from _onnx(path, name, config)
     elif config.backend == "python" and len(start) <= SOURCE_BYTES:
-        yield from _source(name, start)
+        yield from _source(name, start, FUNCTION in config.parameters)
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
             yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
@@ -236,8 +237,10 @@ def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:
         yield Finding(ERROR, "", text, f"write {write}" if write else "", path_)
 
 
-def _source(name: str, source: bytes) -> Iterator[Finding]:
-    """Syntax errors, and a missing class or `execute`. The code is parsed, not run."""
+def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
+    """Syntax errors, and a missing class or `execute`. The code is parsed, not run. `is_function`: a function or class
+    in it is the model.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -248,6 +251,8 @@ def _source(name: str, source: bytes) -> Iterator[Finding]:
         return
     except (ValueError, RecursionError, MemoryError) as error:  # contains NUL, or nested too deeply
         yield Finding(ERROR, name, f"not Python: {escaped(str(error), 200)}")
+        return
+    if is_function:
         return
     found: ast.stmt | None = None
     for node in ast.walk(tree):
@@ -278,6 +283,8 @@ def _binds(statement: ast.stmt, name: str) -> bool:
 
 def may_complete_itself(folder: Path, versions: Sequence[int], config: ModelConfig) -> bool:
     """Whether a Python model may complete its configuration when loaded."""
+    if FUNCTION in config.parameters:
+        return True
     for version in versions:
         path = folder / str(version) / config.default_model_filename
         if not path.is_file() or not os.access(path, os.R_OK, effective_ids=True):

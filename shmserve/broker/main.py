@@ -28,7 +28,7 @@ from shmserve.broker.models.poller import Poll
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.logs import log_record, set_up
-from shmserve.broker.observability.progress import LoadProgress, hints
+from shmserve.broker.observability.progress import LoadProgress, first_steps, hints
 from shmserve.broker.observability.recent_records import RecentRecords
 from shmserve.broker.observability.recordings import Recordings
 from shmserve.broker.observability.traces import TraceFile, TraceSettings
@@ -40,12 +40,13 @@ from shmserve.broker.processes.stop_deadline import Deadline
 from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.core import events
 from shmserve.core.core import Core
-from shmserve.errors import ServeError
+from shmserve.errors import InvalidRequest, ServeError
 from shmserve.extras import install_command
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.repo.check import repository_findings
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.storage.generation import Generations, Sizes
+from shmserve.repo.storage.model_files import ModelFiles
 from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
 from shmserve.system.process import keep_freed_memory
@@ -57,6 +58,8 @@ log = logging.getLogger("shmserve")
 LOCK = "broker.lock"
 GENERATIONS = "generations"
 """Directory for the files of loaded versions, in the runtime directory."""
+FILES = "files"
+"""Directory for the models of single files, in the runtime directory."""
 NEEDED = ("httptools", "hpack")
 """Optional packages that gateways need."""
 POLL_S = 0.05
@@ -110,12 +113,14 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
             text += "--runtime-dir and other ports (--http-port, --grpc-port, --metrics-port)"
             raise CannotStart(text) from None
         self._remove()
-        (self._path / GENERATIONS).mkdir(mode=0o700)
+        for name in (GENERATIONS, FILES):
+            (self._path / name).mkdir(mode=0o700)
 
     def _remove(self) -> None:
         for name in (LANE, BROKER):
             (self._path / name).unlink(missing_ok=True)
-        shutil.rmtree(self._path / GENERATIONS, ignore_errors=True)
+        for name in (GENERATIONS, FILES):
+            shutil.rmtree(self._path / name, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
         self._remove()
@@ -137,6 +142,7 @@ class ServerProcess:
         generations = _generations(settings)
         cores = survey(setting.host_policies(settings), gpus.places())
         busy_poll_ns = setting.busy_poll_ns(settings, cores)
+        self._files = _model_files(settings)
         self._catalog = Catalog(
             settings.model_repository,
             setting.backend_settings(settings),
@@ -146,6 +152,7 @@ class ServerProcess:
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
             terms=setting.terms(settings),
             gpus=gpus.numbers,
+            files=self._files,
         )
         self._control = self._make_control(settings)
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
@@ -343,9 +350,12 @@ class ServerProcess:
             endpoints = "".join(f" {endpoint}={port}" for endpoint, port in ports.items())
             os.write(self._settings.ready_fd, f"READY{endpoints}\n".encode())
             os.close(self._settings.ready_fd)
+        where = self._settings.runtime_dir
         if self._settings.hints:
-            where = self._settings.runtime_dir
             print(hints(where, where == default_runtime_dir(), ports), file=sys.stderr, flush=True)
+        elif self._files is not None and sys.stderr.isatty():
+            model = next(iter(self._files.names()))
+            print(first_steps(model, where, where == default_runtime_dir(), ports), file=sys.stderr, flush=True)
 
     def _stop(self, why: str) -> None:
         """Stops the gateways before the broker, as they still forward requests that they have begun to receive."""
@@ -402,6 +412,18 @@ def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Ga
 def _generations(settings: argparse.Namespace) -> Generations:
     sizes = Sizes(settings.generation_file_bytes, settings.generation_bytes)
     return Generations(settings.runtime_dir.absolute() / GENERATIONS, sizes)
+
+
+def _model_files(settings: argparse.Namespace) -> ModelFiles | None:
+    """The models of single files. Raises CannotStart for a file that gives none."""
+    if not settings.model_files:
+        return None
+    files = ModelFiles(settings.model_files, settings.runtime_dir.absolute() / FILES)
+    try:
+        files.refresh(strict=True)
+    except InvalidRequest as error:
+        raise CannotStart(str(error)) from None
+    return files
 
 
 def _gpus() -> Gpus:

@@ -13,7 +13,7 @@ from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import FLAGS, GROUPS, REQUIRED, from_text
 from shmserve.terminal.help_text import rows
 
-USAGE = "shmserve serve --model-repository DIR [FLAG ...]"
+USAGE = "shmserve serve [FILE ...] [--model-repository DIR] [FLAG ...]"
 SHORT = {
     "model-repository": "one subdirectory per model; repeatable",
     "model-control-mode": "none (load all), poll (follow changes), explicit",
@@ -28,11 +28,17 @@ SHORT = {
 }
 """The flags that `--help` shows, and what it says about them."""
 _EPILOG = """
+A FILE is served as a model with the name of the file; NAME=FILE gives it another name.
+
 Each flag is also an environment variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the --config file,
 model-repository = ["DIR1", "DIR2"]. Precedence: flags, environment, configuration file. If a flag is repeated, the
 last value counts, unless it may be given several times. BOOL is true or false; the flag without a value is true.
 
 examples:
+  shmserve serve resnet.onnx
+      serve the model of one file until Ctrl-C
+  shmserve serve app.py
+      serve the functions of the file that have the decorator @shmserve.model
   shmserve serve --model-repository ./models
       serve all models of ./models until Ctrl-C; try `shmserve models` and `shmserve infer MODEL --random`
   shmserve serve --model-repository ./models --model-control-mode poll
@@ -48,7 +54,7 @@ examples:
 
 BRIEF = """
 examples:
-  shmserve serve --model-repository ./models
+  shmserve serve resnet.onnx app.py
   shmserve serve --model-repository ./models --model-control-mode poll
 
 A flag is also a variable, SHMSERVE_HTTP_PORT, and a key of the --config file.
@@ -69,7 +75,8 @@ class _HelpAll(argparse.Action):
 class FlagParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         by_name = {flag.name: flag for flag in FLAGS}
-        pairs = [(f"--{name} {by_name[name].metavar}".rstrip(), text) for name, text in SHORT.items()]
+        pairs = [("FILE", "a model: .onnx, .py, .pt, .xml; NAME=FILE names it")]
+        pairs += [(f"--{name} {by_name[name].metavar}".rstrip(), text) for name, text in SHORT.items()]
         return "\n".join([f"usage: {USAGE}\n\n{self.description}\n", *rows(pairs), BRIEF])
 
     def format_all(self) -> str:
@@ -85,7 +92,7 @@ def parser() -> FlagParser:
     flag_parser = FlagParser(
         prog="shmserve serve",
         usage=USAGE,
-        description="Serve the models of one or more repositories to clients on this machine.",
+        description="Serve model files and repositories over HTTP, gRPC and to local clients.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,

@@ -24,7 +24,7 @@ from shmserve.gateway_options import OPTIONS, Option
 from shmserve.repo.storage.generation import FILE_BYTES, TOTAL_BYTES
 from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
-REQUIRED = "required"
+REQUIRED = "required unless files are given"
 SECONDS = 1e6
 """The longest time that a flag accepts."""
 _TRUE = ("true", "1", "yes", "on")

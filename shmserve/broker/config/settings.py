@@ -36,9 +36,11 @@ from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
 from shmserve.broker.processes.gpus import INTERVAL_S
 from shmserve.broker.processes.resources import Terms
 from shmserve.core.limits import Limits
+from shmserve.errors import InvalidRequest
 from shmserve.paths import environments_dir, server_runtime_dir
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem
 from shmserve.repo.compile import CoreSet
+from shmserve.repo.storage.model_files import ModelFile, model_file
 from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
 if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
@@ -69,8 +71,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     On errors exits with code 2 and lists them.
     """
     flag_parser = parser()
-    given, rest = flag_parser.parse_known_args(argv)
-    problems = [_stray(word) for word in _strays(rest)]
+    given, rest = flag_parser.parse_known_args(_files_apart(argv))
+    strays = _strays(rest)
+    problems = [_stray(word) for word in strays if word.startswith("-")]
+    folders, files = _words([word for word in strays if not word.startswith("-")], problems)
     from_variables, warnings = _environment(os.environ, problems)
     config = vars(given).get("config", from_variables.get("config"))
     from_file = _file(config, problems) if config is not None else {}
@@ -79,7 +83,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         warnings += _renamed(source, where)
         chosen |= source
     values = _defaults(chosen.get("triton_compatible", False)) | chosen
-    settings = argparse.Namespace(**values, warnings=warnings, notes=notes(values))
+    values["model_repository"] = [*values["model_repository"], *folders]
+    settings = argparse.Namespace(**values, model_files=files, warnings=warnings, notes=notes(values))
     settings.failed = _missing_repositories(settings, "exit_on_error" in chosen, problems)
     _check(settings, problems)
     if problems:
@@ -218,9 +223,30 @@ def _is_bare(word: str) -> bool:
     return word.startswith("--") and "=" not in word
 
 
+def _files_apart(argv: Sequence[str]) -> list[str]:
+    """A file after a boolean flag is not the flag's value."""
+    words = list(argv)
+    for index, word in enumerate(argv[:-1]):
+        flag = BY_NAME.get(word.removeprefix("--")) if word.startswith("--") else None
+        if flag is not None and flag.kind == "boolean" and Path(argv[index + 1].rpartition("=")[2]).exists():
+            words[index] = f"{word}=true"
+    return words
+
+
+def _words(words: Sequence[str], problems: list[str]) -> tuple[list[Path], list[ModelFile]]:
+    """The repositories and the model files that are given without a flag."""
+    folders = [Path(word) for word in words if Path(word).is_dir()]
+    files = []
+    for word in words:
+        if not Path(word).is_dir():
+            try:
+                files.append(model_file(word))
+            except InvalidRequest as error:
+                problems.append(str(error))
+    return folders, files
+
+
 def _stray(word: str) -> str:
-    if not word.startswith("-"):
-        return f"'{word}' is not a flag; for a model repository use --model-repository {word}"
     shown = word.partition("=")[0]
     return unknown(shown.lstrip("-"), shown)
 
@@ -300,8 +326,8 @@ def _renamed(source: dict[str, Any], where: str) -> list[str]:
 def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     wrong = problems.append
     problems += refusals(vars(settings))
-    if not settings.model_repository and not problems:
-        wrong("missing --model-repository: the directory that holds the models")
+    if not (settings.model_repository or settings.model_files or problems):
+        wrong("nothing to serve: give a model file, or the directory that holds the models with --model-repository")
     if settings.backend_directory is not None:
         if fault := backend_directory_problem(settings.backend_directory):
             wrong(f"--backend-directory {fault}")

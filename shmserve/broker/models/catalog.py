@@ -25,7 +25,7 @@ from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import Load
-from shmserve.repo.backends import DIRECTORY, installed
+from shmserve.repo.backends import DIRECTORY, SOURCE_FILE, installed
 from shmserve.repo.check import CheckFinding, load_warnings
 from shmserve.repo.compile import CoreSet, compile_instances, compile_policy, environment, unknown_policies
 from shmserve.repo.config.complete import is_ensemble
@@ -35,6 +35,7 @@ from shmserve.repo.config.schema import ModelConfig, decode_config, encode_confi
 from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
+from shmserve.repo.storage.model_files import ModelFiles
 from shmserve.repo.storage.snapshot import Snapshot, take
 from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model, model_names, scan_model
 
@@ -95,15 +96,18 @@ class Catalog:
         resources: Sequence[tuple[str, int, int]] | None = None,
         terms: Terms = NOTHING,
         gpus: Collection[int] = (),
+        files: ModelFiles | None = None,
     ) -> None:
         """`settings` are passed to workers; `cores` are divided among them. `generations` keeps files of versions as
         they were read; None: workers read the repositories. `resources`: those of the rate limiter; None: it is off.
-        `terms`: defaults for workers' processes. `gpus`: the numbers of GPUs that models may use."""
+        `terms`: defaults for workers' processes. `gpus`: the numbers of GPUs that models may use. `files`: single files
+        that are models."""
         self._cores = cores
         self._gpus = gpus
         self._terms = terms
         self._resources = resources
-        self._repositories = repositories
+        self._files = files
+        self._repositories = [*repositories, *([files.folder] if files is not None else [])]
         self._settings = settings
         self._config_name = config_name
         self._generations = generations
@@ -122,6 +126,7 @@ class Catalog:
     # ------------------------------------------------------------------------------------ reading, in a thread
 
     def names_on_disk(self) -> dict[str, list[Path]]:
+        self._refresh()
         return model_names(self._repositories)
 
     def names_now(self) -> Collection[str]:
@@ -135,6 +140,7 @@ class Catalog:
         """The model of that name, or what a load call gave in its place. Raises the errors of `find_model`."""
         if given is not None and given.folder is not None:
             return self.read_folder(given.folder, given)
+        self._refresh()
         folder = find_model(self._repositories, name)
         if given is None and kept is not None:
             current = _snapshot(folder)
@@ -143,6 +149,8 @@ class Catalog:
 
     def read_folder(self, folder: Path, given: LoadOverride | None = None) -> Reading:
         """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts."""
+        if self._files is not None and (problem := self._files.problem(folder)):
+            return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
         override = given.config if given is not None else None
         generation: Generation | None = None
         if given is not None and given.folder is not None and self._generations is not None:
@@ -169,6 +177,10 @@ class Catalog:
             before = after
         findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus)
         return Reading(scanned, before, given, kept, findings)
+
+    def _refresh(self) -> None:
+        if self._files is not None:
+            self._files.refresh()
 
     def _keep(self, scanned: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
         if self._generations is None or scanned.config is None or is_ensemble(scanned.config):
@@ -369,6 +381,8 @@ class Catalog:
         settings = self._settings
         if source.generation is not None and source.generation.pins:
             settings = settings | {PINS: source.generation.pins}
+        if self._files is not None and (file := self._files.source(source.origin)) is not None:
+            settings = settings | {SOURCE_FILE: str(file)}
         folder = str(_folder_of(source))
         load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, folder, settings)
         return load, config_descriptor(source.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +35,17 @@ or over HTTP:
   curl localhost:{port}/v2/models/add_sub/infer -d '{{"inputs": [
     {{"name": "INPUT0", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}},
     {{"name": "INPUT1", "datatype": "FP32", "shape": [4], "data": [10, 20, 30, 40]}}]}}'
+"""
+
+_FIRST_STEPS = """
+try it from another terminal:
+
+  {command} infer {model} --random{where}
+{page}
+Ctrl-C stops the server.
+"""
+_PAGE = """
+or in a browser: http://localhost:{port}/
 """
 
 
@@ -72,12 +84,26 @@ class LoadProgress:
 
 
 def hints(runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
-    beside = Path(sys.executable).with_name("shmserve")
-    command = "shmserve"
-    if beside.exists():
-        here = Path.cwd()
-        command = str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
-    where = "" if is_default else f" --runtime-dir {runtime_dir}"
+    """What to try with the sample models."""
     url = "" if is_default else f'runtime_dir="{runtime_dir}"'
     http = _HTTP.format(port=ports["http"]) if "http" in ports else ""
-    return _HINTS.format(command=command, where=where, url=url, http=http)
+    return _HINTS.format(command=_command(), where=_where(runtime_dir, is_default), url=url, http=http)
+
+
+def first_steps(model: str, runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
+    """What to try with a model."""
+    page = _PAGE.format(port=ports["http"]) if "http" in ports else ""
+    where = _where(runtime_dir, is_default)
+    return _FIRST_STEPS.format(command=_command(), model=shlex.quote(model), where=where, page=page)
+
+
+def _command() -> str:
+    beside = Path(sys.executable).with_name("shmserve")
+    if not beside.exists():
+        return "shmserve"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+
+
+def _where(runtime_dir: Path, is_default: bool) -> str:
+    return "" if is_default else f" --runtime-dir {runtime_dir}"

@@ -377,7 +377,7 @@ def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None
 
 
 def test_serve_used_wrongly() -> None:
-    for words, code, text in (["--help"], 0, "usage: shmserve serve"), ([], 2, "missing --model-repository"):
+    for words, code, text in (["--help"], 0, "usage: shmserve serve"), ([], 2, "nothing to serve: "):
         ran = run_apart(None, "serve", *words)
         assert ran.returncode == code
         assert text in ran.stdout + ran.stderr

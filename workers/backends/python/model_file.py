@@ -10,12 +10,13 @@ import inspect
 import json
 import os
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.backends import MODEL
+from shmserve.repo.backends import FUNCTION, MODEL, SOURCE_FILE
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.python import pb_utils
@@ -36,6 +37,11 @@ class ModelFile:
     def kind(self, config: ModelConfig) -> Any:
         if self._module is None:
             self._module = self._import(config)
+        if (function := config.parameters.get(FUNCTION)) is not None:
+            from shmserve.workers.backends.python.function_model import kind_of  # few models need it
+
+            name = Path(self.context.settings.get(SOURCE_FILE, self._name(config))).name
+            return kind_of(self._module, function.string_value, name, config.max_batch_size > 0)
         kind = getattr(self._module, "TritonPythonModel", None)
         if kind is None:
             raise InvalidRequest(f"'{self._name(config)}' of model '{config.name}' has no class TritonPythonModel")
@@ -57,10 +63,14 @@ class ModelFile:
         path = self._path or self.context.model_file(config, MODEL)
         for name in ("triton_python_backend_utils", "c_python_backend_utils"):
             sys.modules[name] = pb_utils
-        for place in (str(self.context.folder), str(folder)):
+        places, loader, name = [self.context.folder, folder], None, f"shmserve_model_{self.context.version}"
+        if original := self.context.settings.get(SOURCE_FILE, ""):
+            places.append(Path(original).parent)
+            loader, path = _CopyLoader(name, original, path), Path(original)
+        for place in map(str, places):
             if place not in sys.path:
                 sys.path.insert(0, place)
-        spec = importlib.util.spec_from_file_location(f"shmserve_model_{self.context.version}", path)
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         if spec is None or spec.loader is None:
             raise InvalidRequest(f"'{self._name(config)}' of model '{config.name}' is not a Python file")
         module = importlib.util.module_from_spec(spec)
@@ -80,6 +90,17 @@ class ModelFile:
             "model_version": str(self.context.version),
             "model_name": self.context.model,
         }
+
+
+class _CopyLoader(SourceFileLoader):
+    """Loads the version's copy of a file. For the code it is the user's file, beside which it finds others."""
+
+    def __init__(self, name: str, original: str, copy: Path) -> None:
+        super().__init__(name, original)
+        self._copy = copy
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._copy.read_bytes(), self.path)
 
 
 def has_generator(kind: Any, model: str, decoupled: bool) -> bool:

@@ -64,7 +64,12 @@ def written(path: Path, text: str) -> list[str]:
 
 def test_defaults(base: list[str], tmp_path: Path) -> None:
     found = settings.parse(base)
-    assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.instead} | {"warnings", "notes", "failed"}
+    assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.instead} | {
+        "model_files",
+        "warnings",
+        "notes",
+        "failed",
+    }
     assert found.model_repository == [tmp_path]
     assert (found.model_control_mode, found.load_model, found.repository_poll_secs) == ("none", [], 15)
     assert (found.model_load_thread_count, found.model_load_retry_count, found.settle_secs) == (4, 0, 1)
@@ -225,13 +230,23 @@ def test_choices_are_read_in_any_case(flag: Flag) -> None:
         (["--cuda-memory-pool-byte-size", "1.5"], "--cuda-memory-pool-byte-size"),
         (["--config", "nowhere.toml"], "No such file"),
         (["--quite-something-else"], "--quite-something-else is unknown\n"),
-        (["models"], "'models' is not a flag; for a model repository use --model-repository models"),
+        (["models"], "models: no such file or directory"),
     ],
 )
 def test_wrong_use(arguments: list[str], text: str, base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     message = refused([*base, *arguments], capsys)
     assert text in message
     assert message.count("\n") == 3, "what is wrong, once"
+
+
+def test_files_and_directories_without_a_flag(base: list[str], tmp_path: Path) -> None:
+    model, folder = tmp_path / "net.onnx", tmp_path / "more"
+    model.touch()
+    folder.mkdir()
+    found = settings.parse([str(model), *base, str(folder), "--no-gateway", f"other={model}"])
+    assert found.no_gateway is True
+    assert found.model_repository == [Path(base[1]), folder]
+    assert [(file.path, file.name) for file in found.model_files] == [(model, ""), (model, "other")]
 
 
 def test_a_repository_is_required(capsys: pytest.CaptureFixture[str]) -> None:

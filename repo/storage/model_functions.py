@@ -1,0 +1,131 @@
+"""Finds the functions with the decorator `@shmserve.model` in a Python file, and writes their configurations.
+
+Invariant: the file is parsed, never run. Its workers run it, and complete the configurations from its type hints.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shmserve.errors import InvalidRequest
+from shmserve.functions import ModelOptions
+from shmserve.repo.backends import FUNCTION
+from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
+
+_SOURCE_BYTES = 4 * 1024 * 1024
+_CLASS = "TritonPythonModel"
+_Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class FunctionModel(NamedTuple):
+    name: str
+    config: str
+
+
+def functions_in(path: Path) -> list[FunctionModel]:
+    """The models of a file, in its order; empty for one with a class TritonPythonModel. Raises InvalidRequest and
+    OSError.
+    """
+    with path.open("rb") as file:
+        source = file.read(_SOURCE_BYTES + 1)
+    if len(source) > _SOURCE_BYTES:
+        raise InvalidRequest(f"{path.name} has more than {_SOURCE_BYTES} bytes; is it a Python file?")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except SyntaxError as error:
+        raise InvalidRequest(f"{path.name}, line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # contains NUL, or nested too deeply
+        raise InvalidRequest(f"{path.name} is not Python: {error}") from error
+    finder = _Finder(path.name, tree)
+    models = list(finder.models())
+    has_class = _CLASS in source.decode("utf-8", "replace")
+    if models and any(isinstance(node, ast.ClassDef) and node.name == _CLASS for node in tree.body):
+        raise InvalidRequest(f"{path.name} has both a class {_CLASS} and functions with @shmserve.model: keep one form")
+    if not models and not has_class:
+        text = f"{path.name} has no model: put @shmserve.model above a function or class, or define a class {_CLASS}"
+        raise InvalidRequest(text)
+    return models
+
+
+class _Finder:
+    def __init__(self, file: str, tree: ast.Module) -> None:
+        self._file = file
+        self._tree = tree
+        self._modules: set[str] = set()
+        """Names of the module shmserve in the file, and of its decorator."""
+        self._names: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                self._modules |= {name.asname or name.name for name in node.names if name.name == "shmserve"}
+            elif isinstance(node, ast.ImportFrom) and node.module == "shmserve":
+                self._names |= {name.asname or name.name for name in node.names if name.name == "model"}
+
+    def models(self) -> Iterator[FunctionModel]:
+        seen: dict[str, int] = {}
+        for node in self._tree.body:
+            if isinstance(node, _Definition) and (decorator := self._decorator(node)) is not None:
+                options = self._options(decorator)
+                name = options.name or node.name
+                if not MODEL_NAME.fullmatch(name):
+                    raise self._error(decorator, f"'{name}' cannot be the name of a model; expected {NAME_RULE}")
+                if name in seen:
+                    text = f"model '{name}' is defined twice, first on line {seen[name]}: name one, name=..."
+                    raise self._error(decorator, text)
+                seen[name] = decorator.lineno
+                yield FunctionModel(name, _config(node.name, options))
+        for inner in ast.walk(self._tree):
+            if isinstance(inner, _Definition) and inner not in self._tree.body and self._decorator(inner) is not None:
+                raise self._error(inner, f"'{inner.name}' must be defined at the top level of the file to be a model")
+
+    def _decorator(self, node: Any) -> ast.expr | None:
+        for decorator in node.decorator_list:
+            target = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if isinstance(target, ast.Name) and target.id in self._names:
+                return decorator  # type: ignore[no-any-return]
+            if isinstance(target, ast.Attribute) and target.attr == "model":
+                if isinstance(target.value, ast.Name) and target.value.id in self._modules:
+                    return decorator  # type: ignore[no-any-return]
+        return None
+
+    def _options(self, decorator: ast.expr) -> ModelOptions:
+        if not isinstance(decorator, ast.Call):
+            return ModelOptions()
+        known = ", ".join(ModelOptions._fields)
+        if decorator.args:
+            raise self._error(decorator, f"@shmserve.model takes keywords only: {known}")
+        given = {}
+        for keyword in decorator.keywords:
+            if keyword.arg not in ModelOptions._fields:
+                raise self._error(decorator, f"@shmserve.model has no option '{keyword.arg or '**'}'; it has {known}")
+            try:
+                given[keyword.arg] = ast.literal_eval(keyword.value)
+            except ValueError:
+                text = f"write {keyword.arg}=... as a literal: the server reads it without running the file"
+                raise self._error(keyword.value, text) from None
+        try:
+            return ModelOptions(**given).checked()
+        except (TypeError, ValueError) as error:
+            raise self._error(decorator, str(error)) from None
+
+    def _error(self, node: Any, text: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._file}, line {node.lineno}: {text}")
+
+
+def _config(function: str, options: ModelOptions) -> str:
+    parameters = {FUNCTION: function, "strict_outputs": "true"}
+    lines = ['backend: "python"']
+    if options.batch:
+        parameters["stacked"] = "true"
+        lines += [f"max_batch_size: {options.max_batch_size}", "dynamic_batching { }"]
+    if options.instances > 1:
+        lines.append(f"instance_group [ {{ count: {options.instances} }} ]")
+    text = "parameters {{ key: {} value: {{ string_value: {} }} }}"
+    lines += [text.format(json.dumps(key), json.dumps(value)) for key, value in parameters.items()]
+    return "\n".join(lines) + "\n"

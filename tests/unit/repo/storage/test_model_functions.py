@@ -1,0 +1,87 @@
+"""Functions with @shmserve.model, found without running their file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.load import parse
+from shmserve.repo.storage.model_functions import functions_in
+
+
+def found(tmp_path: Path, source: str) -> dict[str, str]:
+    path = tmp_path / "app.py"
+    path.write_text(source)
+    return dict(functions_in(path))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import shmserve\n@shmserve.model\ndef f(x): ...",
+        "import shmserve as s\n@s.model()\ndef f(x): ...",
+        "from shmserve import model\n@model\nasync def f(x): ...",
+        "from shmserve import model as serve\n@serve()\nclass f: ...",
+        "import functools, shmserve\n@shmserve.model\n@functools.cache\ndef f(x): ...\ndef g(x): ...",
+    ],
+)
+def test_forms(source: str, tmp_path: Path) -> None:
+    assert list(found(tmp_path, source)) == ["f"]
+
+
+def test_configuration(tmp_path: Path) -> None:
+    decorator = '@shmserve.model(name="my model", batch=True, max_batch_size=8, instances=2)'
+    text = found(tmp_path, f"import shmserve\n{decorator}\ndef f(x): ...")["my model"]
+    config = parse(text)
+    assert (config.backend, config.max_batch_size) == ("python", 8)
+    assert config.dynamic_batching is not None
+    assert config.instance_group[0].count == 2
+    values = {key: value.string_value for key, value in config.parameters.items()}
+    assert values == {"function": "f", "strict_outputs": "true", "stacked": "true"}
+
+
+def test_defaults(tmp_path: Path) -> None:
+    texts = found(
+        tmp_path, "import shmserve\n@shmserve.model(batch=True)\ndef f(x): ...\n@shmserve.model\ndef g(x): ..."
+    )
+    assert parse(texts["f"]).max_batch_size == 32
+    alone = parse(texts["g"])
+    assert alone.max_batch_size == 0
+    assert alone.dynamic_batching is None
+    assert "stacked" not in alone.parameters
+
+
+def test_file_is_not_run(tmp_path: Path) -> None:
+    assert found(tmp_path, "import shmserve\nraise SystemExit\n@shmserve.model\ndef f(x): ...").keys() == {"f"}
+
+
+def test_class_of_triton(tmp_path: Path) -> None:
+    assert found(tmp_path, "from elsewhere import TritonPythonModel") == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("def f(x): ...", "app.py has no model: put @shmserve.model above a function or class"),
+        ("def f(:", "app.py, line 2: invalid syntax"),
+        ("@shmserve.model(8)\ndef f(x): ...", "line 2: @shmserve.model takes keywords only: name, batch,"),
+        ("@shmserve.model(size=8)\ndef f(x): ...", "line 2: @shmserve.model has no option 'size'; it has name, batch"),
+        ("N = 8\n@shmserve.model(batch=True, max_batch_size=N)\ndef f(x): ...", "line 3: write max_batch_size=... as"),
+        ("@shmserve.model(batch=1)\ndef f(x): ...", "line 2: batch=1 is not of type bool"),
+        ("@shmserve.model(max_batch_size=8)\ndef f(x): ...", "max_batch_size=8 needs batch=True"),
+        ("@shmserve.model(instances=0)\ndef f(x): ...", "must be at least 1"),
+        ("@shmserve.model(name='a/b')\ndef f(x): ...", "line 2: 'a/b' cannot be the name of a model"),
+        (
+            "@shmserve.model\ndef f(x): ...\n@shmserve.model(name='f')\ndef g(x): ...",
+            "line 4: model 'f' is defined twice",
+        ),
+        ("def g():\n    @shmserve.model\n    def f(x): ...", "line 4: 'f' must be defined at the top level"),
+        ("@shmserve.model\ndef f(x): ...\nclass TritonPythonModel: ...", "keep one form"),
+    ],
+)
+def test_errors(body: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        found(tmp_path, f"import shmserve\n{body}")
+    assert text in str(caught.value)

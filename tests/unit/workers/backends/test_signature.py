@@ -1,0 +1,160 @@
+"""Type hints of functions with @shmserve.model: inputs, outputs, and the errors, which say what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, NamedTuple, TypedDict
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import InvalidRequest
+from shmserve.workers.backends.python.signature import Slot, signature_of
+
+Image = Annotated[Any, shmserve.Tensor("UINT8", -1, -1, 3)]
+Row = Annotated[Any, shmserve.Tensor("FP32", 3)]
+Shapeless = Annotated[Any, shmserve.Tensor("FP32")]
+
+
+class Typed(TypedDict):
+    label: str
+    scores: list[float]
+
+
+@dataclasses.dataclass
+class Data:
+    label: str
+    count: int
+
+
+class Named(NamedTuple):
+    a: int
+    b: bytes
+
+
+def every(a: float, b: int, c: bool, d: str, e: bytes, f: list[int], g: list[list[float]], h: Image) -> float:
+    return 0.0
+
+
+def optional(a: float, b: int | None = None, c: str = "") -> Annotated[np.ndarray, shmserve.Tensor("FP16", 2)]:
+    return np.zeros(2, np.float16)
+
+
+def typed(a: int) -> Typed: ...  # type: ignore[empty-body]
+def data(a: int) -> Data: ...  # type: ignore[empty-body]
+def named(a: int) -> Named: ...  # type: ignore[empty-body]
+def pair(a: int) -> tuple[int, list[str]]: ...  # type: ignore[empty-body]
+
+
+def some(a: int) -> Iterator[str]:
+    yield ""
+
+
+async def later(a: int) -> AsyncIterator[Data]:
+    yield Data("", 0)
+
+
+class State:
+    def __call__(self, a: int) -> int:
+        return a
+
+
+def test_inputs() -> None:
+    assert signature_of(every, "app.py", False).inputs == (
+        Slot("a", "FP64", (1,), 0),
+        Slot("b", "INT64", (1,), 0),
+        Slot("c", "BOOL", (1,), 0),
+        Slot("d", "BYTES", (1,), 0, True),
+        Slot("e", "BYTES", (1,), 0),
+        Slot("f", "INT64", (-1,), 1),
+        Slot("g", "FP64", (-1, -1), 2),
+        Slot("h", "UINT8", (-1, -1, 3), -1),
+    )
+
+
+def test_optional_inputs() -> None:
+    signature = signature_of(optional, "app.py", False)
+    assert [(slot.name, slot.dtype, slot.optional) for slot in signature.inputs] == [
+        ("a", "FP64", False),
+        ("b", "INT64", True),
+        ("c", "BYTES", True),
+    ]
+    assert signature.outputs == (Slot("output", "FP16", (2,), -1),)
+
+
+@pytest.mark.parametrize(
+    ("function", "by", "names", "streams"),
+    [
+        (every, "", ["output"], False),
+        (typed, "key", ["label", "scores"], False),
+        (data, "attribute", ["label", "count"], False),
+        (named, "attribute", ["a", "b"], False),
+        (pair, "index", ["output_0", "output_1"], False),
+        (some, "", ["output"], True),
+        (later, "attribute", ["label", "count"], True),
+        (State, "", ["output"], False),
+    ],
+)
+def test_outputs(function: Any, by: str, names: list[str], streams: bool) -> None:
+    signature = signature_of(function, "app.py", False)
+    assert (signature.by, [slot.name for slot in signature.outputs], signature.streams) == (by, names, streams)
+
+
+def test_batch() -> None:
+    def batched(a: list[str], b: list[list[int]], c: Row) -> list[float]:
+        return []
+
+    signature = signature_of(batched, "app.py", True)
+    assert [(slot.dtype, slot.dims) for slot in signature.inputs] == [("BYTES", (1,)), ("INT64", (-1,)), ("FP32", (3,))]
+    assert signature.outputs[0].dims == (1,)
+
+
+def bare(x) -> int: ...  # type: ignore[no-untyped-def, empty-body]
+def array(x: np.ndarray) -> int: ...  # type: ignore[empty-body]
+def silent(x: int): ...  # type: ignore[no-untyped-def]
+def nothing(x: int) -> None: ...
+def star(*x: int) -> int: ...  # type: ignore[empty-body]
+def none() -> int: ...  # type: ignore[empty-body]
+def unknown(x: Missing) -> int: ...  # type: ignore[empty-body, name-defined]  # noqa: F821
+def wrong(x: Annotated[Any, shmserve.Tensor("FLOAT", 3)]) -> int: ...  # type: ignore[empty-body]
+def shapeless(x: Shapeless) -> int: ...  # type: ignore[empty-body]
+def endless(x: int) -> tuple[int, ...]: ...  # type: ignore[empty-body]
+def one(x: float) -> float: ...  # type: ignore[empty-body]
+
+
+def yielding(x: int) -> int:  # type: ignore[misc]
+    yield 1
+
+
+class Without: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "batch", "text"),
+    [
+        (bare, False, "parameter 'x' has no type: write x: shmserve.Tensor[\"FP32\", -1, 3], float, int, bool,"),
+        (array, False, "parameter 'x' has the type ndarray: write shmserve.Tensor["),
+        (silent, False, "it has no type for its result: write -> followed by"),
+        (nothing, False, "it has no type for its result"),
+        (star, False, "'*x: 'int'' cannot be an input"),
+        (none, False, "a model needs at least one input"),
+        (unknown, False, "its type hints cannot be read: NameError: name 'Missing' is not defined"),
+        (wrong, False, "Tensor has no data type 'FLOAT'; expected one of BOOL"),
+        (shapeless, False, "parameter 'x' has no dims: write Tensor[\"FP32\", -1]"),
+        (endless, False, "a tuple of any length cannot be the result"),
+        (yielding, False, "it yields its results: write -> Iterator[...]"),
+        (some, True, "answers one request at a time: remove batch=True"),
+        (one, True, "parameter 'x' is one float, but with batch=True there is one for each row: write list[float]"),
+        (Without, False, "the class has no method __call__"),
+    ],
+)
+def test_errors(function: Any, batch: bool, text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        signature_of(function, "app.py", batch)
+    message = str(caught.value)
+    assert text in message
+    assert message.startswith(f"'{function.__name__}' in app.py")
+    if function is not Without:
+        assert f", line {function.__code__.co_firstlineno}: " in message

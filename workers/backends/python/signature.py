@@ -1,0 +1,181 @@
+"""The inputs and outputs of a function with `@shmserve.model`, from its type hints.
+
+    float, int, bool, str, bytes    one value, of type FP64, INT64, BOOL, BYTES, BYTES
+    list[float], list[list[int]]    a list of them, of any length
+    Tensor["FP32", -1, 3]           an array
+
+With a batch, a list has one item for each row, and an array one more axis in front. Invariant: an error names the
+function, its line, and what to write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from typing import Annotated, Any, NamedTuple
+
+from shmserve.errors import InvalidRequest
+from shmserve.functions import Tensor
+
+OUTPUT = "output"
+"""The name of the only output of a function, if its hint has no names."""
+_SCALARS: dict[Any, str] = {float: "FP64", int: "INT64", bool: "BOOL", str: "BYTES", bytes: "BYTES"}
+_STREAMS = (AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Iterator)
+_UNIONS = (typing.Union, types.UnionType)
+_FORMS = 'shmserve.Tensor["FP32", -1, 3], float, int, bool, str, bytes, or a list of these'
+_BATCH_FORMS = 'shmserve.Tensor["FP32", 3] with the dims of one row, or a list with an item for each row: list[str]'
+
+
+class Slot(NamedTuple):
+    """One input or output. `depth`: 0 for a single value, else the nesting of the list; -1 for an array. `text`: its
+    values are str instead of bytes. `key` gets an output from the result.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    depth: int
+    text: bool = False
+    optional: bool = False
+
+
+class Signature(NamedTuple):
+    """`target` is the function or class. `fields`: how to get an output from the result, by index or by name; None if
+    the result is the only output itself.
+    """
+
+    target: Callable[..., Any]
+    label: str
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    by: str
+    """"": the result is the only output; else "index", "key" or "attribute"."""
+    streams: bool
+
+
+def signature_of(target: Any, file: str, batch: bool) -> Signature:
+    """Raises InvalidRequest."""
+    return _Reader(target, file, batch).signature()
+
+
+class _Reader:
+    def __init__(self, target: Any, file: str, batch: bool) -> None:
+        self._target = target
+        self._batch = batch
+        self._function: Any = target.__call__ if inspect.isclass(target) else target
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        line = f", line {code.co_firstlineno}" if code is not None else ""
+        self._label = f"'{target.__name__}' in {file}{line}"
+        if inspect.isclass(target) and "__call__" not in dir(target):
+            raise self._error("the class has no method __call__, which answers requests")
+
+    def signature(self) -> Signature:
+        hints = self._hints()
+        if "return" not in hints or hints["return"] in (None, type(None)):
+            raise self._error(f"it has no type for its result: write -> followed by {self._forms}")
+        result, streams = self._streamed(hints["return"])
+        inputs = tuple(self._inputs(hints))
+        if not inputs:
+            raise self._error("a model needs at least one input: add a parameter with a type hint")
+        by, outputs = self._outputs(result)
+        return Signature(self._target, self._label, inputs, tuple(outputs), by, streams)
+
+    @property
+    def _forms(self) -> str:
+        return _BATCH_FORMS if self._batch else _FORMS
+
+    def _error(self, text: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._label}: {text}")
+
+    def _hints(self) -> dict[str, Any]:
+        try:
+            return typing.get_type_hints(self._function, include_extras=True)
+        except Exception as error:  # a hint may be any expression
+            text = f"its type hints cannot be read: {type(error).__name__}: {error}"
+            raise self._error(text) from error
+
+    def _inputs(self, hints: dict[str, Any]) -> typing.Iterator[Slot]:
+        parameters = list(inspect.signature(self._function).parameters.values())
+        for parameter in parameters[1:] if inspect.isclass(self._target) else parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise self._error(f"'{parameter}' cannot be an input: inputs have names; list each as a parameter")
+            if parameter.name not in hints:
+                raise self._error(f"parameter '{parameter.name}' has no type: write {parameter.name}: {self._forms}")
+            slot = self._slot(parameter.name, hints[parameter.name], f"parameter '{parameter.name}'")
+            yield slot._replace(optional=parameter.default is not parameter.empty)
+
+    def _streamed(self, hint: Any) -> tuple[Any, bool]:
+        """The hint of one response, and whether there are several."""
+        streams = typing.get_origin(hint) in _STREAMS
+        function = inspect.unwrap(self._function)
+        if not streams and (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
+            raise self._error("it yields its results: write -> Iterator[...] with the type of one of them")
+        if streams and self._batch:
+            raise self._error("a function that yields its results answers one request at a time: remove batch=True")
+        return (typing.get_args(hint)[0], True) if streams else (hint, False)
+
+    def _outputs(self, hint: Any) -> tuple[str, list[Slot]]:
+        if typing.get_origin(hint) is tuple:
+            items = typing.get_args(hint)
+            if Ellipsis in items:
+                raise self._error("a tuple of any length cannot be the result: write the type of each item")
+            return "index", [self._result(f"{OUTPUT}_{index}", item) for index, item in enumerate(items)]
+        if typing.is_typeddict(hint):
+            return "key", [self._result(name, item) for name, item in self._fields(hint).items()]
+        if inspect.isclass(hint) and (dataclasses.is_dataclass(hint) or hasattr(hint, "_fields")):
+            return "attribute", [self._result(name, item) for name, item in self._fields(hint).items()]
+        return "", [self._result(OUTPUT, hint)]
+
+    def _fields(self, hint: Any) -> dict[str, Any]:
+        try:
+            fields = typing.get_type_hints(hint, include_extras=True)
+        except Exception as error:  # a hint may be any expression
+            raise self._error(f"the hints of {hint.__name__} cannot be read: {error}") from error
+        if not fields:
+            raise self._error(f"its result {hint.__name__} has no fields with type hints")
+        return fields
+
+    def _result(self, name: str, hint: Any) -> Slot:
+        return self._slot(name, hint, f"output '{name}'" if name != OUTPUT else "its result")
+
+    def _slot(self, name: str, hint: Any, what: str) -> Slot:
+        hint = _without_none(hint)
+        if typing.get_origin(hint) is Annotated:
+            tensor = next((item for item in hint.__metadata__ if isinstance(item, Tensor)), None)
+            if tensor is not None:
+                return self._array(name, tensor, what)
+        if isinstance(hint, Tensor):
+            return self._array(name, hint, what)
+        depth = 0
+        while typing.get_origin(hint) is list:
+            hint, depth = typing.get_args(hint)[0], depth + 1
+        dtype = _SCALARS.get(hint) if isinstance(hint, type) else None
+        if dtype is None:
+            raise self._error(f"{what} has the type {_name(hint)}: write {self._forms}")
+        if self._batch and not depth:
+            text = f"{what} is one {hint.__name__}, but with batch=True there is one for each row"
+            raise self._error(f"{text}: write list[{hint.__name__}]")
+        inner = depth - self._batch
+        return Slot(name, dtype, (-1,) * inner or (1,), depth, hint is str)
+
+    def _array(self, name: str, tensor: Tensor, what: str) -> Slot:
+        if not tensor.dims:
+            text = f'{what} has no dims: write Tensor["{tensor.dtype}", -1], where -1 is any size'
+            raise self._error(text)
+        return Slot(name, tensor.dtype, tensor.dims, -1)
+
+
+def _without_none(hint: Any) -> Any:
+    """The type of an optional value."""
+    if typing.get_origin(hint) in _UNIONS:
+        left = [item for item in typing.get_args(hint) if item is not type(None)]
+        if len(left) == 1:
+            return left[0]
+    return hint
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if inspect.isclass(hint) and not typing.get_args(hint) else str(hint).replace("typing.", "")
