@@ -34,6 +34,7 @@ from shmserve.protocol.messages import (
     Tensor,
     Wanted,
 )
+from shmserve.python_values import is_python_value
 from shmserve.session.gpu.foreign_memory import RegionPart
 from shmserve.session.gpu.tensors import interface_of
 from shmserve.session.memory import SessionMemory
@@ -51,6 +52,10 @@ _NAMES = {to_numpy(name): name for name in ITEM_BYTES if name != "BYTES" and fro
 _ndarray = np.ndarray
 
 # ---------------------------------------------------------------------------------------- inputs
+
+
+class UntypedInput(InvalidRequest):
+    """An input is a Python number, string or list: its data type is that of the model, which is not known here."""
 
 
 class Raw:
@@ -115,6 +120,8 @@ def _tensor(memory: SessionMemory, name: str, value: Any, kept: KeptInputs, inde
         array, dtype = value.array, value.dtype
     elif type(value) is not _ndarray and (interface := interface_of(value)) is not None:
         return _on_device(memory, name, value, interface, kept, index, room)
+    elif type(value) is not _ndarray and is_python_value(value):
+        raise UntypedInput(f"input '{name}' is a {type(value).__name__}, expected an array")
     else:
         array, dtype = _as_array(name, value)
     shape = array.shape

@@ -19,6 +19,7 @@ from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Ping
 from shmserve.protocol.roles import OPERATIONS
 from shmserve.session.outbox import Packet, SessionOutbox
 from shmserve.session.ticket import Ticket
+from shmserve.session.typed import TypedModels
 from shmserve.session.uploads import Body
 
 WINDOW_BYTES = 8 * FIELD_BYTES
@@ -47,6 +48,7 @@ class Queries:
         """Request number -> the parts of its answer received so far."""
         self._operations: dict[int, _Operation] = {}
         self.to_send: deque[_Operation] = deque()
+        self.typed = TypedModels()
         self._window = WINDOW_BYTES
         """Bytes of bodies that may still be sent before the next Ping."""
         self._unanswered = 0
@@ -110,6 +112,7 @@ class Queries:
         parts.append(message.body)
         if message.more:
             return 0
+        waiting = self.typed.take(number)
         self.withdraw(number)
         ticket = self._tickets.pop(number, None)
         if ticket is None:
@@ -120,6 +123,8 @@ class Queries:
         except ValueError as error:
             ticket.fail(Internal(f"the server's response is not JSON: {error}"))
         else:
+            if waiting is not None:
+                return self.typed.answered(waiting, ticket, answer)
             ticket.settle(answer)
         return 1
 
@@ -135,6 +140,7 @@ class Queries:
         will come.
         """
         self._answers.pop(number, None)
+        self.typed.take(number)
         operation = self._operations.pop(number, None)
         if operation is None or operation.complete:
             return False

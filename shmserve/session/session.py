@@ -14,6 +14,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from shmserve.errors import (
@@ -22,6 +23,8 @@ from shmserve.errors import (
     DeadlineExceeded,
     HandleLost,
     Internal,
+    InvalidRequest,
+    NotFound,
     ProtocolError,
     ServeError,
     from_wire,
@@ -60,6 +63,7 @@ from shmserve.protocol.messages import (
 from shmserve.session.columns import RowReply, reply_of
 from shmserve.session.decode import Result, result_of, return_handles
 from shmserve.session.encode import (
+    UntypedInput,
     check_name,
     check_size,
     encode_inputs,
@@ -77,11 +81,14 @@ from shmserve.session.staging import place_device_tensors, restage
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import KeptInputs, Ticket
 from shmserve.session.tickets import Tickets
+from shmserve.session.typed import METADATA
 from shmserve.session.uploads import Body
 
 log = logging.getLogger("shmserve")
 
 Shapes = tuple[tuple[int, ...], ...]
+_MODEL_CHANGED = (InvalidRequest.code, NotFound.code)
+"""Errors of a request after which its model may have other inputs than before."""
 GRACE_S = 0.1
 """The server enforces the deadline of a request; the client itself gives up this much later."""
 
@@ -161,13 +168,19 @@ class Session:
         window: int = 0,
         caller: str = "",
     ) -> None:
-        """Queue a request. Raises InvalidRequest, without side effects, if it cannot be encoded.
-
-        `now` is the time of the monotonic clock, used only with `timeout`. `window` is that of a StreamTicket, 0 for
-        other tickets. `caller` is for clients that serve several users: a sequence belongs to one of them.
+        """Queue a request. Raises InvalidRequest, without side effects, if it cannot be encoded. `now` is the time on
+        the monotonic clock, used only with `timeout`. `window` is that of a StreamTicket, 0 for other tickets. `caller`
+        is for clients that serve several users: a sequence belongs to one of them.
         """
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
-        tensors, kept, size = self._encode(inputs, self.memory)
+        try:
+            tensors, kept, size = self._encode(inputs, self.memory)
+        except UntypedInput:
+            again = partial(self.infer, ticket, model, inputs, now, outputs, version, timeout, priority, sequence,
+                            sequence_start, sequence_end, parameters, request_id, window, caller)  # fmt: skip
+            if (arrays := self._typed(ticket, model, inputs, now, version, timeout, again)) is None:
+                return
+            tensors, kept, size = self._encode(arrays, self.memory)
         self._number = number = self._number + 1
         if (
             outputs is None and version is None and priority is None and sequence is None and parameters is None
@@ -176,13 +189,11 @@ class Session:
         ):  # fmt: skip
             message = Infer(number, model, 0, tensors)
         else:
-            if outputs is not None and kept is None:
-                kept = KeptInputs()
+            kept = kept or (KeptInputs() if outputs is not None else None)
             try:
                 check_name("model", model)
-                options = options_of(
-                    priority, sequence, sequence_start, sequence_end, parameters, request_id, window, caller
-                )
+                options = options_of(priority, sequence, sequence_start, sequence_end, parameters, request_id, window,
+                                     caller)  # fmt: skip
                 wanted = None if outputs is None or kept is None else wanted_of(outputs, kept, self.memory, not window)
                 message = Infer(number, model, version_of(version), tensors, wanted, 0, options)
                 check_size(message)
@@ -209,6 +220,25 @@ class Session:
             return
         outbox.messages.append(message)
         outbox.size += size + 64
+
+    def _typed(
+        self,
+        ticket: Ticket,
+        model: str,
+        inputs: Mapping[str, Any],
+        now: float,
+        version: int | str | None,
+        timeout: float | None,
+        again: Callable[[], None],
+    ) -> dict[str, Any] | None:
+        """Inputs with Python values as arrays. None: the model's inputs are asked for first, then `again` is called."""
+        arrays = self.questions.typed.typed(model, version_of(version), inputs)
+        if arrays is None:
+            self.ask(ticket, METADATA, now, model, version, timeout)
+            question = ticket.message
+            assert isinstance(question, Ask)
+            self.questions.typed.wait(question, again)
+        return arrays
 
     def ask(
         self,
@@ -423,9 +453,16 @@ class Session:
                 return 0
             if self._explain_lost is not None:
                 message = self._explain_lost(message, ticket, self.memory)
+        elif message.code in _MODEL_CHANGED and isinstance(ticket.message, Infer):
+            self.questions.typed.forget(ticket.message.model)
         self._remove(ticket)
         ticket.fail(from_wire(message.code, message.text))
         return 1
+
+    def _on_answer(self, message: Answer) -> int:
+        settled = self.questions.on_answer(message)
+        self.urgent |= bool(self.outbox.messages)  # a request that waited for the answer
+        return settled
 
     def _on_fail_held(self, message: FailHeld) -> int:
         ticket = self.tickets.get(message.request)
@@ -529,6 +566,7 @@ class Session:
         """
         self.connected = False
         self.outbox.clear()
+        self.questions.typed.forget_all()
         self._leases.clear()
         self.questions.disconnected()
         self.memory.disconnected()
@@ -580,7 +618,7 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Released: Session._on_released,
     Lease: Session._on_lease,
     LeaseEnd: Session._on_lease_end,
-    Answer: lambda session, message: session.questions.on_answer(message),
+    Answer: Session._on_answer,
     Map: lambda session, message: session.memory.on_map(message),
     Unmap: lambda session, message: session.memory.on_unmap(message),
     Reclaim: Session._on_reclaim,

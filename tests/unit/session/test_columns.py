@@ -255,7 +255,7 @@ def test_cancelled_and_unknown_requests_are_skipped() -> None:
 def test_a_request_with_kept_inputs_is_answered_and_its_inputs_are_released() -> None:
     session = batching()
     small, large = RecordingTicket(), RecordingTicket()
-    session.infer(small, "m", {"x": [[1.0, 2.0, 3.0]]}, 100.0)
+    session.infer(small, "m", {"x": np.array([[1, 2, 3]], ">f4")}, 100.0)  # in a byte order that must be changed
     session.infer(large, "m", {"x": np.zeros((1, 5000), np.float32)}, 100.0)
     assert small.kept is not None
     assert large.kept is not None

@@ -1,0 +1,261 @@
+"""Files that are served as models, and functions in them, on one server that follows changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import shmserve
+from shmserve.testing import Server
+from tests.support.living import until, write
+
+pytestmark = pytest.mark.process
+
+APP = """
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+
+import shmserve
+from factors import FACTOR
+
+Row = shmserve.Tensor["FP32", 3]
+
+
+@shmserve.model
+def add(a: float, b: float = 1.0) -> float:
+    return a + b
+
+
+@shmserve.model(batch=True, max_batch_size=16)
+def scale(x: Row) -> Row:
+    return x * np.float32(FACTOR)
+
+
+@shmserve.model(batch=True)
+async def lengths(texts: list[str]) -> list[int]:
+    await asyncio.sleep(0)
+    return [len(text) for text in texts]
+
+
+@shmserve.model
+def words(text: str) -> Iterator[str]:
+    yield from text.split()
+
+
+@shmserve.model
+async def count(to: int) -> AsyncIterator[int]:
+    for number in range(to):
+        yield number
+
+
+class Scores(TypedDict):
+    label: str
+    scores: list[float]
+
+
+@shmserve.model(name="classify", instances=2)
+class Classify:
+    def __init__(self) -> None:
+        self.labels = Path(__file__).with_name("labels.txt").read_text().split()
+
+    async def __call__(self, image: bytes) -> Scores:
+        index = len(image) % 2
+        return {"label": self.labels[index], "scores": [float(index), 1.0 - index]}
+
+
+@shmserve.model
+def wrong(how: str) -> tuple[shmserve.Tensor["FP32", 2], int]:
+    if how == "invalid":
+        raise shmserve.InvalidRequest("no such word")
+    results = {
+        "dtype": (np.zeros(2), 0),
+        "shape": (np.zeros(3, np.float32), 0),
+        "count": (1,),
+        "value": (np.zeros(2, np.float32), 0.5),
+    }
+    return results[how]
+
+
+@shmserve.model
+def unfinished(x) -> int:
+    return 1
+"""
+
+
+def matmul(path: Path, factor: float) -> None:
+    """y = x * factor, with the factor in a file of its own."""
+    weight = numpy_helper.from_array(np.eye(2, dtype=np.float32) * np.float32(factor), "w")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
+        [weight],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 8
+    name = f"{path.name}.data"
+    onnx.external_data_helper.convert_model_to_external_data(model, location=name, size_threshold=0)
+    path.with_name(name).unlink(missing_ok=True)
+    onnx.save(model, path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "app.py").write_text(APP)
+    (folder / "factors.py").write_text("FACTOR = 2")
+    (folder / "labels.txt").write_text("cat dog")
+    matmul(folder / "my net.onnx", 3)
+    model = folder / "more" / "identity"
+    (model / "1").mkdir(parents=True)
+    (model / "config.pbtxt").write_text('backend: "identity" input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] '
+                                        'output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]')  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    words = [str(folder / "my net.onnx"), "--model-repository", str(folder / "more"), "--model-control-mode", "poll"]
+    polling = ("--repository-poll-secs", "0.1", "--settle-secs", "0.1", "--strict-readiness", "false")
+    before = sorted(path.name for path in folder.rglob("*"))
+    with Server(folder / "app.py", *words, *polling) as server:
+        yield server
+    assert sorted(path.name for path in folder.rglob("*") if path.suffix != ".new") == before, (
+        "nothing is written there"
+    )
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    with server.client() as client:
+        yield client
+
+
+def states(client: shmserve.Client) -> dict[str, str]:
+    return {entry["name"]: entry["state"] for entry in client.models()}
+
+
+def outputs(result: Any) -> dict[str, Any]:
+    return {name: array.tolist() for name, array in result.items()}
+
+
+def test_what_is_served(client: shmserve.Client) -> None:
+    ready = {"add", "scale", "lengths", "words", "count", "classify", "wrong", "my_net", "identity"}
+    assert states(client) == dict.fromkeys(ready, "READY") | {"unfinished": "UNAVAILABLE"}
+    reason = next(entry["reason"] for entry in client.models() if entry["name"] == "unfinished")
+    assert "'unfinished' in app.py, line " in reason
+    assert "parameter 'x' has no type: write x: shmserve.Tensor" in reason
+
+
+def test_file_with_weights_beside_it(client: shmserve.Client) -> None:
+    assert outputs(client.infer("my_net", {"x": [[1, 2]]})) == {"y": [[3, 6]]}
+    assert client.metadata("my_net")["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
+    assert client.infer("identity", {"x": [0.5, 1]})["y"].tolist() == [0.5, 1]
+
+
+def test_functions(client: shmserve.Client) -> None:
+    assert outputs(client.infer("add", {"a": 1.5})) == {"output": [2.5]}
+    assert outputs(client.infer("add", {"a": 1.5, "b": 2})) == {"output": [3.5]}
+    assert outputs(client.infer("classify", {"image": b"abc"})) == {"label": [b"dog"], "scores": [1, 0]}
+    assert client.config("classify")["instance_group"][0]["count"] == 2
+
+
+def test_batches(client: shmserve.Client) -> None:
+    assert client.config("scale")["max_batch_size"] == 16
+    futures = [client.submit("scale", {"x": [[number, 0, 1]]}) for number in range(40)]
+    assert [future.result()["output"].tolist() for future in futures] == [[[2 * n, 0, 2]] for n in range(40)]
+    assert outputs(client.infer("lengths", {"texts": [["a"], ["four"]]})) == {"output": [[1], [4]]}
+
+
+def test_streams(client: shmserve.Client) -> None:
+    with client.stream("words", {"text": "as it is"}) as parts:
+        assert [part["output"][0] for part in parts] == [b"as", b"it", b"is"]
+    with client.stream("count", {"to": 100}) as parts:
+        assert [part["output"][0] for part in parts] == list(range(100))
+    with client.stream("words", {"text": "x " * 10_000}, window=2) as parts:
+        next(parts)
+    assert [part["output"][0] for part in client.stream("words", {"text": "again"})] == [b"again"]
+
+
+def test_asyncio(server: Server) -> None:
+    async def run() -> None:
+        async with server.async_client() as client:
+            several = await asyncio.gather(*(client.infer("add", {"a": float(n)}) for n in range(5)))
+            assert [result["output"][0] for result in several] == [1, 2, 3, 4, 5]
+            assert [part["output"][0] async for part in client.stream("count", {"to": 3})] == [0, 1, 2]
+            with pytest.raises(shmserve.InvalidRequest, match="input 'a': 'x' is not a number, as FP64 needs"):
+                await client.infer("add", {"a": "x"})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (
+            "dtype",
+            r"'wrong' in app.py, line \d+ returned for output 'output_0' an array of FP64, the type hint says FP32: ",
+        ),
+        ("shape", r"the shape \[3\], the type hint says \[2\]"),
+        ("count", "not a tuple of 2 items"),
+        ("value", "0.5 is not an integer, as INT64 needs"),
+    ],
+)
+def test_results_that_differ_from_the_hints(how: str, text: str, client: shmserve.Client) -> None:
+    with pytest.raises(shmserve.ModelFailed, match=text):
+        client.infer("wrong", {"how": how})
+
+
+def test_errors_of_functions(client: shmserve.Client) -> None:
+    with pytest.raises(shmserve.InvalidRequest, match=r"^no such word$"):
+        client.infer("wrong", {"how": "invalid"})
+    with pytest.raises(shmserve.ModelFailed, match="KeyError: 'other'"):
+        client.infer("wrong", {"how": "other"})
+    with pytest.raises(shmserve.InvalidRequest, match="input 'texts' is not UTF-8 text"):
+        client.infer("lengths", {"texts": [[b"\xff"]]})
+
+
+def test_changes_are_followed(folder: Path, client: shmserve.Client) -> None:
+    """Last, as it changes the files. A file that cannot be read changes nothing, and its models say why."""
+    app = folder / "app.py"
+    write(app, "def broken(:\n")
+    until(client, lambda: "app.py, line 1" in str([entry["last_failed_change"] for entry in client.models()]))
+    assert outputs(client.infer("add", {"a": 1.0})) == {"output": [2]}
+    write(app, APP.replace("a + b", "a - b").replace("def words", "def terms"))
+    until(client, lambda: states(client).get("terms") == "READY" and states(client).get("words") != "READY")
+    until(client, lambda: outputs(client.infer("add", {"a": 1.0})) == {"output": [0]})
+    matmul(folder / "my net.onnx", 5)
+    until(client, lambda: outputs(client.infer("my_net", {"x": [[1, 2]]})) == {"y": [[5, 10]]})
+
+
+def test_explicit_mode(tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    matmul(path, 2)
+    with Server(path, "--model-control-mode", "explicit") as server, server.client() as client:
+        assert states(client) == {"net": ""}
+        client.load("net")
+        x = {"x": [[1, 1]]}
+        assert outputs(client.infer("net", x)) == {"y": [[2, 2]]}
+        assert not client.models()[0]["changed_on_disk"]
+        matmul(path, 4)
+        until(client, lambda: client.models()[0]["changed_on_disk"])
+        client.load("net")
+        assert outputs(client.infer("net", x)) == {"y": [[4, 4]]}
+        os.unlink(path)
+        with pytest.raises(shmserve.InvalidRequest, match=r"net\.onnx: no such file"):
+            client.load("net")
+        assert outputs(client.infer("net", x)) == {"y": [[4, 4]]}
