@@ -18,7 +18,7 @@ from shmserve.clients.load.analysis.usage import Meter, is_local, usable_cores
 from shmserve.clients.load.generation.schedule import useful_processes
 from shmserve.clients.load.generation.team import Generators
 from shmserve.clients.load.one_load import OVERLOADED, LoadRun
-from shmserve.clients.load.plan import HTTP, NATIVE, PERCENTILES, Closed, Limit, Load, Open, Plan, Replay
+from shmserve.clients.load.plan import HTTP, NATIVE, PERCENTILES, SCHEMES, Closed, Limit, Load, Open, Plan, Replay
 from shmserve.clients.load.record import Echo, Point, Run
 from shmserve.clients.load.search import best, next_load
 from shmserve.clients.load.targets.base import Target
@@ -76,6 +76,10 @@ async def measured(
         if facts.decoupled and not plan.stream:
             text = f"model '{plan.model}' is decoupled, it may answer a request several times: use --stream"
             raise InvalidRequest(text)
+        unknown = [name for name in plan.inputs.outputs if name not in facts.outputs]
+        if unknown:
+            has = ", ".join(facts.outputs)
+            raise InvalidRequest(f"model '{plan.model}' has no output '{unknown[0]}', its outputs are: {has}")
         async with Generators(plan) as generators:
             session = _Session(plan, control, generators, on_progress)
             points = await session.run(on_point)
@@ -96,6 +100,9 @@ async def measured(
 def check(plan: Plan) -> None:
     """Raises InvalidRequest or Unsupported for a plan that cannot be carried out."""
     endpoint = plan.endpoint
+    if endpoint.scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise InvalidRequest(f"invalid url {endpoint.url!r}: expected one of {known}")
     if plan.stream and endpoint.kind == HTTP and plan.inputs.outputs:
         raise Unsupported("generate_stream sends all outputs: leave out --outputs, or measure natively or over gRPC")
     if endpoint.headers and endpoint.kind == NATIVE:

@@ -26,10 +26,11 @@ def ordered(table: Table, view: View, text: str, key: str | None) -> list[Row]:
 def text(view: View, where: str, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> str:
     """A summary of the server and the tables; empty tables are left out. `width`: None: no limit."""
     lines = [line_text(line).rstrip() for line in summary(view, where, width or 1000)]
-    for table in tables:
-        rows = ordered(table, view, words, key)
-        if rows:
-            lines += ["", *(_narrow(table, rows, view, width) if width else _wide(table, rows, view))]
+    found = [(table, rows) for table in tables if (rows := ordered(table, view, words, key))]
+    for table, rows in found:
+        lines += ["", *(_narrow(table, rows, view, width) if width else _wide(table, rows, view))]
+    if words and not found:
+        lines += ["", f"no row has the words of --filter {words}"]
     return "\n".join(lines)
 
 

@@ -223,7 +223,7 @@ class Screen:
                 found.add_column(Text(columns[at].name), justify=justify, width=widths[at], overflow="fold")
             for row in shown_rows:
                 found.add_row(*(Text(row[at], _style(columns[at], row[at])) for at in shown))
-            return self._lines(found)
+            return self._lines(found, len(GAP))
 
         if below is None:
             return grid(True, rows)
@@ -234,10 +234,12 @@ class Screen:
                 lines += self._lines(Padding(Text(row[below], _style(columns[below], row[below])), (0, 0, 0, 4)))
         return lines
 
-    def _lines(self, renderable: Any) -> list[str]:
-        """The lines of what rich renders, without trailing spaces."""
+    def _lines(self, renderable: Any, trailing: int = 0) -> list[str]:
+        """The lines of what rich renders, without trailing spaces, of which each line may have `trailing`: rich also
+        counts the gap after the last column.
+        """
         console = self._rich()
-        options = console.options.update(width=self.width or WIDEST)
+        options = console.options.update(width=(self.width or WIDEST) + trailing)
         found = []
         for line in console.render_lines(renderable, options, pad=False):
             while line and not line[-1].text.strip():

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,7 +131,10 @@ def _measured(args: argparse.Namespace, plan: Plan) -> Run:
 
 
 def _why(points: tuple[Point, ...]) -> str:
-    texts = list(dict.fromkeys(text for point in points for text in point.errors))[:PREVIEW]
+    counts: Counter[str] = Counter()
+    for point in points:
+        counts.update(point.errors)
+    texts = [text for text, _ in counts.most_common(PREVIEW)]
     return f"no request succeeded: {'; '.join(texts)}" if texts else "no response arrived; --window allows more time"
 
 

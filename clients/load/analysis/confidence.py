@@ -99,7 +99,7 @@ def _unstable(windows: Sequence[Window], settings: Settings, throughput: bool) -
         found = interval(values, settings.confidence)
         share = found.half / found.mean if found.mean else math.inf
         if share >= 1:
-            return f"too few responses to know the {kind}: set a longer --window"
+            return f"too few windows to know the {kind}: set more --windows, or a longer --window"
         if share > settings.tolerance:
             return f"{kind} is known to +-{share:.1%}, not to {settings.tolerance:.1%}"
         half = len(values) // 2

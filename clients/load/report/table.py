@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shmserve.clients.load.analysis.compare import BETTER, FAILED, MIXED, SAME, WORSE, Change, Comparison
+from shmserve.clients.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, Change, Comparison
 from shmserve.clients.load.plan import PERCENTILES, SECOND, Closed, Load
 from shmserve.clients.load.record import Echo, Interval, Latencies, Point, Run
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
@@ -12,6 +12,8 @@ from shmserve.terminal.tables import duration_text
 
 NAMES = tuple(f"p{percentile:g}" for percentile in PERCENTILES)
 _RANKS = {"p90": 2, "p95": 2, "p99.9": 1, "p99.99": 3}
+ERRORS = 5
+"""The most error texts of a load that are shown, the most frequent ones."""
 BUSY = 0.9
 """Use of a core by a generator process from which the generator may be the limit."""
 TOO_FEW = "too few"
@@ -120,7 +122,8 @@ def _notes(run: Run, screen: Screen) -> list[str]:
             text += f", as {kind} {run.undecided:,.6g}{unit} had too few responses to judge {run.plan.limit}"
         lines.append(screen.styled(text, "bold" if run.best is not None and run.undecided is None else WARN))
     for point in run.points:
-        lines += [f"{point.load}: {count:,} failed: {text}" for text, count in sorted(point.errors.items())[:5]]
+        errors = sorted(point.errors.items(), key=lambda item: (-item[1], item[0]))
+        lines += [f"{point.load}: {count:,} failed: {text}" for text, count in errors[:ERRORS]]
         if point.cost.busiest > BUSY:
             text = (
                 f"{point.load}: the generator may be the limit, a process used {point.cost.busiest:.0%} of a core; "
@@ -192,6 +195,8 @@ def _sentence(found: Comparison, old: str) -> str:
         BETTER: f"better than {old}", WORSE: f"worse than {old}", SAME: f"not different from {old}",
         MIXED: f"better than {old} in something and worse in something else",
     }.get(found.verdict, f"not known to differ from {old}")  # fmt: skip
+    if found.verdict == SAME and any(change.verdict == UNKNOWN for change in found.changes):
+        return f"{text}, as far as that is known"
     if found.verdict != MIXED:
         return text
     worse = [f"{change.metric} of {change.load}" for change in found.changes if change.verdict == WORSE]

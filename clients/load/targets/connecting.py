@@ -20,6 +20,8 @@ HANDSHAKE_S = 10.0
 """Longest wait for a TLS handshake. A server without TLS may wait for the end of what it takes for a request."""
 LOST = "the connection was lost"
 """The beginning of what a connection raises if its peer closes it before the answer."""
+FOREIGN = "the server's response is not"
+"""The same for an answer in another protocol."""
 
 
 @contextmanager
@@ -28,11 +30,20 @@ def explained(endpoint: Endpoint) -> Iterator[None]:
     try:
         yield
     except ConnectionLost as error:
-        if not str(error).startswith(LOST) or endpoint.client_cert is not None:
-            raise
-        need = "want a certificate of the client (--client-cert)" if endpoint.is_secure else "expect TLS"
-        url = "" if endpoint.is_secure else f" ({endpoint.scheme}s://)"
-        raise ConnectionLost(f"{error}: the server at {endpoint.origin} may {need}{url}") from error
+        text = str(error)
+        if text.startswith(LOST) and endpoint.client_cert is None:
+            raise ConnectionLost(f"{text}: the server at {endpoint.origin} may {_expected(endpoint)}") from error
+        if text.startswith(FOREIGN):
+            raise ConnectionLost(f"{text}: is {endpoint.authority} the port of another protocol?") from error
+        raise
+
+
+def _expected(endpoint: Endpoint) -> str:
+    if endpoint.is_secure:
+        return "want a certificate of the client (--client-cert)"
+    if endpoint.kind == GRPC:
+        return "expect TLS (grpcs://) or HTTP (http://)"
+    return f"expect TLS ({endpoint.scheme}s://)"
 
 
 def tls_of(endpoint: Endpoint) -> ssl.SSLContext | None:

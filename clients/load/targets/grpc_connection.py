@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import hpack
 
-from shmserve.clients.load.targets.connecting import LOST, close
+from shmserve.clients.load.targets.connecting import FOREIGN, LOST, close
 from shmserve.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -174,7 +174,7 @@ class GrpcConnection(asyncio.Protocol):
                 self._frame_received(kind, flags, stream, bytes(found[at + frames.FRAME.size : end]))
                 at = end
         except (frames.Http2Error, hpack.HPACKError) as error:
-            self._fail(ConnectionLost(f"the server's response is not HTTP/2: {error}"))
+            self._fail(ConnectionLost(f"{FOREIGN} HTTP/2: {error}"))
             self.close()
         del found[:at]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httptools
 
-from shmserve.clients.load.targets.connecting import LOST, close
+from shmserve.clients.load.targets.connecting import FOREIGN, LOST, close
 from shmserve.errors import ConnectionLost, ServeError
 
 END_OF_EVENT = b"\n\n"
@@ -52,7 +52,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ConnectionLost(f"the server's response is not HTTP: {error}"))
+            self._fail(ConnectionLost(f"{FOREIGN} HTTP: {error}"))
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -321,6 +321,16 @@ def test_errors_before_the_load(kind: str, place: Place) -> None:
         measure(Plan(model="nothing", endpoint=endpoint))
     with pytest.raises(Misuse, match="the model has no input 'z'"):
         measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(texts=("z=1",))))
+    with pytest.raises(InvalidRequest, match=r"model 'id' has no output 'z', its outputs are: o_FP32, o_BYTES"):
+        measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(outputs=("o_FP32", "z"))))
+
+
+def test_an_endpoint_of_another_protocol(place: Place) -> None:
+    http, grpc = (place.endpoints[kind].authority for kind in ("http", "grpc"))
+    with pytest.raises(ConnectionLost, match=r"may expect TLS \(grpcs://\) or HTTP \(http://\)"):
+        measure(Plan(model="id", endpoint=Endpoint(url=f"grpc://{http}")))
+    with pytest.raises(ConnectionLost, match=f"is {grpc} the port of another protocol"):
+        measure(Plan(model="id", endpoint=Endpoint(url=f"http://{grpc}")))
 
 
 @pytest.mark.usefixtures("threads")

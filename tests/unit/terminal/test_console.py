@@ -52,6 +52,13 @@ def test_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain(text) == Screen(False, io.StringIO()).table(COLUMNS, ROWS).splitlines()
 
 
+def test_a_table_of_exactly_this_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No column is made narrower for a gap that nothing follows."""
+    columns, rows = COLUMNS[:5], [row[:5] for row in ROWS]
+    whole = Screen(False, io.StringIO()).table(columns, rows).splitlines()
+    assert plain(screen(monkeypatch, max(map(len, whole))).table(columns, rows)) == whole
+
+
 def test_free_text_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = plain(screen(monkeypatch, 80).table(COLUMNS, ROWS))
     assert lines[0].split() == ["model", "state", "failed", "pid", "memory", "reason"]

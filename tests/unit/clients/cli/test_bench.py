@@ -60,6 +60,10 @@ def test_a_percentile_that_windows_do_not_have() -> None:
     ("words", "text"),
     [
         (["--url", "http://h:1", "--ca", "a"], "--ca and --client-cert are only for https:// and grpcs://"),
+        (
+            ["--url", "ftp://h:1"],
+            "invalid url 'ftp://h:1': expected one of unix://, ipc://, tcp://, http://, https://, ",
+        ),
         (["--client-cert", "c"], "--ca and --client-cert are only for https:// and grpcs://"),
         (["--url", "https://h:1", "--client-key", "k"], "--client-key needs --client-cert"),
         (["--header", "a: b"], "headers are only for http, https, grpc and grpcs://"),

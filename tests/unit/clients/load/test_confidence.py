@@ -61,7 +61,7 @@ def test_reasons() -> None:
     assert not wide.stable
     assert wide.note.startswith("throughput is known to +-")
     unknown = stability([window(0, 100), window(1, 150), window(2, 50)], PLAN)
-    assert unknown.note == "too few responses to know the throughput: set a longer --window"
+    assert unknown.note == "too few windows to know the throughput: set more --windows, or a longer --window"
     slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
     assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
     rare = stability([window(0, 100)] * 3, replace(PLAN, percentile=99.9))

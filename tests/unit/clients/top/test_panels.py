@@ -128,6 +128,7 @@ def test_as_text() -> None:
     assert not any(line != line.rstrip() for line in text.splitlines())
     narrow = plain.text(view, "unix:///x", TABLES, "", None, 80)
     assert max(map(len, narrow.splitlines())) <= 80
+    assert plain.text(view, "unix:///x", TABLES, "nope", None, 80).endswith("\n\nno row has the words of --filter nope")
     only = plain.text(view, "unix:///x", plain.tables_of("models"), "mlp", "requests_per_s", None)
     assert "cnn" not in only
     assert "mlp_0_0" not in only
