@@ -134,9 +134,9 @@ class LoadRun:
             await asyncio.sleep(min(SHOW_S, left) if left > 0 else 0.01)
 
     def _report(self, phase: str, now: int) -> None:
-        recent = self._collector.peek(now - SECOND, now)
+        end, recent = self._collector.latest()
         good = recent.good
-        span = min(SECOND, max(1, now - self._start)) / SECOND
+        span = min(SECOND, max(1, end - self._start)) / SECOND
         p50, p99 = np.percentile(good, (50, 99)) if len(good) else (0.0, 0.0)
         seconds, failed = max(0, now - self._start) / SECOND, len(recent.code) - len(good)
         self._show(phase, seconds, len(good) / span, float(p50), float(p99), failed)

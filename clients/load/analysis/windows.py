@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shmserve.clients.load.analysis.latencies import window_percentiles
 from shmserve.clients.load.generation.messages import Samples
-from shmserve.clients.load.plan import Settings
+from shmserve.clients.load.plan import SECOND, Settings
 from shmserve.clients.load.record import Window
 
 LONGEST = 10
@@ -46,7 +46,7 @@ class Responses(Struct):
 
 
 class Collector:
-    """Collects samples; `take` removes those of a window."""
+    """Collects samples; `take` removes those of a window. The last second stays: the progress is about it."""
 
     def __init__(self, processes: int) -> None:
         self._chunks: list[Responses] = []
@@ -86,11 +86,16 @@ class Collector:
         return _joined(self._chunks, self._gaps, start, end)
 
     def take(self, start: int, end: int) -> Responses:
-        """The same, and drop them with all earlier ones."""
+        """The same, and drop them with all earlier ones, but for those that the progress still needs."""
         found = self.peek(start, end)
-        self._chunks = [rest for chunk in self._chunks if len((rest := _later(chunk, end)).done)]
+        self._chunks = [rest for chunk in self._chunks if len((rest := _later(chunk, end - SECOND)).done)]
         self._gaps = [(at[at >= end], gap[at >= end]) for at, gap in self._gaps if at[-1] >= end]
         return found
+
+    def latest(self) -> tuple[int, Responses]:
+        """The time up to which all responses have been reported, and those of the second before it."""
+        end = min(self.until.values())
+        return end, self.peek(end - SECOND, end)
 
     def error_counts(self, found: Responses) -> Counter[str]:
         counts: Counter[str] = Counter()

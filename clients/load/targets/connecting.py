@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ _PROTOCOLS = {GRPC: "h2"}
 Connection = TypeVar("Connection", bound=asyncio.Protocol)
 
 
+_FULL = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+"""This machine has no descriptor or port for another connection."""
 HANDSHAKE_S = 10.0
 """Longest wait for a TLS handshake. A server without TLS may wait for the end of what it takes for a request."""
 LOST = "the connection was lost"
@@ -95,6 +98,9 @@ async def connect(make: Callable[[], Connection], endpoint: Endpoint, tls: ssl.S
         text = f"no TLS connection to {endpoint.origin} (no handshake within {HANDSHAKE_S:g} s)"
         raise ConnectionLost(f"{text}: does the server use TLS at this port?") from error
     except OSError as error:
+        if error.errno in _FULL:
+            text = f"cannot open one more connection to {endpoint.origin} ({error.strerror})"
+            raise ConnectionLost(f"{text}: use fewer callers, or raise the limit (ulimit -n)") from error
         text = f"no server at {endpoint.origin} ({error.strerror or error})"
         raise ConnectionLost(f"{text}: start one, or select another by --url") from error
     return connection

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.clients.load.plan import Endpoint
+from shmserve.clients.load.targets.connecting import connect
 from shmserve.clients.load.targets.http import HttpTarget
 from shmserve.clients.load.targets.http_connection import HttpConnection
-from shmserve.errors import InvalidRequest, ModelFailed, ServeError
+from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
 from tests.support.hypothesis_profiles import examples
 
 EVENTS = [b'data: {"y":1}', b'data: {"error":"x","model_name":"m"}', b"data: last"]
@@ -105,3 +108,14 @@ def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeEr
         with pytest.raises(kind, match=text):
             asyncio.run(stream())
     assert len(seen) == answers
+
+
+def test_no_descriptor_for_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the same as no server."""
+
+    async def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", full)
+    with pytest.raises(ConnectionLost, match=r"cannot open one more connection .*: use fewer callers"):
+        asyncio.run(connect(HttpConnection, Endpoint(url="http://127.0.0.1:1"), None))

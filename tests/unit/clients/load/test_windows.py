@@ -15,7 +15,7 @@ from shmserve.clients.load.analysis.latencies import DIGITS, Histogram, buckets,
 from shmserve.clients.load.analysis.windows import Collector, is_long_enough, timeline, window_of
 from shmserve.clients.load.generation.messages import Samples
 from shmserve.clients.load.one_load import latencies_of
-from shmserve.clients.load.plan import Settings
+from shmserve.clients.load.plan import SECOND, Settings
 from tests.support.hypothesis_profiles import examples
 
 
@@ -54,7 +54,19 @@ def test_a_window_has_what_arrived_in_it() -> None:
     assert sorted(rest.latency.tolist()) == [5, 6]
     assert rest.good.tolist() == [5]
     assert collector.error_counts(rest) == {"second text": 1}
-    assert not len(collector.take(0, 1000).done)
+
+
+def test_the_last_second_stays_for_the_progress() -> None:
+    """Windows end every second; a rate that began anew at each would rise from 0 to its value."""
+    collector = Collector(2)
+    half = SECOND // 2
+    collector.add(0, samples(3 * half, [1, half, 3 * half - 1], [1, 2, 3]))
+    collector.add(1, samples(2 * SECOND, [SECOND, 3 * half], [4, 5]))
+    collector.take(0, SECOND)
+    end, recent = collector.latest()
+    assert (end, sorted(recent.latency)) == (3 * half, [2, 3, 4]), "the other process has reported no further"
+    collector.take(SECOND, 2 * SECOND)
+    assert not len(collector.peek(0, SECOND).done)
 
 
 def test_processes_without_a_part_in_the_load_do_not_count() -> None:
