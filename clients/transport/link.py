@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from shmserve.clients.transport.address import Address
+from shmserve.clients.transport.trace_context import current_context
 from shmserve.errors import Cancelled, ConnectionLost, ServeError
 from shmserve.session import Incoming, Packet, Session
 from shmserve.session.leases import LeaseSockets
@@ -106,7 +107,7 @@ class SessionLink:
         address = self.address
         return Session(
             address.memory, memory_bytes=self._memory_bytes, frame_bytes=address.frame_bytes, on_full=self._flusher(),
-            lease_sockets=self.lease_sockets(),
+            lease_sockets=self.lease_sockets(), trace_context=current_context,
         )  # fmt: skip
 
     def lease_sockets(self) -> LeaseSockets | None:

@@ -31,11 +31,12 @@ from shmserve.broker.observability.logs import log_record, set_up
 from shmserve.broker.observability.progress import LoadProgress, first_steps, hints
 from shmserve.broker.observability.recent_records import RecentRecords
 from shmserve.broker.observability.recordings import Recordings
-from shmserve.broker.observability.traces import TraceFile, TraceSettings
+from shmserve.broker.observability.traces import TraceFile, TraceSettings, otel_settings
 from shmserve.broker.observability.traces import merged as merged_traces
 from shmserve.broker.processes.cpus import survey
 from shmserve.broker.processes.gateways import Gateways, GatewaySettings
 from shmserve.broker.processes.gpus import GpuMetrics
+from shmserve.broker.processes.span_exporter import SpanExporter
 from shmserve.broker.processes.stop_deadline import Deadline
 from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.core import events
@@ -189,6 +190,7 @@ class ServerProcess:
         self._progress = LoadProgress(self._core, self._loaded, log_record)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
         self._add_activity_query()
+        self._span_exporter = self._make_span_exporter(settings)
         self._trace_file = self._add_setting_queries(settings, recent)
         self._waits_for = {"models", "gateways"}
         """Startup phases that must finish before the server is ready."""
@@ -213,6 +215,23 @@ class ServerProcess:
         report = ActivityReport(state, control.index, control.about, gpus.document, gpus.used_by, compare)
         control.add({"activity": lambda ask: report.document()})
 
+    def _make_span_exporter(self, settings: argparse.Namespace) -> SpanExporter | None:
+        """Exports traces for OpenTelemetry, if that is the mode."""
+        otel = otel_settings(settings.trace_config)
+        if otel is None:
+            return None
+        package = f"opentelemetry.exporter.otlp.proto.{otel.protocol}.trace_exporter"
+        if not _is_installed("opentelemetry.sdk") or not _is_installed(package):
+            name = f"opentelemetry-exporter-otlp-proto-{otel.protocol}"
+            raise CannotStart(f"--trace-config mode=opentelemetry needs the package {name}: {install_command('otel')}")
+        traces = self._core.state.traces
+        traces.contexts_per_second = otel.contexts_per_second
+        exporter = SpanExporter(
+            self._loop, otel, lambda: traces.contexts_over_limit, self._gateways.pids, setting.log_rate(settings)
+        )
+        self._control.metrics.append(exporter.metrics)
+        return exporter
+
     def _add_setting_queries(self, settings: argparse.Namespace, recent: RecentRecords) -> TraceFile:
         """Registers the queries about log and traces. Returns the trace file."""
         state = self._core.state
@@ -220,7 +239,7 @@ class ServerProcess:
         traces = TraceSettings(options, state.traces.samples, state.models.keys)
         place = Path(options["trace_file"]).absolute() if "trace_file" in options else None
         file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
-        self._broker.traced = file.write
+        self._broker.traced = file.write if self._span_exporter is None else self._span_exporter.write
         recordings = Recordings(self._loop, state)
         logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing), recent)
         self._control.add(
@@ -244,6 +263,8 @@ class ServerProcess:
         try:
             self._gpu_metrics.start()
             self._gateways.start()
+            if self._span_exporter is not None:
+                self._span_exporter.start()
             self._announcer.begin()
             self._begin()
             self._broker.on_turn = self._on_turn
@@ -257,6 +278,8 @@ class ServerProcess:
             self._gateways.close()
             self._broker.close()
             self._trace_file.close()
+            if self._span_exporter is not None:
+                self._span_exporter.close()
             self._gpu_metrics.close()
         return self._code
 
@@ -407,6 +430,14 @@ def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Ga
         raise CannotStart(f"{text}, or omit its flags")
     log.warning("%s; serving only clients on this machine", text)
     return GatewaySettings(0, ())
+
+
+def _is_installed(module: str) -> bool:
+    """`find_spec` imports the packages above the module, which may be missing."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _generations(settings: argparse.Namespace) -> Generations:

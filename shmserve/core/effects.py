@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec
 from shmserve.protocol.messages import Ask, Cancel, Handle, Lease, Lend, Tensor
+from shmserve.protocol.trace_context import TraceContext
 
 
 class Send(Struct, gc=False):
@@ -99,7 +100,8 @@ class Traced(Struct):
     completed batch. `log`: the log entry for the request's `trace_id`, if it has one. `timestamps`, `tensors`: what the
     trace settings ask for. `tensors` are its inputs and outputs, which are readable only during this turn. `number`:
     the number of the trace. `parent`: the number of the trace of the request for which this one was made; 0: a client
-    made it. `model`: the model whose trace settings apply.
+    made it. `root`: the number of the trace of the client's request, and `context` what its client gave. `model`: the
+    model whose trace settings apply.
     """
 
     fields: dict[str, Any]
@@ -112,6 +114,8 @@ class Traced(Struct):
     number: int = 0
     parent: int = 0
     model: str = ""
+    root: int = 0
+    context: TraceContext | None = None
 
 
 class Settled(Struct):

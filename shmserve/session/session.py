@@ -100,6 +100,8 @@ class Session:
     A gateway replaces what converts inputs and outputs: `encode` returns tensors, what must be kept for them and the
     number of inline bytes; `decode` returns the result of a reply or part. It is told the server's limits, and
     `explain_lost` may replace the failure of a request whose memory a worker could not open.
+
+    `trace_context` returns parameters that are added to requests, while the server wants them.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class Session:
         on_limits: Callable[[dict[str, int]], object] | None = None,
         explain_lost: Callable[[Fail, Ticket, SessionMemory], Fail] | None = None,
         lease_sockets: LeaseSockets | None = None,
+        trace_context: Callable[[], dict[str, str] | None] | None = None,
     ) -> None:
         self.memory = SessionMemory(memory, memory_bytes, on_full, frame_bytes, cold)
         self._tickets = Tickets(self.memory)
@@ -138,6 +141,11 @@ class Session:
         self._leased_models = self._leases.by_model
         self._on_limits = on_limits
         self._explain_lost = explain_lost
+        self.wants_trace_context = True
+        """The server traces requests whose client gives a sampled trace context, or is not known yet."""
+        self._trace_context = trace_context
+        self._current_context = trace_context
+        """None if the server does not want it."""
         self._decode_packet = codec.Codec(BrokerMessage).decode
         self._number = 0
         self._to_resend: list[int] = []
@@ -170,9 +178,9 @@ class Session:
     ) -> None:
         """Queue a request. Raises InvalidRequest, without side effects, if it cannot be encoded. `now` is the time on
         the monotonic clock, used only with `timeout`. `window` is that of a StreamTicket, 0 for other tickets. `caller`
-        is for clients that serve several users: a sequence belongs to one of them.
-        """
+        is for clients that serve several users: a sequence belongs to one of them."""
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
+        parameters = parameters if self._current_context is None else self._with_context(parameters)
         try:
             tensors, kept, size = self._encode(inputs, self.memory)
         except UntypedInput:
@@ -239,6 +247,13 @@ class Session:
             assert isinstance(question, Ask)
             self.questions.typed.wait(question, again)
         return arrays
+
+    def _with_context(self, parameters: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Adds the trace context of the calling code."""
+        context = self._current_context() if self._current_context is not None else None
+        if context is None:
+            return parameters
+        return context if parameters is None else context | dict(parameters)
 
     def ask(
         self,
@@ -532,6 +547,8 @@ class Session:
         first, self.server = not self.server, message.server
         if self._on_limits is not None:
             self._on_limits(message.limits)
+        self.wants_trace_context = bool(message.limits.get("trace_context"))
+        self._current_context = self._trace_context if self.wants_trace_context else None
         numbers = self.memory.connected(message.owner, message.limits)
         self.outbox.batch_requests = message.limits.get("batch_requests", 0)
         self.connected = True

@@ -179,7 +179,8 @@ FLAGS = (
          1 << 20, "N"),
     Flag("trace-config", "trace", LOGGING, "requests to trace, and the trace file: triton,file=FILE, "
          "triton,log-frequency=N, level=TIMESTAMPS or TENSORS, rate=N (every N-th), count=N (at most N); "
-         "may be given several times", [], "KEY=VALUE", repeatable=True),
+         "mode=opentelemetry: to a collector, opentelemetry,url=URL; may be given several times",
+         [], "KEY=VALUE", repeatable=True),
     _old_trace("file", "triton,file", "FILE"),
     _old_trace("level", "level", "LEVEL"),
     _old_trace("rate", "rate", "N"),

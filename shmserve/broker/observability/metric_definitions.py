@@ -134,6 +134,11 @@ FAMILIES = (
          "number of times the process has exited and was restarted"),
         ("shmserve_instance_cpu_seconds_total", "counter", INSTANCE, "CPU time of the process"),
         ("shmserve_gateway_restarts_total", "counter", (), "restarts of gateways of `shmserve serve`"),
+        ("shmserve_trace_spans_total", "counter", ("result",),
+         "spans for OpenTelemetry: exported, failed (the collector did not take them), or dropped because too many "
+         "waited for it"),
+        ("shmserve_trace_contexts_over_limit_total", "counter", (),
+         "requests that were not traced for their trace context, because of contexts_per_second"),
         ("process_cpu_seconds_total", "counter", (), "CPU time of the broker"),
         ("process_resident_memory_bytes", "gauge", (), "resident memory of the broker"),
         ("process_open_fds", "gauge", (), "open file descriptors of the broker"),

@@ -19,7 +19,11 @@ from shmserve.broker.observability.trace_tensors import Read, activities
 from shmserve.core.effects import Traced
 from shmserve.core.requests.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.otel import settings as otel
+from shmserve.otel.settings import OtelSettings
 
+TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
+"""Where traces go: to the trace file, or to an OpenTelemetry collector."""
 NAMES = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency", "trace_mode")
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _OLD_LEVELS = {"MIN": "TIMESTAMPS", "MAX": "TIMESTAMPS"}
@@ -61,7 +65,11 @@ class TraceSettings:
         self._samples = samples
         self._known = known
         self._file = str(given.get("trace_file", ""))
-        at_start = {name: value for name, value in given.items() if name not in ("trace_file", "trace_mode")}
+        self._mode = str(given.get("trace_mode", TRITON))
+        names = TraceSetting.__struct_fields__
+        at_start = {name: value for name, value in given.items() if name in names}
+        if self._mode == OPENTELEMETRY:
+            at_start.setdefault("trace_level", ("TIMESTAMPS",))
         self._server = self._at_start = TraceSetting(**at_start).under(DEFAULTS)
         self._models: dict[str, TraceSetting] = {}
         self._made_of: dict[str, TraceSetting] = {}
@@ -84,7 +92,7 @@ class TraceSettings:
             "trace_count": str(now.trace_count if sample is None or now.trace_level == OFF else sample.left),
             "log_frequency": str(now.log_frequency),
             "trace_file": Path(self._file).name,
-            "trace_mode": "triton",
+            "trace_mode": self._mode,
         }
 
     def change(self, model: str, body: bytes) -> dict[str, Any]:
@@ -92,7 +100,12 @@ class TraceSettings:
         if model:
             self._find(model)
         changes = {name: _checked(name, value) for name, value in setting_names(body, "traces", NAMES).items()}
-        changes.pop("trace_mode", None)
+        mode = changes.pop("trace_mode", None) or self._mode
+        if mode != self._mode:
+            raise Unsupported(
+                f"the trace mode cannot be changed from '{self._mode}' to '{mode}' while the server runs; set it with "
+                "--trace-config mode="
+            )
         before = self._models.get(model, TraceSetting()) if model else self._server
         after = TraceSetting(**{name: changes.get(name, getattr(before, name)) for name in before.__struct_fields__})
         if not model:
@@ -127,7 +140,10 @@ class TraceSettings:
                 assert setting.trace_rate is not None
                 level = setting.trace_level or OFF
                 self._samples[model] = Sample(
-                    setting.trace_rate, count, timestamps="TIMESTAMPS" in level, tensors="TENSORS" in level
+                    setting.trace_rate,
+                    count,
+                    timestamps="TIMESTAMPS" in level,
+                    tensors="TENSORS" in level and self._mode == TRITON,
                 )
         self._made_of = wanted
 
@@ -239,13 +255,16 @@ def lines(traced: Traced, read: Read) -> list[bytes]:
 
 
 def config(text: str) -> tuple[str, Any]:
-    """Parses a value of --trace-config: `triton,file=PATH`, `triton,log-frequency=N`, `level=L`, `rate=N`, `count=N` or
-    `mode=triton`. Returns setting and value. Raises ValueError."""
+    """Parses a value of --trace-config: `triton,file=PATH`, `triton,log-frequency=N`, `level=L`, `rate=N`, `count=N`,
+    `mode=MODE` or `opentelemetry,KEY=VALUE`. Returns setting and value. Raises ValueError."""
+    if text.startswith(otel.PREFIX):
+        key, value = otel.parsed(text.removeprefix(otel.PREFIX))
+        return otel.PREFIX + key, value
     name, comma, rest = text.rpartition(",")
     key, equals, value = rest.partition("=")
     keys = _FILE_KEYS if comma else _KEYS
     if (comma and name != "triton") or not equals or key not in keys:
-        known = ", ".join([*(f"triton,{key}=" for key in _FILE_KEYS), *(f"{key}=" for key in _KEYS)])
+        known = ", ".join([*(f"triton,{key}=" for key in _FILE_KEYS), *(f"{key}=" for key in _KEYS), otel.keys_text()])
         raise ValueError(f"unknown trace setting '{text}'; expected one of {known}")
     try:
         if key == "file":
@@ -272,8 +291,10 @@ def _checked(name: str, value: Any) -> Any:
         case "trace_level":
             return _level([value] if isinstance(value, str) else value)
         case "trace_mode":
-            if value != "triton":
-                raise Unsupported(f"trace mode '{str(value)[:80]}' is not supported; expected 'triton'")
+            if value not in MODES:
+                raise Unsupported(
+                    f"trace mode '{str(value)[:80]}' is not supported; expected one of {', '.join(MODES)}"
+                )
             return value
     return _number(name, value)
 
@@ -285,6 +306,15 @@ def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if levels:
         settings["trace_level"] = tuple(dict.fromkeys(level for level in levels if level != "OFF")) or OFF
     return settings
+
+
+def otel_settings(values: Sequence[tuple[str, Any]]) -> OtelSettings | None:
+    """None: the mode is not opentelemetry."""
+    if dict(values).get("trace_mode") != OPENTELEMETRY:
+        return None
+    given = {name.removeprefix(otel.PREFIX): value for name, value in values if name.startswith(otel.PREFIX)}
+    given["resource"] = dict(value for name, value in values if name == otel.PREFIX + "resource")
+    return OtelSettings(**given)
 
 
 def _level(values: Any) -> tuple[str, ...]:

@@ -267,4 +267,4 @@ def count_logged(state: State, reading: LeaseRead) -> None:
     if requests and state.recording is not None:
         state.recording.leased(lease, requests, reason, iter(state.next_number, 0))
     if requests and state.traces.samples:
-        state.effects += state.traces.sample_leased(lease, requests)
+        state.effects += state.traces.sample_leased(lease, requests, reason)

@@ -146,6 +146,7 @@ class Admission:
                 "client_held_bytes": limits.client_held_bytes,
                 "device_memory": int(client.plane == "lane" and roles.allows("register", client.roles)),
                 "named_memory": int(roles.allows("register", client.roles)),
+                "trace_context": int(self._state.traces.contexts_per_second > 0),
             }
             self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
 

@@ -12,11 +12,13 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from shmserve.core.batching.form import Reason
 from shmserve.core.effects import Log, Traced
 from shmserve.core.events import LeasedRequest
 from shmserve.core.records import Lease, Request, Version
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Tensor
+from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE, TraceContext, parsed
 
 PARAMETER = "trace_id"
 ID_LENGTH = 128
@@ -44,17 +46,40 @@ class Sample(Struct):
         self.seen = count - 1 - due[-1] if due else self.seen + count
         return due
 
+    def take_now(self) -> bool:
+        """Takes a request beside the rate. False: no traces are left."""
+        if self.left > 0:
+            self.left -= 1
+            return True
+        return self.left < 0
+
+
+class _PerSecond(Struct):
+    """Counts events for a limit per second."""
+
+    _until: int = 0
+    """When the current second ends."""
+    _count: int = 0
+
+    def count(self, now: int) -> int:
+        """Counts an event. Returns how many there were in this second."""
+        if now >= self._until:
+            self._until, self._count = now + _SECOND, 0
+        self._count += 1
+        return self._count
+
 
 class _ActiveTrace(Struct):
     """The trace of an unanswered request. `id`: its `trace_id`, or "". `sample`: None if it is not sampled; the fields
-    below are then unused. `model`: the model whose trace settings apply. `number`: the number of this trace. `parent`:
-    the number of the trace of the request for which this one was made, or 0."""
+    below are then unused. They are those of `effects.Traced`."""
 
     id: str
     sample: Sample | None
     model: str = ""
     number: int = 0
     parent: int = 0
+    root: int = 0
+    context: TraceContext | None = None
     outputs: tuple[Tensor, ...] = ()
 
 
@@ -64,10 +89,13 @@ class Traces:
         """Request number -> its trace, until the request is answered."""
         self.samples: dict[str, Sample] = {}
         """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
-        self._until = 0
-        """When the current second of the rate limit ends."""
-        self._count = 0
-        """Requests with a `trace_id` in this second."""
+        self.contexts_per_second = 0
+        """The most requests in a second that are traced because their client's trace context is sampled. Beyond that,
+        and without such a context, the rate of the sample applies. 0: contexts are ignored."""
+        self.contexts_over_limit = 0
+        """How many requests with such a context exceeded the limit."""
+        self._contexts = _PerSecond()
+        self._by_id = _PerSecond()
         self._numbers = 0
 
     @property
@@ -79,18 +107,43 @@ class Traces:
         """Traces those of the requests that are due for sampling. Called for all client requests while `samples` is
         not empty."""
         sample = self._sample_of(version)
-        if sample is not None:
-            for index in sample.take(len(requests)):
-                self._begin(requests[index], _ActiveTrace("", sample, version.model, self._next_number()))
+        if sample is None:
+            return
+        if self.contexts_per_second and len(requests) == 1 and requests[0].options is not None:
+            context = self._sampled_context(requests[0])
+            if context is not None and sample.take_now():
+                self._begin_sampled(requests[0], sample, context)
+                return
+        for index in sample.take(len(requests)):
+            self._begin_sampled(requests[index], sample)
 
-    def sample_leased(self, lease: Lease, records: Sequence[LeasedRequest]) -> list[Traced]:
+    def _sampled_context(self, request: Request) -> TraceContext | None:
+        """The trace context that its client gave, if that is sampled and the limit permits."""
+        assert request.options is not None
+        parameters = request.options.parameters
+        if TRACE_PARENT not in parameters:
+            return None
+        context = parsed(parameters[TRACE_PARENT], parameters.get(TRACE_STATE, ""))
+        if context is None or not context.sampled:
+            return None
+        if self._contexts.count(request.arrived) > self.contexts_per_second:
+            self.contexts_over_limit += 1
+            return None
+        return context
+
+    def _begin_sampled(self, request: Request, sample: Sample, context: TraceContext | None = None) -> None:
+        number = self._next_number()
+        trace = _ActiveTrace("", sample, request.version.model, number, root=number, context=context)
+        self._begin(request, trace)
+
+    def sample_leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason) -> list[Traced]:
         """As `sample_due`, for requests that went over a lease and have been answered."""
         sample = self._sample_of(lease.version)
         if sample is None:
             return []
-        return [self._of_leased(lease, records[index], sample) for index in sample.take(len(records))]
+        return [self._of_leased(lease, records[index], sample, reason) for index in sample.take(len(records))]
 
-    def _of_leased(self, lease: Lease, record: LeasedRequest, sample: Sample) -> Traced:
+    def _of_leased(self, lease: Lease, record: LeasedRequest, sample: Sample, reason: Reason) -> Traced:
         arrived, taken, ready, computed, placed, rows, failed = record
         version = lease.version
         fields: dict[str, Any] = {
@@ -104,12 +157,14 @@ class Traces:
             "lease": lease.number,
             "instance": lease.instance.spec.name,
             "batch_rows": max(rows, 1),
+            "reason": reason.value,
         }
         times = (taken, ready, computed, placed)
         fields |= _durations(arrived, times)
+        number = self._next_number()
         return Traced(
             fields, arrived, times, placed, None, timestamps=sample.timestamps,
-            number=self._next_number(), model=version.model,
+            number=number, model=version.model, root=number,
         )  # fmt: skip
 
     def _sample_of(self, version: Version) -> Sample | None:
@@ -128,23 +183,22 @@ class Traces:
         sampled. The trace settings of its own model do not matter."""
         trace = self.active.get(parent.number)
         if trace is not None and trace.sample is not None:
-            child = _ActiveTrace("", trace.sample, trace.model, self._next_number(), trace.number)
+            number = self._next_number()
+            child = _ActiveTrace("", trace.sample, trace.model, number, trace.number, trace.root, trace.context)
             self._begin(request, child)
 
     def begin_by_id(self, request: Request, now: int) -> Log | None:
         """Traces a request with the parameter `trace_id`. Returns a warning for the first one over the limit."""
         assert request.options is not None
-        if now >= self._until:
-            self._until, self._count = now + _SECOND, 0
-        self._count += 1
-        if self._count <= PER_SECOND:
+        count = self._by_id.count(now)
+        if count <= PER_SECOND:
             trace_id = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
             sampled = self.active.get(request.number)
             if sampled is not None:
                 sampled.id = trace_id
             else:
                 self._begin(request, _ActiveTrace(trace_id, None))
-        elif self._count == PER_SECOND + 1:
+        elif count == PER_SECOND + 1:
             return Log(
                 "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
             )
@@ -179,6 +233,8 @@ class Traces:
         }
         if request.options is not None and request.options.id:
             fields["id"] = request.options.id
+        if trace.parent:
+            fields["kind"] = "step" if request.step_of else "call"
         fields |= _at_worker(request)
         shown = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
         log = Log("info", f"trace {trace.id}: {fields['code']}, {shown}", fields)
@@ -188,7 +244,7 @@ class Traces:
         times = request.batch.times if request.batch is not None else ()
         traced = Traced(
             fields, request.arrived, times, now, log if trace.id else None, timestamps=sample.timestamps,
-            number=trace.number, parent=trace.parent, model=trace.model,
+            number=trace.number, parent=trace.parent, model=trace.model, root=trace.root, context=trace.context,
         )  # fmt: skip
         if sample.tensors:
             # A request whose response waits for earlier ones (preserve_ordering) has already released its inputs.
@@ -208,7 +264,9 @@ def _at_worker(request: Request) -> dict[str, Any]:
     if instance is None or batch is None:
         return {}
     number = batch.number or next(iter(batch.numbers), 0)
-    fields: dict[str, Any] = {"instance": instance.spec.name, "batch": number, "batch_rows": batch.rows}
+    fields: dict[str, Any] = {
+        "instance": instance.spec.name, "batch": number, "batch_rows": batch.rows, "reason": batch.reason.value,
+    }  # fmt: skip
     if batch.times:
         fields |= _durations(request.arrived, batch.times)
     return fields

@@ -1,14 +1,18 @@
-"""Request headers that are passed on to the model as parameters, selected by a pattern of the operator. Invariant: a
-match takes time linear in the length of the name, since clients choose the names (hence RE2)."""
+"""Request headers that become parameters: those selected by a pattern of the operator, which are passed on to the
+model, and the trace context.
+
+Invariant: a match takes time linear in the length of the name, since clients choose the names (hence RE2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.protocol.messages import NAME_LENGTH, PARAMETERS
+from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE, parsed
 
 PATTERN_LENGTH = 1024
 _MEMORY = 1 << 20
@@ -80,6 +84,43 @@ class Forward:
             )
         self._cache.put(name, wanted)
         return wanted
+
+
+class HeaderParameters:
+    """What of a request's headers becomes parameters: those that the operator's pattern selects, and a sampled trace
+    context, while the broker `wants_context`."""
+
+    def __init__(self, forward: Forward | None, wants_context: Callable[[], bool] = lambda: False) -> None:
+        self._forward = forward
+        self._wants_context = wants_context
+
+    @property
+    def active(self) -> bool:
+        """False: `of` has nothing to do."""
+        return self._forward is not None or self._wants_context()
+
+    def of(self, headers: Collection[tuple[str, str]]) -> dict[str, str] | None:
+        forwarded = self._forward.of(headers) if self._forward is not None else None
+        context = _context(headers) if self._wants_context() else None
+        if context is None or forwarded is None:
+            return context or forwarded
+        return forwarded | context
+
+
+def _context(headers: Iterable[tuple[str, str]]) -> dict[str, str] | None:
+    """Contexts that are not sampled are left out: the broker ignores them, and requests with parameters cost more."""
+    found: dict[str, list[str]] = {TRACE_PARENT: [], TRACE_STATE: []}
+    for name, value in headers:
+        low = name.lower()
+        if low in found:
+            found[low].append(value)
+    if len(found[TRACE_PARENT]) != 1:
+        return None
+    (parent,), state = found[TRACE_PARENT], ",".join(found[TRACE_STATE])
+    context = parsed(parent, state)
+    if context is None or not context.sampled:
+        return None
+    return {TRACE_PARENT: parent} | ({TRACE_STATE: context.state} if context.state else {})
 
 
 def merged(parameters: Mapping[str, Value] | None, forwarded: dict[str, str] | None) -> Mapping[str, Value] | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.header_forwarding import Forward
+from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices
 from shmserve.gateway.grpc.wire import ResponseEncoder, tensor_at
@@ -55,14 +55,14 @@ class Services:
         """Models known to be decoupled, from their responses."""
         self.stopping = False
         self.access = access
-        self._forward = forward
+        self._headers = HeaderParameters(forward, lambda: link.session.wants_trace_context)
 
     @property
     def turns(self) -> JobTurns:
         return self.link.turns
 
     def forwarded(self, stream: TransportStream) -> dict[str, str] | None:
-        return None if self._forward is None else self._forward.of(stream.metadata.items())
+        return self._headers.of(stream.metadata.items()) if self._headers.active else None
 
     def room(self, size: int, first: Buffer) -> Room | None:
         """Shared memory for a request of which only `first` has arrived, such that its first large tensor is aligned

@@ -16,7 +16,7 @@ from shmserve.errors import ServeError
 from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.actions import PAGE, TO_MODELS, Action
 from shmserve.gateway.auth.browsers import MARKS
-from shmserve.gateway.auth.header_forwarding import Forward
+from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.limits import HEADERS
 from shmserve.gateway.http.routes import API_ROUTES, NoRoute, RouteTable, resolve
 from shmserve.gateway.limits.bounded_cache import BoundedCache
@@ -104,7 +104,9 @@ class _Lines:
 class HttpHeads:
     """Parser and cache of heads. `routes`: the table of the endpoint."""
 
-    def __init__(self, access: EndpointAccess, routes: RouteTable = API_ROUTES, forward: Forward | None = None) -> None:
+    def __init__(
+        self, access: EndpointAccess, routes: RouteTable = API_ROUTES, forward: HeaderParameters | None = None
+    ) -> None:
         self._routes = routes
         self._access = access
         self._forward = forward
@@ -125,7 +127,8 @@ class HttpHeads:
 
 
 def parse(
-    block: bytes, routes: RouteTable = API_ROUTES, access: EndpointAccess | None = None, forward: Forward | None = None
+    block: bytes, routes: RouteTable = API_ROUTES, access: EndpointAccess | None = None,
+    forward: HeaderParameters | None = None,
 ) -> HttpHead:  # fmt: skip
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP requires")
@@ -153,7 +156,7 @@ def parse(
     return head
 
 
-def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forward: Forward | None) -> None:
+def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forward: HeaderParameters | None) -> None:
     def header(name: str) -> str | None:
         raw = name.encode()
         values = [_text(value).strip() for written, value in headers if written.lower() == raw]
@@ -167,7 +170,7 @@ def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forw
             head.token = access.check(action, header)
             if action in PAGE:
                 head.roles = access.roles(header)
-        if forward is not None and head.route.action in TO_MODELS:
+        if forward is not None and head.route.action in TO_MODELS and forward.active:
             head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
     except ServeError as error:
         head.refusal = error.with_traceback(None)  # the head is cached: do not keep the frames alive

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.header_forwarding import Forward
+from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import API_ROUTES, METRICS_ROUTES
@@ -23,7 +23,8 @@ class HttpListener(Callers):
 
     def __init__(
         self, connect: Callable[[HttpListener], Any], link: GatewayLink, limits: HttpLimits, access: EndpointAccess,
-        metrics: bool, forward: Forward | None, budget: Budget | None, end_streams: Callable[[], None] = lambda: None,
+        metrics: bool, forward: HeaderParameters | None, budget: Budget | None,
+        end_streams: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(
             link.bind(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.header_forwarding import Forward
+from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.listener import HttpListener
@@ -25,6 +25,7 @@ def make_listener(
     """`metrics`: serve the Prometheus endpoint. `extra`: text appended to the broker's metrics."""
     feed = PageFeed(link)
     requests = Requests(link, limits, extra, regions or Regions(False), PageRequests(link, feed))
+    headers = HeaderParameters(forward, lambda: link.session.wants_trace_context)
     return HttpListener(
-        lambda made: HttpConnection(made, requests), link, limits, access, metrics, forward, budget, feed.end
+        lambda made: HttpConnection(made, requests), link, limits, access, metrics, headers, budget, feed.end
     )

@@ -155,6 +155,7 @@ class Peer:
                 "inline_bytes": INLINE_BYTES,
                 "frame_bytes": limits.input_bytes,
                 "client_requests": self._link.shares.requests.most_calls,
+                "trace_context": int(self._link.session.wants_trace_context),
             }
             self.queue(Welcome(PROTOCOL, 1, self._link.session.server or "gateway", known))
 

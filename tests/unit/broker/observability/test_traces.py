@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.broker.observability.log_settings import LogSettings
-from shmserve.broker.observability.traces import TraceFile, TraceSettings, config, merged
+from shmserve.broker.observability.traces import TraceFile, TraceSettings, config, merged, otel_settings
 from shmserve.core.effects import Log, Traced
 from shmserve.core.requests.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.otel.settings import OtelSettings
 from shmserve.protocol.messages import Handle
 from tests.support.broker.fake_loop import Loop
 
@@ -166,7 +167,11 @@ def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_star
         ({"trace_count": "-2"}, InvalidRequest, "Unable to parse 'trace_count', value is out of range [ -1, "),
         ({"log_frequency": True}, InvalidRequest, "Unable to parse 'log_frequency', got: True"),
         ({"trace_count": ["1", "2"]}, InvalidRequest, "expect only 1 value for 'trace_count'"),
-        ({"trace_mode": "opentelemetry"}, Unsupported, "trace mode 'opentelemetry' is not supported"),
+        (
+            {"trace_mode": "opentelemetry"},
+            Unsupported,
+            "the trace mode cannot be changed from 'triton' to 'opentelemetry'",
+        ),
         (
             {"rate": 1},
             InvalidRequest,
@@ -211,7 +216,9 @@ def test_whatever_comes_is_done_or_refused(changes: dict[str, Any], model: str) 
         ("count=-1", ("trace_count", -1)),
         ("level=TIMESTAMPS", ("trace_level", ("TIMESTAMPS",))),
         ("mode=triton", ("trace_mode", "triton")),
-        ("mode=opentelemetry", None),
+        ("mode=opentelemetry", ("trace_mode", "opentelemetry")),
+        ("mode=zipkin", None),
+        ("opentelemetry,url=http://a,b/c", ("opentelemetry,url", "http://a,b/c")),
         ("opentelemetry,url=x", None),
         ("level=TENSOR", None),
         ("rate=x", None),
@@ -337,3 +344,29 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.Lo
         file.write(traced(1))
         file.close()
     assert "cannot write 9 lines of traces: No such file or directory" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------- OpenTelemetry
+
+
+def test_the_mode_opentelemetry() -> None:
+    values = [
+        config(text)
+        for text in (
+            "mode=opentelemetry", "rate=100", "opentelemetry,url=http://h/v1/traces", "opentelemetry,resource=a=1",
+            "opentelemetry,resource=b=2", "opentelemetry,bsp_max_queue_size=9",
+        )
+    ]  # fmt: skip
+    assert otel_settings(values[1:]) is None
+    assert otel_settings(values) == OtelSettings(
+        url="http://h/v1/traces", resource={"a": "1", "b": "2"}, bsp_max_queue_size=9
+    )
+    samples: dict[str, Sample] = {}
+    settings = tracing(samples, **merged(values))
+    assert samples == {"": Sample(100)}, "the level need not be given"
+    assert settings.document("")["trace_mode"] == "opentelemetry"
+    assert changed(settings, trace_mode="opentelemetry", trace_rate=5)["trace_rate"] == "5"
+    with pytest.raises(Unsupported, match="cannot be changed from 'opentelemetry' to 'triton'"):
+        changed(settings, trace_mode="triton")
+    changed(settings, trace_level="OFF")
+    assert not samples

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from shmserve.core.effects import Log, Traced
 from shmserve.core.requests.trace import ID_LENGTH, PER_SECOND, Sample
 from shmserve.protocol.messages import Call, Infer, Options
+from shmserve.protocol.trace_context import TraceContext
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes import FakeClient, one_input
 from tests.support.core.policies import plain, step
@@ -59,7 +60,7 @@ def test_a_traced_request_of_a_batch() -> None:
     assert batch > 0
     assert found == {
         "trace_id": "why", "id": "mine", "model": "m", "version": 1, "client": 1, "request": 2, "rows": 1,
-        "code": "OK", "answered_us": 9000, "instance": "m_0", "batch_rows": 2,
+        "code": "OK", "answered_us": 9000, "instance": "m_0", "batch_rows": 2, "reason": "idle",
         "queued_us": 6000, "input_us": 0, "infer_us": 3000, "output_us": 0,
     }  # fmt: skip
     (log,) = (log for log in world.logs if log.fields and "trace_id" in log.fields)
@@ -171,3 +172,43 @@ def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, left: i
         before += count
     assert taken == expected
     assert sample.left == (left - len(taken) if left >= 0 else -1)
+
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def test_a_request_with_a_sampled_context_is_traced_beside_the_rate() -> None:
+    world = Logged()
+    world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
+    traces = world.core.state.traces
+    traces.samples[""] = Sample(3)
+    world.turn([infer(world.client, 1, traceparent=PARENT)])
+    assert not world.core.state.traces.active, "contexts are ignored unless a limit is set"
+    traces.contexts_per_second = 100
+    world.turn([infer(world.client, 2, model="e", traceparent=PARENT, tracestate="a=1")])
+    world.turn([infer(world.client, 3, traceparent=PARENT[:-1] + "0")])
+    world.turn([infer(world.client, 4, traceparent=7), infer(world.client, 5)])
+    for _ in range(5):
+        world.finish_all()
+    found = {sample.fields["request"]: sample.context for sample in world.samples if not sample.parent}
+    assert found == {2: TraceContext(PARENT[3:35], PARENT[36:52], True, "a=1"), 4: None}, (
+        "1, 3 and 4 count for the rate"
+    )
+    (child,) = [sample for sample in world.samples if sample.parent]
+    (whole,) = [sample for sample in world.samples if sample.fields["request"] == 2]
+    assert (child.parent, child.root, child.context) == (whole.number, whole.number, whole.context)
+    assert (child.fields["kind"], whole.root) == ("step", whole.number)
+
+
+def test_contexts_are_limited_per_second_and_by_the_count() -> None:
+    world = Logged()
+    traces = world.core.state.traces
+    traces.contexts_per_second = 2
+    traces.samples["m"] = Sample(1000, 4)
+    world.turn([infer(world.client, number, traceparent=PARENT) for number in (1, 2, 3)])
+    assert (len(traces.active), traces.contexts_over_limit) == (2, 1)
+    world.now += 1000 * MS
+    world.turn([infer(world.client, number, traceparent=PARENT) for number in (4, 5)])
+    world.now += 1000 * MS
+    world.turn([infer(world.client, 6, traceparent=PARENT)])
+    assert (len(traces.active), traces.samples["m"].left) == (4, 0)

@@ -23,6 +23,7 @@ from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, token
 from shmserve.gateway.auth.access import NEEDS, OPEN, EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.actions import PAGE, Action
 from shmserve.gateway.auth.gate import Guards
+from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.gateway.http.heads import HttpHeads, parse
 from shmserve.protocol.messages import PARAMETERS
@@ -275,12 +276,36 @@ def test_a_header_replaces_the_parameter_of_its_name() -> None:
         header_forwarding.merged({f"a{number}": 1 for number in range(PARAMETERS)}, {"b": "c"})
 
 
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def test_a_sampled_trace_context_is_passed_on_while_it_is_wanted() -> None:
+    wanted: list[bool] = []
+    headers = HeaderParameters(None, lambda: bool(wanted))
+    both = HeaderParameters(header_forwarding.Forward("x-.*"), lambda: bool(wanted))
+    given = [("TraceParent", PARENT), ("x-a", "1"), ("tracestate", "a=1"), ("Tracestate", "b=2")]
+    assert (headers.active, both.active) == (False, True)
+    assert both.of(given) == {"x-a": "1"}
+    wanted.append(True)
+    assert (headers.active, both.active) == (True, True)
+    assert headers.of(given) == {"traceparent": PARENT, "tracestate": "a=1,b=2"}
+    assert headers.of(given[:2]) == {"traceparent": PARENT}
+    assert both.of(given[:2]) == {"x-a": "1", "traceparent": PARENT}
+
+
+@pytest.mark.parametrize("parents", [[], ["00-1-1-1"], [PARENT[:-1] + "0"], [PARENT, PARENT]])
+def test_other_trace_contexts_are_left_out(parents: list[str]) -> None:
+    """Those that are missing, invalid, not sampled or ambiguous."""
+    given = [("traceparent", parent) for parent in parents] + [("tracestate", "a=1")]
+    assert HeaderParameters(None, lambda: True).of(given) is None
+
+
 # ---------------------------------------------------------------------------------------- heads
 
 
 def test_heads_have_the_result_of_the_access_check() -> None:
     access = with_token(())
-    heads = HttpHeads(access, forward=header_forwarding.Forward("x-.*"))
+    heads = HttpHeads(access, forward=HeaderParameters(header_forwarding.Forward("x-.*")))
     good = lines("Authorization: Bearer t", "X-User: J\xf6rg", "x-user: b")
     head = heads.head(good)
     assert head.refusal is None

@@ -1,0 +1,24 @@
+"""The trace context of the calling code, if that uses OpenTelemetry."""
+
+from __future__ import annotations
+
+import sys
+
+from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE
+
+_SAMPLED = 1
+
+
+def current_context() -> dict[str, str] | None:
+    """The request parameters for the current span, if it is sampled. Nothing is imported: without its API, the
+    application has no span."""
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return None
+    context = api.get_current_span().get_span_context()
+    if not context.is_valid or not context.trace_flags & _SAMPLED:
+        return None
+    found = {TRACE_PARENT: f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
+    if context.trace_state:
+        found[TRACE_STATE] = context.trace_state.to_header()
+    return found

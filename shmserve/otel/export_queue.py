@@ -1,0 +1,102 @@
+"""The queue of records that are to be exported, and the thread that does it.
+
+Invariant: the queue has at most `bsp_max_queue_size` spans; what does not fit is dropped and counted, however long the
+collector takes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from shmserve.otel.records import ExportStatus, SpanRecord
+from shmserve.otel.settings import OtelSettings
+
+Export = Callable[[Sequence[SpanRecord]], bool]
+"""Exports the spans of these records. False: the collector did not take them."""
+
+
+class ExportQueue:
+    """`report(text)` is told when exports begin to fail, and when they succeed again."""
+
+    def __init__(self, settings: OtelSettings, export: Export, report: Callable[[str, str], None]) -> None:
+        self._most = settings.bsp_max_queue_size
+        self._delay_s = settings.bsp_schedule_delay / 1000
+        self._batch = settings.bsp_max_export_batch_size
+        self._export = export
+        self._report = report
+        self._records: deque[SpanRecord] = deque()
+        self._spans = 0
+        """Of these records."""
+        self._changed = threading.Condition()
+        self._ending = False
+        self._failing_since = 0
+        """Failed and dropped spans when the current outage began; only used while `_is_failing`."""
+        self._is_failing = False
+        self.status = ExportStatus()
+        self._thread = threading.Thread(target=self._run, name="export", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, records: Sequence[SpanRecord]) -> None:
+        with self._changed:
+            for record in records:
+                if self._spans + record.spans > self._most:
+                    self.status.dropped += record.spans
+                    continue
+                self._records.append(record)
+                self._spans += record.spans
+            if self._spans >= self._batch:
+                self._changed.notify()
+
+    def close(self, timeout: float) -> bool:
+        """Exports what is left, within that time. False: some is left."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ending or self._spans >= self._batch, self._delay_s)
+                records = self._take()
+                if not records and self._ending:
+                    return
+            if records:
+                self._send(records)
+
+    def _take(self) -> list[SpanRecord]:
+        """The oldest records, up to the size of an export, at least one."""
+        taken: list[SpanRecord] = []
+        count = 0
+        while self._records and (not taken or count + self._records[0].spans <= self._batch):
+            taken.append(self._records.popleft())
+            count += taken[-1].spans
+        self._spans -= count
+        return taken
+
+    def _send(self, records: Sequence[SpanRecord]) -> None:
+        count = sum(record.spans for record in records)
+        status = self.status
+        if self._export(records):
+            status.exported += count
+            if self._is_failing:
+                self._is_failing = False
+                lost = status.failed + status.dropped - self._failing_since
+                self._report("info", f"the collector takes spans again; {lost:,} were lost")
+            return
+        if not self._is_failing:
+            self._is_failing = True
+            self._failing_since = status.failed + status.dropped
+            self._report("warning", "")
+        status.failed += count
+
+
+def now_offset() -> int:
+    """ns from the monotonic clock to the time since 1970."""
+    return time.time_ns() - time.monotonic_ns()

@@ -1,0 +1,97 @@
+"""The process that exports spans: `python -m shmserve.otel.main FD SEED SETTINGS`. It ends when the broker closes the
+socket."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from shmserve.otel.export_queue import ExportQueue, now_offset
+from shmserve.otel.records import SpanRecord
+from shmserve.otel.settings import OtelSettings
+from shmserve.otel.spans import SpanMaker
+from shmserve.version import version
+
+PACKET_BYTES = 1 << 18
+"""The largest packet of the broker."""
+LAST_S = 1.5
+"""How long to export what is left when the broker has stopped."""
+STATUS_S = 0.5
+"""How often the broker is told the counts, if they have changed."""
+NICE = 5
+"""Requests go first."""
+
+
+class _LastError(logging.Handler):
+    """Keeps the last message that the SDK logs: the reason why an export failed."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+def exporter(settings: OtelSettings) -> Any:
+    """The SDK's exporter. It takes certificates, headers and compression from the variables OTEL_EXPORTER_OTLP_*."""
+    module = import_module(f"opentelemetry.exporter.otlp.proto.{settings.protocol}.trace_exporter")
+    return module.OTLPSpanExporter(**({"endpoint": settings.url} if settings.url else {}))
+
+
+def main(arguments: Sequence[str]) -> int:
+    number, seed, text = arguments
+    settings = msgspec.json.decode(text, type=OtelSettings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker decides when it ends
+    os.nice(NICE)
+    errors = _LastError()
+    logging.getLogger("opentelemetry").addHandler(errors)
+    logging.getLogger("opentelemetry").propagate = False
+    maker = SpanMaker(bytes.fromhex(seed), settings.resource, version())
+    spans_to = exporter(settings)
+
+    def export(records: Sequence[SpanRecord]) -> bool:
+        errors.text = ""
+        return bool(spans_to.export(maker.spans(records, now_offset())).name == "SUCCESS")
+
+    def report(level: str, text: str) -> None:
+        text = text or f"the collector does not take spans: {errors.text or 'no reason is known'}; they are counted"
+        print(f"{level}: {text}", file=sys.stderr, flush=True)
+
+    queue = ExportQueue(settings, export, report)
+    queue.start()
+    with socket.socket(fileno=int(number)) as link:
+        _serve(link, queue)
+    os._exit(0 if queue.close(LAST_S) else 1)  # an export that hangs must not keep the process
+
+
+def _serve(link: socket.socket, queue: ExportQueue) -> None:
+    """Passes records on until the broker closes the socket."""
+    decode = msgspec.msgpack.Decoder(list[SpanRecord]).decode
+    told = b""
+    link.settimeout(STATUS_S)
+    while True:
+        try:
+            packet = link.recv(PACKET_BYTES)
+        except TimeoutError:
+            packet = None
+        if packet:
+            queue.put(decode(packet))
+        status = msgspec.msgpack.encode(queue.status)
+        if status != told:
+            told = status
+            with contextlib.suppress(OSError):  # the broker has ended, as the next read shows
+                link.send(status)
+        if packet == b"":
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

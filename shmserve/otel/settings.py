@@ -1,0 +1,51 @@
+"""The settings of `--trace-config opentelemetry,...`, with Triton's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+PREFIX = "opentelemetry,"
+PROTOCOLS = ("http", "grpc")
+_MOST = 2**31 - 1
+_NUMBERS = ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size", "contexts_per_second")
+KEYS = ("url", "resource", "protocol", *_NUMBERS)
+
+
+class OtelSettings(Struct, frozen=True):
+    """`bsp_schedule_delay` is in ms. An empty `url`: that of OTEL_EXPORTER_OTLP_ENDPOINT, or of a collector on this
+    machine."""
+
+    url: str = ""
+    protocol: str = "http"
+    resource: dict[str, str] = field(default_factory=dict)
+    bsp_max_queue_size: int = 20_000
+    bsp_schedule_delay: int = 1000
+    bsp_max_export_batch_size: int = 512
+    contexts_per_second: int = 1000
+
+
+def parsed(text: str) -> tuple[str, Any]:
+    """The key and value of `KEY=VALUE`, without the prefix. Raises ValueError."""
+    key, equals, value = text.partition("=")
+    if key not in KEYS or not equals:
+        raise ValueError(f"unknown trace setting '{PREFIX}{text}'; expected one of {keys_text()}")
+    if key == "resource":
+        name, equals, value = value.partition("=")
+        if not name or not equals:
+            raise ValueError(f"found '{PREFIX}{text}', expected {PREFIX}resource=NAME=VALUE")
+        return key, (name, value)
+    if key == "protocol" and value not in PROTOCOLS:
+        raise ValueError(f"unknown protocol '{value}'; expected {' or '.join(PROTOCOLS)}")
+    if key == "url" and not value.startswith(("http://", "https://")):
+        raise ValueError(f"found '{value}', expected a URL such as http://localhost:4318/v1/traces")
+    if key not in _NUMBERS:
+        return key, value
+    if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) <= _MOST:
+        raise ValueError(f"found '{value}' for {key}, expected a number from 1 to {_MOST}")
+    return key, int(value)
+
+
+def keys_text() -> str:
+    return ", ".join(f"{PREFIX}{key}=" for key in KEYS)

@@ -1,0 +1,119 @@
+"""The spans of a traced request, as OpenTelemetry's SDK has them.
+
+A request is a span with two children: `queue`, while it waits, and `batch`, while its batch runs. Steps of ensembles
+and calls of models are requests too, and children of the request that they were made for. The batch has a link to each
+other traced request in it.
+
+Ids are hashes of a seed and the number of the trace: parts of a trace that arrive at different times, or at another
+process after a restart, belong together without a table of open traces.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from shmserve.otel.records import SpanRecord
+
+SERVICE = "shmserve"
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_UNSET = Status(StatusCode.UNSET)
+_REQUEST, _QUEUE, _BATCH, _TRACE = b"r", b"q", b"b", b"t"
+
+
+class SpanMaker:
+    """`seed`: the same for all processes of a server."""
+
+    def __init__(self, seed: bytes, resource: Mapping[str, str], version: str) -> None:
+        self._seed = seed
+        self._resource = Resource.create({"service.name": SERVICE, "service.version": version, **resource})
+        self._scope = InstrumentationScope(SERVICE, version)
+
+    def spans(self, records: Sequence[SpanRecord], offset: int) -> list[ReadableSpan]:
+        """`offset`: ns from the monotonic clock to the time since 1970."""
+        batches: dict[tuple[str, int, int], list[SpanRecord]] = defaultdict(list)
+        for record in records:
+            if record.batch and record.times:
+                batches[record.instance, record.batch, record.times[0]].append(record)
+        found: list[ReadableSpan] = []
+        for record in records:
+            others = batches[record.instance, record.batch, record.times[0]] if record.batch and record.times else ()
+            found += self._of(record, others, offset)
+        return found
+
+    def _of(self, record: SpanRecord, batch: Iterable[SpanRecord], offset: int) -> Iterator[ReadableSpan]:
+        own = self._context(record, _REQUEST)
+        code = "" if record.code == "OK" else record.code
+        status = Status(StatusCode.ERROR, code) if code else _UNSET
+        attributes: dict[str, Any] = {
+            "shmserve.model": record.model, "shmserve.version": record.version, "shmserve.rows": record.rows
+        }  # fmt: skip
+        if code:
+            attributes["error.type"] = code
+        if record.id:
+            attributes["shmserve.request.id"] = record.id
+        kind = SpanKind.INTERNAL if record.parent else SpanKind.SERVER
+        begin, end = record.arrived + offset, record.answered + offset
+        name = f"{record.kind or 'infer'} {record.model}"
+        yield self._span(name, own, self._parent(record), kind, begin, end, attributes, status)
+        if not record.times:
+            return
+        taken, ready, computed, placed = (time + offset for time in record.times)
+        inner, queued = SpanKind.INTERNAL, self._context(record, _QUEUE)
+        yield self._span("queue", queued, own, inner, begin, max(begin, taken), {})
+        attributes = {
+            "shmserve.instance": record.instance,
+            "shmserve.batch.rows": record.batch_rows,
+            "shmserve.batch.reason": record.reason,
+        }
+        if record.batch:
+            attributes["shmserve.batch"] = record.batch
+        if record.lease:
+            attributes["shmserve.lease"] = record.lease
+        events = (Event("inputs ready", timestamp=ready), Event("outputs computed", timestamp=computed))
+        links = [Link(self._context(other, _REQUEST)) for other in batch if other is not record]
+        context = self._context(record, _BATCH)
+        yield self._span("batch", context, own, inner, taken, placed, attributes, events=events, links=links)
+
+    def _span(
+        self, name: str, context: SpanContext, parent: SpanContext | None, kind: SpanKind, begin: int, end: int,
+        attributes: Mapping[str, Any], status: Status = _UNSET, events: Sequence[Event] = (),
+        links: Sequence[Link] = (),
+    ) -> ReadableSpan:  # fmt: skip
+        return ReadableSpan(
+            name, context=context, parent=parent, resource=self._resource, attributes=attributes, events=events,
+            links=links, kind=kind, status=status, start_time=begin, end_time=end, instrumentation_scope=self._scope,
+        )  # fmt: skip
+
+    def _context(self, record: SpanRecord, part: bytes) -> SpanContext:
+        span = self._hash(part, record.number, 8)
+        return SpanContext(self._trace(record), span, False, _SAMPLED, _state(record))
+
+    def _parent(self, record: SpanRecord) -> SpanContext | None:
+        """The request that it was made for, or what its client named."""
+        if record.parent:
+            span, remote = self._hash(_REQUEST, record.parent, 8), False
+        elif record.caller:
+            span, remote = int(record.caller, 16), True
+        else:
+            return None
+        return SpanContext(self._trace(record), span, remote, _SAMPLED, _state(record))
+
+    def _trace(self, record: SpanRecord) -> int:
+        return int(record.trace, 16) if record.trace else self._hash(_TRACE, record.root, 16)
+
+    def _hash(self, part: bytes, number: int, size: int) -> int:
+        """Not 0, which would be invalid: with a probability of 2^-64."""
+        found = blake2b(part + number.to_bytes(8, "big"), digest_size=size, key=self._seed).digest()
+        return int.from_bytes(found, "big") or 1
+
+
+def _state(record: SpanRecord) -> TraceState | None:
+    return TraceState.from_header([record.state]) if record.state else None

@@ -1,0 +1,280 @@
+"""Traces for OpenTelemetry: from the callers' contexts to a collector, which may be down, slow or restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent import futures
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
+
+import shmserve
+from shmserve.errors import ModelFailed
+from shmserve.testing import Server
+from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
+from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.living import until
+from tests.support.otlp import Collector, attributes, collecting
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("otel")]
+
+CALLER = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(pb_utils.get_input_tensor_by_name(request, "x")) for request in requests]
+
+    def one(self, x):
+        call = pb_utils.InferenceRequest(model_name="add1", requested_output_names=["y"], inputs=[x])
+        return pb_utils.InferenceResponse([pb_utils.get_output_tensor_by_name(call.exec(), "y")])
+"""
+SPAN = 0x00F067AA0BA902B7
+
+
+def parent_of(number: int) -> tuple[str, str]:
+    """A trace id of a test's own, and a sampled traceparent with it."""
+    found = f"{number:032x}"
+    return found, f"00-{found}-{SPAN:016x}-01"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    model(root, "add1", ADD, BATCHES, dims="[4]")
+    model(root, "calls", CALLER, BATCHES, dims="[4]")
+    ensemble(root, "twice", "x:FP32:[4]", "y", "add1(x:x)->(y:z)", "add1(x:z)->(y:y)", more="max_batch_size: 64")
+    return root
+
+
+def options(collector: Collector, *more: str) -> list[str]:
+    given = ("mode=opentelemetry", f"opentelemetry,url={collector.url}", "opentelemetry,bsp_schedule_delay=20", *more)
+    return [word for text in given for word in ("--trace-config", text)]
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, collector: Collector) -> Iterator[Server]:
+    """Traces requests with a context, and hardly any others."""
+    with Server(repository, *options(collector, "rate=1000000"), "--exit-on-error", "true", gateway=True) as server:
+        yield server
+
+
+def of_trace(collector: Collector, trace_id: str, count: int) -> dict[str, Any]:
+    """The spans of a trace, by name."""
+    with collector._changed:
+        assert collector._changed.wait_for(lambda: len(_of_trace(collector, trace_id)) >= count, 60)
+    return {span.name: span for span in _of_trace(collector, trace_id)}
+
+
+def _of_trace(collector: Collector, trace_id: str) -> list[Any]:
+    return [span for span in collector.spans if span.trace_id.hex() == trace_id]
+
+
+def counted(client: shmserve.Client, result: str) -> int:
+    (found,) = re.findall(rf'shmserve_trace_spans_total{{result="{result}"}} (\d+)', client.metrics())
+    return int(found)
+
+
+# ---------------------------------------------------------------------------------------- contexts
+
+
+def test_the_context_of_the_native_client(server: Server, collector: Collector) -> None:
+    """From its parameters, or from the current span of the application."""
+    trace_id, parent = parent_of(1)
+    with server.client() as client:
+        client.infer("add1", {"x": numbers(1, 4)}, parameters={"traceparent": parent, "tracestate": "a=1"})
+        spans = of_trace(collector, trace_id, 3)
+        assert spans.keys() == {"infer add1", "queue", "batch"}
+        assert spans["infer add1"].parent_span_id.hex() == f"{SPAN:016x}"
+        assert spans["infer add1"].trace_state == "a=1"
+        for number, flags in ((2, 1), (3, 0)):
+            context = SpanContext(number, SPAN, False, TraceFlags(flags), TraceState([("b", "2")]))
+            with trace.use_span(NonRecordingSpan(context)):
+                client.submit("add1", {"x": numbers(1, 4)}).result()
+        client.infer("add1", {"x": numbers(1, 4)}, parameters={"traceparent": parent_of(4)[1]})
+        of_trace(collector, parent_of(4)[0], 3)
+    spans = of_trace(collector, parent_of(2)[0], 3)
+    assert spans["infer add1"].trace_state == "b=2"
+    assert not _of_trace(collector, parent_of(3)[0]), "it is not sampled"
+
+
+def test_the_contexts_of_http_and_grpc(server: Server, collector: Collector) -> None:
+    body = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+    trace_id, parent = parent_of(10)
+    connection = HTTPConnection(server.endpoints["http"], timeout=60)
+    connection.request("POST", "/v2/models/add1/infer", json.dumps(body), {"traceparent": parent, "tracestate": "c=3"})
+    assert json.loads(connection.getresponse().read())["outputs"][0]["data"] == [2, 3, 4, 5]
+    connection.close()
+    assert of_trace(collector, trace_id, 3)["infer add1"].trace_state == "c=3"
+    trace_id, parent = parent_of(11)
+    with Rpcs(int(server.endpoints["grpc"].split(":")[1])) as rpcs:
+        x = numbers(1, 4)
+        request = infer_request("add1", {"x": ("FP32", x, x.tobytes())})
+        rpcs.ModelInfer(request, timeout=60, metadata=(("traceparent", parent), ("tracestate", "d=4")))
+    assert of_trace(collector, trace_id, 3)["infer add1"].trace_state == "d=4"
+
+
+def test_ensembles_and_calls(server: Server, collector: Collector) -> None:
+    with server.client() as client:
+        for number, name, count in ((20, "twice", 7), (21, "calls", 6)):
+            trace_id, parent = parent_of(number)
+            client.infer(name, {"x": numbers(1, 4)}, parameters={"traceparent": parent}, request_id="mine")
+            of_trace(collector, trace_id, count)
+    spans = _of_trace(collector, parent_of(20)[0])
+    (whole,) = [span for span in spans if span.name == "infer twice"]
+    steps = [span for span in spans if span.name == "step add1"]
+    assert [span.parent_span_id for span in steps] == [whole.span_id] * 2
+    assert attributes(whole)["shmserve.request.id"] == "mine"
+    spans = _of_trace(collector, parent_of(21)[0])
+    (whole,) = [span for span in spans if span.name == "infer calls"]
+    (call,) = [span for span in spans if span.name == "call add1"]
+    assert call.parent_span_id == whole.span_id
+    assert whole.start_time_unix_nano <= call.start_time_unix_nano <= call.end_time_unix_nano
+    assert call.end_time_unix_nano <= whole.end_time_unix_nano
+
+
+def test_a_batch_and_a_failure(server: Server, collector: Collector) -> None:
+    with server.client() as client:
+        given = [parent_of(number) for number in range(30, 50)]
+        sent = [client.submit("add1", {"x": numbers(1, 4)}, parameters={"traceparent": one[1]}) for one in given]
+        for future in sent:
+            future.result()
+        trace_id, parent = parent_of(50)
+        with pytest.raises(ModelFailed):
+            client.infer("add1", {"x": np.full((1, 4), 666, np.float32)}, parameters={"traceparent": parent})
+    failed = of_trace(collector, trace_id, 3)["infer add1"]
+    assert (failed.status.code, attributes(failed)["error.type"]) == (2, "MODEL_FAILED")
+    spans = [of_trace(collector, one[0], 3) for one in given]
+    rows = [attributes(one["batch"])["shmserve.batch.rows"] for one in spans]
+    assert max(rows) > 1
+    for one, count in zip(spans, rows, strict=True):
+        assert len(one["batch"].links) <= count - 1
+    assert any(one["batch"].links for one in spans)
+
+
+# ---------------------------------------------------------------------------------------- collectors
+
+
+def test_a_collector_that_hangs_refuses_or_is_down(repository: Path) -> None:
+    """Requests are answered regardless, and what is lost is counted. Later spans arrive again."""
+    with collecting() as collector:
+        more = ("rate=1", "opentelemetry,bsp_max_queue_size=30", "opentelemetry,bsp_max_export_batch_size=3")
+        with Server(repository, *options(collector, *more)) as server, server.client(timeout=60) as client:
+            client.infer("add1", {"x": numbers(1, 4)})
+            collector.wait(3)
+            collector.gate.clear()
+            client.infer("add1", {"x": numbers(1, 4)})
+            assert collector.hanging.wait(60)
+            for _ in range(30):
+                client.infer("add1", {"x": numbers(1, 4)})
+            until(client, lambda: counted(client, "dropped") > 0, "a drop")
+            collector.gate.set()
+            until(
+                client, lambda: counted(client, "exported") + counted(client, "dropped") == 96, "the end of the queue"
+            )
+            collector.status = 400
+            client.infer("add1", {"x": numbers(1, 4)})
+            until(client, lambda: counted(client, "failed") == 3, "a failure")
+            collector.close()
+            client.infer("add1", {"x": numbers(1, 4)})
+            collector.status = 200
+            collector.clear()
+            collector.listen()
+            client.infer("add1", {"x": numbers(1, 4)})
+            collector.wait(3)
+            assert counted(client, "failed") <= 6
+        assert "[traces] the collector does not take spans: " in server.log
+        assert "[traces] the collector takes spans again; " in server.log
+
+
+def test_the_process_is_started_again_and_sends_the_rest_at_the_end(repository: Path) -> None:
+    with collecting() as collector:
+        with Server(repository, *options(collector, "rate=1")) as server, server.client() as client:
+            client.infer("add1", {"x": numbers(1, 4)})
+            collector.wait(3)
+            (pid,) = [int(one) for one in children_of(server.pid) if "shmserve.otel" in command_of(int(one))]
+            os.kill(pid, signal.SIGKILL)
+            until(client, lambda: ends(server) == 1, "its end")
+            collector.clear()
+            until(client, lambda: client.infer("add1", {"x": numbers(1, 4)}) and len(collector.spans) >= 3, "a span")
+        received = len(collector.spans)
+        assert received % 3 == 0, "the last ones were exported when the server stopped"
+        assert "the process that exports traces ended (signal SIGKILL); starting it again in" in server.log
+
+
+def ends(server: Server) -> int:
+    return server.log.count("the process that exports traces ended")
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+class _Service:
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:
+        headers = {"content-type": "application/x-protobuf"}
+        self._collector._take("/v1/traces", headers, request.SerializeToString())
+        return ExportTraceServiceResponse()
+
+
+def test_a_collector_over_grpc(repository: Path) -> None:
+    collector = Collector()
+    service = grpc.server(futures.ThreadPoolExecutor(1))
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(_Service(collector), service)
+    collector.port = service.add_insecure_port("127.0.0.1:0")
+    service.start()
+    try:
+        given = ("mode=opentelemetry", "rate=1", "opentelemetry,protocol=grpc", "opentelemetry,bsp_schedule_delay=20")
+        url = f"opentelemetry,url=http://127.0.0.1:{collector.port}"
+        words = [word for text in (*given, url) for word in ("--trace-config", text)]
+        with Server(repository, *words) as server, server.client() as client:
+            client.infer("add1", {"x": numbers(1, 4)})
+            assert [span.name for span in collector.wait(3)] == ["infer add1", "queue", "batch"]
+    finally:
+        service.stop(None).wait()
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def test_a_missing_package_is_named(repository: Path, tmp_path: Path) -> None:
+    """In an interpreter that does not find it."""
+    source = (
+        "import sys; sys.modules['opentelemetry'] = None; from shmserve.broker.main import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["--model-repository", str(repository), "--runtime-dir", str(tmp_path / "run"), "--no-gateway"]
+    words += ["--trace-config", "mode=opentelemetry"]
+    found = subprocess.run([sys.executable, "-c", source, *words], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1
+    assert "mode=opentelemetry needs the package opentelemetry-exporter-otlp-proto-http: " in found.stderr
+    assert "[otel]'" in found.stderr

@@ -1,0 +1,144 @@
+"""The spans of traced requests, as the exporter of OpenTelemetry's SDK encodes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+from shmserve.otel.records import SpanRecord
+from shmserve.otel.settings import KEYS, OtelSettings, parsed
+from shmserve.otel.spans import SpanMaker
+from tests.support.otlp import attributes
+
+SEED = bytes(32)
+US, OFFSET = 1000, 10**18
+REQUEST = SpanRecord(
+    7, 0, 7, "", "", "", "", "mlp", 2, "", 3, 1, "OK", 100 * US, 200 * US, (120 * US, 130 * US, 180 * US, 190 * US),
+    "mlp_0_0", 44, 8, "full", 0,
+)  # fmt: skip
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+INTERNAL, SERVER, ERROR = 1, 2, 2
+
+
+def encoded(*records: SpanRecord, seed: bytes = SEED) -> list[Any]:
+    """The spans as protobuf messages."""
+    request = encode_spans(SpanMaker(seed, {"a": "b"}, "1").spans(records, OFFSET))
+    (resource,) = request.resource_spans
+    assert (
+        attributes(resource.resource).items() >= {"service.name": "shmserve", "service.version": "1", "a": "b"}.items()
+    )
+    (scope,) = resource.scope_spans
+    return list(scope.spans)
+
+
+def times(span: Any) -> tuple[int, int]:
+    return (span.start_time_unix_nano - OFFSET) // US, (span.end_time_unix_nano - OFFSET) // US
+
+
+def test_a_request_has_the_spans_queue_and_batch() -> None:
+    request, queue, batch = encoded(replace(REQUEST, id="mine"))
+    assert (request.name, request.kind, times(request)) == ("infer mlp", SERVER, (100, 200))
+    assert attributes(request) == {
+        "shmserve.model": "mlp", "shmserve.version": 2, "shmserve.rows": 1, "shmserve.request.id": "mine",
+    }  # fmt: skip
+    assert (queue.name, queue.kind, times(queue)) == ("queue", INTERNAL, (100, 120))
+    assert (batch.name, batch.kind, times(batch)) == ("batch", INTERNAL, (120, 190))
+    assert attributes(batch) == {
+        "shmserve.instance": "mlp_0_0", "shmserve.batch": 44, "shmserve.batch.rows": 8, "shmserve.batch.reason": "full",
+    }  # fmt: skip
+    assert [(event.name, (event.time_unix_nano - OFFSET) // US) for event in batch.events] == [
+        ("inputs ready", 130), ("outputs computed", 180),
+    ]  # fmt: skip
+    assert {one.trace_id for one in (request, queue, batch)} == {request.trace_id}
+    assert len(request.trace_id) == 16
+    assert not request.parent_span_id
+    assert queue.parent_span_id == batch.parent_span_id == request.span_id
+    assert len({one.span_id for one in (request, queue, batch)}) == 3
+    assert [one.status.code for one in (request, queue, batch)] == [0, 0, 0]
+
+
+def test_a_request_belongs_to_the_trace_of_its_caller() -> None:
+    spans = encoded(replace(REQUEST, trace=TRACE, caller=CALLER, state="a=1,b=2"))
+    assert {one.trace_id.hex() for one in spans} == {TRACE}
+    assert spans[0].parent_span_id.hex() == CALLER
+    assert {one.trace_state for one in spans} == {"a=1,b=2"}
+
+
+def test_steps_and_calls_are_children_of_their_request_wherever_they_are_made() -> None:
+    """Their records come first, and may be exported by another process of the server."""
+    step = replace(REQUEST, number=9, parent=8, root=7, kind="step", model="a")
+    call = replace(REQUEST, number=10, parent=9, root=7, kind="call", model="b")
+    outer = replace(REQUEST, number=8, parent=7, root=7, kind="step", model="e", times=(), instance="", batch=0)
+    whole = replace(REQUEST, times=(), instance="", batch=0, reason="")
+    made = {record.number: encoded(record)[0] for record in (call, step, outer, whole)}
+    assert made[10].parent_span_id == made[9].span_id
+    assert made[9].parent_span_id == made[8].span_id
+    assert made[8].parent_span_id == made[7].span_id
+    assert not made[7].parent_span_id
+    assert len({one.trace_id for one in made.values()}) == 1
+    assert (made[10].name, made[9].name, made[9].kind) == ("call b", "step a", INTERNAL)
+    assert len(encoded(outer)) == 1, "no batch of its own"
+    other = encoded(whole, seed=b"\1" * 32)[0]
+    assert other.trace_id != made[7].trace_id, "another server has other ids"
+
+
+def test_a_batch_has_links_to_the_other_requests_in_it() -> None:
+    records = [replace(REQUEST, number=number, root=number) for number in (1, 2, 3)]
+    other = replace(REQUEST, number=4, root=4, batch=45)
+    spans = encoded(*records, other)
+    requests = [one for one in spans if one.name.startswith("infer")]
+    batches = [one for one in spans if one.name == "batch"]
+    for place, batch in enumerate(batches[:3]):
+        linked = {(link.trace_id, link.span_id) for link in batch.links}
+        assert linked == {(one.trace_id, one.span_id) for one in requests[:3] if one is not requests[place]}
+    assert not batches[3].links
+
+
+def test_a_failure_has_its_code() -> None:
+    (request,) = encoded(replace(REQUEST, code="DEADLINE_EXCEEDED", times=()))
+    assert (request.status.code, request.status.message) == (ERROR, "DEADLINE_EXCEEDED")
+    assert attributes(request)["error.type"] == "DEADLINE_EXCEEDED"
+
+
+def test_a_lease_is_named() -> None:
+    batch = encoded(replace(REQUEST, lease=5, batch=0))[2]
+    assert attributes(batch)["shmserve.lease"] == 5
+    assert "shmserve.batch" not in attributes(batch)
+
+
+def test_records_survive_the_socket() -> None:
+    packed = msgspec.msgpack.encode([REQUEST])
+    assert msgspec.msgpack.decode(packed, type=list[SpanRecord]) == [REQUEST]
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def test_settings_are_parsed() -> None:
+    assert parsed("url=https://host:4318/v1/traces") == ("url", "https://host:4318/v1/traces")
+    assert parsed("resource=service.name=my,own=x") == ("resource", ("service.name", "my,own=x"))
+    assert parsed("bsp_max_queue_size=2048") == ("bsp_max_queue_size", 2048)
+    assert parsed("protocol=grpc") == ("protocol", "grpc")
+    assert set(KEYS) == set(OtelSettings.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("file=x", "unknown trace setting 'opentelemetry,file=x'"),
+        ("url", "unknown trace setting"),
+        ("url=host:4318", "expected a URL"),
+        ("resource=a", "expected opentelemetry,resource=NAME=VALUE"),
+        ("protocol=zipkin", "expected http or grpc"),
+        ("bsp_schedule_delay=0", "expected a number from 1"),
+        ("bsp_schedule_delay=1.5", "expected a number from 1"),
+        ("contexts_per_second=9999999999", "expected a number from 1"),
+    ],
+)
+def test_invalid_settings_are_refused(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parsed(text)
