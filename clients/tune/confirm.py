@@ -126,6 +126,8 @@ class Confirmation:
         return 0.0 if len(each.points) > number + 1 or self._hopeless(each) else each.next_rate()
 
     def _hopeless(self, each: Confirmed) -> bool:
+        if not each.rate and each.candidate == self._model.current:
+            return False  # the gain over the present setting is reported
         enough = HOPELESS * max(other.rate for other in self.found)
         failed = sum(not point.holds and point.rate <= enough for point in each.points)
         return each.rate < enough and failed >= SURE

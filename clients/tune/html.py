@@ -11,6 +11,7 @@ from msgspec import Struct
 from shmserve.clients.tune.goal import per_s
 from shmserve.clients.tune.reasons import MIB, MS, reasons
 from shmserve.clients.tune.report import diff, headline, measured
+from shmserve.clients.tune.space import pair_text
 from shmserve.clients.tune.tuner import Outcome
 
 WIDTH, HEIGHT = 640, 320
@@ -116,8 +117,7 @@ def _service_chart(outcome: Outcome) -> str:
     length = outcome.goal.typical_length
     for color, pair in enumerate(best):
         fit = outcome.fits[pair]
-        count, threads = pair
-        name = f"{count} instances" + (f", {threads} threads" if threads else "")
+        name = pair_text(*pair)
         samples = [each for each in outcome.times.samples if each.pair == pair and each.length == length]
         measured = tuple((each.rows, each.batch_ns / MS) for each in samples)
         last = max((rows for rows, _ in measured), default=1)

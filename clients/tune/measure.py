@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from shmserve.clients.tune.bench import Bench, Observation
 from shmserve.clients.tune.fit import IN_FLIGHT, Pair, Sample
 from shmserve.clients.tune.goal import Goal
-from shmserve.clients.tune.space import Candidate, TunedModel
+from shmserve.clients.tune.space import Candidate, TunedModel, pair_text
 from shmserve.errors import ModelFailed
 
 GAIN = 1.05
@@ -116,8 +116,7 @@ class Measurement:
         """Measures one size. False if a batch takes longer than the latency target: then larger ones are useless."""
         goal, model = self._goal, self._model
         count, threads = pair
-        with_threads = f", {threads} threads" if threads else ""
-        self._progress(f"batches of {size} rows, {count} instance{'s' if count > 1 else ''}{with_threads}")
+        self._progress(f"batches of {size} row{'s' if size > 1 else ''}, {pair_text(count, threads)}")
         now = model.current
         self._bench.apply(model.saturated(Candidate(count, threads, size, 0, now.multiple, now.batch_cost)))
         workers = count * model.devices

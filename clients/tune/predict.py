@@ -25,7 +25,7 @@ AROUND = (1.0, 1.04, 0.96, 0.9)
 """Factors of a guess to try first."""
 PRECISION = 0.04
 FINE = 0.015
-"""Relative precision of the highest rate, without and with a guess. Rates closer than PRECISION are equal."""
+"""Relative precision of the highest rate, in short and in longer simulations. Rates closer than PRECISION are equal."""
 WRONG = 1.1
 """Factor between predicted and measured rate from which on the cost of messages is adapted."""
 BUSY = 0.75
@@ -88,27 +88,27 @@ class Predictor(Struct, frozen=True):
         self, candidate: Candidate, floor: float = 0.0, longer: int = 1, guess: float = 0.0
     ) -> Prediction | None:
         """The prediction at the highest rate that holds the p99. None: there is none above `floor`. `guess`: a rate
-        near it, if one is known."""
-        capacity = self.capacity(candidate)
+        near it, if one is known. Longer simulations find it more precisely."""
+        low, high = 0.0, self.capacity(candidate)
         best: Prediction | None = None
-        low, high = 0.0, capacity
-        if floor:
-            best = self.at(candidate, floor, longer=longer) if floor < capacity else None
-            if best is None or not self.holds(best):
-                return None
-            low = floor
-        around = (guess * factor for factor in AROUND) if guess else ()
-        for rate in (*around, *(capacity * share for share in STEPS)):
+        around = [guess * factor for factor in AROUND] if guess else []
+        # A guess that holds saves the simulation at the floor.
+        begin = [guess, floor] if guess > floor else [floor]
+        if floor >= high:
+            return None
+        for rate in (*begin, *around, *(high * share for share in STEPS)):
             if not low < rate < high:
                 continue
             found = self.at(candidate, rate, longer=longer)
             if self.holds(found):
                 low, best = rate, found
+            elif rate <= floor:
+                return None
             else:
                 high = rate
         if best is None:
             return None
-        while high - low > (FINE if guess else PRECISION) * high:
+        while high - low > (FINE if longer > 1 else PRECISION) * high:
             rate = (low + high) / 2
             found = self.at(candidate, rate, longer=longer)
             if self.holds(found):

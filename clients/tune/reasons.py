@@ -136,10 +136,15 @@ def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
 def _instances(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     for text in _throughput(outcome):
         yield f"Instances: {chosen.instances}. {text}"
-    size = outcome.times.memory.get((chosen.instances, chosen.threads), 0)
-    if size:
-        limit = f" of {outcome.goal.memory / MIB:,.0f} MiB" if outcome.goal.memory else ""
-        yield f"Memory: {size / MIB:,.0f} MiB{limit}."
+    found = outcome.of(chosen)
+    most = outcome.times.memory.get((chosen.instances, chosen.threads), 0)
+    under_load = found.memory if found is not None else 0
+    if most or under_load:
+        low, high = sorted((under_load or most, most or under_load))
+        text = _span(f"{low / MIB:,.0f}", f"{high / MIB:,.0f}")
+        limit = f"; the limit is {outcome.goal.memory / MIB:,.0f} MiB" if outcome.goal.memory else ""
+        largest = ", depending on the size of the batches" if " " in text else ""
+        yield f"Memory: {text} MiB{largest}{limit}."
 
 
 def _throughput(outcome: Outcome) -> Iterator[str]:
@@ -162,12 +167,19 @@ def _batch(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     fit = outcome.fits.get((chosen.instances, chosen.threads))
     if fit is None:
         return
+    length = outcome.goal.typical_length
+    if outcome.model.most < 2:
+        yield f"Batches: none. A request takes {fit.ns(1, length) / MS:.2f} ms."
+        return
     sizes = [
         size for size in outcome.model.batches(outcome.goal.rows) if size <= _measured(fit) or size <= chosen.batch
     ]
-    length = outcome.goal.typical_length
     each = ", ".join(f"{size}: {fit.ns(size, length) / MS:.2f} ms" for size in sizes)
-    yield f"Batches: up to {chosen.batch}. A batch takes, by rows, {each} ({_formula(fit)})."
+    allowed = max(outcome.model.config.max_batch_size, chosen.batch)
+    limit = f"up to {chosen.batch}"
+    if chosen.delay_us and chosen.batch < allowed:
+        limit = f"{chosen.batch} preferred, and up to {allowed} once the queue delay has passed"
+    yield f"Batches: {limit}. A batch takes, by rows, {each} ({_formula(fit)})."
     largest = outcome.model.most
     if chosen.batch < largest:
         if fit.ns(largest, length) > outcome.goal.p99_ns:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import unified_diff
 from math import inf
+from statistics import median
 from typing import Any
 
-from shmserve.clients.tune.confirm import Confirmed
+from shmserve.clients.tune.confirm import GIVE_UP, Confirmed
 from shmserve.clients.tune.goal import per_s
 from shmserve.clients.tune.reasons import MIB, MS, prediction_error, reasons
 from shmserve.clients.tune.space import Candidate
@@ -95,6 +96,7 @@ def _row(outcome: Outcome, each: Confirmed) -> list[str]:
     lowest = min((point.rate for point in each.points), default=0.0)
     rate = goal.rate or each.rate or lowest
     at = [point for point in each.points if point.rate == rate]
+    times = [point.p99_ns for point in at]
     notes = ["chosen"] if each.candidate == outcome.chosen else []
     notes += ["present"] if each.candidate == outcome.model.current else []
     notes += [each.error] if each.error else []
@@ -106,7 +108,7 @@ def _row(outcome: Outcome, each: Confirmed) -> list[str]:
     return [
         each.candidate.describe(),
         *rates,
-        _p99(each.p99_ns(rate)) if at else "-",
+        _p99(median(times) if goal.rate or each.rate else max(times)) if at else "-",
         f"{at[-1].mean_batch:.1f}" if at else "-",
         f"{each.memory / MIB:,.0f}" if each.memory else "-",
         ", ".join(notes),
@@ -120,10 +122,12 @@ def _points(outcome: Outcome) -> list[list[str]]:
     for told in outcome.curve:
         known = found is not None and any(point.rate == told.rate for point in found.points)
         p99 = found.p99_ns(told.rate) if found is not None and known else 0.0
-        finite = 0 < p99 < inf and told.p99_ns < inf
-        error = f"{told.p99_ns / p99 - 1:+.0%}" if finite else "-"
+        # A measurement would have been ended there. How far a queue grows says only how long the simulation was.
+        expected = told.p99_ns if told.p99_ns <= GIVE_UP * outcome.goal.p99_ns else inf
+        finite = 0 < p99 < inf and expected < inf
+        error = f"{expected / p99 - 1:+.0%}" if finite else "-"
         seen = _p99(p99) if known else "-"
-        rows.append([per_s(told.rate), _p99(told.p99_ns), seen, error])
+        rows.append([per_s(told.rate), _p99(expected), seen, error])
     return rows
 
 

@@ -57,10 +57,14 @@ class Search:
         first = max(4, len(coarse) // 4)
         self._try(coarse[:first], 0.0, 1)
         self._try(coarse[first:], POOR * self._floor(1), 1)
-        fine = [candidate for each in self.ranked()[:REFINED] for candidate in self._around(each.candidate)]
-        fine = [candidate for candidate in dict.fromkeys(fine) if candidate not in self.found]
-        self._total += len(fine)
-        self._try(fine, self._floor(FINAL), 1)
+        near = {
+            candidate: each.rate
+            for each in reversed(self.ranked()[:REFINED])
+            for candidate in self._around(each.candidate)
+            if candidate not in self.found
+        }
+        self._total += len(near)
+        self._try(list(near), self._floor(FINAL), 1, near)
         guesses = {each.candidate: each.rate for each in self.ranked()[:FINAL]}
         final = list(guesses)
         self._total += len(final)
@@ -145,21 +149,25 @@ def _at_rate(predictor: Predictor, rate: float, longer: int, candidate: Candidat
 
 
 def shortlist(ranked: Sequence[Prediction], count: int, worst: float) -> list[Prediction]:
-    """The best candidate, and the best of those that differ from the chosen ones in more than delay and padding, as far
-    as their rate is at least `worst` times the best; then whatever follows. The confirmation corrects errors of the
-    fits, and those are shared by candidates with equal instances, threads and batch size. A candidate that differs from
-    a chosen one only in its delay, and is predicted to do the same, is left out: only chance would decide."""
-    chosen: list[Prediction] = []
-    kinds = set()
-    for each in ranked:
-        kind = each.candidate.instances, each.candidate.threads, each.candidate.batch
-        if kind not in kinds and (not chosen or each.rate >= worst * ranked[0].rate):
-            kinds.add(kind)
+    """The best candidate, the best one with other instances or threads, and the best of those that differ from the
+    chosen ones in more than delay and padding, as far as their rate is at least `worst` times the best; then whatever
+    follows. The confirmation corrects errors of the fits, and those are shared by candidates with equal instances and
+    threads, above all with equal batch size. A candidate that differs from a chosen one only in its delay, and is
+    predicted to do the same, is left out: only chance would decide."""
+    good = [each for each in ranked if each.rate >= worst * ranked[0].rate]
+    chosen = good[:1]
+    chosen += [each for each in good if _pair(each) != _pair(good[0])][:1]
+    for each in good:
+        if all((_pair(each), each.candidate.batch) != (_pair(other), other.candidate.batch) for other in chosen):
             chosen.append(each)
     for each in ranked:
         if each not in chosen and not any(_alike(each, other) for other in chosen):
             chosen.append(each)
     return chosen[:count]
+
+
+def _pair(each: Prediction) -> Pair:
+    return each.candidate.instances, each.candidate.threads
 
 
 def _alike(one: Prediction, other: Prediction) -> bool:

@@ -42,14 +42,17 @@ class Candidate(Struct, frozen=True, order=True):
     batch_cost: int = 0
 
     def describe(self) -> str:
-        parts = [f"{self.instances} instance{'s' if self.instances > 1 else ''}"]
-        if self.threads:
-            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
-        parts.append(f"batch {self.batch}")
+        parts = [pair_text(self.instances, self.threads), f"batch {self.batch}"]
         parts.append(f"delay {self.delay_us / 1000:g} ms" if self.delay_us else "no delay")
         if self.multiple:
             parts.append(f"padding to multiples of {self.multiple}, batch cost {self.batch_cost}")
         return ", ".join(parts)
+
+
+def pair_text(instances: int, threads: int) -> str:
+    """For people. 0 threads: not adjustable."""
+    text = f"{instances} instance{'s' if instances > 1 else ''}"
+    return text + (f", {threads} thread{'s' if threads > 1 else ''}" if threads else "")
 
 
 class TunedModel(Struct, frozen=True):

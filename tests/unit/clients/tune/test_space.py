@@ -142,6 +142,10 @@ def test_the_shortlist_differs_in_more_than_the_delay() -> None:
     # Predicted alike, so that only chance would decide between the delays.
     assert [each.rate for each in shortlist(ranked, 9, 0.75)] == [100, 90, 95, 60]
     assert [each.rate for each in shortlist(ranked, 1, 0.75)] == [100]
+    # One with other instances or threads is among the first two: if the fit of the best is wrong, so are its others.
+    ranked = [told(100, 2, 1, 8), told(98, 2, 1, 16), told(97, 2, 1, 4), told(90, 1, 2, 8), told(60, 1, 1, 8)]
+    assert [each.rate for each in shortlist(ranked, 4, 0.75)] == [100, 90, 98, 97]
+    assert [each.rate for each in shortlist(ranked, 4, 0.95)] == [100, 98, 97, 90]
 
 
 def test_the_pool_keeps_the_order() -> None:
