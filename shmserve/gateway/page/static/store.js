@@ -1,132 +1,113 @@
-/** What the server has last reported: models, rates, and the curves of the last minutes.
- *
- * Invariant: every history gets one value per event, so all of them have the same time axis. */
+/** What the server has last reported. Invariant: every history gets one value per event, so all have the same time axis. */
 
-import { History, between, quantile } from "./rates.js";
+import {History, between, quantile} from "./rates.js"
 
-/** Seconds that "lately" means. */
-const WINDOW = 60;
-const SNAPSHOT = 10;
-
-/** One version of a model. `row`: as received. `rates`: of the last interval, or null. */
+/** A version of a model. `row`: as received. `rates`: of the last interval, or null. */
 class Entry {
 	constructor(row) {
-		this.name = row.name;
-		this.version = row.version ?? "";
-		this.history = new History(["requests", "p50", "p99", "queue"]);
-		this.snapshots = [];
-		this.rates = null;
-		this.take(row);
+		this.name = row.name
+		this.version = row.version ?? ""
+		this.history = new History(["requests", "p50", "p99", "queue"])
+		this.rates = null
+		this.take(row)
 	}
 
 	take(row) {
-		const { last_failed_change: failed, instances = [] } = row;
-		const unloaded = row.reason === "unloaded";
-		this.row = row;
-		this.counters = row.counters ?? {};
+		const {last_failed_change: failed, instances = []} = row
+		const unloaded = row.reason === "unloaded"
+		this.row = row
+		this.counters = row.counters ?? {}
 		this.state = unloaded || !row.state ? "NOT LOADED" : row.state === "READY" && row.reloading ? "RELOADING"
-			: row.degraded ? "DEGRADED" : row.state;
-		this.reason = [!unloaded && row.reason, failed && `the last change failed: ${failed.reason}`,
-			row.changed_on_disk && "changed on disk"].filter(Boolean).join("; ");
-		this.failing = Boolean(failed) || ["UNAVAILABLE", "DEGRADED"].includes(this.state);
-		this.instances = instances.filter(({ state }) => state !== "stopped");
-		this.expected = this.instances.filter(({ state }) => state !== "stopping").length;
-		this.ready = this.instances.filter(({ state }) => state === "ready").length;
-		this.memory = instances.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0);
-	}
-
-	/** What happened in the last minute, or null. */
-	lately(now) {
-		const [before] = this.snapshots;
-		return before ? between(before.counters, this.counters, now - before.time) : null;
+			: row.degraded ? "DEGRADED" : row.state
+		this.reason = [!unloaded && row.reason, failed?.reason, row.changed_on_disk && "changed on disk"].filter(Boolean).join("; ")
+		this.failing = Boolean(failed) || ["UNAVAILABLE", "DEGRADED"].includes(this.state)
+		this.instances = instances.filter(({state}) => state !== "stopped")
+		this.expected = this.instances.filter(({state}) => state !== "stopping").length
+		this.ready = this.instances.filter(({state}) => state === "ready").length
+		this.memory = instances.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0)
 	}
 
 	/** The share of the time in which its instances ran a batch. */
 	get busy() {
-		const { rates, ready } = this;
-		return rates && ready ? Math.min(1, rates.spent / rates.seconds / ready) : null;
+		return this.rates && this.ready ? Math.min(1, this.rates.spent / this.ready) : null
 	}
 }
 
-const keyOf = (name, version = "") => `${name}\n${version}`;
+const keyOf = (name, version = "") => `${name}\n${version}`
 
 export class Store {
 	constructor(news) {
-		this.news = news;
-		this.models = new Map();
-		this.server = {};
-		this.gpus = [];
-		this.now = 0;
-		this.history = new History(["requests", "failed", "p50", "p99", "queue", "running"]);
-		this.listeners = new Set();
+		this.news = news
+		this.models = new Map()
+		this.server = {}
+		this.gpus = []
+		this.now = 0
+		this.history = new History(["requests", "failed", "p50", "p99", "queue", "running"])
+		this.listeners = new Set()
 	}
 
 	/** Calls `listener()` after each event; returns a function that ends this. */
 	watch(listener) {
-		this.listeners.add(listener);
-		return () => this.listeners.delete(listener);
+		this.listeners.add(listener)
+		return () => this.listeners.delete(listener)
 	}
 
 	versions(name) {
-		return [...this.models.values()].filter((entry) => entry.name === name);
+		return [...this.models.values()].filter(entry => entry.name === name)
 	}
 
 	find(name, version) {
-		const all = this.versions(name);
-		return version ? all.find((entry) => entry.version === version) : all.find(({ row }) => row.default) ?? all.at(-1);
+		const all = this.versions(name)
+		return version ? all.find(entry => entry.version === version) : all.find(({row}) => row.default) ?? all.at(-1)
 	}
 
-	/** Takes an event of the stream: `state` or `change`. */
-	take(event, { time_ns, server, gpus = [], models, gone = [] }) {
-		const time = time_ns / 1e9;
-		const old = this.server;
-		const restarted = old.pid && (server.pid !== old.pid || time < this.now);
-		if (restarted) this.news(`${server.name} was restarted`);
-		const seconds = this.now && !restarted ? time - this.now : 0;
-		const cpu = seconds > 0 ? (server.cpu_seconds - old.cpu_seconds) / seconds : null;
-		Object.assign(this, { server: { ...server, cpu }, gpus, now: time });
-		const changed = new Set();
+	take(event, {time_ns, server, gpus = [], models, gone = []}) {
+		const time = time_ns / 1e9
+		const old = this.server
+		const restarted = old.pid && (server.pid !== old.pid || time < this.now)
+		if (restarted) this.news(`${server.name} was restarted`)
+		const seconds = this.now && !restarted ? time - this.now : 0
+		const cpu = seconds > 0 ? (server.cpu_seconds - old.cpu_seconds) / seconds : null
+		Object.assign(this, {server: {...server, cpu}, gpus, now: time})
+		const changed = new Set()
 		for (const row of models) {
-			const key = keyOf(row.name, row.version);
-			changed.add(key);
-			const entry = this.models.get(key);
-			if (entry) this.#change(entry, row, seconds);
-			else this.models.set(key, new Entry(row));
+			const key = keyOf(row.name, row.version)
+			changed.add(key)
+			const entry = this.models.get(key)
+			if (entry) this.#change(entry, row, seconds)
+			else this.models.set(key, new Entry(row))
 		}
-		if (event === "state") for (const key of this.models.keys()) if (!changed.has(key)) this.models.delete(key);
-		for (const [name, version] of gone) this.models.delete(keyOf(name, version));
-		this.#record(changed, seconds);
-		for (const listener of this.listeners) listener();
+		if (event === "state") for (const key of this.models.keys()) if (!changed.has(key)) this.models.delete(key)
+		for (const [name, version] of gone) this.models.delete(keyOf(name, version))
+		this.#record(changed, seconds)
+		for (const listener of this.listeners) listener()
 	}
 
 	#change(entry, row, seconds) {
-		const { state, counters } = entry;
-		entry.take(row);
-		entry.rates = between(counters, entry.counters, seconds);
-		if (!entry.rates) entry.snapshots = [];
-		const name = `${entry.name} ${entry.version}`;
-		if (entry.state !== state) this.news(`${name}: ${entry.state}${entry.reason && `, ${entry.reason}`}`, entry, entry.failing);
-		else if (entry.rates?.failed) this.news(`${name}: requests fail`, entry, true);
+		const {state, counters} = entry
+		entry.take(row)
+		entry.rates = between(counters, entry.counters, seconds)
+		const name = `${entry.name} ${entry.version}`
+		if (entry.state !== state) this.news(`${name}: ${entry.state}${entry.reason && `, ${entry.reason}`}`, entry, entry.failing)
+		else if (entry.rates?.failed) this.news(`${name}: requests fail`, entry, true)
 	}
 
-	/** Appends to all curves. */
 	#record(changed, seconds) {
-		const total = { requests: 0, failed: 0, queue: 0, running: 0 };
-		const times = {};
+		const total = {requests: 0, failed: 0, queue: 0, running: 0}
+		const times = {}
+		const idle = between({}, {}, seconds)
 		for (const [key, entry] of this.models) {
-			const { counters, row, snapshots } = entry;
-			if (!changed.has(key)) entry.rates = row.counters ? between(counters, counters, seconds) : null;
-			const { rates } = entry;
-			entry.history.push({ ...rates, queue: row.queued ?? 0 });
-			total.queue += row.queued ?? 0;
-			total.running += row.in_flight ?? 0;
-			total.requests += rates?.requests ?? 0;
-			total.failed += rates?.failed ?? 0;
-			for (const [bucket, count] of Object.entries(rates?.times ?? {})) times[bucket] = (times[bucket] ?? 0) + count;
-			if (this.now - (snapshots.at(-1)?.time ?? -SNAPSHOT) >= SNAPSHOT) snapshots.push({ time: this.now, counters });
-			while (this.now - snapshots[0].time > WINDOW) snapshots.shift();
+			const {row} = entry
+			if (!changed.has(key)) entry.rates = row.counters && idle
+			const {rates} = entry
+			entry.history.push({...rates, queue: row.queued ?? 0})
+			total.queue += row.queued ?? 0
+			total.running += row.in_flight ?? 0
+			total.requests += rates?.requests ?? 0
+			total.failed += rates?.failed ?? 0
+			for (const [bucket, count] of Object.entries(rates?.times ?? {})) times[bucket] = (times[bucket] ?? 0) + count
 		}
-		if (!seconds) total.requests = total.failed = NaN;
-		this.history.push({ ...total, p50: quantile(times, 0.5), p99: quantile(times, 0.99) });
+		if (!seconds) total.requests = total.failed = NaN
+		this.history.push({...total, p50: quantile(times, 0.5), p99: quantile(times, 0.99)})
 	}
 }

@@ -1,72 +1,71 @@
 /** The event stream. It is read with fetch, as EventSource can neither send a token nor tell why it was refused. */
 
-const RETRY_MS = [500, 1000, 2000, 4000];
-const SILENT_MS = 15_000;
-const HIDDEN_MS = 300_000;
+const RETRY_MS = 500
+const MOST_MS = 8000
+const SILENT_MS = 15_000
+const HIDDEN_MS = 300_000
 
-/** Follows the stream for as long as the page is open.
- *
- * `open(signal)`: sends the request. `event(name, document)`: an event. `lost(error)`: there is no stream; if the error
- * has the status 401 or 403, another attempt needs a call of the function that this one returns. */
+/** Follows the stream that `open(signal)` requests: calls `event(name, document)` and, while there is none, `lost(error)`.
+ * After the status 401 or 403 it waits for a call of the function that it returns. */
 export function follow(open, event, lost) {
-	let failures = 0;
-	let timer = 0;
-	let current = null;
+	let pause = RETRY_MS
+	let timer = 0
+	let current = null
 
 	function leave() {
-		clearTimeout(timer);
-		const left = current;
-		current = null;
-		left?.abort();
+		clearTimeout(timer)
+		const left = current
+		current = null
+		left?.abort()
 	}
 
 	async function connect() {
-		leave();
-		const mine = (current = new AbortController());
+		leave()
+		const mine = (current = new AbortController())
 		const silence = () => {
-			clearTimeout(timer);
-			timer = setTimeout(() => mine.abort(new Error("the server has sent nothing for 15 seconds")), SILENT_MS);
-		};
+			clearTimeout(timer)
+			timer = setTimeout(() => mine.abort(new Error("the server has sent nothing for 15 seconds")), SILENT_MS)
+		}
 		try {
-			silence();
-			const answer = await open(mine.signal);
+			silence()
+			const answer = await open(mine.signal)
 			await read(answer, (name, text) => {
-				failures = 0;
-				event(name, JSON.parse(text));
-			}, silence);
-			throw new Error("the server has closed the stream");
+				pause = RETRY_MS
+				event(name, JSON.parse(text))
+			}, silence)
+			throw new Error("the server has closed the stream")
 		} catch (error) {
-			if (mine !== current) return;
-			clearTimeout(timer);
-			lost(error);
-			if (error.status !== 401 && error.status !== 403) timer = setTimeout(connect, RETRY_MS[failures]);
-			failures = Math.min(failures + 1, RETRY_MS.length - 1);
+			if (mine !== current) return
+			clearTimeout(timer)
+			lost(error)
+			if (error.status !== 401 && error.status !== 403) timer = setTimeout(connect, pause)
+			pause = Math.min(2 * pause, MOST_MS)
 		}
 	}
 
-	let hidden = 0;
+	let hidden = 0
 	document.addEventListener("visibilitychange", () => {
-		clearTimeout(hidden);
-		if (document.hidden) hidden = setTimeout(leave, HIDDEN_MS);
-		else if (!current) connect();
-	});
-	connect();
-	return connect;
+		clearTimeout(hidden)
+		if (document.hidden) hidden = setTimeout(leave, HIDDEN_MS)
+		else if (!current) connect()
+	})
+	connect()
+	return connect
 }
 
 /** Reads server-sent events to the end of a response. */
 export async function read(answer, event, progress = () => {}) {
-	const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-	let rest = "";
+	const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader()
+	let rest = ""
 	for (;;) {
-		const { done, value } = await reader.read();
-		if (done) return;
-		progress();
-		const blocks = (rest + value).split("\n\n");
-		rest = blocks.pop();
+		const {done, value} = await reader.read()
+		if (done) return
+		progress()
+		const blocks = (rest + value).split("\n\n")
+		rest = blocks.pop()
 		for (const block of blocks) {
-			const field = (name) => block.match(new RegExp(`^${name}: ?(.*)$`, "m"))?.[1];
-			if (field("data") !== undefined) event(field("event"), field("data"));
+			const field = name => block.match(new RegExp(`^${name}: ?(.*)$`, "m"))?.[1]
+			if (field("data") !== undefined) event(field("event"), field("data"))
 		}
 	}
 }
