@@ -25,6 +25,7 @@ def add_infer(commands: Any) -> None:
   shmserve infer mlp --random --batch 8 --repeat 1000
   shmserve infer add_sub --input INPUT0=1,2,3,4 --input INPUT1='[10, 20, 30, 40]'
   shmserve infer mlp --input x=@x.npy --out results
+  shmserve infer classify --input image=@photo.jpg
   shmserve infer add_sub request.json --json
 """
     command = add_server_command(
@@ -47,8 +48,9 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("file", metavar="FILE", nargs="?", help='JSON file: {"inputs": {"NAME": [[1, 2, 3]]}}; - reads standard input')
     add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
-        help="an input: numbers, JSON, or @FILE.npy; numbers are separated by commas; dtype and shape come from the "
-        "model; repeatable")  # fmt: skip
+        help="an input: numbers, JSON, or @FILE (.npy, .json, image, .bin); numbers are separated by commas; for "
+        "BYTES, @FILE is the file's content; @- is standard input; dtype and shape come from the model; "
+        "repeatable")  # fmt: skip
     add("--random", action="store_true", help="random data for the other inputs; dims of variable size are 1")
     add("--batch", metavar="N", type=at_least_1, help="with --random: batch size")
     rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[],

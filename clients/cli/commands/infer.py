@@ -12,6 +12,7 @@ from shmserve.clients.cli.commands.base import connected, print_json
 from shmserve.session import Raw
 from shmserve.terminal import inputs, output
 from shmserve.terminal.errors import Misuse
+from shmserve.terminal.values import Spec
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -69,7 +70,7 @@ def _largest(args: argparse.Namespace, client: Client) -> int:
     return most
 
 
-def _typed(arrays: inputs.Arrays, known: Mapping[str, inputs.Spec]) -> dict[str, Any]:
+def _typed(arrays: inputs.Arrays, known: Mapping[str, Spec]) -> dict[str, Any]:
     """Wrap BF16 bits in Raw; the type of all other arrays follows from their dtype."""
     return {name: Raw("BF16", value) if known[name]["datatype"] == "BF16" else value for name, value in arrays.items()}
 

@@ -5,25 +5,19 @@ Invariant: dtype and shape come from the model's metadata; a value that does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shmserve.clients.load.plan import Inputs
 from shmserve.clients.load.targets.base import ModelFacts
-from shmserve.dtypes import to_numpy
-from shmserve.extras import install_command
 from shmserve.terminal import inputs
 from shmserve.terminal.errors import Misuse
-from shmserve.terminal.inputs import Arrays, Spec
-from shmserve.terminal.tables import shape_text
+from shmserve.terminal.files import from_file
+from shmserve.terminal.inputs import Arrays
+from shmserve.terminal.values import Spec
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-RAW = (".bin", ".raw")
 MOST_BYTES = 256 << 20
 """Random requests differ as long as they need no more memory than this."""
 
@@ -86,71 +80,3 @@ def _files(path: Path, what: str) -> list[Path]:
 def _from_data(text: str, known: Mapping[str, Spec]) -> list[Arrays]:
     """JSON files as for `infer`: one file, or all of a directory in turn."""
     return [inputs.from_json(str(file), known) for file in _files(Path(text), f"--data {text}")]
-
-
-def from_file(path: Path, spec: Spec) -> Any:
-    """By the file's suffix: .npy, .json (the value), an image, or raw bytes (.bin, .raw). For a BYTES input, every file
-    but .npy and .json is one string.
-    """
-    suffix = path.suffix.lower()
-    readers: dict[str, Callable[[Path, Spec], Any]] = {".npy": inputs.from_npy, ".json": _json}
-    read = readers.get(suffix)
-    if read is None and spec["datatype"] == "BYTES":
-        read = _string
-    elif read is None:
-        read = _image if suffix in IMAGES else _raw if suffix in RAW else None
-    if read is None:
-        known = ", ".join([*readers, *IMAGES, *RAW])
-        raise Misuse(f"input '{spec['name']}': cannot tell what {path} holds by its suffix; known are {known}")
-    try:
-        return read(path, spec)
-    except OSError as error:
-        raise Misuse(f"input '{spec['name']}': cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise Misuse(f"input '{spec['name']}': cannot read {path}: it is not text ({error.reason})") from error
-
-
-def _json(path: Path, spec: Spec) -> Any:
-    return inputs.from_text(path.read_text(), spec)
-
-
-def _string(path: Path, spec: Spec) -> Any:
-    array = np.empty(1, object)
-    array[0] = path.read_bytes()
-    return inputs.fit(array, spec)
-
-
-def _raw(path: Path, spec: Spec) -> Any:
-    """The tensor's bytes, little-endian."""
-    data, dtype = path.read_bytes(), np.dtype(np.uint16) if spec["datatype"] == "BF16" else to_numpy(spec["datatype"])
-    if len(data) % dtype.itemsize:
-        raise Misuse(f"input '{spec['name']}': {path} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
-    return inputs.fit(np.frombuffer(data, dtype), spec)
-
-
-def _image(path: Path, spec: Spec) -> Any:
-    """Pixels in the layout and size of the input: [.., 3, H, W] or [.., H, W, 3], 1 for grey; floats from 0 to 1."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        text = f"reading {path} needs the package pillow: {install_command('bench')}"
-        raise Misuse(text) from error
-    shape = [int(dim) for dim in spec["shape"][-3:]]
-    planes_first = len(shape) == 3 and shape[0] in (1, 3)
-    if len(shape) < 3 or not (planes_first or shape[2] in (1, 3)):
-        text = f"input '{spec['name']}' is {shape_text(spec['shape'])}, not [.., 3, H, W] or [.., H, W, 3]"
-        raise Misuse(f"{text}: {path} cannot be an image of it; give .npy files")
-    channels, height, width = shape if planes_first else (shape[2], shape[0], shape[1])
-    try:
-        with Image.open(path) as opened:
-            picture = opened.convert("L" if channels == 1 else "RGB")
-            picture = picture.resize((width if width > 0 else picture.width, height if height > 0 else picture.height))
-    except UnidentifiedImageError as error:
-        raise Misuse(f"input '{spec['name']}': {path} is not an image") from error
-    pixels: NDArray[Any] = np.asarray(picture).reshape(picture.height, picture.width, channels)
-    pixels = np.ascontiguousarray(pixels.transpose(2, 0, 1) if planes_first else pixels)
-    if spec["datatype"] == "BF16":
-        return inputs.from_value((pixels / 255.0).tolist(), spec)
-    if spec["datatype"] in inputs.FLOATS:
-        pixels = pixels / 255.0
-    return inputs.fit(pixels.astype(to_numpy(spec["datatype"])), spec)

@@ -402,6 +402,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the page's commands read, and the program."""
     found = tmp_path_factory.mktemp("place")
     np.save(found / "x.npy", np.ones((2, 64), np.float32))
+    shutil.copy(next((ROOT / "repo" / "examples").glob("*.png")), found / "photo.png")
     (found / "request.json").write_text('{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [4, 3, 2, 1]}}')
     (found / "config.json").write_text('{"backend": "onnxruntime", "max_batch_size": 32}')
     samples.build(found / "build" / "samples", lambda text: None)

@@ -16,18 +16,22 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from shmserve.dtypes import ITEM_BYTES, to_numpy
-from shmserve.terminal import inputs
+from shmserve.python_values import bfloat16_bits
+from shmserve.terminal import inputs, values
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.output import from_bfloat16
 
 INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
 
 
-def spec(dtype: str, *shape: int, name: str = "x") -> inputs.Spec:
+def spec(dtype: str, *shape: int, name: str = "x") -> values.Spec:
     return {"name": name, "datatype": dtype, "shape": list(shape)}
 
 
-def known(*specs: inputs.Spec) -> dict[str, inputs.Spec]:
+PHOTO = spec("BYTES", 1, name="photo")
+
+
+def known(*specs: values.Spec) -> dict[str, values.Spec]:
     return {one["name"]: one for one in specs}
 
 
@@ -39,29 +43,29 @@ def same(found: Any, dtype: Any, values: Any) -> bool:
 @pytest.mark.parametrize("text", ["1,2,3", "1 2 3", "1, 2, 3", "[1, 2, 3]", "[[1, 2, 3]]", "[1.0, 2.0, 3.0]"])
 @pytest.mark.parametrize("dtype", ["FP16", "FP32", "FP64"])
 def test_numbers_can_be_written_in_several_ways(text: str, dtype: str) -> None:
-    assert same(inputs.from_text(text, spec(dtype, -1, 3)), to_numpy(dtype), [[1, 2, 3]])
+    assert same(values.from_text(text, spec(dtype, -1, 3)), to_numpy(dtype), [[1, 2, 3]])
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_reach_from_end_to_end_of_their_type(dtype: str) -> None:
     info = np.iinfo(to_numpy(dtype))
-    assert same(inputs.from_text(f"{info.min},{info.max}", spec(dtype, 2)), info.dtype, [info.min, info.max])
+    assert same(values.from_text(f"{info.min},{info.max}", spec(dtype, 2)), info.dtype, [info.min, info.max])
     for beyond in (info.min - 1, info.max + 1):
         with pytest.raises(Misuse, match=rf"'x' \({dtype}\): {beyond} is not within {info.min} \.\.\. {info.max}"):
-            inputs.from_text(str(beyond), spec(dtype, 1))
+            values.from_text(str(beyond), spec(dtype, 1))
     with pytest.raises(Misuse, match=r"1\.5 is not an integer"):
-        inputs.from_text("1.5", spec(dtype, 1))
+        values.from_text("1.5", spec(dtype, 1))
     with pytest.raises(Misuse, match="true is not an integer"):
-        inputs.from_text("true", spec(dtype, 1))
+        values.from_text("true", spec(dtype, 1))
 
 
 def test_booleans() -> None:
     for text in ("true,false,True", "1 0 1", "[true, false, true]", "[1, 0, 1]"):
-        assert same(inputs.from_text(text, spec("BOOL", 3)), np.bool_, [True, False, True])
+        assert same(values.from_text(text, spec("BOOL", 3)), np.bool_, [True, False, True])
     with pytest.raises(Misuse, match=r"'x' \(BOOL\): 2 is not true or false"):
-        inputs.from_text("2", spec("BOOL", 1))
+        values.from_text("2", spec("BOOL", 1))
     with pytest.raises(Misuse, match='"yes" is not true or false'):
-        inputs.from_text('["yes"]', spec("BOOL", 1))
+        values.from_text('["yes"]', spec("BOOL", 1))
 
 
 @pytest.mark.parametrize(
@@ -76,34 +80,34 @@ def test_booleans() -> None:
     ],
 )
 def test_strings(text: str, strings: list[str]) -> None:
-    found = inputs.from_text(text, spec("BYTES", -1))
+    found = values.from_text(text, spec("BYTES", -1))
     assert found.dtype == object
     assert found.tolist() == strings
 
 
 def test_strings_are_not_numbers() -> None:
     with pytest.raises(Misuse, match="1 is not a string"):
-        inputs.from_text('["a", 1]', spec("BYTES", -1))
+        values.from_text('["a", 1]', spec("BYTES", -1))
     with pytest.raises(Misuse, match="'abc' is not a number"):
-        inputs.from_text("1,abc", spec("FP32", -1))
+        values.from_text("1,abc", spec("FP32", -1))
     with pytest.raises(Misuse, match='"1" is not a number'):
-        inputs.from_text('["1"]', spec("FP32", -1))
+        values.from_text('["1"]', spec("FP32", -1))
     with pytest.raises(Misuse, match="null is not a number"):
-        inputs.from_text("null", spec("FP32", -1))
+        values.from_text("null", spec("FP32", -1))
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("FP16", 65520), ("FP32", 1e39), ("BF16", -3.4e38)])
 def test_what_a_precision_cannot_hold(dtype: str, value: float) -> None:
     with pytest.raises(Misuse, match=rf"is not within the range of {dtype}"):
-        inputs.from_text(repr(value), spec(dtype, 1))
-    found = inputs.from_text("inf,-inf,nan", spec(dtype, 3))
+        values.from_text(repr(value), spec(dtype, 1))
+    found = values.from_text("inf,-inf,nan", spec(dtype, 3))
     array = from_bfloat16(found) if dtype == "BF16" else found
     assert np.array_equal(array.astype(np.float64), [np.inf, -np.inf, np.nan], equal_nan=True)
 
 
 @given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(width=32)))
 def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
-    bits = inputs._bfloat16(values)
+    bits = bfloat16_bits(values)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = values.astype(ml_dtypes.bfloat16)
     found = from_bfloat16(bits)
@@ -113,7 +117,7 @@ def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
 
 
 def test_bf16_is_given_as_its_bits() -> None:
-    found = inputs.from_text("1,-2.5", spec("BF16", 2))
+    found = values.from_text("1,-2.5", spec("BF16", 2))
     assert found.dtype == np.uint16
     assert found.tolist() == [0x3F80, 0xC020]
 
@@ -136,7 +140,7 @@ def test_bf16_is_given_as_its_bits() -> None:
     ],
 )
 def test_shapes_that_fit(text: str, pattern: list[int], shape: tuple[int, ...]) -> None:
-    assert inputs.from_text(text, spec("FP32", *pattern)).shape == shape
+    assert values.from_text(text, spec("FP32", *pattern)).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -153,13 +157,13 @@ def test_shapes_that_fit(text: str, pattern: list[int], shape: tuple[int, ...]) 
 )
 def test_shapes_that_do_not_fit(text: str, pattern: list[int]) -> None:
     with pytest.raises(Misuse, match=r"input 'x' \(INT32\): a value of shape \[.*\] does not fit \["):
-        inputs.from_text(text, spec("INT32", *pattern))
+        values.from_text(text, spec("INT32", *pattern))
 
 
 def test_lists_of_unequal_lengths() -> None:
     for text in ("[[1, 2], [3]]", "[1, [2]]"):
         with pytest.raises(Misuse, match="the lists in it have different lengths"):
-            inputs.from_text(text, spec("FP32", -1, -1))
+            values.from_text(text, spec("FP32", -1, -1))
 
 
 MONSTROUS = ["[" * 33 + "1" + "]" * 33, "[" * 100_000, "1" + "0" * 400, "1" * 5000, "[1e999]", '{"a": 1}', '[""]']
@@ -169,7 +173,7 @@ MONSTROUS = ["[" * 33 + "1" + "]" * 33, "[" * 100_000, "1" + "0" * 400, "1" * 50
 @pytest.mark.parametrize("dtype", ["FP32", "INT64", "BOOL"])
 def test_monstrous_values_are_refused(text: str, dtype: str) -> None:
     with pytest.raises(Misuse, match=r"input 'x'") as refused:
-        inputs.from_text(text, spec(dtype, -1))
+        values.from_text(text, spec(dtype, -1))
     assert len(str(refused.value)) < 300
 
 
@@ -229,6 +233,33 @@ def test_npy_files_that_do_not_fit(tmp_path: Path) -> None:
     refused("cannot read .*x.npy")
     file.write_bytes(b"not numpy")
     refused("cannot read .*x.npy")
+
+
+def test_raw_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photo, numbers = tmp_path / "photo.jpg", tmp_path / "x.bin"
+    photo.write_bytes(b"\xff\xd8\x00")
+    numbers.write_bytes(np.arange(6, dtype="<f4").tobytes())
+    found = inputs.from_arguments([f"photo=@{photo}", f"x=@{numbers}"], known(PHOTO, spec("FP32", -1, 3)))
+    assert found["photo"].tolist() == [b"\xff\xd8\x00"]
+    assert same(found["x"], np.float32, [[0, 1, 2], [3, 4, 5]])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(photo.read_bytes())))
+    assert inputs.from_arguments(["photo=@-"], known(PHOTO))["photo"].tolist() == [b"\xff\xd8\x00"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(numbers.read_bytes())))
+    assert same(inputs.from_arguments(["x=@-"], known(spec("FP32", 6)))["x"], np.float32, np.arange(6))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    odd = tmp_path / "x.bin"
+    odd.write_bytes(bytes(7))
+    for texts, match in (
+        ([f"x=@{odd}"], "has 7 bytes, not a multiple of 4"),
+        ([f"x=@{tmp_path}/x.txt"], r"cannot tell what .*x.txt holds by its suffix; known are \.npy, \.json, \.png"),
+        (["x=@-", "photo=@-"], "can be read only once"),
+    ):
+        with pytest.raises(Misuse, match=match):
+            inputs.from_arguments(texts, known(PHOTO, spec("FP32", -1)))
+    with pytest.raises(Misuse, match="can be read only once"):
+        inputs.InputSource(["x=@-"], "-").check()
 
 
 @pytest.mark.parametrize(
