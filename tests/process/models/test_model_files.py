@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import shmserve
+from shmserve.clients.cli import main
 from shmserve.testing import Server
+from tests.support import pages
 from tests.support.living import until, write
 
 pytestmark = pytest.mark.process
@@ -240,6 +243,23 @@ def test_changes_are_followed(folder: Path, client: shmserve.Client) -> None:
     until(client, lambda: outputs(client.infer("add", {"a": 1.0})) == {"output": [0]})
     matmul(folder / "my net.onnx", 5)
     until(client, lambda: outputs(client.infer("my_net", {"x": [[1, 2]]})) == {"y": [[5, 10]]})
+
+
+def test_functions_of_the_pages(tmp_path: Path) -> None:
+    (app,) = [block for block in pages.blocks(pages.page("models"), "python") if "def normalize" in block]
+    (classifier,) = [block for block in pages.blocks(pages.page("python"), "python") if "class Classifier" in block]
+    (tmp_path / "app.py").write_text(app)
+    (tmp_path / "classifier.py").write_text(classifier)
+    section = pages.page("models").partition("## A function\n")[2].partition("\n## ")[0]
+    lines = [line for block in pages.blocks(section, "sh") for line in block.splitlines() if " infer " in line]
+    assert len(lines) == 2
+    with Server(tmp_path / "app.py", str(tmp_path / "classifier.py")) as server, server.client() as client:
+        for line in lines:
+            words = [*shlex.split(line)[1:], "--runtime-dir", str(server.runtime_dir)]
+            assert main.main(words) == 0
+        assert outputs(client.infer("classify", {"image": b"abc"})) == {"label": [b"dog"], "scores": [0, 1]}
+        rows = client.infer("normalize", {"x": [[3, 4, 0]]})["output"]
+        np.testing.assert_allclose(rows, [[0.6, 0.8, 0]], rtol=1e-6)
 
 
 def test_explicit_mode(tmp_path: Path) -> None:
