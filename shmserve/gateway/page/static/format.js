@@ -40,7 +40,7 @@ export const clock = seconds => new Date(seconds * 1000).toLocaleString("sv")
 export function element(value) {
 	if (typeof value !== "number" || Number.isInteger(value)) return String(value)
 	const size = Math.abs(value)
-	return size >= 1e-4 && size < 1e7 ? String(Number(value.toPrecision(6))) : value.toExponential(4)
+	return size >= 1e-4 && size < 1e7 ? String(Number(value.toPrecision(6))) : value.toExponential(2)
 }
 
 export const plural = (number, noun) => `${count(number)} ${noun}${Number(number) === 1 ? "" : "s"}`

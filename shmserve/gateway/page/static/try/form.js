@@ -128,7 +128,7 @@ export function tryForm({name: model, metadata, config, labels = []}, version) {
 			const sent = await call("POST", path(wanted, "generate_stream"), generateRequest(wanted), {}, signal)
 			return read(sent, (_, text) => list.append(h("li", h("pre", text))))
 		}
-		const {body, length} = request(wanted)
+		const {body, length} = request(wanted, true)
 		const found = await outputsOf(await call("POST", path(wanted, "infer"), body, {"Inference-Header-Content-Length": length}, signal))
 		return answer.replaceChildren(...found.map(output => result(output, wanted.outputs.find(({name}) => name === output.name)?.classes > 0)))
 	}

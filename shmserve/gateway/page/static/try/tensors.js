@@ -81,10 +81,10 @@ function decode(bytes, dtype) {
 }
 
 /** {body, length}; `length`: of the JSON part, which the tensors follow. */
-export function request({inputs, outputs, parameters}) {
+export function request({inputs, outputs, parameters}, binary) {
 	const head = new Blob([JSON.stringify({
 		inputs: inputs.map(({name, shape, datatype, bytes}) => ({name, shape, datatype, parameters: {binary_data_size: bytes.size}})),
-		outputs: outputs.map(({name, classes}) => ({name, parameters: {binary_data: true, classification: classes || undefined}})),
+		outputs: outputs.map(({name, classes}) => ({name, parameters: {binary_data: binary, classification: classes || undefined}})),
 		parameters,
 	})])
 	return {length: head.size, body: new Blob([head, ...inputs.map(({bytes}) => bytes)])}
