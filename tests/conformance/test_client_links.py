@@ -36,9 +36,9 @@ def test_the_client_enforces_the_deadline_too(client: Any, broker: FakeBroker) -
 def test_the_default_timeout(connect: Callable[..., Any]) -> None:
     with connect(timeout=0.02) as client:
         with pytest.raises(shmserve.DeadlineExceeded):
-            client.infer("hold", {"x": 1})
+            client.infer("hold", {"x": np.int64(1)})
         with pytest.raises(TimeoutError):
-            client.submit("hold", {"x": 1}).result()
+            client.submit("hold", {"x": np.int64(1)}).result()
 
 
 def test_cancel(client: Any, broker: FakeBroker) -> None:
@@ -56,7 +56,7 @@ def test_cancel(client: Any, broker: FakeBroker) -> None:
     client.flush()
     client.live()
     assert broker.held_handles == []
-    done = client.submit("echo", {"x": 1})
+    done = client.submit("echo", {"x": np.int64(1)})
     done.result()
     assert not done.cancel()
 
@@ -81,7 +81,7 @@ def test_inputs_are_not_reused_before_they_are_released(client: Any, broker: Fak
 def test_memory_for_an_output_is_kept_until_it_is_released(client: Any, broker: FakeBroker) -> None:
     place = client.empty((100, 100))
     with pytest.raises(shmserve.QueueTimeout):
-        client.infer("held", {"x": 1}, outputs={"x": place})
+        client.infer("held", {"x": np.int64(1)}, outputs={"x": place})
     peer, infer, _ = broker.parked.get(timeout=20)
     assert infer.outputs is not None
     handle = infer.outputs[0].place
@@ -123,13 +123,13 @@ def test_ping_is_answered(client: Any, broker: FakeBroker) -> None:
 
 def test_close_sends_bye_and_cancels_requests(client: Any, broker: FakeBroker) -> None:
     client.live()
-    future = client.submit("hold", {"x": 1})
+    future = client.submit("hold", {"x": np.int64(1)})
     client.close()
     assert broker.wait_for(Bye)
     with pytest.raises(shmserve.Cancelled, match="closed before the response"):
         future.result()
     with pytest.raises(shmserve.Unavailable, match="the client is closed"):
-        client.infer("echo", {"x": 1})
+        client.infer("echo", {"x": np.int64(1)})
 
 
 @ways("lane", "ipc", "frames")  # with tcp, the new broker has another port
@@ -168,8 +168,8 @@ def test_an_unanswered_request_is_sent_again(
 @ways("lane")
 def test_a_step_of_a_sequence_is_not_sent_again(client: Any, broker: FakeBroker) -> None:
     with pytest.raises(shmserve.ConnectionLost, match="in the middle of sequence 5; start it again"):
-        client.infer("die", {"x": 1}, sequence=5)
-    assert client.infer("echo", {"x": 1}, sequence=5, sequence_start=True)["x"] == 1
+        client.infer("die", {"x": np.int64(1)}, sequence=5)
+    assert client.infer("echo", {"x": np.int64(1)}, sequence=5, sequence_start=True)["x"] == 1
 
 
 @ways("lane", "ipc")
@@ -180,7 +180,7 @@ def test_a_request_with_a_short_timeout_fails_while_others_wait_for_the_server(
     broker.parked.get(timeout=20)
     broker.stop()
     with pytest.raises((shmserve.DeadlineExceeded, shmserve.ConnectionLost)):
-        client.infer("echo", {"x": 1}, timeout=0.3)
+        client.infer("echo", {"x": np.int64(1)}, timeout=0.3)
     monkeypatch.setitem(MODELS, "hold", echo)
     broker.start()
     np.testing.assert_array_equal(patient.result()["x"], np.arange(3))
@@ -198,10 +198,10 @@ def test_no_server(broker: FakeBroker, connect: Callable[..., Any], link: str) -
         if link != "tcp":
             broker.start()
             client.wait_ready(timeout=10)
-            assert client.infer("echo", {"x": 1})["x"] == 1
+            assert client.infer("echo", {"x": np.int64(1)})["x"] == 1
             broker.stop()
             with pytest.raises(shmserve.ConnectionLost, match="no server at"):
-                client.infer("echo", {"x": 1})
+                client.infer("echo", {"x": np.int64(1)})
 
 
 def test_wait_ready_waits_for_the_models(client: Any, broker: FakeBroker) -> None:
@@ -215,12 +215,12 @@ def test_wait_ready_waits_for_the_models(client: Any, broker: FakeBroker) -> Non
 
 
 def test_goodbye_fails_requests_and_the_client_connects_again(client: Any, broker: FakeBroker) -> None:
-    future = client.submit("hold", {"x": 1})
+    future = client.submit("hold", {"x": np.int64(1)})
     peer, _, _ = broker.parked.get(timeout=20)
     broker.do(lambda: peer.send(Goodbye("DENIED", "not for you")))
     with pytest.raises(shmserve.Denied, match="not for you"):
         future.result()
-    assert client.infer("echo", {"x": 1})["x"] == 1, "over a new connection"
+    assert client.infer("echo", {"x": np.int64(1)})["x"] == 1, "over a new connection"
 
 
 def test_outputs_of_an_unknown_request_are_returned(client: Any, broker: FakeBroker, link: str) -> None:

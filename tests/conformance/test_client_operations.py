@@ -83,7 +83,7 @@ def test_large_files_are_sent_in_the_body(
     assert header["files"] == [["1/model.onnx", 3_000_000], ["1/empty", 0], ["labels.txt", 4], ["2/x", 100_000]]
     assert rest == data + b"a\nb\n" + data[:100_000]
     assert broker.bodies == {}
-    assert client.infer("echo", {"x": 1})["x"] == 1
+    assert client.infer("echo", {"x": np.int64(1)})["x"] == 1
 
 
 def test_the_default_timeout_does_not_apply_to_operations(connect: Callable[..., Any], broker: FakeBroker) -> None:
@@ -141,7 +141,7 @@ def test_requests_of_other_threads_continue_during_an_operation(
     thread.start()
     assert broker.wait_for(Ask).what == "live"
     assert broker.wait_for(Ask).what == "load"
-    assert client.infer("echo", {"x": 5})["x"] == 5
+    assert client.infer("echo", {"x": np.int64(5)})["x"] == 5
     broker.do(broker.pong)
     thread.join(20)
     assert found == [DONE]

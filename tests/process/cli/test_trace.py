@@ -24,6 +24,8 @@ from tests.support.trace_events import check
 
 pytestmark = pytest.mark.process
 
+PAIRS = "max_batch_size: 2 dynamic_batching { preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 60000000 }\n"
+"""Requests wait for each other."""
 LONE = 100
 """Requests in a row of one client: the last of them go over a lease."""
 
@@ -33,6 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     model(repository, "lone", more=BATCHES, dims="[4]", outputs=("y:FP32:[4]",))
     model(repository, "add1", ADD, BATCHES, dims="[4]")
+    model(repository, "pairs", ADD, PAIRS, dims="[4]")
     ensemble(repository, "twice", "x:FP32:[4]", "y", "add1(x:x)->(y:z)", "add1(x:z)->(y:y)", more="max_batch_size: 64")
     with Server(repository, "--exit-on-error", "true") as server:
         yield server
@@ -58,7 +61,7 @@ def test_requests_batches_steps_and_leases(server: Server, tmp_path: Path) -> No
         before = counts(client)
         for _ in range(LONE):
             client.infer("lone", {"x": numbers(1, 4)})
-        together = [client.submit("add1", {"x": numbers(1, 4)}) for _ in range(20)]
+        together = [client.submit("pairs", {"x": numbers(1, 4)}) for _ in range(20)]
         for future in together:
             future.result()
         with pytest.raises(ModelFailed, match="666"):
@@ -76,7 +79,7 @@ def test_requests_batches_steps_and_leases(server: Server, tmp_path: Path) -> No
     slices = check(document["traceEvents"])
     batches = [one["args"] for one in slices if one["cat"] == "batch"]
     assert any("lease" in args for args in batches)
-    assert max(len(args["requests"]) for args in batches) > 1
+    assert [len(args["requests"]) for args in batches].count(2) == 10
     requests = [one for one in slices if one["cat"] == "request"]
     assert len(requests) == sum(served.values())
     assert {one["args"]["client"].split()[1] for one in requests if "id" in one["args"]} == {"(loader)"}

@@ -201,6 +201,18 @@ MODELS: dict[str, Behaviour] = {
 }  # fmt: skip
 
 
+ECHOED = [
+    {"name": name, "datatype": datatype, "shape": shape}
+    for name, datatype, shape in (
+        ("x", "INT64", []),
+        ("float", "FP64", []),
+        ("list", "INT64", [2, 2]),
+        ("string", "BYTES", []),
+    )
+]
+"""What `echo` says of its inputs, to clients that give them as Python values. Others may have any name and type."""
+
+
 class FakeBroker:
     """`path` is a directory for lane.sock, broker.sock. `start` may be called again after `stop`."""
 
@@ -462,6 +474,7 @@ class FakeBroker:
             "ready": {"ready": self.ready},
             "loaded": {"loaded": True},
             "models": [{"name": "echo", "version": "1", "state": "READY", "reason": ""}],
+            "metadata": {"inputs": ECHOED} if ask.model == "echo" else None,
         }
         said = self.answers.get(ask.what, known.get(ask.what))
         if callable(said):

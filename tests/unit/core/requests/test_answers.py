@@ -162,6 +162,7 @@ def test_welcome_tells_the_limits() -> None:
         "client_held_bytes": 7,
         "device_memory": 1,
         "named_memory": 1,
+        "trace_context": 0,
     }
 
 
