@@ -251,8 +251,8 @@ class Session:
     def _with_context(self, parameters: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Adds the trace context of the calling code."""
         context = self._current_context() if self._current_context is not None else None
-        if context is None:
-            return parameters
+        if context is None or not isinstance(parameters, Mapping | None):
+            return parameters  # `options_of` explains what is wrong
         return context if parameters is None else context | dict(parameters)
 
     def ask(

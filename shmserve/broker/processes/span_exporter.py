@@ -123,12 +123,13 @@ class SpanExporter:
         assert self._process is not None
         code = self._process.wait()
         self._drop()
-        lived = self._loop.time() - self._began
-        self._deaths = 1 if lived > STEADY_S else self._deaths + 1
+        if self._loop.time() - self._began > STEADY_S:
+            self._deaths = 0
         self._restart(f"ended ({children.ended_with(code)})")
 
     def _restart(self, why: str) -> None:
-        pause = pause_ns(max(self._deaths, 1), *PAUSES_NS) / 1e9
+        self._deaths += 1
+        pause = pause_ns(self._deaths, *PAUSES_NS) / 1e9
         text = f"the process that exports traces {why}; starting it again in {pause:g} s"
         log_record("error", text, None)
         self._start_timer = self._loop.call_later(pause, self.start)

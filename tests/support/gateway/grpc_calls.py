@@ -25,6 +25,7 @@ class Link:
 
     def __init__(self) -> None:
         self.session = self
+        self.wants_trace_context = False
         self.memory: Any = None
         self.outbox = SimpleNamespace(messages=[])
         self.asked: deque[tuple[Ticket, tuple[Any, ...]]] = deque()
