@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from shmserve.errors import InvalidRequest, ServeError
+from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.protocol.messages import Ask
 from shmserve.python_values import is_python_value, to_array
 from shmserve.session.encode import Raw
@@ -55,7 +55,11 @@ class TypedModels:
 
     def answered(self, waiting: _Waiting, ticket: Ticket, answer: Any) -> int:
         """Send a request. Returns the number of tickets that this settles."""
-        tensors = {entry["name"]: (entry["datatype"], tuple(entry["shape"])) for entry in answer["inputs"]}
+        try:
+            tensors = {entry["name"]: (entry["datatype"], tuple(entry["shape"])) for entry in answer["inputs"]}
+        except (KeyError, TypeError) as error:
+            ticket.fail(Internal(f"the server's metadata of model '{waiting.model}' is not complete: {error!r}"))
+            return 1
         self._models.setdefault(waiting.model, {})[waiting.version] = tensors
         try:
             waiting.send()

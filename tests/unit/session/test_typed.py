@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.errors import DeadlineExceeded, InvalidRequest, NotFound
+from shmserve.errors import DeadlineExceeded, Internal, InvalidRequest, NotFound
 from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Infer, Reply
 from shmserve.session import Session
 from tests.support.sessions import ask, connect, connected, decoded, feed, sent
@@ -142,3 +142,12 @@ def test_asked_again_when_the_model_may_have_changed(event: str) -> None:
     (question,) = decoded(packets)
     answered(session, question, {"inputs": [{"name": "x", "datatype": "FP64", "shape": [-1, 2]}]})
     assert [tensor.dtype for tensor in sent(session)[0].inputs] == ["FP64"]
+
+
+@pytest.mark.parametrize("document", [{}, [], {"inputs": [{"name": "x"}]}, {"inputs": None}])
+def test_metadata_without_inputs_is_an_error(document: Any) -> None:
+    session = connected()
+    ticket, packets = ask(session, {"x": [[1, 2]]})
+    assert answered(session, decoded(packets)[0], document) == 1
+    with pytest.raises(Internal, match="the server's metadata of model 'm' is not complete"):
+        raise ticket.error or AssertionError

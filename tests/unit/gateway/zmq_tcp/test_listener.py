@@ -104,7 +104,7 @@ def test_many_requests_in_flight(client: Any) -> None:
 
 def test_errors_and_queries_are_forwarded(client: Any, broker: FakeBroker) -> None:
     with pytest.raises(shmserve.NotFound, match="unknown model: 'nothing'"):
-        client.infer("nothing", {"x": 1})
+        client.infer("nothing", {"x": np.ones(1)})
     assert client.live()
     assert client.models() == [{"name": "echo", "version": "1", "state": "READY", "reason": ""}]
     broker.answers["metadata"] = {"name": "n", "texts": ["x" * 300_000]}
@@ -233,7 +233,7 @@ def test_a_restarted_gateway_gets_the_requests_again(
 
 def test_a_client_has_the_roles_of_its_key(listener: ListenerThread, broker: FakeBroker) -> None:
     with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
-        assert bob.infer("echo", {"x": 1})["x"] == 1
+        assert bob.infer("echo", {"x": np.array(1)})["x"] == 1
         assert bob.ready()
         with pytest.raises(shmserve.Denied, match=r"'models' needs the role observe or operate.*--zmq-keys"):
             bob.models()
@@ -265,13 +265,13 @@ def test_a_rejected_key_is_an_error_with_its_reason(listener: ListenerThread, fa
         make(listener.url, **listener.keys("eve")) as eve,
         pytest.raises(shmserve.Denied, match=r"rejected the key .* file of --zmq-keys"),
     ):
-        eve.infer("echo", {"x": 1})
+        eve.infer("echo", {"x": np.array(1)})
     wrong = {**right, "server_key": listener.pair("eve").public}
     with (
         make(listener.url, **wrong) as client,
         pytest.raises(shmserve.Denied, match=r"does not have the server key .* check the url and server_key="),
     ):
-        client.infer("echo", {"x": 1})
+        client.infer("echo", {"x": np.array(1)})
 
 
 def test_a_client_without_keys_is_refused(
@@ -301,7 +301,7 @@ def test_the_file_of_keys_is_reloaded(listener: ListenerThread) -> None:
         listener.write_keys("alice", "eve")
         listener.do(listener.listener.read_keys)
         with pytest.raises(shmserve.Denied, match=r"rejected the key|has no roles"):
-            bob.infer("echo", {"x": 1})
+            bob.infer("echo", {"x": np.array(1)})
     with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
         assert eve.live()
     (listener.folder / "keys").write_text("nonsense\n")
