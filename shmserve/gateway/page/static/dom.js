@@ -47,7 +47,7 @@ export const panel = (title, kind, ...children) => h(`section.panel.${kind}`, h(
 /** A table. Heads that begin with "#" are those of numbers. */
 export function table(label, heads, rows) {
 	const row = (tag, cells) => h("tr", cells.map((cell, at) => h(heads[at][0] === "#" ? `${tag}.number` : tag, cell)))
-	return h("div.scroll", {tabindex: 0, role: "region", label}, h("table", h("thead", row("th", heads.map(head => head.replace("#", "")))),
+	return h("div.scroll", {tabindex: 0, role: "region", label}, h("table", {label}, h("thead", row("th", heads.map(head => head.replace("#", "")))),
 		h("tbody", rows.map(cells => row("td", cells)))))
 }
 
