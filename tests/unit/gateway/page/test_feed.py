@@ -1,0 +1,284 @@
+"""The event stream of the page, on a clock, a broker and connections that the test commands."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.limits.turns import JobTurns
+from shmserve.gateway.page.feed import ADDRESS_VIEWERS, BROKER_SHARE, PERIOD_S, STALLED, VIEWERS, PageFeed, Viewer
+from shmserve.gateway.page.rows import SLICE
+from tests.support.gateway.manual_loop import ManualLoop
+
+Event = tuple[str, dict[str, Any]]
+
+
+class Clock(ManualLoop):
+    """An event loop whose time passes when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 100.0
+        self._order = itertools.count()
+        self._timers: list[tuple[float, int, Callable[[], Any], list[bool]]] = []
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[[], Any]) -> Any:
+        cancelled = [False]
+        heapq.heappush(self._timers, (when, next(self._order), callback, cancelled))
+        return SimpleNamespace(cancel=lambda: cancelled.__setitem__(0, True))
+
+    def advance(self, seconds: float) -> None:
+        until = self._now + seconds
+        while self._timers and self._timers[0][0] <= until:
+            when, _, callback, cancelled = heapq.heappop(self._timers)
+            self._now = max(self._now, when)
+            if not cancelled[0]:
+                callback()
+                self.run()
+        self._now = until
+
+
+class Broker:
+    """Answers the queries of the feed, or keeps them: `tickets`."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.answers = True
+        self.error: Unavailable | None = None
+        self.took_ns = 0
+        self.models: list[dict[str, Any]] = []
+        self.tickets: list[Any] = []
+        self.asked: list[float] = []
+        link: Any = SimpleNamespace(
+            bind=lambda: self.clock, session=SimpleNamespace(ask=self.ask), send_soon=lambda: None,
+            turns=JobTurns(self.clock),  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.feed = PageFeed(link)
+
+    def ask(self, ticket: Any, what: str, now: float) -> None:
+        assert what == "activity"
+        self.asked.append(self.clock.time())
+        self.tickets.append(ticket)
+        if self.error is not None:
+            raise self.error
+        if self.answers:
+            self.answer()
+
+    def answer(self) -> None:
+        models = [{"reason": "", **model} for model in self.models]
+        document = {"time_ns": 5, "took_ns": self.took_ns, "server": {"pid": 7}, "gpus": [], "models": models}
+        self.tickets.pop().settle(document | {"clients": []})
+
+    def set(self, **queued: int) -> None:
+        """The models and how much they have queued."""
+        self.models = [{"name": name, "version": "1", "queued": count} for name, count in queued.items()]
+
+    def view(self, address: str = "127.0.0.1", roles: Iterable[str] = ("page",)) -> Connection:
+        self.feed.check_room(address)
+        connection = Connection()
+        connection.viewer = Viewer(self.feed, connection, address, roles)
+        self.feed.add(connection.viewer)
+        return connection
+
+
+class Connection:
+    viewer: Viewer
+
+    def __init__(self) -> None:
+        self.writable = True
+        self.events: list[Event] = []
+        self.ended = False
+        self.aborted = 0
+
+    def send_event(self, data: bytes) -> None:
+        assert self.writable
+        name, text, *rest = data.decode().split("\n")
+        assert rest == ["", ""]
+        assert name.startswith("event: ")
+        assert text.startswith("data: ")
+        self.events.append((name[7:], json.loads(text[6:])))
+
+    def end_events(self) -> None:
+        self.ended = True
+
+    def abort(self) -> None:
+        self.aborted += 1
+        self.viewer.disconnected()
+
+    def take(self) -> list[tuple[str, dict[str, int]]]:
+        """The events since the last call, with what is queued."""
+        events, self.events = self.events, []
+        return [(name, {row["name"]: row.get("queued", 0) for row in data["models"]}) for name, data in events]
+
+
+def test_nobody_is_asked_while_nobody_watches() -> None:
+    broker = Broker()
+    broker.clock.advance(60)
+    first, second = broker.view(), broker.view()
+    broker.clock.advance(10.5 * PERIOD_S)
+    assert len(broker.asked) == 11
+    first.viewer.disconnected()
+    broker.clock.advance(10 * PERIOD_S)
+    assert len(broker.asked) == 21
+    second.viewer.disconnected()
+    broker.clock.advance(60)
+    assert len(broker.asked) == 21
+
+
+def test_pages_that_come_and_go_do_not_ask_more_often() -> None:
+    broker = Broker()
+    for _ in range(100):
+        connection = broker.view()
+        broker.clock.advance(PERIOD_S / 10)
+        connection.viewer.disconnected()
+    assert len(broker.asked) == 10
+
+
+def test_an_answer_that_costs_the_broker_much_is_asked_for_less_often() -> None:
+    broker = Broker()
+    broker.took_ns = 200_000_000
+    broker.view()
+    broker.clock.advance(100)
+    assert len(broker.asked) == pytest.approx(100 * BROKER_SHARE / 0.2, abs=1)
+
+
+def test_one_question_is_in_flight_at_a_time() -> None:
+    broker = Broker()
+    broker.answers = False
+    connection = broker.view()
+    broker.clock.advance(10)
+    assert len(broker.asked) == 1
+    connection.viewer.disconnected()
+    connection = broker.view()
+    broker.set(m=1)
+    broker.answer()
+    broker.clock.run()
+    assert connection.take() == [("state", {"m": 1})]
+    assert len(broker.asked) == 1
+
+
+def test_a_page_that_is_opened_while_the_rows_of_closed_ones_are_compared() -> None:
+    broker = Broker()
+    broker.answers = False
+    first = broker.view()
+    broker.clock.advance(0)
+    broker.set(**{f"m{number}": 1 for number in range(3 * SLICE)})
+    broker.answer()
+    first.viewer.disconnected()
+    second = broker.view()
+    broker.clock.run()
+    assert first.events == second.events == [], "some of the rows were compared before it came"
+    broker.answers = True
+    broker.clock.advance(PERIOD_S)
+    ((name, rows),) = second.take()
+    assert (name, len(rows)) == ("state", 3 * SLICE)
+
+
+def test_everything_first_and_changes_then() -> None:
+    broker = Broker()
+    broker.set(a=1, b=2)
+    early = broker.view(roles=["page", "infer"])
+    broker.clock.advance(0)
+    ((name, state),) = early.events
+    assert (name, state["seq"], state["time_ns"], state["server"]) == ("state", 1, 5, {"pid": 7})
+    assert state["roles"] == ["infer", "page"]
+    broker.set(a=1, b=3)
+    broker.clock.advance(PERIOD_S)
+    late = broker.view()
+    broker.set(a=1, c=1)
+    broker.clock.advance(PERIOD_S)
+    assert early.take() == [("state", {"a": 1, "b": 2}), ("change", {"b": 3}), ("change", {"c": 1})]
+    assert late.events[-1][1]["gone"] == [["b", "1"]]
+    assert late.take() == [("state", {"a": 1, "b": 3}), ("change", {"c": 1})]
+    broker.clock.advance(PERIOD_S)
+    assert early.take() == late.take() == [("change", {})]
+
+
+def test_a_slow_reader_gets_what_it_missed_and_delays_nobody() -> None:
+    broker = Broker()
+    broker.set(a=0, b=0)
+    slow, quick = broker.view(), broker.view()
+    broker.clock.advance(0)
+    slow.take(), quick.take()
+    slow.writable = False
+    for number in range(1, STALLED + 1):
+        broker.set(a=number, b=0)
+        broker.clock.advance(PERIOD_S)
+        assert quick.take() == [("change", {"a": number})]
+    slow.writable = True
+    broker.clock.advance(PERIOD_S)
+    assert slow.take() == [("change", {"a": STALLED})]
+    slow.writable = False
+    broker.clock.advance(STALLED * PERIOD_S)
+    assert slow.aborted == 0
+    broker.clock.advance(PERIOD_S)
+    assert slow.aborted == 1
+    assert len(quick.take()) == STALLED + 2
+    quick.viewer.disconnected()
+    broker.clock.advance(60)
+    assert len(broker.asked) == 2 * STALLED + 3
+
+
+def test_a_server_that_is_lost_and_comes_back() -> None:
+    broker = Broker()
+    broker.set(a=1)
+    early = broker.view()
+    broker.clock.advance(0)
+    broker.error = Unavailable("no server")
+    broker.clock.advance(3 * PERIOD_S)
+    late = broker.view()
+    assert early.events[1:] == late.events == [("down", {"error": "no server"})]
+    broker.error = None
+    broker.clock.advance(PERIOD_S)
+    for connection in (early, late):
+        name, state = connection.events[-1]
+        assert (name, [row["name"] for row in state["models"]]) == ("state", ["a"])
+
+
+def test_an_unexpected_answer_ends_no_stream(caplog: pytest.LogCaptureFixture) -> None:
+    broker = Broker()
+    broker.models = [{"name": "a"}]
+    connection = broker.view()
+    broker.clock.advance(0)
+    ((name, data),) = connection.events
+    assert (name, "see its log" in data["error"]) == ("down", True)
+    assert "KeyError" in caplog.text
+    broker.set(a=1)
+    broker.clock.advance(PERIOD_S)
+    assert connection.events[-1][0] == "state"
+
+
+def test_the_number_of_streams_is_limited() -> None:
+    broker = Broker()
+    others = [broker.view("192.0.2.1") for _ in range(ADDRESS_VIEWERS)]
+    with pytest.raises(Unavailable, match=f"{ADDRESS_VIEWERS} pages of this address"):
+        broker.view("192.0.2.1")
+    broker.view("192.0.2.2")
+    own = [broker.view() for _ in range(VIEWERS - ADDRESS_VIEWERS - 1)]
+    with pytest.raises(Unavailable, match=f"{VIEWERS} pages are open"):
+        broker.view()
+    own[0].viewer.disconnected()
+    others[0].viewer.disconnected()
+    broker.view("192.0.2.1")
+    with pytest.raises(Unavailable, match="of this address"):
+        broker.view("192.0.2.1")
+
+
+def test_all_streams_end_when_access_may_have_changed() -> None:
+    broker = Broker()
+    connections = [broker.view() for _ in range(3)]
+    broker.clock.advance(0)
+    broker.feed.end()
+    assert all(connection.ended for connection in connections)
+    broker.clock.advance(60)
+    assert len(broker.asked) == 1

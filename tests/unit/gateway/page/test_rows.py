@@ -1,0 +1,101 @@
+"""The rows of the event stream: whoever applies the events has the state of the server, whatever events he missed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.gateway.page.rows import KEPT_GONE, MEMORY_STEP, SLICE, Rows
+from tests.support.hypothesis_profiles import examples
+
+Document = dict[str, Any]
+
+
+def model(name: str, version: str = "1", **more: Any) -> Document:
+    return {"name": name, "version": version, "state": "READY", "reason": "", **more}
+
+
+def instance(**more: Any) -> Document:
+    return {"name": "m_0", "state": "ready", "pid": 7, "memory_bytes": 10 * MEMORY_STEP, "cpu_seconds": 1.5, **more}
+
+
+def update(rows: Rows, *models: Document) -> None:
+    for _ in rows.update(copy.deepcopy(list(models))):
+        pass
+
+
+def since(rows: Rows, number: int) -> tuple[list[Document], list[list[str]]]:
+    changed, gone = rows.since(number)
+    return json.loads(changed), json.loads(gone)
+
+
+def test_a_row_has_everything_that_is_not_empty() -> None:
+    rows = Rows()
+    counters = {"success": 3, "failed": 0, "reasons": {}, "request_times": {17: 3}}
+    update(rows, model("m", default=True, queued=0, counters=counters, instances=[instance(restarts=0)]))
+    assert since(rows, 0) == (
+        [
+            {
+                "name": "m", "version": "1", "state": "READY", "default": True,
+                "counters": {"success": 3, "request_times": {"17": 3}},
+                "instances": [
+                    {"name": "m_0", "state": "ready", "pid": 7, "memory_bytes": 10 * MEMORY_STEP, "cpu_seconds": 1.5}
+                ],
+            }
+        ],
+        [],
+    )  # fmt: skip
+
+
+def test_an_idle_process_changes_nothing() -> None:
+    rows = Rows()
+    update(rows, model("m", instances=[instance()]))
+    update(rows, model("m", instances=[instance(cpu_seconds=2.5, memory_bytes=11 * MEMORY_STEP - 1)]))
+    assert since(rows, 1) == ([], [])
+    update(rows, model("m", queued=1, instances=[instance(cpu_seconds=3.5)]))
+    (row,), _ = since(rows, 2)
+    assert row["instances"][0]["cpu_seconds"] == 3.5, "a row that is sent has the current time"
+
+
+def test_other_work_runs_between_slices() -> None:
+    models = [model(f"m{number}") for number in range(4 * SLICE)]
+    assert sum(1 for _ in Rows().update(models)) == 4
+
+
+def test_removals_are_not_remembered_for_ever() -> None:
+    rows = Rows()
+    update(rows, *[model(f"m{number}") for number in range(KEPT_GONE + 1)])
+    update(rows, model("m0"))
+    assert (rows.complete_since, len(since(rows, 1)[1])) == (1, KEPT_GONE)
+    update(rows)
+    assert rows.complete_since == 2, "a viewer with event 1 may have a version that is not listed as removed"
+    assert len(since(rows, 2)[1]) == 1
+
+
+KEYS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1"), ("c", "")])
+MODELS = st.dictionaries(KEYS, st.integers(0, 2), max_size=4)
+
+
+@given(st.lists(st.tuples(MODELS, st.sets(st.integers(0, 2))), max_size=12))
+@settings(max_examples=examples(150))
+def test_viewers_have_the_state_whatever_they_missed(events: list[tuple[dict[tuple[str, str], int], set[int]]]) -> None:
+    """Three viewers, of whom each event reaches only some."""
+    rows = Rows()
+    seen: list[dict[tuple[str, str], Document]] = [{}, {}, {}]
+    numbers = [0, 0, 0]
+    for state, reached in events:
+        update(rows, *[model(name, version, queued=queued) for (name, version), queued in sorted(state.items())])
+        for viewer in reached:
+            changed, gone = since(rows, 0 if numbers[viewer] < rows.complete_since else numbers[viewer])
+            if numbers[viewer] < rows.complete_since:
+                seen[viewer] = {}
+            for key in gone:
+                seen[viewer].pop((key[0], key[1]), None)
+            for row in changed:
+                seen[viewer][row["name"], row.get("version", "")] = row
+            numbers[viewer] = rows.number
+            assert {key: row.get("queued", 0) for key, row in seen[viewer].items()} == state
