@@ -18,13 +18,14 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test browser-test tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
 	@echo 'make serve       set up if needed, serve the sample models until Ctrl-C'
 	@echo 'make samples     set up if needed, write all samples, also the larger ones, to $(ALL_SAMPLES); docs/examples.md'
 	@echo 'make test        set up if needed, run the test suite; ARGS="-k name" selects tests'
+	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'
@@ -50,6 +51,14 @@ samples: $(VENV)/.samples
 
 test: $(VENV)/.dev tritonclient
 	@$(BIN)/python -m tests $(ARGS)
+
+# Chromium is driven directly, so no driver is needed. Without it the tests are skipped, and say so.
+browser-test: $(VENV)/.dev tritonclient
+	@command -v chromium chromium-browser google-chrome >/dev/null || test -n "$$SHMSERVE_BROWSER" \
+	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	       && apt-get install --quiet --yes --no-install-recommends chromium >/dev/null; } \
+	  || echo 'Chromium could not be installed; its tests will be skipped'
+	@$(BIN)/python -m pytest -p no:xdist -rs --timeout 300 tests/browser $(ARGS)
 
 tritonclient: $(VENV)/.made
 	@test -e $(TRITONCLIENT)/.made || $(MAKE) --no-print-directory $(TRITONCLIENT)/.made \

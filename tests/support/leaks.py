@@ -40,8 +40,8 @@ ONCE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
 )
-PREPARED = "-m shmserve.workers.zygote"
-"""A server has it from the first worker on."""
+PREPARED = ("-m shmserve.workers.zygote", " --type=")
+"""Processes that a server has from the first worker on, and those that a browser starts and ends as it likes."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether this kernel lists the children of a thread."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -152,7 +152,9 @@ def _processes() -> Generator[Thing, None, None]:
 
 def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
     command = _command(pid)
-    if not any(part in command for part in ONCE) and not (parent != os.getpid() and PREPARED in command):
+    if not any(part in command for part in ONCE) and not (
+        parent != os.getpid() and any(part in command for part in PREPARED)
+    ):
         what = (
             f"zombie {pid}, never waited for by {parent}: {_command(parent)}"
             if state == "Z"

@@ -1,0 +1,84 @@
+"""A server with models for the page, its gateway, and a browser. Without a browser, all tests are skipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shmserve.gateway.auth import tokens
+from shmserve.testing import Server
+from tests import ROOT
+from tests.browser.models import write_models
+from tests.support.browser import chromium
+from tests.support.browser.chromium import Chromium
+from tests.support.browser.tab import Tab
+from tests.support.gateway.running_gateway import Gateway
+
+SCREENSHOTS = ROOT / "build" / "screenshots"
+EVIL = "evil.example"
+"""A name that its owner has rebound to this machine."""
+
+
+class Site(NamedTuple):
+    """The server with its gateway. `token`: with all roles; without one, callers may run models and see the page."""
+
+    server: Server
+    gateway: Gateway
+    repository: Path
+    token: str
+
+    @property
+    def origin(self) -> str:
+        return f"http://localhost:{self.gateway.http}"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    executable = chromium.find()
+    if executable is None:
+        pytest.skip("there is no Chromium (Debian: apt-get install chromium); SHMSERVE_BROWSER names another one")
+    started = Chromium(executable, tmp_path_factory.mktemp("browser") / "profile", (EVIL,))
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    repository = folder / "models"
+    repository.mkdir()
+    write_models(repository)
+    token, line = tokens.new("operator", "infer,observe,operate,page")
+    (folder / "tokens").write_text(f"{line}\n")
+    with Server(repository, "--model-control-mode", "explicit", "--load-model", "*") as server:
+        gateway = Gateway(server, "--tokens-file", str(folder / "tokens"), "--http-roles", "infer,observe,page")
+        try:
+            yield Site(server, gateway, repository, token)
+        finally:
+            gateway.stop()
+
+
+@pytest.fixture
+def tab(browser: Chromium, site: Site) -> Iterator[Tab]:
+    """A page that shows the overview. After the test, nothing may have gone wrong in it."""
+    opened = Tab(browser, site.origin)
+    try:
+        opened.size(1280)
+        opened.open()
+        opened.wait("document.body.dataset.connection === 'live'")
+        yield opened
+        assert opened.faults == []
+    finally:
+        opened.close()
+
+
+def take(tab: Tab, name: str) -> None:
+    """A picture of the page for people: in build/screenshots, or the folder SHMSERVE_SCREENSHOTS."""
+    folder = Path(os.environ.get("SHMSERVE_SCREENSHOTS", SCREENSHOTS))
+    tab.screenshot(folder / f"{name}.png")

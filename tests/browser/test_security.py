@@ -1,0 +1,146 @@
+"""What a hostile page can do to the server through somebody's browser: in a real browser, with pages of other origins
+on a web server of the test."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.conftest import EVIL, Site
+from tests.support.browser.chromium import Chromium
+from tests.support.browser.tab import Tab
+
+pytestmark = pytest.mark.process
+
+UNLOAD = "/v2/repository/models/words/unload"
+INFER = "/v2/models/numbers/infer"
+REQUEST = json.dumps({"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]})
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a web server with a hostile page. A process of its own, as browsers open connections in advance."""
+    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
+    folder = tmp_path_factory.mktemp("evil")
+    (folder / "index.html").write_text("<!doctype html><title>evil</title>")
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        found = re.search(r"port (\d+)", server.stdout.readline())
+        assert found is not None
+        yield int(found[1])
+        server.kill()
+
+
+@pytest.fixture
+def page(browser: Chromium) -> Iterator[Tab]:
+    """A page whose faults are expected."""
+    tab = Tab(browser, "")
+    yield tab
+    tab.close()
+
+
+def send(tab: Tab, method: str, url: str, body: str | None, kind: str, mode: str) -> str:
+    """The status that the page sees, or what kept it from seeing one."""
+    options = {"method": method, "mode": mode, "body": body, "headers": {"Content-Type": kind} if body else {}}
+    seen = "(answer) => answer.type + ' ' + answer.status"
+    return str(tab.evaluate(f"fetch({json.dumps(url)}, {json.dumps(options)}).then({seen}, String)"))
+
+
+def successes(site: Site) -> int:
+    with site.server.client() as client:
+        (found,) = client.statistics("numbers")["model_stats"]
+        return int(found["inference_stats"]["success"]["count"])
+
+
+def is_ready(site: Site) -> bool:
+    with site.server.client() as client:
+        return client.ready("words")
+
+
+@pytest.mark.parametrize("name", [EVIL, "localhost"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json"])
+def test_a_page_of_another_origin_changes_nothing(page: Tab, site: Site, evil: int, name: str, kind: str) -> None:
+    """Also one on another port of the same host, which browsers take for the same site."""
+    page.open(f"http://{name}:{evil}/")
+    before = successes(site)
+    for mode in ("no-cors", "cors"):
+        for path, body in ((INFER, REQUEST), (UNLOAD, "{}")):
+            found = send(page, "POST", site.origin + path, body, kind, mode)
+            assert found in ("opaque 0", "TypeError: Failed to fetch"), (path, mode)
+        for path in ("/page/events", "/page/model/numbers", "/v2/models/stats", "/"):
+            found = send(page, "GET", site.origin + path, None, "", mode)
+            assert found in ("opaque 0", "TypeError: Failed to fetch"), (path, mode)
+    assert successes(site) == before
+    assert is_ready(site)
+
+
+def test_a_form_of_another_origin_changes_nothing(page: Tab, site: Site, evil: int) -> None:
+    page.open(f"http://{EVIL}:{evil}/")
+    before = successes(site)
+    for path in (INFER, UNLOAD):
+        form = f"<form method=post enctype=text/plain action={site.origin}{path}><input name=x></form>"
+        page.evaluate(f"document.body.innerHTML = {json.dumps(form)}")
+        loaded = page.loaded
+        page.evaluate("document.forms[0].submit()")
+        page.wait_for_load(loaded)
+        assert "another origin" in page.text()
+        page.open(f"http://{EVIL}:{evil}/")
+    assert successes(site) == before
+    assert is_ready(site)
+
+
+def test_a_name_that_was_rebound_to_this_machine_reaches_nothing(page: Tab, site: Site) -> None:
+    """The browser takes the server for the page's own origin, and would show it all answers."""
+    rebound = f"http://{EVIL}:{site.gateway.http}"
+    for path in ("/", "/page/app.js", "/v2", "/v2/models/numbers/config"):
+        page.open(rebound + path)
+        assert f"may not reach this endpoint by the name '{EVIL}" in page.text(), path
+    before = successes(site)
+    for method, path, body in (
+        ("GET", "/page/events", None), ("GET", "/v2/models/stats", None), ("POST", "/v2/repository/index", "{}"),
+        ("POST", INFER, REQUEST), ("POST", UNLOAD, "{}"),
+    ):  # fmt: skip
+        assert send(page, method, rebound + path, body, "application/json", "cors") == "basic 403", path
+        hidden = f"fetch({json.dumps(rebound + path)}, {{method: {json.dumps(method)}, body: {json.dumps(body)},"
+        hidden += "referrerPolicy: 'no-referrer', headers: {'Accept-Language': '*', 'User-Agent': 'program'}})"
+        assert page.evaluate(f"{hidden}.then((answer) => answer.status)") == 403, path
+    assert successes(site) == before
+    assert is_ready(site)
+
+
+def test_the_page_cannot_be_framed(page: Tab, site: Site, evil: int) -> None:
+    page.open(f"http://{EVIL}:{evil}/")
+    page.evaluate(
+        "new Promise((resolve) => { const frame = document.createElement('iframe'); frame.onload = resolve;"
+        f"frame.src = {json.dumps(site.origin + '/')}; document.body.append(frame); }})"
+    )
+    assert any("frame-ancestors" in fault or "X-Frame-Options" in fault for fault in page.faults), page.faults
+    assert page.evaluate("window.frames[0].length") == 0
+
+
+def test_only_the_page_s_own_code_runs(tab: Tab, site: Site) -> None:
+    for hostile, directive in (
+        ("document.createElement('script').text = 'window.ran = 1'", "trusted-types"),
+        ("document.body.innerHTML = '<b>'", "trusted-types"),
+        ("document.body.setAttribute('onclick', 'window.ran = 1')", "trusted-types"),
+        ("eval('window.ran = 1')", "trusted-types"),
+        ("document.body.setAttribute('style', 'display: none')", "style-src"),
+        (f"fetch('http://{EVIL}/')", "connect-src"),
+        (f"document.body.append(Object.assign(new Image(), {{src: 'http://{EVIL}/x.png'}}))", "img-src"),
+        ("document.body.append(Object.assign(document.createElement('iframe'), {src: '/'}))", "frame-src"),
+        ("document.createElement('object').data = '/'", "trusted-types"),
+    ):  # fmt: skip
+        violated = tab.evaluate(
+            "new Promise((resolve) => { addEventListener('securitypolicyviolation', "
+            "(event) => resolve(event.effectiveDirective), {once: true});"
+            f"setTimeout(() => {{ try {{ Promise.resolve({hostile}).catch(() => 0); }} catch {{}} }}); }})"
+        )
+        assert directive in violated, hostile
+    assert tab.evaluate("window.ran") is None
+    assert tab.faults
+    tab.faults.clear()

@@ -1,0 +1,181 @@
+"""Try it: the form that the page makes from a model's metadata, what it shows of the answer, and the code for the same
+call, which is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.browser.conftest import Site, take
+from tests.browser.models import LABELS
+from tests.support.browser.tab import Tab
+from tests.tritonclient.serving import ABSENT, PYTHON
+
+pytestmark = pytest.mark.process
+
+TOP, BOTTOM = (250, 60, 20), (10, 40, 130)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """Twice as wide and high as the model `colours` wants it, with other colours in its lower half."""
+    pixels = np.empty((64, 48, 3), np.uint8)
+    pixels[:32], pixels[32:] = TOP, BOTTOM
+    path = tmp_path / "two colours.png"
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def show(tab: Tab, model: str) -> None:
+    tab.go(f"#/model/{model}/try")
+    tab.wait("document.querySelector('form#try')")
+
+
+def run(tab: Tab, result: str) -> None:
+    """Runs the model, and waits until this kind of result is shown."""
+    tab.click("form#try button[type=submit]")
+    tab.wait_for(f"#result [data-result={result}]")
+
+
+def code(tab: Tab, language: str, *parts: str) -> str:
+    """The code, once it has these parts."""
+    wanted = json.dumps(parts)
+    return str(
+        tab.wait(
+            f"(() => {{ const text = document.querySelector('pre[data-code={language}]').textContent;"
+            f"return {wanted}.every((part) => text.includes(part)) && text; }})()"
+        )
+    )
+
+
+def execute(command: list[str], folder: Path, site: Site) -> str:
+    environment = os.environ | {"SHMSERVE_RUNTIME_DIR": str(site.server.runtime_dir)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shares() -> list[float]:
+    """What the model `colours` answers for the picture."""
+    return list((np.array(TOP, np.float64) + np.array(BOTTOM)) / 2 / 255)
+
+
+def test_a_dropped_picture_is_classified(tab: Tab, site: Site, picture: Path) -> None:
+    show(tab, "colours")
+    tab.drop_file("fieldset:has(#in-x-file)", picture)
+    tab.wait(f"document.querySelector('form#try').innerText.includes({json.dumps(picture.name)})")
+    run(tab, "bars")
+    text = tab.text("[data-output=y] [data-result=bars]")
+    order = np.argsort(shares())[::-1]
+    assert [text.index(LABELS[index]) for index in order] == sorted(text.index(label) for label in LABELS)
+    for share in shares():
+        assert str(share)[:5] in text
+    take(tab, "try-picture")
+    values = tab.evaluate(
+        "(() => { const canvas = document.querySelector('form#try canvas');"
+        "const pixel = (y) => [...canvas.getContext('2d').getImageData(3, y, 1, 1).data].slice(0, 3);"
+        "return [canvas.width, canvas.height, pixel(2), pixel(29)]; })()"
+    )
+    assert values == [24, 32, list(TOP), list(BOTTOM)]
+
+
+def test_the_code_for_a_picture_gives_the_same_answer(tab: Tab, site: Site, picture: Path) -> None:
+    show(tab, "colours")
+    tab.choose_file("#in-x-file", picture)
+    text = code(tab, "python", picture.name)
+    printed = execute([sys.executable, "-c", text], picture.parent, site)
+    order = np.argsort(shares())[::-1]
+    assert [printed.index(LABELS[index]) for index in order] == sorted(printed.index(label) for label in LABELS)
+    shell = code(tab, "curl", "--data-binary @request.bin")
+    tab.download("a[download]", picture.parent)
+    (found,) = json.loads(execute(["bash", "-c", shell.replace("curl ", "curl -s ")], picture.parent, site))["outputs"]
+    assert [value.split(":")[2] for value in found["data"]] == [LABELS[index] for index in order]
+    numbers = [float(value.split(":")[0]) for value in found["data"]]
+    np.testing.assert_allclose(numbers, sorted(shares(), reverse=True), atol=2e-3)
+
+
+def test_a_picture_is_answered_by_a_picture(tab: Tab, site: Site, picture: Path) -> None:
+    show(tab, "negative")
+    tab.choose_file("#in-x-file", picture)
+    tab.wait("document.querySelector('[aria-label=width]').checkVisibility()")
+    tab.write("[aria-label=width]", "24")
+    tab.write("[aria-label=height]", "32")
+    run(tab, "picture")
+    pixels = tab.evaluate(
+        "(() => { const canvas = document.querySelector('[data-result=picture] canvas');"
+        "const pixel = (y) => [...canvas.getContext('2d').getImageData(3, y, 1, 1).data].slice(0, 3);"
+        "return [canvas.width, canvas.height, pixel(2), pixel(29)]; })()"
+    )
+    assert pixels == [24, 32, [255 - value for value in TOP], [255 - value for value in BOTTOM]]
+    take(tab, "try-negative")
+
+
+def test_numbers_are_answered_by_a_table(tab: Tab, site: Site, tmp_path: Path) -> None:
+    show(tab, "numbers")
+    tab.write("[data-input=x]", "1.5, -2.25")
+    run(tab, "table")
+    cells = "[...document.querySelectorAll('[data-output=y] tbody td')].map((cell) => cell.textContent)"
+    assert tab.evaluate(cells)[-2:] == ["1.5", "-2.25"]
+    shell = code(tab, "curl", "-2.25")
+    (found,) = json.loads(execute(["bash", "-c", shell.replace("curl ", "curl -s ")], tmp_path, site))["outputs"]
+    assert found["data"] in ([1.5, -2.25], [[1.5, -2.25]])
+    printed = execute([sys.executable, "-c", code(tab, "python", "-2.25")], tmp_path, site)
+    assert "-2.25" in printed
+    if not PYTHON.exists():
+        pytest.skip(ABSENT)
+    printed = execute([str(PYTHON), "-c", code(tab, "tritonclient", "-2.25")], tmp_path, site)
+    assert "-2.25" in printed
+
+
+def test_texts_and_their_code(tab: Tab, site: Site, tmp_path: Path) -> None:
+    """Quotes of all kinds, backslashes and other alphabets, which shells and Python read in their own ways."""
+    words = ["it's", 'a "quoted" \\n', "Größe 大きさ", "$HOME `id` <b>&amp;"]
+    show(tab, "words")
+    tab.write("[data-input=x]", json.dumps(words))
+    run(tab, "table")
+    for word in words:
+        assert word in tab.text("[data-output=y]")
+    shell = code(tab, "curl", "quoted")
+    (found,) = json.loads(execute(["bash", "-c", shell.replace("curl ", "curl -s ")], tmp_path, site))["outputs"]
+    assert found["data"] == words
+    script = (
+        code(tab, "python", "quoted")
+        + "\n    assert [word.decode() for word in client.infer('words', inputs)['y']] == "
+    )
+    execute([sys.executable, "-c", script + repr(words)], tmp_path, site)
+
+
+def test_errors_are_shown_as_text(tab: Tab, site: Site) -> None:
+    show(tab, "moody")
+    tab.write("[data-input=x]", "-1, 0")
+    run(tab, "error")
+    assert "ValueError: <img id=injected" in tab.text("[data-result=error]")
+    assert tab.evaluate("document.getElementById('injected')") is None
+    tab.write("[data-input=x]", "1, 2, 3")
+    tab.click("form#try button[type=submit]")
+    tab.wait("document.querySelector('#result').innerText.includes('ValueError') === false")
+    tab.write("[data-input=x]", "one")
+    tab.click("form#try button[type=submit]")
+    tab.wait("document.querySelector('[data-input=x]').ariaInvalid === 'true'")
+    assert "x: " in tab.text("#result [data-result=error]")
+    tab.write("[data-input=x]", "1, 2")
+    run(tab, "table")
+
+
+def test_code_is_copied(tab: Tab, site: Site) -> None:
+    tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    tab.call("Page.bringToFront")
+    show(tab, "numbers")
+    tab.write("[data-input=x]", "7, 8")
+    for language in ("curl", "python", "tritonclient"):
+        text = code(tab, language, "7", "8")
+        tab.click(f"[data-copy={language}]")
+        tab.wait_for(f"[data-copy={language}]", "opied")
+        assert tab.evaluate("navigator.clipboard.readText()") == text

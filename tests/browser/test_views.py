@@ -1,0 +1,241 @@
+"""The views of the page in a real browser: what they show of a server at work, by mouse, keyboard and screen reader."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import shmserve
+from tests.browser.conftest import Site, take
+from tests.browser.models import HOSTILE
+from tests.support.browser.tab import Tab
+
+pytestmark = pytest.mark.process
+
+MODELS = ["colours", "moody", "negative", "numbers", "pipeline", "words"]
+VIEWS = {
+    "overview": "#/",
+    "model": "#/model/numbers",
+    "configuration": "#/model/numbers/config",
+    "ensemble": "#/model/pipeline",
+    "try": "#/model/colours/try",
+}
+
+
+def ask(site: Site, model: str = "numbers", first: float = 1.0) -> None:
+    with site.server.client() as client:
+        client.infer(model, {"x": np.array([[first, 2.0]], np.float32)})
+
+
+def until(tab: Tab, condition: str, act: Callable[[], None]) -> None:
+    """Acts until the condition is true in the page."""
+    while not tab.evaluate(condition):
+        act()
+
+
+def cell(model: str, column: str) -> str:
+    return f"document.querySelector('[data-model={model}] td.{column}').textContent"
+
+
+def names(tab: Tab) -> list[str]:
+    found = tab.evaluate("[...document.querySelectorAll('[data-model]')].map((row) => row.dataset.model)")
+    return list(found)
+
+
+def show(tab: Tab, view: str) -> None:
+    tab.go(VIEWS[view])
+    tab.wait({
+        "overview": "document.body.dataset.view === 'overview' && document.querySelector('[data-model=words]')",
+        "model": "document.body.dataset.view === 'model' && document.querySelector('h1').textContent === 'numbers'",
+        "configuration": "document.querySelector('main').innerText.includes('dynamic_batching')",
+        "ensemble": "document.body.dataset.view === 'ensemble' && document.querySelector('svg[data-graph]')",
+        "try": "document.body.dataset.view === 'try' && document.querySelector('form#try')",
+    }[view])  # fmt: skip
+
+
+def test_the_overview_shows_models_at_work(tab: Tab, site: Site) -> None:
+    tab.wait_for("[data-model=words]", "READY")
+    assert names(tab) == MODELS
+    measured = f"parseFloat({cell('numbers', 'requests')}) > 0 && /s$/.test({cell('numbers', 'p99')})"
+    until(tab, measured, lambda: ask(site))
+    assert tab.evaluate(cell("words", "p99")) == "\N{EN DASH}"
+    take(tab, "overview")
+    tab.write("input[type=search]", "PIPE")
+    tab.wait("document.querySelectorAll('[data-model]').length === 1")
+    assert names(tab) == ["pipeline"]
+    tab.write("input[type=search]", "")
+    tab.wait("document.querySelectorAll('[data-model]').length === 6")
+    for direction, order in (("descending", MODELS[::-1]), ("ascending", MODELS)):
+        tab.click("th.name button")
+        tab.wait(f"document.querySelector('th.name').ariaSort === '{direction}'")
+        assert names(tab) == order
+
+
+def test_the_page_of_a_model_shows_its_batches_and_instances(tab: Tab, site: Site) -> None:
+    show(tab, "model")
+    tab.wait_for("table[aria-label=Instances]", "numbers_0_0")
+    text = "document.querySelector('main').innerText"
+    seen = f"['Gather', 'Compute', '1 row', 'single', 'idle'].filter((part) => {text}.includes(part)).length >= 4"
+    until(tab, seen, lambda: ask(site))
+    take(tab, "model")
+    tab.go(VIEWS["configuration"])
+    tab.wait_for("main", "max_batch_size: 8")
+    assert "FP32" in tab.text("main")
+    take(tab, "configuration")
+
+
+def test_changed_files_are_reported_and_reloaded(tab: Tab, site: Site) -> None:
+    tab.go("#/model/words")
+    tab.wait_for("[data-action=load]", "Reload")
+    config = site.repository / "words" / "config.pbtxt"
+    config.write_text(config.read_text() + "max_batch_size: 0\n")
+    tab.wait("document.querySelector('main').innerText.includes('Changed on disk')")
+    use_token(tab, site)
+    tab.click("[data-action=load]")
+    tab.wait("[...document.querySelectorAll('[role=status]')].some((one) => one.textContent === 'words is loaded.')")
+    tab.wait("!document.querySelector('main').innerText.includes('Changed on disk')")
+
+
+def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) -> None:
+    show(tab, "ensemble")
+    steps = tab.evaluate("[...document.querySelectorAll('[data-step]')].map((one) => one.textContent)")
+    assert [step for name in ("numbers", "moody") for step in steps if name in step] == steps
+    edges = tab.evaluate("[...document.querySelectorAll('[data-tensor]')].map((one) => one.dataset.tensor)")
+    assert sorted(edges) == ["middle", "x", "y"]
+    timed = "/\\d .?s/.test(document.querySelector('[data-tensor=middle] .time').textContent)"
+    until(tab, timed, lambda: ask(site, "pipeline"))
+    assert "waits" in tab.text("[data-tensor=middle] title") or tab.evaluate(
+        "document.querySelector('[data-tensor=middle] title').textContent.includes('waits')"
+    )
+    take(tab, "ensemble")
+    tab.click("[data-step='1']")
+    tab.wait("document.querySelector('main h1').textContent === 'moody'")
+
+
+def test_a_model_that_fails_while_it_is_watched(tab: Tab, site: Site) -> None:
+    tab.go("#/model/moody")
+    tab.wait_for("table[aria-label=Instances]", "moody_0_0")
+    for _ in range(3):
+        with pytest.raises(shmserve.ModelFailed):
+            ask(site, "moody", -1)
+    tab.wait_for(".error", "MODEL_FAILED")
+    tab.wait_for(".error", "3 times")
+    assert "ValueError" not in tab.text("main"), "other callers' errors are for operators"
+    use_token(tab, site)
+    ask_and_ignore(site, "moody", -1)
+    tab.wait(f"document.querySelector('.error').innerText.includes({json.dumps(HOSTILE)})")
+    assert tab.evaluate("document.getElementById('injected')") is None, "an error is text, not markup"
+    take(tab, "failing")
+    column = "table[aria-label=Instances] tbody tr:last-child td:nth-last-child(2)"
+    process = f"document.querySelector('{column}').textContent"
+    before = tab.evaluate(process)
+    ask_and_ignore(site, "moody", -2)
+    tab.wait(f"/^\\d+$/.test({process}) && {process} !== {json.dumps(before)}")
+    tab.wait("document.querySelector('table[aria-label=Instances]').textContent.includes('ready')")
+
+
+def ask_and_ignore(site: Site, model: str, first: float) -> None:
+    with contextlib.suppress(shmserve.ServeError):
+        ask(site, model, first)
+
+
+def use_token(tab: Tab, site: Site) -> None:
+    if not tab.evaluate("document.querySelector('#token-dialog').open"):
+        tab.click("#access")
+    tab.write("#token", site.token)
+    tab.press("Enter")
+    tab.wait("!document.querySelector('#token-dialog').open")
+    tab.wait("document.body.dataset.connection === 'live'")
+
+
+def test_loading_and_unloading_needs_the_token(tab: Tab, site: Site) -> None:
+    tab.go("#/model/negative")
+    tab.wait_for("[data-action=unload]", "Unload")
+    tab.click("[data-action=unload]")
+    tab.wait("document.querySelector('#token-dialog').open")
+    assert tab.questions, "unloading is confirmed"
+    assert "token" in tab.text("#token-reason")
+    assert is_ready(site, "negative")
+    use_token(tab, site)
+    tab.click("[data-action=unload]")
+    tab.wait_for("[role=status]", "negative is unloaded.")
+    tab.wait_for("[data-action=load]", "Load")
+    assert not is_ready(site, "negative")
+    tab.go("#/")
+    tab.wait_for("[data-model=negative]", "NOT LOADED")
+    tab.go("#/model/negative")
+    tab.click("[data-action=load]")
+    tab.wait_for("[role=status]", "negative is loaded.")
+    assert is_ready(site, "negative")
+    assert tab.evaluate("localStorage.length + sessionStorage.length") == 0
+    assert tab.evaluate("document.cookie") == ""
+    tab.open("/#/model/negative")
+    assert tab.evaluate("document.querySelector('#access').textContent") == "Token", "forgotten with the page"
+
+
+def is_ready(site: Site, model: str) -> bool:
+    with site.server.client() as client:
+        return client.ready(model)
+
+
+def test_the_keyboard_reaches_everything(tab: Tab) -> None:
+    tab.wait_for("[data-model=words]")
+    tab.press("/")
+    tab.wait("document.activeElement.matches('input[type=search]')")
+    tab.press("w")
+    tab.wait("document.querySelectorAll('[data-model]').length === 1")
+    tab.write("input[type=search]", "")
+    tab.wait("document.querySelectorAll('[data-model]').length === 6")
+    tab.press("Escape")
+    reached = []
+    for _ in range(60):
+        tab.press("Tab")
+        reached.append(tab.evaluate("document.activeElement.textContent || document.activeElement.tagName"))
+        if tab.evaluate("document.activeElement.closest('[data-model]') !== null"):
+            break
+    assert tab.evaluate("document.activeElement.closest('[data-model]')?.dataset.model") == "words", reached
+    for key, model in (("ArrowUp", "pipeline"), ("Home", "colours"), ("ArrowDown", "moody"), ("End", "words")):
+        tab.press(key)
+        assert tab.evaluate("document.activeElement.closest('[data-model]').dataset.model") == model
+    tab.press("Home")
+    tab.press("Enter")
+    tab.wait("document.querySelector('main h1').textContent === 'colours'")
+    assert tab.evaluate("document.activeElement.tagName") == "H1", "a screen reader is told the new view"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_everything_has_a_name_for_a_screen_reader(tab: Tab, view: str) -> None:
+    show(tab, view)
+    assert tab.unnamed() == []
+    roles = {role for role, _ in tab.accessible()}
+    assert {"main", "heading", "button"} <= roles
+    assert tab.evaluate("document.querySelectorAll('main h1').length") == 1
+    ids = tab.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
+    assert len(ids) == len(set(ids))
+
+
+WIDER = """
+[...document.querySelectorAll('body *')].filter((one) => !one.closest('.scroll') && one.getClientRects().length
+  && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML.slice(0, 80))
+"""
+GROUND = "[document.documentElement, document.body].map((one) => getComputedStyle(one).backgroundColor).join()"
+
+
+@pytest.mark.parametrize(("scheme", "other"), [("light", "dark"), ("dark", "light")])
+def test_views_fit_a_phone_and_any_scheme(tab: Tab, scheme: str, other: str) -> None:
+    tab.scheme(scheme)
+    grounds = set()
+    for width, height in ((360, 740), (1280, 900)):
+        tab.size(width, height, mobile=width == 360)
+        for view in VIEWS:
+            show(tab, view)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width, (view, tab.evaluate(WIDER))
+            take(tab, f"{view}-{width}-{scheme}")
+            grounds.add(tab.evaluate(GROUND))
+    assert len(grounds) == 1
+    tab.scheme(other)
+    assert tab.evaluate(GROUND) not in grounds
