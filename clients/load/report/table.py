@@ -11,7 +11,7 @@ from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, no
 from shmserve.terminal.tables import duration_text
 
 NAMES = tuple(f"p{percentile:g}" for percentile in PERCENTILES)
-_RANKS = {"p90": 2, "p95": 2, "p99.9": 1, "p99.99": 3}
+_RANKS = {"p90": 3, "p95": 3, "p99.9": 2, "p99.99": 4}
 ERRORS = 5
 """The most error texts of a load that are shown, the most frequent ones."""
 BUSY = 0.9
@@ -34,7 +34,7 @@ def run_text(run: Run, screen: Screen) -> str:
 
 
 def _loads(points: Sequence[Point], screen: Screen) -> str:
-    columns = [Column("load"), Column("requests/s", right=True), Column("+-", right=True, rank=4)]
+    columns = [Column("load"), Column("requests/s", right=True), Column("+-", right=True, rank=1)]
     rows = [[str(point.load), rate_text(point.throughput.mean), share_text(point.throughput)] for point in points]
     if any(point.rows > 1 for point in points):
         columns.append(Column("inferences/s", right=True))
@@ -117,6 +117,8 @@ def _notes(run: Run, screen: Screen) -> list[str]:
         text = f"no load kept {run.plan.limit}; the lowest that was tried was {run.plan.limit.low:g}{unit}"
         if run.best is not None:
             text = f"highest {kind} with {run.plan.limit}: {run.best:,.6g}{unit}"
+            if run.best >= run.plan.limit.high:
+                text += f", the upper bound of the search: --{kind} LOW:HIGH allows more"
         if run.undecided is not None:
             text = f"{text}; the search ended there" if run.best is not None else "no load is known to keep the limit"
             text += f", as {kind} {run.undecided:,.6g}{unit} had too few responses to judge {run.plan.limit}"

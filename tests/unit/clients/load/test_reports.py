@@ -120,6 +120,7 @@ def test_an_interval_that_says_nothing() -> None:
     ("best", "undecided", "text"),
     [
         (8.0, None, "highest concurrency with p99.9 <= 5 ms: 8\n"),
+        (1024.0, None, "<= 5 ms: 1,024, the upper bound of the search: --concurrency LOW:HIGH allows more\n"),
         (None, None, "no load kept p99.9 <= 5 ms; the lowest that was tried was 1\n"),
         (
             None,
