@@ -16,15 +16,17 @@ VAD := silero-vad==6.2.3
 # For the CPU: without the gigabytes that a GPU needs. Where pip finds no such build: make test TORCH=torch
 TORCH ?= torch==2.13.0+cpu
 ARGS ?=
+ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test browser-test tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
 	@echo 'make serve       set up if needed, serve the sample models until Ctrl-C'
 	@echo 'make samples     set up if needed, write all samples, also the larger ones, to $(ALL_SAMPLES); docs/examples.md'
 	@echo 'make test        set up if needed, run the test suite; ARGS="-k name" selects tests'
+	@echo 'make test-engines  install the engines that make test does not have in build/engines, and test them; ENGINES="name ..."'
 	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
@@ -51,6 +53,10 @@ samples: $(VENV)/.samples
 
 test: $(VENV)/.dev tritonclient
 	@$(BIN)/python -m tests $(ARGS)
+
+# Engines with large packages, each in an environment of its own: tests/engines. Those that cannot be installed are skipped.
+test-engines: $(VENV)/.dev
+	@$(BIN)/python -m tests.engines $(ENGINES)
 
 # Chromium is driven directly, so no driver is needed. Without it the tests are skipped, and say so.
 browser-test: $(VENV)/.dev tritonclient

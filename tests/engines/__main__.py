@@ -1,0 +1,120 @@
+"""`python -m tests.engines [NAME...]`: installs engines and runs their tests, all of them or those that are named.
+
+An engine that cannot be installed is skipped, and the summary says so. One that was installed must be importable, and
+its tests must pass. While the tests of one engine run, the next one is installed.
+"""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests import ROOT
+from tests.__main__ import compile_all, parallel
+from tests.engines.catalog import CONFORMANCE, ENGINES, Engine
+
+ENVIRONMENTS = ROOT / "build" / "engines"
+MADE = ".made"
+"""A file in an environment that is complete, with what was installed."""
+INSTALL_S = 400
+NOTHING_RAN = 5
+"""The status of pytest if it found no test."""
+
+
+def requirements(engine: Engine) -> list[str]:
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    extra = setup["options.extras_require"][engine.extra] if engine.extra else ""
+    return [*filter(None, (line.strip() for line in extra.splitlines())), *engine.more]
+
+
+def python_of(engine: Engine) -> Path:
+    return ENVIRONMENTS / engine.name / "bin" / "python"
+
+
+def install(engine: Engine) -> str:
+    """Creates the environment, unless it is there. Returns why that failed, or "".
+
+    It sees the packages of the environment of this process, so that only the engine is downloaded; a package that the
+    engine needs in another version is installed over it.
+    """
+    folder, wanted = ENVIRONMENTS / engine.name, requirements(engine)
+    made, text = folder / MADE, "\n".join([sys.prefix, *wanted])
+    if made.is_file() and made.read_text() == text:
+        return ""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        of_engine = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+        ours = sysconfig.get_path("purelib")
+        Path(of_engine, "packages_of_tests.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+        pip = [str(python_of(engine)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+        run([*pip, "--retries", "1", *wanted])
+    except (subprocess.SubprocessError, OSError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return str(error)
+    made.write_text(text)
+    return ""
+
+
+def run(command: list[str]) -> None:
+    """Raises SubprocessError with the last line of what a command wrote if it fails or takes too long."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise subprocess.SubprocessError(lines[-1])
+
+
+def test(engine: Engine) -> list[str]:
+    """Runs the tests of an installed engine. Returns what failed."""
+    python = str(python_of(engine))
+    failed = []
+    for module in engine.modules:
+        if subprocess.call([python, "-c", f"import {module}"], cwd=ROOT):
+            failed.append(f"import {module}")
+    suites = []
+    if engine.kind:
+        suites.append([*CONFORMANCE, "-k", engine.kind])
+    if engine.tests:
+        suites.append([*engine.tests])
+    for suite in suites:
+        status = subprocess.call([python, "-m", "pytest", "-q", "-rs", *parallel(), *suite], cwd=ROOT)
+        if status:
+            failed.append(" ".join(suite) + (": no test ran" if status == NOTHING_RAN else ""))
+    return failed
+
+
+def main(names: list[str]) -> int:
+    known = {engine.name: engine for engine in ENGINES}
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        print(f"unknown engine '{unknown[0]}'; known are: {', '.join(known)}")
+        return 2
+    compile_all()
+    outcomes, status = [], 0
+    engines = [known[name] for name in names] or list(ENGINES)
+    with ThreadPoolExecutor(1) as installer:
+        installed = [installer.submit(install, engine) for engine in engines]
+        for engine, done in zip(engines, installed, strict=True):
+            print(f"{engine.name}: installing in {python_of(engine).parents[1].relative_to(ROOT)} ...", flush=True)
+            reason = done.result()
+            if reason:
+                outcomes.append(f"{engine.name}: could not be installed, its tests are skipped: {reason}")
+                continue
+            start = time.monotonic()
+            failed = test(engine)
+            status = 1 if failed else status
+            outcome = "; ".join(["FAILED", *failed]) if failed else "passed"
+            outcomes.append(f"{engine.name}: {outcome} ({time.monotonic() - start:.0f} s)")
+    print("\n".join(outcomes))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,32 @@
+"""The engines that `make test-engines` installs and tests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CONFORMANCE = (
+    "tests/conformance/test_backends.py",
+    "tests/conformance/test_backend_ends.py",
+    "tests/conformance/test_backends_padded.py",
+)
+
+
+class Engine(NamedTuple):
+    """An engine, and the environment with its name."""
+
+    name: str
+    extra: str
+    """The extra in setup.cfg whose requirements are installed; "": what is installed is in `more`."""
+    modules: tuple[str, ...]
+    """What can be imported once it is installed."""
+    kind: str = ""
+    """Its name in the conformance suite (tests/support/workers/worker_models.py); "": it has none there."""
+    tests: tuple[str, ...] = ()
+    """Files and directories with its own tests."""
+    more: tuple[str, ...] = ()
+    """Further requirements and arguments for pip: oracles of its tests, an index of packages without a GPU."""
+
+
+ENGINES: tuple[Engine, ...] = (
+    Engine("openvino", "openvino", ("openvino",), "openvino", ("tests/process/worker/test_openvino.py",)),
+)
