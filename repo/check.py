@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import installed
 from shmserve.repo.config.complete import complete, is_ensemble, needs_completion
+from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import Problem, place_of
-from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
+from shmserve.repo.config.schema import ModelConfig, ModelRepositoryAgents, ModelVersionPolicy
 from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings
 from shmserve.repo.storage.layout import (
@@ -274,20 +275,24 @@ def repository_findings(root: Path) -> list[CheckFinding]:
 
 
 def load_warnings(
-    scanned: ScannedModel, *, backends: Collection[str], gpus: Collection[int] = ()
+    scanned: ScannedModel, *, backends: Collection[str], gpus: Collection[int] = (), prepared: bool = False
 ) -> tuple[CheckFinding, ...]:
     """What a server logs when it loads the model: all warnings of a check, and versions that are left out. Errors fail
-    the load and are reported by that.
+    the load and are reported by that. `prepared`: its repository agents have run.
     """
-    model = _check_files(scanned.path.parent, scanned, backends, gpus)
+    model = _check_files(scanned.path.parent, scanned, backends, gpus, prepared)
     warnings = set(scanned.warning_texts)
     return tuple(
         finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in warnings
     )
 
 
-def _check_files(root: Path, scanned: ScannedModel, backends: Collection[str], gpus: Collection[int]) -> _ModelCheck:
-    """All findings about a model on its own."""
+def _check_files(
+    root: Path, scanned: ScannedModel, backends: Collection[str], gpus: Collection[int], prepared: bool = False
+) -> _ModelCheck:
+    """All findings about a model on its own. `prepared`: its repository agents have run."""
+    if scanned.given is not None and scanned.given.model_repository_agents and not prepared:
+        return _check_agents(root, scanned, scanned.given.model_repository_agents)
     path, numbers, config = scanned.path, scanned.versions, None
     try:
         if not numbers:
@@ -307,6 +312,15 @@ def _check_files(root: Path, scanned: ScannedModel, backends: Collection[str], g
     for one in seen:
         if not (one.path and model.has(one.path)):
             model.add_finding(one)
+    return model
+
+
+def _check_agents(root: Path, scanned: ScannedModel, used: ModelRepositoryAgents) -> _ModelCheck:
+    """Of a model with repository agents, only its configuration can be checked: they may put other files in place."""
+    model = _ModelCheck(root, scanned, None, scanned.versions)
+    text = "its files are not checked: its repository agents check or replace them when it is loaded"
+    names = ", ".join(escaped(agent.name, 100) for agent in used.agents)
+    model.add_finding(Finding(WARNING, "", f"{text} ({names})", path="model_repository_agents"))
     return model
 
 

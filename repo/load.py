@@ -33,6 +33,7 @@ class ModelContext(NamedTuple):
 
     `name` is the name of the model's directory, `files` are the names in its first version directory. `folder` is the
     path of the directory: files that the configuration refers to must be there. None: they are not checked.
+    `prepared`: the repository agents of the model, if it has any, have run; before, files may be missing.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelContext(NamedTuple):
     files: Collection[str] = ()
     gpus: Collection[int] = ()
     folder: Path | None = None
+    prepared: bool = False
 
 
 class ExaminedConfig(NamedTuple):
@@ -98,7 +100,7 @@ def _checked(message: Message, given: ModelConfig, context: ModelContext, report
         else:
             report.warn(path, f"given twice, first on line {earlier}; the last one is used")
     validate(config, HostFacts(context.backends, context.gpus), report.problem)
-    if context.folder is not None:
+    if context.folder is not None and (context.prepared or not given.model_repository_agents):
         check_files(config, context.folder, report.problem)
     return config
 

@@ -70,12 +70,7 @@ _PARAMETERS = (
 _rows("ModelConfig", _Y, _PARAMETERS, "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it accepts requests", "model_warmup")
 _rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")
-_rows(
-    "ModelConfig",
-    _X,
-    "repository agents are not available, and an agent could replace or reject the model's files",
-    "model_repository_agents",
-)
+_rows("ModelConfig", _Y, "plug-ins that check or replace the model's files before it loads", "model_repository_agents")
 _rows("ModelConfig", _Y, "see its fields", "model_metrics")
 
 _LIMITER = "with --rate-limit execution_count"
@@ -222,8 +217,8 @@ _rows("ModelWarmup.Input", _Y, "file with raw bytes in the model's directory war
 _OPERATORS = "only ONNX Runtime has custom operator libraries"
 _rows("ModelOperations", _X, _OPERATORS, "op_library_filename", only=_ONNX)
 _rows("ModelTransactionPolicy", _Y, "a request may have any number of responses", "decoupled")
-_rows("ModelRepositoryAgents", _X, "with `ModelConfig.model_repository_agents`", "agents")
-_rows("ModelRepositoryAgents.Agent", _X, "with `ModelConfig.model_repository_agents`", "name", "parameters")
+_rows("ModelRepositoryAgents", _Y, "called in this order; at the end in reverse order", "agents")
+_rows("ModelRepositoryAgents.Agent", _Y, "of checksum, signature, decrypt, convert or a plug-in", "name", "parameters")
 _rows("ModelResponseCache", _Y, "needs a cache on the server (--cache-config)", "enable")
 
 _METRICS = "for nv_inference_first_response_histogram_ms, with --metrics-config histogram_latencies=true"

@@ -77,11 +77,14 @@ def scan_model(
     gpus: Collection[int] = (),
     config_name: str = "",
     override: Override | None = None,
+    prepared: bool = False,
 ) -> ScannedModel:
-    """Scan one model directory. With an override, its configuration files are not read."""
+    """Scan one model directory. With an override, its configuration files are not read. `prepared`: the directory is
+    the result of the model's repository agents; before they have run, files may be missing.
+    """
     if config_name:
         check_config_name(config_name)
-    return _Scan(path, backends, gpus).run(config_name, override)
+    return _Scan(path, backends, gpus, prepared).run(config_name, override)
 
 
 def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
@@ -158,8 +161,9 @@ class _BadModel(Exception):
 class _Scan:
     """The scan of one model: collects problems and continues where possible."""
 
-    def __init__(self, path: Path, backends: Collection[str], gpus: Collection[int]) -> None:
+    def __init__(self, path: Path, backends: Collection[str], gpus: Collection[int], prepared: bool) -> None:
         self._path = path
+        self._prepared = prepared
         self._name = escaped_name(path.name)
         self._backends = backends
         self._gpus = gpus
@@ -222,7 +226,7 @@ class _Scan:
         listed = (_names_if_readable(self._path / str(number)) for number in numbers)
         files = next((names for names in listed if names), ())
         named = f"{self._name}/{file}" if file else f"{self._name} (no {CONFIG_FILE})"
-        context = ModelContext(self._path.name, self._backends, files, self._gpus, self._path)
+        context = ModelContext(self._path.name, self._backends, files, self._gpus, self._path, self._prepared)
         examined = examine(given, OVERRIDE if file == OVERRIDE_FILE else named, context)
         self._problems += examined.problems
         self._warnings += examined.warnings
@@ -241,6 +245,8 @@ class _Scan:
             self._add_problem(_no_version(self._name, numbers))
         if examined.completed is None or examined.completed.backend not in {*self._backends, ""}:
             return ()
+        if examined.completed.model_repository_agents and not self._prepared:
+            return selected
         for number in selected:
             try:
                 why = _missing_file(self._path / str(number), examined.completed)

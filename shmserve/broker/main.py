@@ -44,6 +44,7 @@ from shmserve.core.core import Core
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.extras import install_command
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
+from shmserve.repo.agents.chains import AgentChains
 from shmserve.repo.check import repository_findings
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.storage.generation import Generations, Sizes
@@ -59,6 +60,8 @@ log = logging.getLogger("shmserve")
 LOCK = "broker.lock"
 GENERATIONS = "generations"
 """Directory for the files of loaded versions, in the runtime directory."""
+AGENTS = "agents"
+"""Directory for what repository agents make, in the runtime directory."""
 FILES = "files"
 """Directory for the models of single files, in the runtime directory."""
 NEEDED = ("httptools", "hpack")
@@ -116,6 +119,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
         self._remove()
         for name in (GENERATIONS, FILES):
             (self._path / name).mkdir(mode=0o700)
+        (self._path / AGENTS).mkdir(mode=0o700, exist_ok=True)
 
     def _remove(self) -> None:
         for name in (LANE, BROKER):
@@ -125,6 +129,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._remove()
+        shutil.rmtree(self._path / AGENTS, ignore_errors=True)
         (self._path / LOCK).unlink(missing_ok=True)
         os.close(self._lock)
 
@@ -141,6 +146,8 @@ class ServerProcess:
         self._mode: str = settings.model_control_mode
         gpus = _gpus()
         generations = _generations(settings)
+        place = settings.runtime_dir.absolute() / AGENTS
+        self._agents = AgentChains(place, setting.agent_settings(settings), _agent_printed)
         cores = survey(setting.host_policies(settings), gpus.places())
         busy_poll_ns = setting.busy_poll_ns(settings, cores)
         self._files = _model_files(settings)
@@ -154,6 +161,7 @@ class ServerProcess:
             terms=setting.terms(settings),
             gpus=gpus.numbers,
             files=self._files,
+            agents=self._agents,
         )
         self._control = self._make_control(settings)
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
@@ -186,6 +194,7 @@ class ServerProcess:
         )
         self._operations = self._broker.operations
         generations.discard = self._operations.discard
+        self._agents.discard = self._operations.in_reader
         self._control.process_of = self._broker.process_of
         self._progress = LoadProgress(self._core, self._loaded, log_record)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
@@ -255,8 +264,6 @@ class ServerProcess:
         return file
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
         # With a terminal as stdin, SIGHUP means that the terminal was closed; otherwise it requests a reload.
         hang_up = (self._stop, "SIGHUP") if os.isatty(0) else (self._reread,)
         self._loop.add_signal_handler(signal.SIGHUP, *hang_up)
@@ -266,7 +273,7 @@ class ServerProcess:
             if self._span_exporter is not None:
                 self._span_exporter.start()
             self._announcer.begin()
-            self._begin()
+            self._begin_or_stop()
             self._broker.on_turn = self._on_turn
             self._broker.put(events.Closed(0))  # a no-op event, so that one turn runs even without models
             gc.collect()
@@ -276,16 +283,35 @@ class ServerProcess:
         finally:
             self._announcer.close()
             self._gateways.close()
+            self._agents.interrupt()
             self._broker.close()
+            self._agents.close()
             self._trace_file.close()
             if self._span_exporter is not None:
                 self._span_exporter.close()
             self._gpu_metrics.close()
         return self._code
 
+    def _begin_or_stop(self) -> None:
+        """Repository agents may take long, and the loop, which handles signals, does not run yet."""
+        early: list[str] = []
+
+        def interrupt(number: int, frame: object) -> None:
+            early.append(signal.Signals(number).name)
+            self._agents.interrupt()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
+        self._begin()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+        if early:
+            self._loop.call_soon(self._stop, early[0])
+
     def _begin(self) -> None:
         """Reads and deploys the models to serve initially."""
         settings = self._settings
+        self._agents.recover()
         if settings.failed:
             for text in settings.failed:
                 log.error("%s: serving no models; the server is neither live nor ready", text)
@@ -455,6 +481,10 @@ def _model_files(settings: argparse.Namespace) -> ModelFiles | None:
     except InvalidRequest as error:
         raise CannotStart(str(error)) from None
     return files
+
+
+def _agent_printed(line: str, model: str) -> None:
+    log_record("info", f"[repository agents of model '{model}'] {line}", {"model": model})
 
 
 def _gpus() -> Gpus:

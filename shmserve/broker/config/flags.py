@@ -83,6 +83,15 @@ FLAGS = (
          "onnxruntime,default-max-batch-size=8; may be given several times", [], "BACKEND,KEY=VALUE", repeatable=True),
     Flag("backend-directory", "path", LOADING, "directory of custom backends, each in NAME/backend.py", None, "DIR",
          shown="none"),
+    Flag("repoagent-directory", "path", LOADING, "directory of custom repository agents, each in NAME/agent.py", None,
+         "DIR", shown="none"),
+    Flag("repoagent-config", "setting", LOADING, "a parameter for one repository agent, or for all if AGENT is "
+         "omitted; takes precedence over that of a model; e.g. signature,public_key_file=/etc/shmserve/models.pem; may "
+         "be given several times", [], "AGENT,KEY=VALUE", repeatable=True),
+    Flag("require-repoagent", "text", LOADING, "refuse models whose configuration does not use this repository "
+         "agent; may be given several times", [], "AGENT", repeatable=True),
+    Flag("repoagent-limit-secs", "seconds", LOADING, "kill the repository agents of a model that take longer than "
+         "this; 0: no limit", 300.0, "S"),
     Flag("model-load-thread-count", "whole", LOADING, "number of instances that load in parallel", 4, "N", least=1),
     Flag("model-load-retry-count", "whole", LOADING, "number of retries after a model fails to load",
          0, "N"),

@@ -38,6 +38,8 @@ from shmserve.broker.processes.resources import Terms
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest
 from shmserve.paths import environments_dir, server_runtime_dir
+from shmserve.repo.agents.chains import AgentSettings
+from shmserve.repo.agents.registry import directory_problem
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.storage.model_files import ModelFile, model_file
@@ -167,6 +169,16 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     if settings.backend_directory is not None:
         worker_settings[DIRECTORY] = str(settings.backend_directory.absolute())
     return worker_settings
+
+
+def agent_settings(settings: argparse.Namespace) -> AgentSettings:
+    directory = settings.repoagent_directory
+    return AgentSettings(
+        str(directory.absolute()) if directory is not None else "",
+        dict(settings.repoagent_config),
+        tuple(settings.require_repoagent),
+        settings.repoagent_limit_secs,
+    )
 
 
 def log_rate(settings: argparse.Namespace) -> Rate:
@@ -331,6 +343,9 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     if settings.backend_directory is not None:
         if fault := backend_directory_problem(settings.backend_directory):
             wrong(f"--backend-directory {fault}")
+    if settings.repoagent_directory is not None:
+        if fault := directory_problem(settings.repoagent_directory):
+            wrong(f"--repoagent-directory {fault}")
     if settings.load_model and settings.model_control_mode != "explicit":
         wrong(
             "Use of '--load-model' requires setting '--model-control-mode=explicit' as well; the mode is "

@@ -42,8 +42,6 @@ TRITON_FLAGS = (
              "if a GPU is too old for the engine, the engine reports it and the model fails to load"),
     _ignored("cuda-virtual-address-size", "pool", "GPU:N", "GPU memory is allocated in blocks"),
     _ignored("cache-directory", "text", "DIR", "the response cache is built in (--cache-config local,size=BYTES)"),
-    _ignored("repoagent-directory", "text", "DIR",
-             "repository agents are not supported; a model that requests one fails to load"),
     _refused("allow-sagemaker", _SAGEMAKER),
     _ignored("sagemaker-port", "whole", "N", "no SageMaker endpoint"),
     _ignored("sagemaker-safe-port-range", "text", "N-N", "no SageMaker endpoint"),

@@ -23,13 +23,15 @@ from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.records import Version
-from shmserve.errors import InvalidRequest, NotFound, ServeError
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Load
+from shmserve.repo.agents.chains import AgentChains, Prepared
 from shmserve.repo.backends import DIRECTORY, SOURCE_FILE, installed
 from shmserve.repo.check import CheckFinding, load_warnings
 from shmserve.repo.compile import CoreSet, compile_instances, compile_policy, environment, unknown_policies
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
+from shmserve.repo.config.override import Override
 from shmserve.repo.config.problems import Problem
 from shmserve.repo.config.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.rules.ensembles import StepModel, check_graph
@@ -45,13 +47,15 @@ PINS = "pins"
 
 class Reading(NamedTuple):
     """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
-    read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not."""
+    read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not.
+    `prepared`: the result of its repository agents, if it has any."""
 
     scanned: ScannedModel
     snapshot: Snapshot | None = None
     override: LoadOverride | None = None
     generations: Mapping[int, Generation] = MappingProxyType({})
     findings: tuple[CheckFinding, ...] = ()
+    prepared: Prepared | None = None
 
 
 class VersionSource(Struct, eq=False):
@@ -76,6 +80,8 @@ class VersionSource(Struct, eq=False):
     """The last deployment."""
     kept: KeptConfig | None = None
     """What a later load without a configuration reuses."""
+    prepared: Prepared | None = None
+    """What the model's repository agents made, kept for as long as this version may be loaded again."""
 
 
 class KeptConfig(NamedTuple):
@@ -97,11 +103,12 @@ class Catalog:
         terms: Terms = NOTHING,
         gpus: Collection[int] = (),
         files: ModelFiles | None = None,
+        agents: AgentChains | None = None,
     ) -> None:
         """`settings` are passed to workers; `cores` are divided among them. `generations` keeps files of versions as
         they were read; None: workers read the repositories. `resources`: those of the rate limiter; None: it is off.
         `terms`: defaults for workers' processes. `gpus`: the numbers of GPUs that models may use. `files`: single files
-        that are models."""
+        that are models. `agents` runs repository agents; None: models that use them cannot be served."""
         self._cores = cores
         self._gpus = gpus
         self._terms = terms
@@ -111,6 +118,7 @@ class Catalog:
         self._settings = settings
         self._config_name = config_name
         self._generations = generations
+        self._agents = agents
         self._backends = installed(settings.get(DIRECTORY, ""))
         self._numbers = count(1)
         self._sources: dict[int, VersionSource] = {}
@@ -157,15 +165,20 @@ class Catalog:
             generation = self._generations.adopt(given.folder)
         before = _snapshot(folder)
         for left in (2, 1, 0):
-            scanned = scan_model(
-                folder, backends=self._backends, gpus=self._gpus, config_name=self._config_name, override=override
-            )
+            scanned = self._scan(folder, override)
             kept: Mapping[int, Generation] = {}
+            prepared: Prepared | None = None
             try:
-                if generation is not None:
+                prepared = self._prepare(scanned, before, generation)
+                if prepared is not None:
+                    scanned = self._scan(prepared.folder, override, prepared=True)
+                    kept = self._keep(scanned, take(prepared.folder), strict=True)
+                elif generation is not None:
                     kept = dict.fromkeys(scanned.versions, generation)
                 elif before is not None:
                     kept = self._keep(scanned, before, strict=left > 0)
+            except ServeError as error:
+                scanned = _refused(scanned, error.message)
             except FilesChanged:
                 if not left:
                     scanned = _refused(scanned, "its files changed while they were read")
@@ -175,8 +188,32 @@ class Catalog:
             if after == before:
                 break
             before = after
-        findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus)
-        return Reading(scanned, before, given, kept, findings)
+        findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus, prepared=prepared is not None)
+        if prepared is not None and generation is None:
+            scanned = scanned._replace(path=folder)
+        return Reading(scanned, before, given, kept, findings, prepared)
+
+    def _scan(self, folder: Path, override: Override | None, prepared: bool = False) -> ScannedModel:
+        return scan_model(
+            folder,
+            backends=self._backends,
+            gpus=self._gpus,
+            config_name=self._config_name,
+            override=override,
+            prepared=prepared,
+        )
+
+    def _prepare(self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None) -> Prepared | None:
+        """Runs the model's repository agents. None: it has none. Raises a ServeError if one refuses the model."""
+        if scanned.given is None:
+            return None
+        agents = scanned.given.model_repository_agents
+        if self._agents is not None:
+            digest = snapshot.digest() if snapshot is not None else ""
+            return self._agents.prepare(scanned.name, scanned.path, agents, digest, base)
+        if agents is not None:
+            raise Unsupported("its configuration uses repository agents, which only a server runs")
+        return None
 
     def _refresh(self) -> None:
         if self._files is not None:
@@ -334,6 +371,7 @@ class Catalog:
                 mark,
             )
         source.config_digest, source.kind, source.kept = config_digest, kind, kept
+        source.prepared = reading.prepared
         source.config, source.given = scanned.config, scanned.given
         source.completed = source.completed and _regrouped(source.completed, scanned.config)
         return source.number

@@ -320,8 +320,12 @@ class ClientOperations:
 
     def discard(self, folder: Path) -> None:
         """Removes a directory that is no longer used. May be called from any thread."""
-        with suppress(RuntimeError):  # the server stops and removes all of them
-            self._reader.submit(shutil.rmtree, folder, ignore_errors=True)
+        self.in_reader(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    def in_reader(self, work: Callable[[], None]) -> None:
+        """Runs work in the thread that reads models. May be called from any thread."""
+        with suppress(RuntimeError):  # the server stops and removes everything
+            self._reader.submit(work)
 
     # ------------------------------------------------------------------------------------ changes on disk
 

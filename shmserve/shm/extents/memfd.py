@@ -3,7 +3,6 @@ cannot be truncated under a reader, and an unsealed one is not mapped."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -12,14 +11,12 @@ import stat
 from shmserve.errors import Internal, InvalidRequest, Unavailable
 from shmserve.shm.extents.base import MappedExtent, failed, reserve, resize
 from shmserve.shm.pages import map_shared
+from shmserve.system.mounts import is_tmpfs
 
 SEAL_FUTURE_WRITE = 0x10
 """Since kernel 5.1: existing mappings may write, new ones may not. Python's standard library has no constant for it."""
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NOEXEC_SEAL = 0x8
-_TMPFS_MAGIC = 0x01021994
-_fstatfs = ctypes.CDLL(None, use_errno=True).fstatfs
-_fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 class MemfdExtent(MappedExtent):
@@ -82,7 +79,8 @@ def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
 def verify(fd: int, size: int) -> None:
     """Raises InvalidRequest unless `fd` is a memfd of exactly `size` bytes that can no longer be truncated."""
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or not _is_tmpfs(fd):
+    # Huge pages are refused, because an access can fail although the size is sealed.
+    if not stat.S_ISREG(status.st_mode) or not is_tmpfs(fd):
         raise InvalidRequest("the descriptor of a segment must be a memfd")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -110,12 +108,3 @@ def _open() -> int:
         return os.memfd_create("shmserve", flags)
     except OSError as error:
         raise Unavailable(f"cannot create shared memory: {error.strerror}") from error
-
-
-def _is_tmpfs(fd: int) -> bool:
-    """Whether it is on tmpfs. Huge pages are refused, because an access can fail although the size is sealed."""
-    answer = (ctypes.c_long * 32)()
-    if _fstatfs(fd, answer) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return answer[0] == _TMPFS_MAGIC

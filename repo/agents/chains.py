@@ -1,0 +1,181 @@
+"""Runs the agents of models and keeps what they made for as long as it is used.
+
+Invariant: everything here runs in the thread that reads models, but `Prepared` may be dropped in any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from shmserve.errors import InvalidRequest, Unavailable, from_wire
+from shmserve.repo.agents import registry
+from shmserve.repo.agents.process import AgentProcess
+from shmserve.repo.agents.record import CHAIN, AgentSpec, Chain, read_chain, read_result, write
+from shmserve.repo.config.schema import ModelRepositoryAgents
+
+PREFIX = "chain-"
+STOP_S = 10.0
+"""Longest time for all agents together that are told of the server's end."""
+
+
+class AgentSettings(NamedTuple):
+    """`directory`: with further agents. `config`: 'agent,key' -> value, which takes precedence over that of a model.
+    `required`: a model that does not use these agents is refused. `limit_s`: longest time for the agents of a model."""
+
+    directory: str = ""
+    config: Mapping[str, str] = {}
+    required: Collection[str] = ()
+    limit_s: float = 300.0
+
+
+class Prepared:
+    """A model's directory, checked or made by its agents. When the last reference is dropped, they are told that the
+    model is unloaded, and what they made is removed. `base`: what must exist for as long.
+    """
+
+    def __init__(self, folder: Path, base: object) -> None:
+        self.folder = folder
+        self.base = base
+
+
+class AgentChains:
+    """`log` is called with a line that an agent has printed, and the model's name."""
+
+    def __init__(self, place: Path, settings: AgentSettings, log: Callable[[str, str], None]) -> None:
+        self.discard: Callable[[Callable[[], None]], None] = lambda work: work()
+        """Runs work in the thread that reads models; may be called in any thread."""
+        self._place = place
+        self._settings = settings
+        self._log = log
+        self._known: weakref.WeakValueDictionary[tuple[object, ...], Prepared] = weakref.WeakValueDictionary()
+        self._live: dict[Path, bool] = {}
+        """Directory of a chain -> whether an agent wants to know when the model is unloaded."""
+        self._running: AgentProcess | None = None
+        self._closed = False
+
+    def prepare(
+        self, name: str, folder: Path, agents: ModelRepositoryAgents | None, digest: str, base: object = None
+    ) -> Prepared | None:
+        """Runs the agents of a model, unless they have for the same files, identified by `digest`. None: the model has
+        no agents. Raises a ServeError if the model must not be loaded.
+        """
+        specs = self._specs(agents)
+        if not specs:
+            return None
+        key = (folder, digest, repr(specs))
+        found = self._known.get(key) if digest else None
+        if found is None:
+            found = self._known[key] = self._prepare(name, folder, specs, base)
+        return found
+
+    def _specs(self, agents: ModelRepositoryAgents | None) -> tuple[AgentSpec, ...]:
+        given = agents.agents if agents is not None else ()
+        for name in self._settings.required:
+            if name not in {agent.name for agent in given}:
+                text = f"its configuration does not use the repository agent '{name}', which the server requires"
+                raise InvalidRequest(f"{text} (--require-repoagent)")
+        return tuple(AgentSpec(agent.name, agent.parameters | self._config_of(agent.name)) for agent in given)
+
+    def _config_of(self, agent: str) -> dict[str, str]:
+        return {
+            key: value
+            for setting, value in self._settings.config.items()
+            for name, _, key in [setting.partition(",")]
+            if name in ("", agent)
+        }
+
+    def _prepare(self, name: str, folder: Path, specs: Sequence[AgentSpec], base: object) -> Prepared:
+        directory = self._settings.directory
+        names = registry.installed(directory)
+        for spec in specs:
+            if spec.name not in names:
+                raise InvalidRequest(registry.unknown(spec.name, names))
+        home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._place))
+        self._live[home] = True
+        try:
+            write(home / CHAIN, Chain(name, str(folder), tuple(specs), directory))
+            problem = self._run(home, "load", name)
+            result = read_result(home)
+            if result is None:
+                raise Unavailable(problem or "its repository agents ended without a result; see the server's log")
+            if result.error:
+                self._live[home] = False  # those that were loaded know
+                raise from_wire(result.code or InvalidRequest.code, result.error)
+            self._live[home] = result.unloads
+            made = Path(result.folder)
+            if made.name != name:
+                made = _named(home, made, name)
+        except BaseException:
+            self._release(home, name)
+            raise
+        prepared = Prepared(made, base)
+        weakref.finalize(prepared, self._drop, home, name).atexit = False
+        return prepared
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def _drop(self, home: Path, name: str) -> None:
+        self.discard(lambda: self._release(home, name))
+
+    def _release(self, home: Path, name: str) -> None:
+        if self._live.pop(home, False):
+            self._run(home, "unload", name)
+        shutil.rmtree(home, ignore_errors=True)
+
+    def recover(self) -> None:
+        """Tells the agents of models that were loaded when the server was killed, and removes what they made."""
+        for home in sorted(self._place.glob(f"{PREFIX}*")):
+            with suppress(FileNotFoundError):
+                self._run(home, "unload", read_chain(home).model)
+            shutil.rmtree(home, ignore_errors=True)
+
+    def close(self) -> None:
+        """Tells the agents of all loaded models, for up to STOP_S. The thread that reads models must have ended."""
+        for home in list(self._live):
+            with suppress(FileNotFoundError):
+                self._release(home, read_chain(home).model)
+
+    def interrupt(self) -> None:
+        """Kills the agents that are running, so that the thread that reads models ends. May be called in any thread."""
+        self._closed = True
+        running = self._running
+        if running is not None:
+            running.kill()
+
+    # ------------------------------------------------------------------------------------ processes
+
+    def _run(self, home: Path, action: str, model: str) -> str:
+        """Runs the process of a chain. Returns what was wrong with it; "" if it ended normally."""
+        command = [sys.executable, "-m", "shmserve.repo.agents.host", str(home), action, str(os.getpid())]
+        self._running = process = AgentProcess(command, lambda line: self._log(line, model))
+        if self._closed and action == "load":
+            process.kill()
+        code = process.run(self._limit_s(action))
+        self._running = None
+        if code is None:
+            text = f"its repository agents were killed: they took longer than {self._settings.limit_s:g} s"
+            return f"{text} (--repoagent-limit-secs)"
+        if code < 0:
+            return f"its repository agents were killed by {signal.Signals(-code).name}"
+        return f"its repository agents ended with exit code {code}" if code else ""
+
+    def _limit_s(self, action: str) -> float | None:
+        limit = self._settings.limit_s or None
+        return min(limit or STOP_S, STOP_S) if self._closed and action == "unload" else limit
+
+
+def _named(home: Path, folder: Path, name: str) -> Path:
+    """A path of the directory that ends with the model's name."""
+    link = home / "named"
+    link.mkdir(mode=0o700)
+    (link / name).symlink_to(folder)
+    return link / name

@@ -1,0 +1,70 @@
+"""The record of one chain of agents, on disk: what to run, what has run, and with what result.
+
+    <place>/chain-xxxx/
+        chain.json     the agents and the model, written before anything runs
+        done           a line for each agent whose `load` has returned: the directory that it was given
+        result.json    the end of a load: the directory to serve, or an error
+        0/, 1/, ...    the work directories of the agents
+
+After a crash, `chain.json` and `done` say which agents to tell that the model is no longer loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+CHAIN = "chain.json"
+DONE = "done"
+RESULT = "result.json"
+
+
+class AgentSpec(Struct, frozen=True):
+    name: str
+    parameters: dict[str, str] = {}
+
+
+class Chain(Struct, frozen=True):
+    model: str
+    folder: str
+    agents: tuple[AgentSpec, ...]
+    directory: str = ""
+    """That of --repoagent-directory."""
+
+
+class Result(Struct, frozen=True):
+    folder: str = ""
+    code: str = ""
+    error: str = ""
+    unloads: bool = False
+    """Whether an agent wants to know when the model is unloaded."""
+
+
+def write(path: Path, content: Chain | Result) -> None:
+    """Writes the file in one step: a reader finds it whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(content))
+    part.replace(path)
+
+
+def read_chain(home: Path) -> Chain:
+    return msgspec.json.decode((home / CHAIN).read_bytes(), type=Chain)
+
+
+def read_result(home: Path) -> Result | None:
+    """None: the process ended before it had one."""
+    try:
+        return msgspec.json.decode((home / RESULT).read_bytes(), type=Result)
+    except FileNotFoundError:
+        return None
+
+
+def folders_done(home: Path) -> list[str]:
+    """The directories that were given to the agents whose `load` has returned, in order."""
+    try:
+        lines = (home / DONE).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [msgspec.json.decode(line, type=str) for line in lines[:-1]]  # the last one is empty, or half-written

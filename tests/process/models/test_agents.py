@@ -1,0 +1,169 @@
+"""Repository agents of a real server: loads, reloads, rollbacks, restarts, and a server that is killed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.support import living
+from tests.support.living import PYTHON, answer, generation, index, pids, renew, states, until, write
+from tests.support.repo.agents import agents_text, write_agent
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("agents")
+    (place / "models").mkdir()
+    write_agent(place / "agents", "notes")
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(place: Path) -> Iterator[Server]:
+    options = ("--repoagent-directory", str(place / "agents"), "--model-control-mode", "explicit")
+    with TemporaryDirectory(dir="/dev/shm", prefix="shmserve-test-") as run:
+        with Server(place / "models", *options, "--repoagent-limit-secs", "30", runtime_dir=f"{run}/run") as server:
+            yield server
+        assert not list(Path(run).rglob("chain-*"))
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    with server.client() as client:
+        yield client
+        living.unload_all(client)
+
+
+def noting(place: Path, name: str, what: str = "") -> str:
+    return agents_text(("notes", {"what": what, "called": "x", "notes": str(place / f"{name}.notes")}))
+
+
+def notes(place: Path, name: str) -> list[str]:
+    path = place / f"{name}.notes"
+    return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def chains(server: Server) -> list[Path]:
+    return sorted(server.runtime_dir.glob("agents/chain-*"))
+
+
+def test_a_replaced_directory_is_served(place: Path, server: Server, client: shmserve.Client) -> None:
+    model = generation(place / "models", "r", 1, noting(place, "r", "replace"))
+    client.load("r")
+    assert answer(client, "r") == 101.0
+    client.load("r")
+    assert notes(place, "r") == ["load"], "nothing has changed"
+    before = pids(client, "r")
+    client.restart("r")
+    until(client, lambda: pids(client, "r").keys() == before.keys() and pids(client, "r") != before)
+    assert answer(client, "r") == 101.0
+    renew(model, 2)
+    until(client, lambda: index(client, "r")["r/1"].get("changed_on_disk"), "changed on disk")
+    client.load("r")
+    assert answer(client, "r") == 102.0
+    client.load("r", previous=True)
+    assert answer(client, "r") == 101.0, "what the agents made is kept for a rollback"
+    client.unload("r")
+    until(client, lambda: notes(place, "r").count("unload") == 2 and not chains(server), "the agents know")
+
+
+def test_a_refused_change_leaves_the_old_version_serving(place: Path, client: shmserve.Client) -> None:
+    model = generation(place / "models", "k", 1, noting(place, "k"))
+    client.load("k")
+    write(model / "config.pbtxt", PYTHON + noting(place, "k", "refuse"))
+    with pytest.raises(shmserve.ServeError, match="repository agent 'notes' refused the model: not today"):
+        client.load("k")
+    assert answer(client, "k") == 1.0
+
+
+def test_the_checksum_of_triton(place: Path, client: shmserve.Client) -> None:
+    model = generation(place / "models", "c", 1)
+    digest = hashlib.md5((model / "1" / "model.py").read_bytes()).hexdigest()
+    write(model / "config.pbtxt", PYTHON + agents_text(("checksum", {"MD5:1/model.py": digest})))
+    client.load("c")
+    assert answer(client, "c") == 1.0
+    client.unload("c")
+    write(model / "config.pbtxt", PYTHON + agents_text(("checksum", {"MD5:1/model.py": "0" * 32})))
+    with pytest.raises(shmserve.ServeError, match=f"MD5 of '1/model.py' is {digest}, expected 0000"):
+        client.load("c")
+
+
+def test_an_encrypted_model(place: Path, server: Server, client: shmserve.Client) -> None:
+    import pyrage
+
+    identity = pyrage.x25519.Identity.generate()
+    (place / "key").write_text(str(identity))
+    text = agents_text(("decrypt", {"identity_file": str(place / "key")}))
+    model = generation(place / "models", "e", 7, text)
+    for name in ("model.py", "generation"):
+        plain = model / "1" / name
+        plain.with_name(f"{name}.age").write_bytes(pyrage.encrypt(plain.read_bytes(), [identity.to_public()]))
+        plain.unlink()
+    client.load("e")
+    assert answer(client, "e") == 7.0
+    found = client.infer("e", {"x": np.ones((2, 3), np.float32)})["y"]
+    assert found.tolist() == [[7.0] * 3] * 2
+    client.unload("e")
+    until(client, lambda: not chains(server) and not list(server.runtime_dir.glob("generations/*")), "nothing is left")
+
+
+def test_files_of_a_load_call_pass_the_agents(place: Path, client: shmserve.Client) -> None:
+    config = {
+        "backend": "python",
+        "max_batch_size": 8,
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "model_repository_agents": {
+            "agents": [
+                {
+                    "name": "notes",
+                    "parameters": {"what": "replace", "called": "x", "notes": str(place / "f.notes")},
+                }
+            ]
+        },
+    }
+    client.load("f", config=config, files={"1/model.py": living.GENERATION.encode(), "1/generation": b"3"})
+    assert answer(client, "f") == 103.0
+    before = pids(client, "f")
+    client.restart("f")
+    until(client, lambda: pids(client, "f").keys() == before.keys() and pids(client, "f") != before)
+    assert answer(client, "f") == 103.0
+
+
+def test_a_missing_agent_is_named(place: Path, client: shmserve.Client) -> None:
+    generation(place / "models", "u", 1, agents_text(("unheard_of", {})))
+    with pytest.raises(shmserve.ServeError, match="'unheard_of' is not installed; there are checksum, convert"):
+        client.load("u")
+    assert set(states(client, "u").values()) == {"UNAVAILABLE"}
+
+
+def test_after_a_kill_the_agents_are_told(place: Path, tmp_path: Path) -> None:
+    generation(tmp_path / "models", "m", 1, noting(place, "m", "replace"))
+    options = ("--repoagent-directory", str(place / "agents"))
+    with Server(tmp_path / "models", *options, runtime_dir=tmp_path / "run") as server:
+        with server.client() as client:
+            assert answer(client, "m") == 101.0
+        server.kill()
+    assert notes(place, "m") == ["load"]
+    with Server(tmp_path / "models", *options, runtime_dir=tmp_path / "run") as server, server.client() as client:
+        assert notes(place, "m") == ["load", "unload", "load"]
+        assert answer(client, "m") == 101.0
+    assert notes(place, "m") == ["load", "unload", "load", "unload"]
+
+
+def test_models_without_a_required_agent_are_refused(tmp_path: Path) -> None:
+    generation(tmp_path, "m", 1)
+    with Server(tmp_path, "--require-repoagent", "signature") as server, server.client() as client:
+        (entry,) = index(client, "m").values()
+        assert entry["state"] == "UNAVAILABLE"
+        reason = entry["reason"]
+        assert "does not use the repository agent 'signature'" in reason

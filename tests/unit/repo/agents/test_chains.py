@@ -1,0 +1,181 @@
+"""Chains of agents in real processes: order, failures, what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.repo.agents.chains import AgentChains, AgentSettings
+from shmserve.repo.config.schema import ModelRepositoryAgents
+from tests.support.repo.agents import write_agent
+
+pytestmark = pytest.mark.process
+
+
+class Place:
+    """A model `m`, two agents that take notes, and a directory for what they make."""
+
+    def __init__(self, root: Path) -> None:
+        self.model = root / "models" / "m"
+        (self.model / "1").mkdir(parents=True)
+        (self.model / "1" / "generation").write_text("1")
+        self.work = root / "work"
+        self.work.mkdir()
+        self.directory = root / "agents"
+        for name in ("a", "b"):
+            write_agent(self.directory, name)
+        self.notes = root / "notes"
+        self.printed: list[str] = []
+        self.settings = AgentSettings(str(self.directory), {}, (), 60.0)
+
+    def chains(self, **more: object) -> AgentChains:
+        settings = self.settings._replace(**more)
+        return AgentChains(self.work, settings, lambda line, model: self.printed.append(f"{model}: {line}"))
+
+    def agents(self, first: str = "", second: str = "") -> ModelRepositoryAgents:
+        return self.given(("a", first), ("b", second))
+
+    def given(self, *agents: tuple[str, str]) -> ModelRepositoryAgents:
+        plain = [
+            {"name": name, "parameters": {"what": what, "called": name, "notes": str(self.notes)}}
+            for name, what in agents
+        ]
+        return msgspec.convert({"agents": plain}, ModelRepositoryAgents)
+
+    def noted(self) -> list[str]:
+        return self.notes.read_text().splitlines() if self.notes.exists() else []
+
+    def left(self) -> list[str]:
+        return [path.name for path in self.work.iterdir()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_agents_run_in_order_and_end_in_reverse_order(place: Place) -> None:
+    chains = place.chains()
+    prepared = chains.prepare("m", place.model, place.agents("replace", "replace"), "1")
+    assert prepared is not None
+    assert (prepared.folder / "1" / "generation").read_text() == "201.0"
+    assert prepared.folder.name == "m", "the directory's name is the model's"
+    assert place.noted() == ["load a m True", "load b m True"]
+    assert (place.model / "1" / "generation").read_text() == "1"
+    again = chains.prepare("m", place.model, place.agents("replace", "replace"), "1")
+    assert again is prepared, "the same files are prepared once"
+    other = chains.prepare("m", place.model, place.agents("replace", "replace"), "2")
+    assert other is not prepared
+    assert other is not None
+    del again, other
+    gc.collect()
+    assert place.noted()[4:] == ["unload b m True", "unload a m True"]
+    assert len(place.left()) == 1
+    del prepared
+    gc.collect()
+    assert place.noted()[6:] == ["unload b m True", "unload a m True"]
+    assert not place.left()
+
+
+def test_without_agents_nothing_runs(place: Place) -> None:
+    assert place.chains().prepare("m", place.model, None, "1") is None
+    assert not place.left()
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("refuse", "repository agent 'b' refused the model: not today"),
+        ("raise", "repository agent 'b' failed: ValueError: a mistake"),
+        ("nowhere", "load() returned 'nowhere', which is not a directory"),
+        ("die", "its repository agents were killed by SIGKILL"),
+    ],
+)
+def test_if_one_fails_those_before_it_are_told(place: Place, what: str, text: str) -> None:
+    chains = place.chains()
+    with pytest.raises(ServeError) as failed:
+        chains.prepare("m", place.model, place.agents("replace", what), "1")
+    assert text in failed.value.message
+    assert place.noted() == ["load a m True", "load b m True", "unload a m True"]
+    assert not place.left()
+    if what == "raise":
+        assert any("ValueError: a mistake" in line for line in place.printed), "the log has the traceback"
+
+
+def test_agents_that_take_too_long_are_killed(place: Place) -> None:
+    with pytest.raises(Unavailable, match=r"longer than 0\.5 s \(--repoagent-limit-secs\)"):
+        place.chains(limit_s=0.5).prepare("m", place.model, place.agents("", "hang"), "1")
+    assert not place.left()
+
+
+def test_a_stopping_server_does_not_wait_for_agents(place: Place) -> None:
+    chains = place.chains()
+    over = threading.Event()
+
+    def interrupt() -> None:
+        while "load b m True" not in place.noted() and not over.wait(0.01):
+            pass
+        chains.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Unavailable, match="killed by SIGKILL"):
+        chains.prepare("m", place.model, place.agents("", "hang"), "1")
+    over.set()
+    thread.join()
+    assert not place.left()
+    with pytest.raises(Unavailable, match="killed by SIGKILL"):
+        chains.prepare("m", place.model, place.agents("", "hang"), "1")
+
+
+def test_after_a_crash_the_agents_are_told_at_the_next_start(place: Place) -> None:
+    chains = place.chains()
+    prepared = chains.prepare("m", place.model, place.agents("replace"), "1")
+    assert prepared is not None
+    place.chains().recover()
+    assert place.noted()[2:] == ["unload b m True", "unload a m True"]
+    assert not place.left()
+    (place.work / "chain-without-record").mkdir()
+    place.chains().recover()
+    assert not place.left(), "the server was killed before it had written the record"
+
+
+def test_the_end_of_the_server_ends_all(place: Place) -> None:
+    chains = place.chains()
+    prepared = chains.prepare("m", place.model, place.agents("", "raise at unload"), "1")
+    assert prepared is not None
+    chains.interrupt()
+    chains.close()
+    assert place.noted()[2:] == ["unload b m True", "unload a m True"]
+    assert any("failed to unload model 'm'" in line for line in place.printed)
+    assert not place.left()
+
+
+def test_output_is_logged_and_limited(place: Place) -> None:
+    place.chains().prepare("m", place.model, place.given(("a", "talk")), "1")
+    assert place.printed[0] == "m: line 0"
+    assert place.printed[-1] == "m: 100 further lines were dropped"
+    assert len(place.printed) == 201
+
+
+def test_settings_of_the_server_take_precedence(place: Place) -> None:
+    chains = place.chains(config={"a,what": "refuse", ",called": "anyone"})
+    with pytest.raises(InvalidRequest, match="'a' refused the model"):
+        chains.prepare("m", place.model, place.agents(), "1")
+    assert place.noted() == ["load anyone m True"]
+
+
+def test_unknown_and_missing_agents(place: Place) -> None:
+    with pytest.raises(InvalidRequest, match="'c' is not installed; there are a, b, checksum, convert, decrypt"):
+        place.chains().prepare("m", place.model, place.given(("c", "")), "1")
+    with pytest.raises(InvalidRequest, match="agent 'b', which the server requires"):
+        place.chains(required=("b",)).prepare("m", place.model, place.given(("a", "")), "1")
+    with pytest.raises(InvalidRequest, match="agent 'b', which the server requires"):
+        place.chains(required=("b",)).prepare("m", place.model, None, "1")
+    assert not place.left()
+    assert not place.noted()
