@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,7 +34,7 @@ class Place:
         self.printed: list[str] = []
         self.settings = AgentSettings(str(self.directory), {}, (), 60.0)
 
-    def chains(self, **more: object) -> AgentChains:
+    def chains(self, **more: Any) -> AgentChains:
         settings = self.settings._replace(**more)
         return AgentChains(self.work, settings, lambda line, model: self.printed.append(f"{model}: {line}"))
 
