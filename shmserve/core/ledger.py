@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from shmserve.core.effects import Effect, Forget, Free, Send
 from shmserve.core.requests.client import ClientState
-from shmserve.errors import InvalidRequest
+from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
 
 INTERNAL = "internal"
@@ -101,6 +101,15 @@ class Ledger:
         """A request refers to these segments: they stay until it has ended, even if their owner withdraws them."""
         for number in numbers:
             self.segments[number].uses += 1
+
+    def use_present(self, numbers: tuple[int, ...]) -> None:
+        """`use`, but raises if one of them is lost, which a request of a client cannot refer to."""
+        known = self.segments
+        for number in numbers:
+            segment = known[number]
+            if segment.orphan and segment.lost:
+                raise HandleLost("a tensor was on the GPU of an instance whose worker process has ended")
+        self.use(numbers)
 
     def done_with(self, numbers: tuple[int, ...]) -> None:
         for number in numbers:

@@ -44,14 +44,15 @@ class Ensembles:
         """Processes the results that have arrived and starts steps, or ends a run that has failed."""
         if self._state.runs.get(run.request.number) is not run:  # already closed
             return
-        results, run.results = run.results, []
-        for spot, message in results:
-            if isinstance(message, Fail):
-                self._failed(run, spot, message)
-            elif run.failure is not None:
-                self._drop(run, graph.handles_of(message.outputs))
-            else:
-                self._answered(run, spot, message)
+        if run.results:
+            results, run.results = run.results, []
+            for spot, message in results:
+                if isinstance(message, Fail):
+                    self._failed(run, spot, message)
+                elif run.failure is not None:
+                    self._drop(run, graph.handles_of(message.outputs))
+                else:
+                    self._answered(run, spot, message)
         while run.failure is None and not run.over:
             try:
                 if run.ready:
@@ -160,19 +161,20 @@ class Ensembles:
         if run.is_source(iteration, index) and run.open[iteration.level][0] is not iteration:
             iteration.held_back = True
             return
-        steps.follow(self._state, run, index)
-        step, member = run.graph.steps[index], run.members[index]
-        policy = member.policy
-        assert policy is not None
+        options = run.request.options
+        if options is not None and options.sequence:
+            steps.follow(self._state, run, index, options)
+        step = run.graph.steps[index]
         if step.condition and not self._holds(run, iteration, step.condition):
             self._skip(run, iteration, index)
             return
         inputs = []
-        for own, name in step.inputs:
+        for planned in run.plans[index].inputs:
+            name = planned.name
             kept = run.find(iteration, name)
             if kept is not None:
-                inputs.append((own, name, kept.tensor))
-            elif name == step.mapped or any(spec.name == own and not spec.optional for spec in policy.inputs):
+                inputs.append((planned, kept.tensor))
+            elif planned.required:
                 home = run.home(iteration, name)
                 if name in home.absent:
                     raise Internal(_DEADLOCK)
@@ -181,22 +183,14 @@ class Ensembles:
                     return
         if not step.mapped:
             iteration.due[index] = 1
-            steps.submit(
-                self._state,
-                self._quotas,
-                run,
-                Spot(index, 0, iteration),
-                [(own, tensor) for own, _, tensor in inputs],
-                False,
-                now,
-            )
+            steps.submit(self._state, self._quotas, run, Spot(index, 0, iteration), inputs, False, now)
             return
         over = run.find(iteration, step.mapped)
         if over is None:
             raise InvalidRequest(f"step {index} is mapped over '{step.mapped}', which is missing")
         count, rows = graph.rows_of(over.tensor)
         if not count:
-            specs = {spec.name: spec for spec in policy.outputs}
+            specs = {spec.name: spec for spec in run.plans[index].policy.outputs}
             self._finish_step(run, iteration, index, [graph.empty(own, specs[own]) for own, _ in step.outputs])
             return
         iteration.due[index] = count
@@ -238,7 +232,7 @@ class Ensembles:
         if mapped.next == mapped.count:
             run.mapped.popleft()
         row, over = next(mapped.rows), run.graph.steps[index].mapped
-        mine = [(own, row if name == over else tensor) for own, name, tensor in mapped.inputs]
+        mine = [(planned, row if planned.name == over else tensor) for planned, tensor in mapped.inputs]
         try:
             steps.submit(
                 self._state, self._quotas, run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now
@@ -297,11 +291,7 @@ class Ensembles:
 
     def _outputs(self, run: Run, iteration: Iteration) -> tuple[Tensor, ...]:
         """The outputs for a response to the caller."""
-        policy = run.request.version.policy
-        assert policy is not None
-        assert policy.steps is not None
-        specs = {spec.name: spec for spec in policy.outputs}
-        batches = policy.max_batch > 0
+        specs, batches, steps = run.graph.specs, run.graph.batches, run.graph.steps
         outputs = []
         for name, wanted in run.wanted.items():
             home = run.home(iteration, name)
@@ -310,9 +300,12 @@ class Ensembles:
                 shape = kept.tensor.shape
                 if wanted is None or not wanted.classes:
                     spec = specs[name]
-                    inner = spec.dims if spec.reshape is None else spec.reshape
-                    shape = graph.reshape(graph.fit(shape, inner, batches), inner, spec.dims, batches)
-                elif not policy.steps[run.graph.maker[name]].mapped:
+                    if spec.reshape is None:
+                        shape = graph.fit(shape, spec.dims, batches)
+                    else:
+                        inner = spec.reshape
+                        shape = graph.reshape(graph.fit(shape, inner, batches), inner, spec.dims, batches)
+                elif not steps[run.graph.maker[name]].mapped:
                     shape = graph.fit(shape, _CLASSES, batches)
                 outputs.append(Tensor(name, kept.tensor.dtype, shape, kept.tensor.data))
             elif name not in home.skipped:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from shmserve.core.ensembles.graph import reshape
+from shmserve.core.ensembles.plan import plans_of
 from shmserve.core.ensembles.run import Held, Run
 from shmserve.core.records import Request, Version
 from shmserve.core.state import State
@@ -24,8 +25,10 @@ def begin(state: State, request: Request) -> None:
     version = request.version
     assert version.graph is not None
     graph = version.graph
-    wanted: dict[str, Wanted | None] = dict.fromkeys(graph.outputs)
-    if request.outputs is not None:
+    wanted: dict[str, Wanted | None]
+    if request.outputs is None:
+        wanted = dict.fromkeys(graph.outputs)
+    else:
         wanted = {output.name: output for output in request.outputs}
     held = state.runs[request.step_of].held if request.step_of else {}
     needed = graph.needed(tuple(wanted))
@@ -39,8 +42,10 @@ def begin(state: State, request: Request) -> None:
     except ServeError as error:
         run.fail(error.code, error.message)
         return
+    run.plans = plans_of(run)
     run.open = [deque() for _ in run.levels.steps]
-    run.begin(0, [(tensor.name, _inner(request, tensor)) for tensor in request.inputs], False)
+    inputs = [_inner(request, tensor) for tensor in request.inputs] if graph.reshapes else request.inputs
+    run.begin(0, [(tensor.name, tensor) for tensor in inputs], False)
 
 
 def _take_members(state: State, run: Run) -> None:

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from struct import unpack_from
+from typing import NamedTuple
+
+from msgspec import Struct
 
 from shmserve.core.policy import ModelPolicy, StepPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest, Unavailable, Unsupported
-from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor, Wanted
 
 ROWS = 4096
 """The most requests that a mapped step makes from one tensor; a response has at most as many parts."""
@@ -26,15 +29,52 @@ HANDLE_BYTES = 22
 _LENGTH = 4
 
 
+class StepInput(NamedTuple):
+    """`own` is its name for the model, `name` that in the ensemble. `dims` None: the model has no such input."""
+
+    own: str
+    name: str
+    dims: tuple[int, ...] | None
+    required: bool
+
+
+class FittedInputs(NamedTuple):
+    """The inputs of a step that its model accepts: their shapes for the model, and the results of its check."""
+
+    shapes: list[tuple[int, ...]]
+    sizes: list[int]
+    rows: int
+    signature: object
+    length: int
+
+
+class StepPlan(Struct, eq=False):
+    """What is the same in each run that wants the same outputs from the same models."""
+
+    policy: ModelPolicy
+    """Of the model."""
+    inputs: tuple[StepInput, ...]
+    outputs: tuple[Wanted, ...]
+    """Requested from the model, unless the caller wants some of them at a place or as classes."""
+    final: bool
+    """Some of its outputs are for the caller."""
+    fitted: dict[tuple[tuple[str, str, tuple[int, ...]], ...], FittedInputs] = {}
+    """By (name, dtype, shape) of each input."""
+
+
 class EnsembleGraph:
     """Which steps make and read which tensor. Consistency was checked when the ensemble was loaded."""
 
-    __slots__ = ("_levels", "_needed", "maker", "outputs", "readers", "steps", "waits")
+    __slots__ = (
+        "_levels", "_needed", "batches", "maker", "outputs", "plans", "readers", "reshapes", "specs", "steps", "waits",
+    )  # fmt: skip
 
     def __init__(self, policy: ModelPolicy) -> None:
         assert policy.steps is not None
         self.steps: tuple[StepPolicy, ...] = policy.steps
-        self.outputs = tuple(spec.name for spec in policy.outputs)
+        self.batches = policy.max_batch > 0
+        self.specs = {spec.name: spec for spec in policy.outputs}
+        self.outputs = tuple(self.specs)
         self.maker = {name: index for index, step in enumerate(self.steps) for _, name in step.outputs}
         self.waits = tuple(_waits(step) for step in self.steps)
         """For each step: the tensors that must exist, or be known never to exist, before it starts."""
@@ -42,6 +82,10 @@ class EnsembleGraph:
         for index, names in enumerate(self.waits):
             for name in names:
                 self.readers.setdefault(name, []).append(index)
+        self.reshapes = any(spec.reshape is not None for spec in policy.inputs)
+        """Some inputs have another shape in the steps."""
+        self.plans: dict[tuple[object, ...], dict[int, StepPlan]] = {}
+        """See `ensembles.plan`."""
         self._needed: dict[tuple[str, ...], frozenset[int]] = {}
         self._levels: dict[tuple[frozenset[int], frozenset[int]], Levels] = {}
 
@@ -75,7 +119,7 @@ class Levels:
     """Levels of steps by how often they run. A step with a decoupled model (`many`) is the source of the next level,
     and each of its responses is one iteration of all steps there. A tensor belongs to the level in which it is made."""
 
-    __slots__ = ("readers", "reads", "sources", "steps", "tensors", "waits")
+    __slots__ = ("first", "pending", "readers", "reads", "sources", "steps", "tensors", "waits")
 
     def __init__(self, graph: EnsembleGraph, needed: frozenset[int], many: frozenset[int]) -> None:
         found: dict[int, int] = {}
@@ -106,6 +150,10 @@ class Levels:
             self.sources += tuple(sources)
         self.waits = {index: sum(name in graph.maker for name in graph.waits[index]) for index in needed}
         """For each step: how many of the tensors that it waits for are made by other steps."""
+        self.pending = {index: self.waits[index] for index in self.steps[0]}
+        """`waits` of level 0."""
+        self.first = tuple(index for index, count in self.pending.items() if not count)
+        """The steps of level 0 that wait for none."""
         self.readers = [
             {
                 name: tuple(index for index in readers if found.get(index) == level)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from shmserve.core.ensembles.graph import EnsembleGraph, Levels
+from shmserve.core.ensembles.graph import EnsembleGraph, Levels, StepInput, StepPlan
 from shmserve.core.records import Request, Version
 from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Wanted
 
@@ -66,12 +66,11 @@ class Spot(NamedTuple):
 
 
 class MappedStep(Struct, eq=False):
-    """A mapped step with rows left to request: `rows`, of which the first is number `next`. `inputs` are (name for the
-    model, name in the ensemble, tensor)."""
+    """A mapped step with rows left to request: `rows`, of which the first is number `next`."""
 
     step: int
     iteration: Iteration
-    inputs: list[tuple[str, str, Tensor]]
+    inputs: list[tuple[StepInput, Tensor]]
     rows: Iterator[Tensor]
     count: int
     next: int = 0
@@ -90,6 +89,7 @@ class Run(Struct, eq=False):
     times: list[int]
     """Total input, infer and output ns of its steps' batches."""
     members: dict[int, Version] = {}
+    plans: dict[int, StepPlan] = {}
     open: list[deque[Iteration]] = []
     """For each level: the open iterations, in order."""
     ready: list[tuple[Iteration, int]] = []
@@ -143,7 +143,7 @@ class Run(Struct, eq=False):
         return iteration if level == iteration.level else self.open[level][0]
 
     def find(self, iteration: Iteration, name: str) -> KeptTensor | None:
-        return self.home(iteration, name).tensors.get(name)
+        return iteration.tensors.get(name) or self.home(iteration, name).tensors.get(name)
 
     def keep(self, iteration: Iteration, name: str, tensor: Tensor, made: bool) -> bool:
         """Stores the tensor. False: no step will read it."""
@@ -195,12 +195,14 @@ class Run(Struct, eq=False):
 
     def wait(self, iteration: Iteration) -> None:
         """Initializes the counts of missing tensors of all steps."""
-        for index in self.levels.steps[iteration.level]:
-            # An optional input that the caller has left out is not waited for.
-            count = self.levels.waits[index]
-            if iteration.level:
-                waits = self.graph.waits[index]
-                count = sum(n in self.graph.maker and not self.home(iteration, n).knows(n) for n in waits)
+        levels = self.levels
+        if not iteration.level:  # an optional input that the caller has left out is not waited for
+            iteration.pending = levels.pending.copy()
+            self.ready += [(iteration, index) for index in levels.first]
+            return
+        for index in levels.steps[iteration.level]:
+            waits = self.graph.waits[index]
+            count = sum(n in self.graph.maker and not self.home(iteration, n).knows(n) for n in waits)
             iteration.pending[index] = count
             if not count:
                 self.ready.append((iteration, index))

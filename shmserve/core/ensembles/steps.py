@@ -8,6 +8,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shmserve.core.ensembles import graph
+from shmserve.core.ensembles.graph import FittedInputs, StepInput, StepPlan
+from shmserve.core.ensembles.plan import FITTED, plans_of
 from shmserve.core.ensembles.run import Run, Spot
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request, Version
@@ -15,25 +17,25 @@ from shmserve.core.requests import enqueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import State
-from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
-from shmserve.protocol.messages import LabelFile, Options, Tensor, Wanted
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.errors import ServeError, Unavailable, Unsupported
+from shmserve.protocol.messages import FIELD_BYTES, LabelFile, Options, Tensor, Wanted
 
 WINDOW = 16
 """Default number of responses that a source may be ahead of the caller."""
 
 
-def follow(state: State, run: Run, index: int) -> None:
+def follow(state: State, run: Run, index: int, options: Options) -> None:
     """Continues a sequence where it started, which may be another generation than the current one or than the one
     that this run has held since it began."""
-    step, options = run.graph.steps[index], run.request.options
-    if options is None or not options.sequence:
-        return
+    step = run.graph.steps[index]
     member = scheduler.version_of(state, run.request.client, step.model, step.version, options)
     if member is not None and member is not run.members[index]:
         if member.decoupled and not run.members[index].decoupled:
             text = f"'{member.model}' of a step is decoupled, unlike its replacement"
             raise Unavailable(f"{text}; the request cannot continue")
         run.members[index] = member
+        run.plans = plans_of(run)
         if member not in run.held:  # in addition to those held by name
             run.held[member] = member
             member.users += 1
@@ -44,55 +46,51 @@ def submit(
     quotas: Quotas,
     run: Run,
     spot: Spot,
-    given: list[tuple[str, Tensor]],
+    given: list[tuple[StepInput, Tensor]],
     in_shared_memory: bool,
     now: int,
 ) -> None:
     """Queues one request to the model of a step."""
     index, _, iteration = spot
-    parent, member = run.request, run.members[index]
-    step, policy, checker = run.graph.steps[index], member.policy, member.checker
-    assert policy is not None
-    assert checker is not None
-    batches = policy.max_batch > 0
-    dims = {spec.name: spec.dims for spec in policy.inputs}
-    inputs = tuple(
-        Tensor(own, tensor.dtype, graph.fit(tensor.shape, dims.get(own, tensor.shape), batches), tensor.data)
-        for own, tensor in given
-    )
-    outputs, final = _wanted(run, index)
-    labels = _labels(run, index) if any(wanted.classes for wanted in outputs) else ()
-    in_shared_memory = in_shared_memory or (final and parent.in_shared_memory)
+    parent, member, plan = run.request, run.members[index], run.plans[index]
+    step, client, options = run.graph.steps[index], parent.client, parent.options
+    final = plan.final
+    outputs = plan.outputs if not final or parent.outputs is None else _placed(run, index, plan)
+    classes = outputs is not plan.outputs and any(wanted.classes for wanted in outputs)
     try:
-        rows, signature, inline, _, length = checker.check(inputs, outputs)
+        inputs, rows, signature, inline, length = _fitted(plan, member, given, outputs, classes)
     except ServeError as error:
         if step.mapped:  # the caller adds the position
             raise
         raise type(error)(f"step {index}: {error.message}") from None
     source = run.is_source(iteration, index)
-    options = _passed_on(parent.options, _window(run) if source else 0)
-    client = parent.client
+    if options is not None:
+        options = _passed_on(options, _window(run) if source else 0)
     if member.graph is None and all(instance.over for instance in member.instances):
         raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
-    quotas.check_queue(client, member, inline, now)
+    if len(state.requests) >= quotas.busy:
+        quotas.check_queue(client, member, inline, now)
     level = 0
     if not member.plain:
         step_options = _without_sequence(options) if member.places is None and member.graph is None else options
         level = enqueue.level(state, client, member, step.version, step_options, rows, now)
-    segments = tuple(graph.check_parts(inputs))
-    inline += graph.HANDLE_BYTES * len(segments)
-    segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
+    segments = graph.check_parts(inputs)
     if segments:
-        if any(state.ledger.segments[segment].lost for segment in segments):
-            raise HandleLost("a tensor was on the GPU of an instance whose worker process has ended")
-        state.ledger.use(segments)
+        inline += graph.HANDLE_BYTES * len(segments)
+    if outputs is not plan.outputs:
+        segments += [wanted.place.segment for wanted in outputs if wanted.place is not None]
+    used = tuple(segments)
+    if used:
+        state.ledger.use_present(used)
     number = state.next_number()
     request = Request(
-        number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
-        signature, segments, (), (), now, level, deadline=parent.deadline,
-        audience=parent.audience if final else INTERNAL, step_of=parent.number, in_shared_memory=in_shared_memory,
-        special=True, near=_near(run, index, member) if policy.leaves_there and not final else (),
-        aliases=not (final or step.mapped or member.cached), length=length, labels=labels,
+        number, client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
+        signature, used, (), (), now, level, deadline=parent.deadline,
+        audience=parent.audience if final else INTERNAL, step_of=parent.number,
+        in_shared_memory=in_shared_memory or (final and parent.in_shared_memory),
+        special=True, near=_near(run, index, member) if plan.policy.leaves_there and not final else (),
+        aliases=not (final or step.mapped or member.cached), length=length,
+        labels=_labels(run, index) if classes else (),
     )  # fmt: skip
     state.requests[number] = run.out[number] = request
     if state.traces.active:
@@ -102,21 +100,68 @@ def submit(
         run.sources[iteration.level] = request
     client.steps += 1
     client.bytes += inline
-    enqueue.put(state, member, step.version, request, now)
+    if member.plain:
+        member.queue.add(request)
+        state.to_dispatch[member] = None
+    else:
+        enqueue.put(state, member, step.version, request, now)
 
 
-def _wanted(run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
-    """The outputs to request from the model of a step, and whether some of them are for the caller."""
+def _fitted(
+    plan: StepPlan,
+    member: Version,
+    given: list[tuple[StepInput, Tensor]],
+    outputs: tuple[Wanted, ...],
+    classes: bool,
+) -> tuple[tuple[Tensor, ...], int, object, int, int]:
+    """The inputs in the shapes of the model, and the results of their check: rows, signature, bytes inside messages and
+    length. Raises if the model does not accept them or the outputs, which are only checked again if some are requested
+    as `classes`."""
+    key = tuple([(one.own, tensor.dtype, tensor.shape) for one, tensor in given])
+    known = plan.fitted.get(key)
+    if known is not None and not classes:
+        inputs = tuple(
+            [
+                Tensor(one.own, tensor.dtype, shape, tensor.data)
+                for (one, tensor), shape in zip(given, known.shapes, strict=True)
+            ]
+        )
+        sizes = [_size(tensor) for _, tensor in given]
+        inline = sum([len(tensor.data) for tensor in inputs if type(tensor.data) is bytes])
+        if sizes == known.sizes and inline <= FIELD_BYTES:
+            return inputs, known.rows, known.signature, inline, known.length
+    batches = plan.policy.max_batch > 0
+    inputs = tuple(
+        [
+            Tensor(own, t.dtype, graph.fit(t.shape, t.shape if dims is None else dims, batches), t.data)
+            for (own, _, dims, _), t in given
+        ]
+    )
+    assert member.checker is not None
+    rows, signature, inline, _, length = member.checker.check(inputs, outputs)
+    if all(ITEM_BYTES[tensor.dtype] for tensor in inputs):  # else others of these shapes need not be valid
+        if len(plan.fitted) >= FITTED:
+            plan.fitted.clear()
+        shapes, sizes = [tensor.shape for tensor in inputs], [_size(tensor) for tensor in inputs]
+        plan.fitted[key] = FittedInputs(shapes, sizes, rows, signature, length)
+    return inputs, rows, signature, inline, length
+
+
+def _size(tensor: Tensor) -> int:
+    data = tensor.data
+    return sum([part.size for part in data]) if type(data) is tuple else len(data)  # type: ignore[arg-type]
+
+
+def _placed(run: Run, index: int, plan: StepPlan) -> tuple[Wanted, ...]:
+    """The outputs of the plan, some of which the caller may want at a place or as classes."""
     step = run.graph.steps[index]
-    found, final = [], False
+    planned = {wanted.name: wanted for wanted in plan.outputs}
+    found = []
     for own, name in step.outputs:
         wanted = run.wanted.get(name)
-        final = final or name in run.wanted
         if wanted is None or (wanted.place is None and not wanted.classes):
-            readers = [reader for reader in run.graph.readers.get(name, ()) if reader in run.needed]
-            if name in run.wanted or readers:
-                needed = name in run.wanted or any(_needs(run, reader, name) for reader in readers)
-                found.append(Wanted(own, optional=not needed))
+            if own in planned:
+                found.append(planned[own])
             continue
         if wanted.classes and name in run.graph.readers:
             raise Unsupported(f"output '{name}' is read by other steps and cannot be returned as classes")
@@ -129,7 +174,7 @@ def _wanted(run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
                 f"output '{name}' may be produced several times and cannot be written to memory of the caller"
             )
         found.append(Wanted(own, wanted.place, wanted.classes))
-    return tuple(found), final
+    return tuple(found)
 
 
 def _near(run: Run, index: int, member: Version) -> tuple[str, ...]:
@@ -153,16 +198,6 @@ def _window(run: Run) -> int:
     return min(options.window, policy.ahead or WINDOW)
 
 
-def _needs(run: Run, index: int, name: str) -> bool:
-    """Does the step need the tensor: as a required input of the model, or for its own mapping or condition?"""
-    step, policy = run.graph.steps[index], run.members[index].policy
-    assert policy is not None
-    optional = {spec.name for spec in policy.inputs if spec.optional}
-    return name in (step.mapped, step.condition) or any(
-        tensor == name and own not in optional for own, tensor in step.inputs
-    )
-
-
 def _gpu_of(version: Version) -> int | None:
     """The GPU on which all instances run, if it is the same one."""
     places = {
@@ -177,11 +212,9 @@ def _reads_on(version: Version, device: int) -> bool:
     return version.policy is not None and version.policy.reads_there and _gpu_of(version) == device
 
 
-def _passed_on(options: Options | None, window: int) -> Options | None:
+def _passed_on(options: Options, window: int) -> Options:
     """The caller's options for a step, with the window that applies to it."""
-    if options is None or options.window == window:
-        return options
-    return replace(options, window=window)
+    return options if options.window == window else replace(options, window=window)
 
 
 def _without_sequence(options: Options | None) -> Options | None:

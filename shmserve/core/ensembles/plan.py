@@ -1,0 +1,59 @@
+"""Plans of the steps of an ensemble: what does not depend on the single request is computed once and cached.
+
+Invariant: a plan is only used while the steps have the policies for which it was made. The cache holds these policies,
+so that their ids, which are part of its keys, cannot be reused.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.ensembles.graph import StepInput, StepPlan
+from shmserve.core.ensembles.run import Run
+from shmserve.core.records import Version
+from shmserve.protocol.messages import Wanted
+
+_PLANS = 64
+"""Cached plans per ensemble; beyond that, all are forgotten. Callers choose the outputs."""
+FITTED = 256
+"""Cached shapes of the inputs of a step; beyond that, all are forgotten."""
+
+
+def plans_of(run: Run) -> dict[int, StepPlan]:
+    """The plans of the steps of a run, for its current members."""
+    members, cache = run.members, run.graph.plans
+    key = (tuple(run.wanted), *[id(member.policy) for member in members.values()])
+    plans = cache.get(key)
+    if plans is None:
+        plans = {index: _plan(run, index, member) for index, member in members.items()}
+        if len(cache) >= _PLANS:
+            cache.clear()
+        cache[key] = plans
+    return plans
+
+
+def _plan(run: Run, index: int, member: Version) -> StepPlan:
+    step, policy = run.graph.steps[index], member.policy
+    assert policy is not None
+    specs = {spec.name: spec for spec in policy.inputs}
+    inputs = []
+    for own, name in step.inputs:
+        spec = specs.get(own)
+        required = name == step.mapped or (spec is not None and not spec.optional)
+        inputs.append(StepInput(own, name, spec.dims if spec is not None else None, required))
+    outputs = []
+    for own, name in step.outputs:
+        readers = [reader for reader in run.graph.readers.get(name, ()) if reader in run.needed]
+        if name in run.wanted or readers:
+            needed = name in run.wanted or any(_needs(run, reader, name) for reader in readers)
+            outputs.append(Wanted(own, optional=not needed))
+    final = any(name in run.wanted for _, name in step.outputs)
+    return StepPlan(policy, tuple(inputs), tuple(outputs), final)
+
+
+def _needs(run: Run, index: int, name: str) -> bool:
+    """Does the step need the tensor: as a required input of the model, or for its own mapping or condition?"""
+    step, policy = run.graph.steps[index], run.members[index].policy
+    assert policy is not None
+    optional = {spec.name for spec in policy.inputs if spec.optional}
+    return name in (step.mapped, step.condition) or any(
+        tensor == name and own not in optional for own, tensor in step.inputs
+    )
