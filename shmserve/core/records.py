@@ -36,7 +36,9 @@ from shmserve.core.states import (
 )
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import (
+    CHUNK_BYTES,
     OWNER_SHIFT,
+    PACKET_BYTES,
     Fail,
     Failure,
     Handle,
@@ -53,6 +55,10 @@ _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
 """Model, requested version (0: the default one), sequence id, and owner: a user, or a client's caller."""
+
+WORKS_BYTES = 80 * 1024
+"""An Execute is split when its works reach this size, besides CHUNK_BYTES of tensors and options."""
+assert CHUNK_BYTES + WORKS_BYTES < PACKET_BYTES
 
 ORDER = 256
 """With preserve_ordering: minimum length of `Version.order` before it is swept."""
@@ -580,6 +586,7 @@ class Version:
         "member_recovering",
         "members",
         "model",
+        "most_works",
         "number",
         "order",
         "order_swept",
@@ -604,7 +611,6 @@ class Version:
         "trial",
         "users",
         "wake",
-        "work_bytes",
     )
 
     def __init__(self, model: str, number: int, instances: list[Instance], source: int = 0, began: int = 0) -> None:
@@ -670,8 +676,8 @@ class Version:
         """The generation that a restart put in its place, which takes over its requests."""
         self.wake = 0
         """When to dispatch again if no event arrives; 0: never."""
-        self.work_bytes = 0
-        """Size of a request in a message to a worker, besides its tensors and options."""
+        self.most_works = 1
+        """Requests in one message to a worker, as far as their size without tensors and options allows."""
         self.lending: Lending | None = None
         """None: its instances cannot be lent to clients."""
         self.statistics = Statistics()
@@ -687,7 +693,7 @@ class Version:
         self.policy = policy
         self.checker = Checker(policy)
         self.queue = RequestQueue(policy.batching)
-        self.work_bytes = _work_bytes(policy)
+        self.most_works = max(1, WORKS_BYTES // _work_bytes(policy))
         self.decoupled = policy.decoupled
         if policy.sequence is not None:
             self.places = Places(policy.sequence)

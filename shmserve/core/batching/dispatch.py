@@ -16,16 +16,12 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
-    PACKET_BYTES,
     PACKET_MESSAGES,
     Columns,
     Execute,
     Work,
 )
 
-WORKS_BYTES = 80 * 1024
-"""An Execute is split when its works reach this size, besides CHUNK_BYTES of tensors and options."""
-assert CHUNK_BYTES + WORKS_BYTES < PACKET_BYTES
 _READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
@@ -42,7 +38,8 @@ def refuse_stranded(state: State, version: Version, now: int) -> None:
 
 def dispatch(state: State, version: Version, now: int) -> None:
     """Sends everything that may be sent now."""
-    refuse_stranded(state, version, now)
+    if version.state is not _READY:
+        refuse_stranded(state, version, now)
     queue = version.queue
     version.wake = 0
     if state.blocked_instances:
@@ -59,7 +56,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
             break
     if version.wake:
         state.wakes[version] = version.wake
-    else:
+    elif state.wakes:
         state.wakes.pop(version, None)
 
 
@@ -229,23 +226,10 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch, no
 
 def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
-    for request in requests:
-        if request.state is not _QUEUED:  # else the transition is legal
-            request.move(_SENT)
-        request.state = _SENT
-        request.instance = instance
-        request.batch = batch
-    batch.left += len(requests)
     form = requests[0].form or requests[-1].form
-    if form is not None and 1 < len(requests) <= PACKET_MESSAGES:
-        count = [request.form for request in requests].count(form)
-        if 2 * count > len(requests) and sum([request.inline for request in requests]) <= CHUNK_BYTES:
-            data = [request.data if request.form is form else _data_of(request, form) for request in requests]
-            if None not in data:
-                _send_columns(state, instance, batch, requests, join, form, data)
-                return
-    peer = instance.peer
-    most = max(1, WORKS_BYTES // requests[0].version.work_bytes)
+    if form is not None and _send_columns(state, instance, batch, requests, join, form):
+        return
+    peer, most = instance.peer, requests[0].version.most_works
     is_open = batch.state is BatchState.OPEN
     works: list[Work] = []
     piece: list[Request] = []
@@ -262,11 +246,18 @@ def _send(state: State, instance: Instance, batch: Batch, requests: list[Request
             state.ledger.show(segment, peer)
         works.append(
             Work(
-                request.number, request.rows, request.tensors(), request.outputs, request.audience, request.options,
-                request.slot, not request.in_shared_memory, request.near, request.aliases, request.labels,
+                request.number, request.rows, request.inputs if request.form is None else request.tensors(),
+                request.outputs, request.audience, request.options, request.slot, not request.in_shared_memory,
+                request.near, request.aliases, request.labels,
             )
         )  # fmt: skip
+        if request.state is not _QUEUED:  # else the transition is legal
+            request.move(_SENT)
+        request.state = _SENT
+        request.instance = instance
+        request.batch = batch
         piece.append(request)
+    batch.left += len(requests)
     number = state.next_number()
     state.send(peer, Execute(number, join, tuple(works), False, is_open))
     batch.pieces.append((number, piece))
@@ -287,15 +278,24 @@ def _data_of(request: Request, form: CheckedForm) -> tuple[bytes, ...] | None:
 
 
 def _send_columns(
-    state: State,
-    instance: Instance,
-    batch: Batch,
-    requests: list[Request],
-    join: int,
-    form: CheckedForm,
-    data: list[Any],
-) -> None:
-    """Sends requests of one form, most of which came in columns."""
+    state: State, instance: Instance, batch: Batch, requests: list[Request], join: int, form: CheckedForm
+) -> bool:
+    """Sends requests of one form, most of which came in columns. False: they do not fit in columns."""
+    count = len(requests)
+    if not 1 < count <= PACKET_MESSAGES or 2 * [request.form for request in requests].count(form) <= count:
+        return False
+    if sum([request.inline for request in requests]) > CHUNK_BYTES:
+        return False
+    data: list[Any] = [request.data if request.form is form else _data_of(request, form) for request in requests]
+    if None in data:
+        return False
+    for request in requests:
+        if request.state is not _QUEUED:  # else the transition is legal
+            request.move(_SENT)
+        request.state = _SENT
+        request.instance = instance
+        request.batch = batch
+    batch.left += count
     number = state.next_number()
     columns = Columns(
         form.forms,
@@ -307,3 +307,4 @@ def _send_columns(
     is_open = batch.state is BatchState.OPEN
     state.send(instance.peer, Execute(number, join, (), False, is_open, columns, audiences))
     batch.pieces.append((number, requests))
+    return True
