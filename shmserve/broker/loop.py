@@ -285,7 +285,8 @@ class Broker:
         if descriptors:
             close_all(descriptors)
         if not self._turn_is_due:
-            if len(inbox) == 1 and len(self.core.state.requests) <= 1 and not self._carrying_out:
+            state = self.core.state
+            if len(inbox) == 1 and len(state.requests) - len(state.runs) <= 1 and not self._carrying_out:
                 self._turn()  # no other request can join this turn: save an event loop iteration
                 return
             self._schedule()
