@@ -262,7 +262,8 @@ class Core:
         if state.leases:
             leases.revoke_unfit(state)
         state.ledger.flush()
-        self._questions.pass_on()
+        if self._questions.waiting:
+            self._questions.pass_on()
         if state.draining:
             self._lifecycle.settle_drain()
 
@@ -277,7 +278,8 @@ class Core:
             or state.answered_calls
             or (state.runs_with_rows.users and rows > 0)
         ):
-            self._calls.resume_answered()
+            if state.answered_calls:
+                self._calls.resume_answered()
             while state.runs_to_advance:
                 run = next(iter(state.runs_to_advance))
                 del state.runs_to_advance[run]

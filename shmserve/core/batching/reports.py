@@ -81,10 +81,12 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
             completion.end_failed(
                 state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now
             )
-    version.count_padding(batch)
+    if version.padding is not None:
+        version.count_padding(batch)
     batch.end()
     instance.running = None
-    dispatch.stopped(state, instance)
+    if state.limiter is not None:
+        dispatch.stopped(state, instance)
     if instance.deaths or instance.quarantined:
         _recovered(state, version, instance)
     if version.trial is instance:
@@ -102,7 +104,8 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         lending = version.lending
         if lending is not None and lending.alone >= lending.needed:
             leases.lend(state, version, lending, instance, now)
-    state.to_dispatch[version] = None
+    if version.queue.count or version.suspects or version.reserved is not None or version.places is not None:
+        state.to_dispatch[version] = None
 
 
 def _recovered(state: State, version: Version, instance: Instance) -> None:
@@ -168,28 +171,32 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
 
 
 def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
-    """`_row` for each row, with the common case inlined for speed: an answer without handles, to a waiting
-    client."""
+    """`_row` for each row, with the common cases inlined for speed: an answer without handles to a waiting client, and
+    one of a step."""
     requests, append = state.requests, state.effects.append
     taken, number = done.times[0], version.number
+    untraced = not state.traces.active and state.recording is None
     rows = 0
     arrivals: list[int] = []
     for row in done.rows:
         request = requests.get(row.request)
         if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
-            for tensor in row.outputs:
-                if not isinstance(tensor.data, bytes):
-                    break
-            else:
-                if not request.special:
-                    client = request.client
-                    append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
-                    del client.requests[request.client_number], requests[row.request]
-                    client.bytes -= request.inline
-                    request.state = _ENDED  # a legal transition from SENT
+            if request.special:
+                usual = untraced and request.step_of and not request.parts
+                if usual and answers.take(state, instance, request, row):
+                    completion.answer_step(state, request, Reply(0, number, row.outputs, row.parameters))
                     rows += request.cost
                     arrivals.append(request.arrived)
                     continue
+            elif [type(tensor.data) for tensor in row.outputs].count(bytes) == len(row.outputs):
+                client = request.client
+                append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
+                del client.requests[request.client_number], requests[row.request]
+                client.bytes -= request.inline
+                request.state = _ENDED  # a legal transition from SENT
+                rows += request.cost
+                arrivals.append(request.arrived)
+                continue
         _row(state, version, instance, batch, row, now, taken)
     _count_answered(version, batch, arrivals, rows, taken, now)
 

@@ -32,6 +32,21 @@ def answer(state: State, request: Request, message: Reply | Fail) -> None:
         answer_in_order(state, request.version)
 
 
+def answer_step(state: State, request: Request, message: Reply) -> None:
+    """`answer` for a step of an ensemble that is not traced, at a plain model."""
+    run = state.runs[request.step_of]
+    run.responded(request, message, None)
+    run.ended(request)
+    state.runs_to_advance[run] = None
+    client = request.client
+    client.steps -= 1
+    client.bytes -= request.inline
+    request.state = _ENDED  # a legal transition from SENT
+    del state.requests[request.number]
+    if request.segments:
+        state.ledger.done_with(request.segments)
+
+
 def deliver(state: State, request: Request, message: Reply | Fail) -> None:
     client = request.client
     miss = request.miss

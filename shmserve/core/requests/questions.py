@@ -40,7 +40,7 @@ class Questions:
     @property
     def waiting(self) -> bool:
         """Another turn is due immediately."""
-        return bool(self._next)
+        return bool(self._next.users)
 
     def put(self, peer: int, ask: Ask) -> None:
         """Raises if the peer may not send this query now. `what` is empty in later pieces of an operation's body."""

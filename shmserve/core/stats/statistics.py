@@ -185,6 +185,9 @@ class Statistics(Struct):
         count = len(arrivals)
         if not count:
             return
+        if count == 1:
+            self._answered_alone(arrivals[0], rows, taken, now)
+            return
         arrived = sum(arrivals)
         self.success_count += count
         self.inference_count += rows
@@ -203,6 +206,18 @@ class Statistics(Struct):
         queue_times[(taken - last).bit_length()] += run
         if self.summaries is not None:
             self.summaries.answered(arrivals, taken, now)
+
+    def _answered_alone(self, arrived: int, rows: int, taken: int, now: int) -> None:
+        """`answered` for a single request, for speed."""
+        self.success_count += 1
+        self.inference_count += rows
+        self.success_ns += now - arrived
+        if taken > arrived:
+            self.queue_ns += taken - arrived
+        self.request_times[(now - arrived).bit_length()] += 1
+        self.queue_times[(taken - arrived).bit_length()] += 1
+        if self.summaries is not None:
+            self.summaries.answered([arrived], taken, now)
 
     def answered_early(self, arrived: int, rows: int, now: int) -> None:
         """Counts a request that is answered before the time is known when its batch was taken: `queued` follows."""
