@@ -167,8 +167,7 @@ def ensemble(setting: Setting) -> list[Row]:
     small, middle, large = SIZES
     over = {size: found.ensemble[size] / found.one[size] for size in SIZES}
     times = f"ensemble {micros(found.ensemble[middle])}, one step {micros(found.one[middle])}"
-    bare = ", ".join(f"{count} {micros(found.bare[count])}" for count in found.bare)
-    floor = f"; bare processes {found.bare[3] / found.bare[1]:.2f} ({bare})"
+    floor = _three_over_one("bare processes", found.bare) + _three_over_one("with the codec", found.coded)
     calls = found.ensemble[middle] / found.calls[middle]
     shares = ", ".join(f"{size // MIB} MiB {over[size]:.2f}" for size in SIZES)
     looks = f"64 MiB {micros(found.readers[READ[1]])}, 4 KiB {micros(found.readers[READ[0]])}"
@@ -180,6 +179,10 @@ def ensemble(setting: Setting) -> list[Row]:
         Row("ensemble over one, 64 MiB against 1 MiB", over[large] / over[small], "x", at_most=1.2, beside=shares),
         Row("3 steps that read 64 MiB, over 4 KiB", readers, "x", at_most=1.3, beside=looks),
     ]
+
+
+def _three_over_one(what: str, times: dict[int, float]) -> str:
+    return f"; {what} {times[3] / times[1]:.2f} ({micros(times[1])}, {micros(times[3])})"
 
 
 def memory(setting: Setting) -> list[Row]:

@@ -23,7 +23,7 @@ from bench.lib.clock import durations, summary
 RECEIVE = 1 << 18
 
 
-def _forked(body: Callable[[], None], closed: tuple[socket.socket, ...] = ()) -> None:
+def forked(body: Callable[[], None], closed: tuple[socket.socket, ...] = ()) -> None:
     """Run `body` in a forked child, which is killed when its parent exits. The child closes the sockets `closed`. The
     parent must not have started threads yet.
     """
@@ -81,9 +81,9 @@ def _relay_epoll(front: socket.socket, back: socket.socket) -> None:
 def seqpacket(size: int, relay: str) -> Handler:
     client, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     back, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _forked(lambda: _echo(worker), (client, front, back))
+    forked(lambda: _echo(worker), (client, front, back))
     way = {"blocking": _relay_blocking, "epoll": _relay_epoll}[relay]
-    _forked(lambda: way(front, back), (client, worker))
+    forked(lambda: way(front, back), (client, worker))
     for end in (front, back, worker):
         end.close()
     message = os.urandom(size)
@@ -112,9 +112,9 @@ def in_steps(size: int, steps: int, copied: int) -> Handler:
     for number, (_, worker) in enumerate(pairs):
         others = tuple(end for pair in pairs for end in pair if end is not worker)
         source = memories if number == steps - 1 else None
-        _forked(lambda worker=worker, source=source: _step(worker, source), (client, front, *others))  # type: ignore[misc]
+        forked(lambda worker=worker, source=source: _step(worker, source), (client, front, *others))  # type: ignore[misc]
     backs = [back for back, _ in pairs]
-    _forked(lambda: _relay_in_steps(front, backs), (client, *(worker for _, worker in pairs)))
+    forked(lambda: _relay_in_steps(front, backs), (client, *(worker for _, worker in pairs)))
     for end in (front, *(end for pair in pairs for end in pair)):
         end.close()
     room = bytearray(RECEIVE)
@@ -193,8 +193,8 @@ def _zmq_relay(front_address: str, back_address: str, poll: bool) -> None:
 def zeromq(size: int, relay: str) -> Handler:
     place = tempfile.TemporaryDirectory(prefix="bench-")
     front, back = (f"ipc://{place.name}/{name}" for name in ("front", "back"))
-    _forked(lambda: _zmq_echo(back))
-    _forked(lambda: _zmq_relay(front, back, poll=relay == "poll"))
+    forked(lambda: _zmq_echo(back))
+    forked(lambda: _zmq_relay(front, back, poll=relay == "poll"))
     client = _zmq_socket("DEALER", front, bind=False)
     message = os.urandom(size)
 

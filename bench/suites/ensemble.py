@@ -2,7 +2,8 @@
 
 A model copies its tensor once, except between two steps of the ensemble, where it passes the tensor on: so the ensemble
 copies as much as a single model. In `readers`, no model copies the tensor, so that only the cost of passing handles is
-measured. The floor of the ensemble is the same number of messages between bare processes.
+measured. The floor of the ensemble is the same number of messages between bare processes, which pass them
+on as they are, or decode and encode them.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Found(NamedTuple):
     readers: dict[int, float]
     bare: dict[int, float]
     """Messages through 1 and 3 bare processes, of which the last one copies a tensor of FLOOR_SIZE, by their number."""
+    coded: dict[int, float]
+    """The same with processes that decode and encode the messages."""
 
 
 def run_ensemble(setting: Setting) -> Found:
@@ -57,19 +60,24 @@ def run_ensemble(setting: Setting) -> Found:
         Child("bench.suites.ensemble:in_a_row", url=server.lane, sizes=SIZES) as row,
         Child("bench.suites.ensemble:readers", url=server.lane, sizes=READ) as readers,
         Child("bench.lib.relays:in_steps", size=MESSAGE_BYTES, steps=len(STEPS), copied=FLOOR_SIZE) as relay,
+        Child("bench.lib.coded_relay:in_steps", steps=len(STEPS), copied=FLOOR_SIZE) as coded,
     ):
         orders = [(what, size) for size in SIZES for what in ("one", "ensemble", "calls")]
         seconds = setting.seconds / 3
         parties = [lambda what=what, size=size: _median(row, seconds, what=what, size=size) for what, size in orders]
         parties += [lambda size=size: _median(readers, seconds, size=size) for size in READ]  # type: ignore[misc]
         counts = (1, len(STEPS))
-        parties += [lambda count=count: _median(relay, seconds, count=count) for count in counts]  # type: ignore[misc]
+        for floor in (relay, coded):
+            parties += [lambda floor=floor, count=count: _median(floor, seconds, count=count) for count in counts]
         times = [median(values) for values in alternate(setting.rounds, *parties)]
     found: dict[str, dict[int, float]] = {"one": {}, "ensemble": {}, "calls": {}}
     for (what, size), value in zip(orders, times, strict=False):
         found[what][size] = value
-    bare, times = dict(zip(counts, times[-len(counts) :], strict=True)), times[: -len(counts)]
-    return Found(**found, readers=dict(zip(READ, times[len(orders) :], strict=True)), bare=bare)
+    looks, bare, coded_times = (
+        dict(zip(keys, times[at:], strict=False))
+        for at, keys in ((len(orders), READ), (len(orders) + len(READ), counts), (-len(counts), counts))
+    )
+    return Found(**found, readers=looks, bare=bare, coded=coded_times)
 
 
 def _median(child: Child, seconds: float, **order: object) -> float:
