@@ -126,7 +126,6 @@ def test_a_model_that_fails_while_it_is_watched(tab: Tab, site: Site) -> None:
     tab.wait_for(".error", "3 times")
     assert "ValueError" not in tab.text("main"), "other callers' errors are for operators"
     use_token(tab, site)
-    ask_and_ignore(site, "moody", -1)
     tab.wait(f"document.querySelector('.error').innerText.includes({json.dumps(HOSTILE)})")
     assert tab.evaluate("document.getElementById('injected')") is None, "an error is text, not markup"
     take(tab, "failing")

@@ -4,6 +4,9 @@ import {find, write} from "./dom.js"
 
 let token = ""
 
+/** Of the token. */
+export let changes = 0
+
 export const hasToken = () => token !== ""
 
 /** A response, or an Error with the `status` of the response. Asks for a token if one is missing. */
@@ -32,6 +35,7 @@ export function initAccess(changed) {
 	find("token-form").onsubmit = event => {
 		event.preventDefault()
 		token = find("token").value.trim()
+		changes++
 		find("token").value = ""
 		find("token-dialog").close()
 		write(find("access"), token ? "Token set" : "Token")

@@ -1,6 +1,6 @@
 /** A version of a model: what it does now, its configuration, and a form to try it. */
 
-import {askToken, call} from "../access.js"
+import {askToken, call, changes} from "../access.js"
 import {bars, chart} from "../charts.js"
 import {button, codePanel, facts, h, panel, refill, set, show, table, write} from "../dom.js"
 import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../format.js"
@@ -57,14 +57,15 @@ export function modelView(store, {model, version}) {
 		refresh(entry)
 	}
 
-	/** Fetches what is not in the stream, after changes that concern it. */
+	/** Fetches what is not in the stream, after changes. */
 	function refresh({row, version: number, counters}) {
-		const now = JSON.stringify([row.state, row.loading_seconds, row.reloading, counters.failed, counters.rejected, row.ensemble && counters.success])
+		const now = JSON.stringify([changes, row.state, row.loading_seconds, row.reloading, counters.failed, counters.rejected, row.ensemble && counters.success])
 		if (timer || now === fetched) return
 		timer = setTimeout(() => (timer = 0), REFETCH_MS)
 		fetched = now
 		call("GET", modelPath("/page/model", model, number))
-			.then(answer => answer.json()).catch(({message}) => ({error: message})).then(take)
+			.then(answer => answer.json()).catch(({message}) => ({error: message}))
+			.then(found => now === fetched && take(found))
 	}
 
 	function take(found) {

@@ -1,0 +1,43 @@
+"""The page's own files: what the page may weigh, and what its policy would block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shmserve.gateway.page.files import FOLDER, INDEX, PageFiles
+
+FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
+MODULES = [path for path in FILES if path.suffix == ".js"]
+
+
+def test_the_page_is_smaller_than_80_kb() -> None:
+    assert sum(path.stat().st_size for path in FILES) < 80_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_file_is_served(path: Path) -> None:
+    file = PageFiles().find(path.relative_to(FOLDER).as_posix())
+    assert file is not None
+    assert file.body == path.read_bytes()
+
+
+def test_nothing_that_the_policy_blocks() -> None:
+    index = (FOLDER / INDEX).read_text()
+    assert not re.search(r"<style|\son[a-z]+=|\sstyle=|javascript:", index)
+    assert re.findall(r"<script([^>]*)>(.*?)</script>", index, re.DOTALL) == [(' type="module" src="/page/app.js"', "")]
+    for path in FILES:
+        text = path.read_text()
+        links = re.findall(r"(?:src|href)=[\"']([^\"']*)|url\(([^)]*)\)|@import", text)
+        assert not [link for pair in links for link in pair if re.match(r"(?:[a-z]+:)?//", link)], path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            path
+        )
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)
+def test_imports_name_files_of_the_page(module: Path) -> None:
+    for target in re.findall(r"^import .* from \"(.*)\"$", module.read_text(), re.MULTILINE):
+        assert (module.parent / target).resolve() in FILES
