@@ -32,10 +32,10 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.roles import EVERYTHING, INFER
 from tests.support.core.fakes import FakeClient
+from tests.support.core.lent import Lent
 from tests.support.core.policies import plain, plain_mapped
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
-from tests.unit.core.batching.test_leases import Lent
 
 S = 10**9
 
