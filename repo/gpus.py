@@ -85,6 +85,8 @@ def cpu_only() -> frozenset[str]:
     found = {"identity", "openvino"}
     if not _version("onnxruntime-gpu"):
         found.add("onnxruntime")
+    if not _version("tensorflow"):
+        found.add("tensorflow")
     torch = _version("torch")
     if not torch or torch.endswith("+cpu"):
         found.add("pytorch")

@@ -22,6 +22,7 @@ from shmserve.repo.rules.padding import BATCH_COST, MULTIPLE, padding_of
 THREADS = {
     "onnxruntime": "intra_op_thread_count",
     "pytorch": "INTRA_OP_THREAD_COUNT",
+    "tensorflow": "TF_NUM_INTRA_THREADS",
     "openvino": "INFERENCE_NUM_THREADS",
 }
 """Backend -> the parameter for the number of threads within an operator."""

@@ -79,7 +79,7 @@ _rows("ModelRateLimiter.Resource", _Y, _LIMITER, "name", "global", "count")
 
 _rows("ModelInstanceGroup", _Y, "default: the model's name, `_` and the group's index", "name")
 _rows("ModelInstanceGroup", _Y, "KIND_AUTO is KIND_GPU where the server has these GPUs, else KIND_CPU", "kind")
-_rows("ModelInstanceGroup", _Y, "default: 1, or 2 for onnxruntime on the CPU", "count")
+_rows("ModelInstanceGroup", _Y, "default: 1, or 2 for onnxruntime and tensorflow on the CPU", "count")
 _rows("ModelInstanceGroup", _Y, _LIMITER, "rate_limiter")
 _rows("ModelInstanceGroup", _Y, "default: all; each instance sees only its own", "gpus")
 _rows("ModelInstanceGroup", _N, "no backend uses a secondary device", "secondary_devices")
@@ -134,7 +134,8 @@ _rows("ModelOptimizationPolicy", _Y, "see its fields", "graph", "cuda", "executi
 _rows("ModelOptimizationPolicy", _N, _ON_GPU, "priority", "gather_kernel_buffer_threshold", only=_TENSORRT)
 _rows("ModelOptimizationPolicy", _N, _MEMORY, "input_pinned_memory", "output_pinned_memory", only=_TENSORRT)
 _rows("ModelOptimizationPolicy", _N, "a batch accepts requests until it starts", "eager_batching")
-_rows("ModelOptimizationPolicy.Graph", _Y, "ONNX Runtime: -1 basic, 0 all, 1 extended, 2 off", "level")
+_LEVELS = "ONNX Runtime: -1 basic, 0 all, 1 extended, 2 off; TensorFlow: -1 none, 0 default, 1 and 2 XLA"
+_rows("ModelOptimizationPolicy.Graph", _Y, _LEVELS, "level")
 _CUDA = ("graphs", "busy_wait_events", "graph_spec", "output_copy_stream")
 _rows("ModelOptimizationPolicy.Cuda", _N, _ON_GPU, *_CUDA, only=_TENSORRT)
 _GRAPH = ("batch_size", "input", "graph_lower_bound")

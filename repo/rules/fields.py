@@ -28,7 +28,7 @@ PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
 OTHER_NAMES = {
     "libtorch": "pytorch", "onnx": "onnxruntime", "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python",
-    "torch": "pytorch", "torchscript": "pytorch", "trt": "tensorrt", "vino": "openvino",
+    "tf": "tensorflow", "torch": "pytorch", "torchscript": "pytorch", "trt": "tensorrt", "vino": "openvino",
 }  # fmt: skip
 """Other names of engines, which people write for the names of backends."""
 INSTANCES = 1024

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
+from tests.support.workers import tensorflow_models
 from tests.support.workers.worker_harness import config
 from tests.support.workers.worker_models import (
     PYTHON_ADD,
@@ -127,11 +128,29 @@ def torch_slow(folder: Path) -> ModelConfig:
     return config("pytorch", X, Y)
 
 
-ADDING: dict[str, Make] = {"python": python_adding, "onnxruntime": onnx_adding, "pytorch": torch_adding}
+# ---------------------------------------------------------------------------------------------- tensorflow
+
+
+def tensorflow_adding(folder: Path) -> ModelConfig:
+    tensorflow_models.adding(folder)
+    return adding_config("tensorflow")
+
+
+def tensorflow_slow(folder: Path) -> ModelConfig:
+    return tensorflow_models.slow(folder, SIDE, TIMES)
+
+
+ADDING: dict[str, Make] = {
+    "python": python_adding,
+    "onnxruntime": onnx_adding,
+    "pytorch": torch_adding,
+    "tensorflow": tensorflow_adding,
+}
 SLOW: dict[str, Make] = {
     "identity": identity_slow,
     "python": python_slow,
     "onnxruntime": onnx_slow,
     "openvino": openvino_slow,
     "pytorch": torch_slow,
+    "tensorflow": tensorflow_slow,
 }

@@ -37,6 +37,7 @@ BACKENDS = {
     "openvino": KnownBackend("shmserve.workers.backends.openvino:OpenVino", "openvino"),
     "python": KnownBackend("shmserve.workers.backends.python.backend:Python", ""),
     "tensorrt": KnownBackend("shmserve.workers.backends.tensorrt.backend:TensorRT", "gpu"),
+    "tensorflow": KnownBackend("shmserve.workers.backends.tensorflow.backend:TensorFlow", "tensorflow"),
     "pytorch": KnownBackend("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
 }
 

@@ -171,11 +171,13 @@ def test_a_class_of_another_module_is_not_taken() -> None:
 
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
-    [("onnxruntime", "onnxruntime", "cpu"), ("pytorch", "torch", "torch"), ("openvino",) * 3],
-)
+    [("onnxruntime", "onnxruntime", "cpu"), ("pytorch", "torch", "torch"), ("openvino",) * 3,
+     ("tensorflow",) * 3],
+)  # fmt: skip
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("onnx.backend", "pytorch.backend", "pytorch.programs", "pytorch.device", "openvino"):
-        monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
+    for module in [*sys.modules]:
+        if module.startswith("shmserve.workers.backends.") and module.split(".")[3] in MODULES:
+            monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*{re.escape(install_command(extra))}"):
         registry.find(name)

@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 
-ENGINES = ("onnxruntime", "onnx", "torch", "tensorrt", "openvino", "cupy")
+ENGINES = ("onnxruntime", "onnx", "torch", "tensorflow", "tensorrt", "openvino", "cupy")
 MODULES = """
 import json, sys
 import shmserve
