@@ -29,4 +29,5 @@ class Engine(NamedTuple):
 
 ENGINES: tuple[Engine, ...] = (
     Engine("openvino", "openvino", ("openvino",), "openvino", ("tests/process/worker/test_openvino.py",)),
+    Engine("tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/test_tensorflow.py",)),
 )

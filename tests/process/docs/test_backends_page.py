@@ -175,9 +175,11 @@ def test_a_class_of_another_module_is_not_taken() -> None:
      ("tensorflow",) * 3],
 )  # fmt: skip
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [*sys.modules]:
-        if module.startswith("shmserve.workers.backends.") and module.split(".")[3] in MODULES:
-            monkeypatch.delitem(sys.modules, module)
+    packages = {"onnx": ["backend"], "pytorch": ["backend", "programs", "device"]}
+    packages["tensorflow"] = ["backend", "engine", "files", "sessions"]
+    modules = [f"{package}.{module}" for package, names in packages.items() for module in names]
+    for module in (*modules, "openvino"):
+        monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*{re.escape(install_command(extra))}"):
         registry.find(name)

@@ -18,8 +18,7 @@ if INSTALLED:  # now, because the import and the first graph start threads, whic
         import tensorflow as tf
         from tensorflow.core.protobuf import saved_model_pb2
     tf.get_logger().setLevel("ERROR")
-    with tf.Graph().as_default():
-        tf.zeros(1) + tf.zeros(1)
+    tf.function(lambda: tf.zeros(1) + tf.zeros(1))()
 
 Tensors = Mapping[str, Any]
 X, Y = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}

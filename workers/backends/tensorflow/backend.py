@@ -60,7 +60,8 @@ class TensorFlow(StackedBackend):
         if not (default.isascii() and default.isdecimal()):
             raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
         inputs = [port.facts(name) for name, port in program.inputs.items() if not port.optional]
-        outputs = [port.facts(name) for name, port in program.outputs.items()]
+        chosen = [entry.name for entry in config.output] or program.outputs
+        outputs = [port.facts(name) for name, port in program.outputs.items() if port.usable or name in chosen]
         return completed(config, inputs, outputs, int(default))
 
     def fitted(self, config: ModelConfig) -> ModelConfig:

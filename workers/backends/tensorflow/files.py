@@ -5,7 +5,7 @@ Invariant: reading a file runs nothing of it. The errors name what the file has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +51,11 @@ class Port(NamedTuple):
     dims: tuple[int, ...] | None
     optional: bool = False
 
+    @property
+    def usable(self) -> bool:
+        """Whether a configuration without this tensor can be completed with it."""
+        return self.kind in DTYPES and self.dims is not None
+
     def facts(self, name: str, spec: Spec | None = None) -> TensorFacts:
         """`spec`: gives the dims if the graph does not."""
         dtype = DTYPES.get(self.kind)
@@ -82,7 +87,7 @@ class SavedModel:
         self.find_input: Find = self.inputs.get
         self.find_output: Find = self.outputs.get
 
-    def needed(self, outputs: Iterable[str], given: Iterable[str]) -> list[str]:
+    def needed(self, outputs: Iterable[str], given: Collection[str]) -> list[str]:
         """Returns the inputs without which these outputs cannot be computed."""
         return [name for name, port in self.inputs.items() if not port.optional]
 
@@ -136,7 +141,7 @@ class FrozenGraph:
             dims = None  # older graphs have no other way to say so
         return Port(place, tensor.dtype.name, dims, tensor.op.type == _DEFAULT_OP)
 
-    def needed(self, outputs: Iterable[str], given: Iterable[str]) -> list[str]:
+    def needed(self, outputs: Iterable[str], given: Collection[str]) -> list[str]:
         return sorted(node.name for node in nodes_behind(self.graph, outputs, given) if node.op == "Placeholder")
 
 
@@ -185,8 +190,8 @@ def _chosen(proto: Any, parameters: Parameters) -> tuple[Any, Sequence[str], Any
     if len(tagged) > 1:  # serving on other devices has further tags
         tagged = [pair for pair in tagged if pair[0] == [wanted]] or tagged[:1]
     if not tagged:
-        tags = "; ".join(", ".join(tags) for tags, _ in graphs)
-        raise parameters.wrong(TAG, f"a tag of one of the graphs of the SavedModel ({tags})")
+        known = "; ".join(", ".join(tags) for tags, _ in graphs)
+        raise parameters.wrong(TAG, f"a tag of one of the graphs of the SavedModel ({known})")
     tags, meta = tagged[0]
     return meta.graph_def, tags, _signature(meta.signature_def, parameters)
 

@@ -28,13 +28,14 @@ def opened(context: Context, config: ModelConfig, program: Program) -> Any:
     if parameters.text(INIT_OPS) and not frozen:
         raise parameters.wrong(INIT_OPS, "left out for a SavedModel, which names its own initialization")
     graph = program.imported if isinstance(program, FrozenGraph) else tf.Graph()
-    session = v1.Session(graph=graph, config=_options(context, config, parameters))
+    names = init_ops(context, parameters.text(INIT_OPS)) if parameters.text(INIT_OPS) else []
+    session = v1.Session(graph=graph, config=options_of(context, config))
     try:
         with graph.as_default():
-            if frozen:
-                _initialize(session, context, parameters)
-            else:
+            if not frozen:
                 v1.saved_model.load(session, list(program.tags), os.fspath(program.path))
+            elif names:
+                session.run(names)
     except (ValueError, KeyError, tf.errors.OpError) as error:
         session.close()
         raise InvalidRequest(f"unable to load model '{config.name}': {engine_text(error)}") from error
@@ -44,7 +45,9 @@ def opened(context: Context, config: ModelConfig, program: Program) -> Any:
     return session
 
 
-def _options(context: Context, config: ModelConfig, parameters: Parameters) -> Any:
+def options_of(context: Context, config: ModelConfig) -> Any:
+    """Returns the engine's settings of a session."""
+    parameters = Parameters(config)
     options = config_pb2.ConfigProto(
         intra_op_parallelism_threads=parameters.whole("TF_NUM_INTRA_THREADS", 0) or context.engine_threads,
         inter_op_parallelism_threads=parameters.whole("TF_NUM_INTER_THREADS", 0) or context.engine_threads,
@@ -97,11 +100,8 @@ def _set_device(options: Any, context: Context, config: ModelConfig) -> None:
     options.gpu_options.allow_growth = not fraction
 
 
-def _initialize(session: Any, context: Context, parameters: Parameters) -> None:
-    """Runs the operators that a file in the version's or the model's directory names."""
-    name = parameters.text(INIT_OPS)
-    if not name:
-        return
+def init_ops(context: Context, name: str) -> list[str]:
+    """Returns the operators that a file in the version's or the model's directory names."""
     path = next((path for path in (context.version_folder / name, context.folder / name) if path.is_file()), None)
     if path is None:
         raise NotFound(f"model '{context.model}' has no file '{name}', which parameter {INIT_OPS} names")
@@ -111,4 +111,4 @@ def _initialize(session: Any, context: Context, parameters: Parameters) -> None:
             raise ValueError("init_ops is not a list of names")
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(f'{name} must contain {{"init_ops": ["NAME", ...]}}: {error}') from error
-    session.run(names)
+    return names
