@@ -199,6 +199,7 @@ $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
 	@echo 'installing the tools for tests and checks (about a minute) ...'
 	@$(PIP) --editable '.[cpu,dev]'
 	@$(PIP) '$(TORCH)' || echo 'PyTorch could not be installed; its tests will be skipped'
+	@$(PIP) 'scikit-learn>=1.4' || echo 'scikit-learn could not be installed; its tests will be skipped'
 	@touch $@
 
 # Its own: what it needs is no concern of ours. The folder is there only when it is whole.

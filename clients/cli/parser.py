@@ -16,9 +16,11 @@ from shmserve.terminal.help_text import rows
 ABOUT = "Serve models on this machine and send requests to the server."
 EPILOG = """
 first steps:
-  shmserve serve --model-repository ./models      start a server; Ctrl-C stops it
+  shmserve serve model.onnx                       serve a model of your own; Ctrl-C stops the server
+  shmserve init net --from model.onnx             write a directory for it, with all settings explained
+  shmserve serve --model-repository ./models      serve all models of a directory
   shmserve models                                 list its models
-  shmserve infer mlp --random                     try a model
+  shmserve infer model --random                   try a model
   shmserve stats                                  show statistics
   eval "$(shmserve completion bash)"              enable Tab completion of commands, options and models
 
@@ -28,6 +30,7 @@ first steps:
 USUAL = (
     (
         ("serve", "start a server; Ctrl-C stops it"),
+        ("init", "write a model directory whose settings are explained"),
         ("check", "check a model repository before it is served"),
         ("run", "run one model in this terminal, without a server"),
     ),
@@ -49,11 +52,10 @@ USUAL = (
         ("infer", "send a request and print the outputs"),
         ("bench", "put load on a model; throughput and latency"),
         ("tune", "find the settings that hold a latency target"),
-        ("demo", "run the sample models on real examples"),
     ),
 )
 """The commands of the short help, in groups."""
-OTHERS = ("build", "completion", "gateway", "keygen", "version")
+OTHERS = ("build", "completion", "demo", "gateway", "keygen", "version")
 """The other commands, which the short help only names."""
 
 
@@ -85,8 +87,9 @@ def parser() -> CommandParser:
     for add in (
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, requests.add_infer,
         requests.add_run, measure.add_bench, observe.add_stats, observe.add_top, observe.add_ready,
-        observe.add_config, observe.add_logs, observe.add_trace, local.add_check, local.add_build, local.add_gateway,
-        local.add_keygen, add_tune, observe.add_version_command, requests.add_demo, local.add_completion,
+        observe.add_config, observe.add_logs, observe.add_trace, local.add_check, local.add_init, local.add_build,
+        local.add_gateway, local.add_keygen, add_tune, observe.add_version_command, requests.add_demo,
+        local.add_completion,
     ):  # fmt: skip
         add(commands)
     return shmserve

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,11 +33,12 @@ TARGETS = {Path(engine.file).suffix: engine.file for engine in ENGINES if engine
 """Suffix of a model file -> its name in a version directory."""
 _CONFIG_SUFFIX = ".pbtxt"
 _HINTS = {
-    ".joblib": "shmserve init NAME --from sklearn",
-    ".pkl": "shmserve init NAME --from sklearn",
-    ".pth": "shmserve init NAME --from torch",
+    ".joblib": "`shmserve init NAME --from {}` makes a model that loads it",
+    ".pickle": "`shmserve init NAME --from {}` makes a model that loads it",
+    ".pkl": "`shmserve init NAME --from {}` makes a model that loads it",
+    ".pth": "`shmserve init NAME --from torch` makes a model.py for a network and its weights",
 }
-"""Suffix of a file that cannot be served alone -> the command that makes a model for it."""
+"""Suffix of a file that cannot be served alone -> how to make a model of it."""
 _Look = tuple[int, ...]
 
 
@@ -65,7 +67,7 @@ def model_file(text: str) -> ModelFile:
     if path.suffix not in TARGETS:
         hint = _HINTS.get(path.suffix)
         text = f"{rest}: the suffix '{path.suffix}' is not that of a model file; known are {', '.join(TARGETS)}"
-        raise InvalidRequest(f"{text}. `{hint}` makes a model that loads it" if hint else text)
+        raise InvalidRequest(f"{text}. {hint.format(shlex.quote(rest))}" if hint else text)
     if equals and name and not MODEL_NAME.fullmatch(name):
         raise InvalidRequest(f"{text}: '{name}' cannot be the name of a model; expected {NAME_RULE}")
     return ModelFile(path, name)

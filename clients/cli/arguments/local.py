@@ -43,6 +43,28 @@ def add_check(commands: Any) -> None:
     add_output(command, watch=True)
 
 
+def add_init(commands: Any) -> None:
+    examples = """  shmserve init net --from model.onnx
+  shmserve init scale --from python           a model.py to write your own code into
+  shmserve init iris --from classifier.joblib
+  shmserve init net --from torch --repository ./more
+"""
+    note = """
+--from takes an ONNX file, a TorchScript or torch.export file (.pt, .pt2), a scikit-learn model (.joblib, .pkl), or
+python, sklearn or torch for a model.py with an example. A file is copied. Nothing is overwritten.
+"""
+    about = "write a model directory whose settings are explained"
+    codes = ("written", "not written")
+    command = add_command(commands, "init", "init", about, examples, codes, note)
+    add = command.add_argument
+    add("name", metavar="NAME", help="name of the model, and of its directory")
+    add("--from", dest="source", metavar="FILE", required=True,
+        help="a model file, or python, sklearn or torch; .onnx, .pt, .pt2, .joblib or .pkl")  # fmt: skip
+    text = "the repository, which is made if it does not exist (default: ./models)"
+    add("--repository", metavar="DIR", type=Path, default=Path("models"), help=text)
+    add_json(command)
+
+
 def add_build(commands: Any) -> None:
     examples = """  shmserve build models/resnet -o models/resnet_trt/1/model.plan
   shmserve build model.onnx -o model.plan --max-batch 32

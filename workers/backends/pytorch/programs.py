@@ -99,7 +99,7 @@ class Script(Program):
             warnings.simplefilter("ignore", DeprecationWarning)  # only says that TorchScript is deprecated
             module: Any = torch.jit.load(str(path), map_location=device)
         module.eval()
-        self._module = module
+        self.module = module
         taken = module.forward.schema.arguments[1:]
         graph = module.inlined_graph
         aliases = graph.alias_db()
@@ -119,9 +119,9 @@ class Script(Program):
 
     def call(self, leaves: Sequence[Any]) -> Any:
         if None not in leaves:
-            return self._module(*leaves)
+            return self.module(*leaves)
         given = zip(self._names, leaves, self._omits, strict=True)
-        return self._module(**{name: leaf for name, leaf, omit in given if leaf is not None or not omit})
+        return self.module(**{name: leaf for name, leaf, omit in given if leaf is not None or not omit})
 
 
 def _changed(graph: Any, aliases: Any, value: Any) -> bool:

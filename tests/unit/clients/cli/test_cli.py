@@ -21,7 +21,7 @@ from shmserve.terminal.tables import duration_text, shape_text, table, values_te
 from tests import ROOT
 
 ASKING = ["models", "load", "unload", "restart", "infer", "stats", "top", "ready", "config", "version", "demo"]
-ALONE = ["run", "check", "build", "completion"]
+ALONE = ["run", "check", "init", "build", "completion"]
 """Commands that ask no server."""
 WITH_MODEL = ("load", "unload", "restart", "infer", "config")
 

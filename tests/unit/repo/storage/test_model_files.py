@@ -72,14 +72,15 @@ def test_name_in_front(tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("photo.jpg", r"the suffix '.jpg' is not that of a model file; known are .onnx, .py, .plan, .pt, .pt2, .xml"),
-        ("clf.pkl", "`shmserve init NAME --from sklearn` makes a model that loads it"),
+        ("clf.pkl", "`shmserve init NAME --from clf.pkl` makes a model that loads it"),
+        ("net.pth", "`shmserve init NAME --from torch` makes a model.py for a network and its weights"),
         ("a/b=m.onnx", "'a/b' cannot be the name of a model"),
         ("missing.onnx", "missing.onnx: no such file or directory"),
     ],
 )
 def test_refused(name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for file in ("photo.jpg", "clf.pkl", "m.onnx"):
+    for file in ("photo.jpg", "clf.pkl", "net.pth", "m.onnx"):
         Path(file).touch()
     with pytest.raises(InvalidRequest, match=text):
         model_file(name)

@@ -1,0 +1,80 @@
+"""`shmserve init`: writes the directory of a new model, and prints the commands that serve and call it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+from shmserve.clients.cli.commands.base import complain, print_json
+from shmserve.errors import NotFound
+from shmserve.paths import python
+from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.starters.config_text import Layout, example
+from shmserve.repo.starters.starter import TORCH_FILES, Described, starter_of, write
+from shmserve.terminal.errors import Failed, Misuse
+
+DESCRIBE = "shmserve.workers.backends.pytorch.describe"
+DESCRIBE_S = 300.0
+
+
+def init(args: argparse.Namespace) -> int:
+    described = _described(args) if Path(args.source).suffix in TORCH_FILES else None
+    try:
+        starter = starter_of(args.source, described)
+        files = write(starter, args.name, args.repository)
+    except NotFound as error:
+        raise Misuse(str(error)) from error
+    except OSError as error:
+        raise Failed(f"cannot write {error.filename or args.repository}: {error.strerror}") from error
+    commands = [
+        shlex.join(["shmserve", "serve", "--model-repository", str(args.repository)]),
+        shlex.join(["shmserve", "infer", args.name, "--random", *_shapes(starter.layout)]),
+    ]
+    if args.json:
+        print_json({"model": args.name, "backend": starter.layout.backend, "files": list(map(str, files)),
+                    "warning": starter.warning, "commands": commands})  # fmt: skip
+        return 0
+    print("\n".join(map(str, files)))
+    if starter.warning:
+        complain(args, f"warning: {starter.warning}")
+    print("\nServe it, and from another terminal send it a request:\n")
+    print("\n".join(f"  {command}" for command in commands))
+    return 0
+
+
+def _shapes(layout: Layout) -> list[str]:
+    """The options for inputs whose sizes of 1, the default of --random, are likely to be too small."""
+    words = []
+    for tensor in layout.inputs:
+        dims = example(tensor.dims)
+        if dims != [abs(dim) for dim in tensor.dims]:
+            words += ["--shape", f"{tensor.name}={','.join(map(str, [1, *dims] if layout.rows else dims))}"]
+    return words
+
+
+def _described(args: argparse.Namespace) -> Described | None:
+    """The tensors of a PyTorch file, found by a process of its own; None if they cannot be found."""
+    if importlib.util.find_spec("torch") is None or not Path(args.source).is_file():
+        return None
+    command = [*python(), "-m", DESCRIBE, args.source]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DESCRIBE_S)
+    except subprocess.TimeoutExpired:
+        complain(args, f"warning: {args.source} could not be read within {DESCRIBE_S:.0f} s")
+        return None
+    if ran.returncode == 1:
+        raise Failed(ran.stderr.strip().rpartition("\n")[2])
+    if ran.returncode:
+        complain(args, f"warning: reading {args.source} ended with {ran.returncode}: {ran.stderr.strip()[-500:]}")
+        return None
+    found = json.loads(ran.stdout.strip().rpartition("\n")[2])
+    if found is None:
+        return None
+    inputs, outputs = (
+        [TensorFacts(name, dtype, tuple(dims)) for name, dtype, dims in found[kind]] for kind in ("inputs", "outputs")
+    )
+    return Described(inputs, outputs, found["batches"], found["note"])
