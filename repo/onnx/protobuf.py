@@ -1,10 +1,11 @@
-"""Edits ONNX files as protobuf, without the package `onnx`.
+"""Edits and writes ONNX files as protobuf, without the package `onnx`.
 
 Invariant: unknown fields are copied byte by byte.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,19 +16,20 @@ _GRAPH, _METADATA = 7, 14
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12
 _FLOAT, _INT64, _STRING = 1, 7, 8
 _IR_VERSION, _OPSET = 8, 13
-_ATTRIBUTE_INT, _ATTRIBUTE_INTS = 2, 7
+_ATTRIBUTE_FLOAT, _ATTRIBUTE_INT, _ATTRIBUTE_INTS = 1, 2, 7
+_ELEMENTS = {"float32": (_FLOAT, "<f4"), "int64": (_INT64, "<i8")}
 
-Value = int | bytes | memoryview
+Value = int | bytes | bytearray | memoryview
 Shape = Sequence[int | str]
 
 
 class Node(NamedTuple):
-    """One operation. Attributes are integers or lists of integers."""
+    """One operation. Attributes are numbers or lists of integers."""
 
     op: str
     inputs: Sequence[str]
     outputs: Sequence[str]
-    attributes: Mapping[str, int | Sequence[int]] = {}
+    attributes: Mapping[str, float | Sequence[int]] = {}
 
 
 def metadata(model: bytes) -> Iterator[tuple[str, str]]:
@@ -55,6 +57,25 @@ def wrapped(
             value = _around(value, before, after, inputs, outputs, constants)
         made += _field(number, kind, value)
     return bytes(made)
+
+
+def written(
+    nodes: Iterable[Node],
+    inputs: Mapping[str, Shape],
+    outputs: Mapping[str, Shape],
+    constants: Mapping[str, NDArray[Any]],
+    opset: int,
+) -> bytes:
+    """A model with INT64 inputs and FP32 outputs. Constants are FP32 or INT64."""
+    graph = bytearray(_bytes(2, b"graph"))
+    for node in nodes:
+        graph += _bytes(_NODE, _node(node))
+    for name, array in constants.items():
+        graph += _bytes(_INITIALIZER, _tensor(name, array))
+    for number, element, tensors in ((_INPUT, _INT64, inputs), (_OUTPUT, _FLOAT, outputs)):
+        for name, shape in tensors.items():
+            graph += _bytes(number, _described(name, shape, element))
+    return _field(1, 0, _IR_VERSION) + _bytes(_GRAPH, graph) + _bytes(8, _field(2, 0, opset))
 
 
 def strings(array: NDArray[Any], output: str) -> bytes:
@@ -101,6 +122,8 @@ def _node(node: Node) -> bytes:
         attribute = _bytes(1, name.encode())
         if isinstance(value, int):
             attribute += _field(3, 0, value) + _field(20, 0, _ATTRIBUTE_INT)
+        elif isinstance(value, float):
+            attribute += _field(2, 5, struct.pack("<f", value)) + _field(20, 0, _ATTRIBUTE_FLOAT)
         else:
             attribute += b"".join(_field(8, 0, one) for one in value) + _field(20, 0, _ATTRIBUTE_INTS)
         made += _bytes(5, attribute)
@@ -109,8 +132,9 @@ def _node(node: Node) -> bytes:
 
 def _tensor(name: str, array: NDArray[Any]) -> bytes:
     made = b"".join(_field(1, 0, size) for size in array.shape)
-    whole = np.ascontiguousarray(array, np.dtype("<i8"))
-    return made + _field(2, 0, _INT64) + _bytes(8, name.encode()) + _bytes(9, whole.tobytes())
+    element, layout = _ELEMENTS[array.dtype.name]
+    whole = np.ascontiguousarray(array, np.dtype(layout))
+    return made + _field(2, 0, element) + _bytes(8, name.encode()) + _bytes(9, whole.tobytes())
 
 
 def _described(name: str, shape: Shape, element: int = _FLOAT) -> bytes:
@@ -159,7 +183,7 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def _bytes(number: int, value: bytes) -> bytes:
+def _bytes(number: int, value: bytes | bytearray) -> bytes:
     return _field(number, 2, value)
 
 

