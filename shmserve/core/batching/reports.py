@@ -181,19 +181,21 @@ def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch
     for row in done.rows:
         request = requests.get(row.request)
         if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
-            if request.special:
-                usual = untraced and request.step_of and not request.parts
-                if usual and answers.take(state, instance, request, row):
-                    completion.answer_step(state, request, Reply(0, number, row.outputs, row.parameters))
+            if not request.special:
+                for tensor in row.outputs:
+                    if not isinstance(tensor.data, bytes):
+                        break
+                else:
+                    client = request.client
+                    append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
+                    del client.requests[request.client_number], requests[row.request]
+                    client.bytes -= request.inline
+                    request.state = _ENDED  # a legal transition from SENT
                     rows += request.cost
                     arrivals.append(request.arrived)
                     continue
-            elif [type(tensor.data) for tensor in row.outputs].count(bytes) == len(row.outputs):
-                client = request.client
-                append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
-                del client.requests[request.client_number], requests[row.request]
-                client.bytes -= request.inline
-                request.state = _ENDED  # a legal transition from SENT
+            elif untraced and request.step_of and not request.parts and answers.take(state, instance, request, row):
+                completion.answer_step(state, request, Reply(0, number, row.outputs, row.parameters))
                 rows += request.cost
                 arrivals.append(request.arrived)
                 continue
