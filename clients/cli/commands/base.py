@@ -36,6 +36,7 @@ _OF_PARSER = ("command", "run", "show_version", "color")
 """What the parser adds to the arguments of every command."""
 
 _UNKNOWN = re.compile(r"Request for unknown model: '(.*?)'")
+_NOT_SERVED = re.compile(r"cannot restart .*?model '(.*?)': it is not served")
 
 
 def order_of(args: argparse.Namespace) -> str:
@@ -75,6 +76,9 @@ def next_step(error: Exception, args: argparse.Namespace) -> str:
     """The error text, with a hint for the next step if there is one."""
     text = str(error).replace(" by url=", " by --url or --runtime-dir").replace(" by runtime_dir=", " by --runtime-dir")
     text = text.replace("server_key=", "--server-key").replace("key_file=", "--key-file")
+    if stopped := _NOT_SERVED.match(text):
+        near = _near(stopped[1], args)
+        return f"{text}; did you mean '{near}'?" if near else text
     if unknown := _UNKNOWN.match(text):
         near = _near(unknown[1], args) if text.endswith(" is not found") else ""
         return f"{text}; did you mean '{near}'?" if near else f"{text}; `shmserve models` lists the models"

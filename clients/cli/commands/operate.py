@@ -30,7 +30,7 @@ from shmserve.clients.cli.commands.base import (
     print_json,
     screen_of,
 )
-from shmserve.errors import ServeError
+from shmserve.errors import Denied, NotFound, ServeError
 from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.tables import duration_text
@@ -67,9 +67,12 @@ def load(args: argparse.Namespace) -> int:
 
 def unload(args: argparse.Namespace) -> int:
     def one(client: Client, model: str) -> dict[str, Any]:
-        return client.unload(
+        found = client.unload(
             model, unload_dependents=args.dependents, wait=args.wait, force=args.force, timeout=args.timeout
         )
+        if not found["versions"]:
+            _check_exists(client, model)
+        return found
 
     return _each(args, one, "unloading", _unloaded if args.wait else _begun)
 
@@ -87,6 +90,14 @@ def restart(args: argparse.Namespace) -> int:
         return f"{f'version {args.version}' if args.version is not None else _versions(found)} restarted"
 
     return _each(args, one, "restarting", describe)
+
+
+def _check_exists(client: Client, model: str) -> None:
+    """Raise NotFound for a model that is in no repository. The server answers its unload as Triton does: without an
+    error, as there is nothing left to unload."""
+    with contextlib.suppress(Denied):  # a server that does not say which models there are
+        if all(entry["name"] != model for entry in client.models()):
+            raise NotFound(f"Request for unknown model: '{model}' is not found")
 
 
 def _config(name: str) -> dict[str, Any]:

@@ -92,6 +92,29 @@ def test_the_life_of_a_model(server: Server, capsys: pytest.CaptureFixture[str])
     assert run("load", "--all", "--json").count('"READY"') == 2
 
 
+def test_names_that_are_misspelled(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = "Request for unknown model: 'mpl' is not found"
+    for words, text in (
+        ("logs mpl", unknown),  # first: operations on any name leave records about it
+        ("load mpl", "failed to load 'mpl', failed to poll from model repository: no model repository has it"),
+        ("unload mpl", unknown),
+        ("unload mpl --no-wait", unknown),
+        ("restart mpl", "cannot restart model 'mpl': it is not served"),
+        ("restart mpl --version 3", "cannot restart version 3 of model 'mpl': it is not served"),
+        ("config mpl", unknown),
+        ("stats mpl", unknown),
+        ("models mpl", "unknown model 'mpl'"),
+        ("ready mpl", unknown),
+        ("infer mpl --random", unknown),
+        ("bench mpl --window 50ms", unknown),
+    ):
+        assert main.main(words.split()) == 1, words
+        assert capsys.readouterr().err == f"shmserve {words.split()[0]}: {text}; did you mean 'mlp'?\n"
+    for _ in range(2):  # of what is in the repository, there may be nothing left to unload
+        assert main.main(["unload", "mlp"]) == 0
+    assert main.main(["load", "mlp"]) == 0
+
+
 def test_config(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["load", "mlp"]) == 0
     capsys.readouterr()

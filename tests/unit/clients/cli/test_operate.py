@@ -77,7 +77,7 @@ class Operated(FakeBroker):
         if what in ("load", "rollback"):
             return {"model": model, **READY, "changed": model != "same", "warnings": ["odd"] if model == "warn" else []}
         gone = {"state": "UNAVAILABLE", "seconds": 1.0}
-        versions = [] if model == "nobody" else [{"version": "1", **gone}, {"version": "2", **gone}]
+        versions = [] if model in ("other", "othr") else [{"version": "1", **gone}, {"version": "2", **gone}]
         return {"model": model, "versions": versions, "changed": True, "warnings": []}
 
 
@@ -158,7 +158,7 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
     assert run(broker, "restart", "a", "--version", "2", "--instance", "a_0_1") == 0
     assert run(broker, "restart", "a", "--version", "2") == 0
     assert run(broker, "restart", "a") == 0
-    assert run(broker, "unload", "nobody") == 0
+    assert run(broker, "unload", "other") == 0
     assert run(broker, "restart", "a", "--json") == 0
     assert run(broker, "unload", "a", "--force", "--timeout", "5", "--json") == 0
     assert broker.done.pop() == (
@@ -170,7 +170,7 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
         ("restart", "a", 2, {"instance": "a_0_1"}),
         ("restart", "a", 2, {"instance": ""}),
         ("restart", "a", 0, {"instance": ""}),
-        ("unload", "nobody", 0, {"unload_dependents": False, "wait": True}),
+        ("unload", "other", 0, {"unload_dependents": False, "wait": True}),
         ("restart", "a", 0, {"instance": ""}),
     ]
     lines = capsys.readouterr().out.splitlines()
@@ -180,10 +180,21 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
         "a: instance a_0_1 restarted",
         "a: version 2 restarted",
         "a: versions 1, 2 restarted",
-        "nobody: nothing to unload",
+        "other: nothing to unload",
     ]
     (found,), _ = json.loads("[" + "\n".join(lines[6:]).replace("]\n[", "],[") + "]")
     assert [entry["version"] for entry in found["versions"]] == ["1", "2"]
+
+
+def test_unload_of_a_model_that_does_not_exist(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "Request for unknown model: 'othr' is not found"
+    for more in ((), ("--no-wait",)):
+        assert run(broker, "unload", "othr", "a", *more) == 1
+        said = capsys.readouterr()
+        assert said.out.startswith("a: ")
+        assert said.err == f"shmserve unload: {text}; did you mean 'other'?\n"
+    assert run(broker, "unload", "othr", "--json") == 1
+    assert json.loads(capsys.readouterr().out) == [{"model": "othr", "error": {"code": "NOT_FOUND", "message": text}}]
 
 
 @pytest.mark.parametrize(
