@@ -47,7 +47,7 @@ _ONNX = "onnxruntime"
 _rows("ModelConfig", _Y, "must equal the directory name; default: that name", "name")
 _rows("ModelConfig", _Y, "older form of `backend`", "platform")
 _rows("ModelConfig", _Y, "default: derived from the platform, the files or the model's name", "backend")
-_rows("ModelConfig", _X, "only the backend's own library can be loaded", "runtime")
+_rows("ModelConfig", _Y, "only `model.py`, for a Python-based backend of the backend directory", "runtime")
 _rows("ModelConfig", _Y, "versions to serve; default: latest 1", "version_policy")
 _rows("ModelConfig", _Y, "0: tensors have no batch dimension", "max_batch_size")
 _rows("ModelConfig", _Y, "tensors of requests and responses", "input", "output")

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
+from shmserve.repo.backends import BACKENDS, MODEL
 from shmserve.repo.config.complete import ENGINES, ENSEMBLE, can_complete, complete, is_ensemble, needs_completion
 from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import ProblemFunction, Report, meant, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from shmserve.repo.config.support import NOT_SUPPORTED
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.rules.data import file_name, validate_warmup
 from shmserve.repo.rules.padding import validate_padding
@@ -83,6 +85,7 @@ def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> 
         text = "a Python model's name cannot contain ; | & $ ` < > ( ) [ ] { } \" ' * ? ~ # !"
         problem("name", f'found "{escaped(config.name)}"; {BAD_STUB_NAME}: {text}')
     _engine(config, host, problem)
+    _runtime(config, problem)
     if config.max_batch_size < 0:
         problem("max_batch_size", f"found {config.max_batch_size}, expected 0 or more")
     _tensors(config, "input", config.input, problem)
@@ -163,6 +166,11 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
         for field, tensors in (("input", config.input), ("output", config.output)):
             if not tensors:
                 problem(field, f'not given, and backend "{config.backend}" cannot determine it')
+
+
+def _runtime(config: ModelConfig, problem: ProblemFunction) -> None:
+    if config.runtime and (config.runtime != MODEL or config.backend in BACKENDS):
+        problem("runtime", f"{NOT_SUPPORTED}only the backend's own library can be loaded")
 
 
 def _listed(names: Collection[str]) -> str:

@@ -156,8 +156,8 @@ def test_rules_apply_to_overrides(tmp_path: Path) -> None:
     plain["input"][0]["dims"] = [0]
     found = scan_model(path, backends=BACKENDS, override=parse_override(json.dumps(plain)))
     assert found.problem_texts == (
-        "config override: runtime: not supported: only the backend's own library can be loaded",
         'config override: name: unexpected directory name "m" for model "other": the two must be equal',
+        "config override: runtime: not supported: only the backend's own library can be loaded",
         "config override: input[0].dims[0]: found 0, expected 1 or more, or -1 for any size",
     )
     assert found.warning_texts == (
