@@ -113,7 +113,6 @@ def _python_based(folder: Path) -> type[Backend]:
         def __init__(self, context: Context) -> None:
             super().__init__(context)
             self._file = ModelFile(context, folder / MODEL)
-            _reach(folder)
 
         @classmethod
         def chosen(cls, config: ModelConfig) -> type[Backend]:

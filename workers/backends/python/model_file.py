@@ -10,12 +10,14 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import FUNCTION, MODEL, SOURCE_FILE
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.gpus import VISIBLE
@@ -52,21 +54,29 @@ class ModelFile:
 
     def _import(self, config: ModelConfig) -> ModuleType:
         """Imports the file under a unique name, because a model may have the name of any module. Modules beside it can
-        be imported.
+        be imported. The file of a backend is the module `model`, as in Triton: modules beside it can import it.
 
         Bytecode is not written: it would end up in the user's repository, also for modules that the model imports
         later.
         """
         sys.dont_write_bytecode = True
         sys.argv = [""]  # as in Triton: libraries that parse it must not see the worker's arguments
-        folder = self.context.version_folder
-        path = self._path or self.context.model_file(config, MODEL)
         for name in ("triton_python_backend_utils", "c_python_backend_utils"):
             sys.modules[name] = pb_utils
-        places, loader, name = [self.context.folder, folder], None, f"shmserve_model_{self.context.version}"
+        if self._path is not None:
+            with _explained(config.backend):
+                return self._executed(config, self._path, self._path.stem, [self._path.parent])
+        path = self.context.model_file(config, MODEL)
+        name, places = f"shmserve_model_{self.context.version}", [self.context.folder, self.context.version_folder]
         if original := self.context.settings.get(SOURCE_FILE, ""):
             places.append(Path(original).parent)
-            loader, path = _CopyLoader(name, original, path), Path(original)
+            return self._executed(config, Path(original), name, places, _CopyLoader(name, original, path))
+        return self._executed(config, path, name, places)
+
+    def _executed(
+        self, config: ModelConfig, path: Path, name: str, places: list[Path], loader: SourceFileLoader | None = None
+    ) -> ModuleType:
+        """Imports the file as module `name`, which can import modules from `places`."""
         for place in map(str, places):
             if place not in sys.path:
                 sys.path.insert(0, place)
@@ -90,6 +100,24 @@ class ModelFile:
             "model_version": str(self.context.version),
             "model_name": self.context.model,
         }
+
+
+@contextmanager
+def _explained(backend: str) -> Iterator[None]:
+    """Converts the exception for a missing module into an error that says what to do. Packages beside the file and
+    modules of installed packages are reported as such: to install them again would not help."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        top = (error.name or "").partition(".")[0]
+        if not top or top in sys.modules:
+            text = f"the installed version of '{top}' lacks what it imports ({error}); install a version that fits it"
+        else:
+            text = (
+                f"it imports a package that is not installed ({error}); install the package that provides '{top}' for "
+                "the server, or in an environment that EXECUTION_ENV_PATH names"
+            )
+        raise Unsupported(f"backend '{backend}' cannot be loaded: {text}") from error
 
 
 class _CopyLoader(SourceFileLoader):
