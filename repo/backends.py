@@ -23,18 +23,26 @@ FUNCTION = "function"
 FILE = "backend.py"
 MODEL = "model.py"
 """A Python model that implements a backend: it runs all models of that backend, each with its own files."""
+ENVIRONMENT_FILE = "pb_exec_env_model.py.tar.gz"
+"""Beside such a model.py: the Python environment of models that name no other, as in Triton."""
 
 
 def in_directory(directory: str | Path) -> frozenset[str]:
     """The backends in a directory: subdirectories that have a backend.py or model.py. Empty for ""."""
     if not directory:
         return frozenset()
-    return frozenset(
-        entry.name
-        for entry in os.scandir(directory)
-        if MODEL_NAME.fullmatch(entry.name)
-        and any(os.path.isfile(os.path.join(entry.path, file)) for file in (FILE, MODEL))
-    )
+    return frozenset(entry.name for entry in os.scandir(directory) if _is_backend(entry.name, directory))
+
+
+def folder_of(name: str, directory: str | Path) -> Path | None:
+    """The directory of a backend in the backend directory; None if it is not there."""
+    return Path(directory) / name if directory and name not in BACKENDS and _is_backend(name, directory) else None
+
+
+def _is_backend(name: str, directory: str | Path) -> bool:
+    if not MODEL_NAME.fullmatch(name):
+        return False
+    return any(os.path.isfile(os.path.join(directory, name, file)) for file in (FILE, MODEL))
 
 
 def installed(directory: str | Path = "") -> frozenset[str]:

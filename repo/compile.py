@@ -23,6 +23,7 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.dtypes import FROM_CONFIG
+from shmserve.repo.backends import ENVIRONMENT_FILE
 from shmserve.repo.config.complete import SEQUENCE_IDLE_US
 from shmserve.repo.config.schema import (
     ModelConfig,
@@ -111,9 +112,14 @@ def _mebibytes(config: ModelConfig, key: str) -> int | None:
     return int(text) << 20 if text else None
 
 
-def environment(config: ModelConfig, folder: str) -> str:
-    """Path of the interpreter for its workers; "": the server's. `folder` is the model's directory."""
-    return parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
+def environment(config: ModelConfig, folder: str, backend_folder: Path | None = None) -> str:
+    """Path of the interpreter for its workers; "": the server's. `folder` is the model's directory, `backend_folder`
+    that of its backend, if that is in the backend directory."""
+    own = parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
+    if own or backend_folder is None:
+        return own
+    shared = backend_folder / ENVIRONMENT_FILE
+    return str(shared) if shared.exists() else ""
 
 
 class CoreSet(Struct, frozen=True):

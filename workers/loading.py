@@ -30,6 +30,8 @@ from shmserve.workers.runner import Runner, runner_of
 
 PINS = "pins"
 """The setting in Load that names the file with the size, mtime and inode of files that were not copied."""
+BACKEND_PINS = "backend-pins"
+"""The same for the files of a backend that is not built in."""
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
@@ -69,9 +71,9 @@ def load(
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
+    pins = _pins(order, config)
+    _check_unchanged(pins)
     backend = find(config.backend, order.settings.get(DIRECTORY, "")).chosen(config)(context)
-    pins = _pins(order)
-    _check_unchanged(folder, pins)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
     inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None else None
@@ -94,7 +96,7 @@ def load(
             from shmserve.workers.warmup import warm_up  # few models need it
 
             warm_up(config, order.instance, folder, backend, gather, limit, trace)
-        _check_unchanged(folder, pins)
+        _check_unchanged(pins)
     except BaseException:
         backend.close()
         arenas.close()
@@ -106,16 +108,21 @@ def load(
     return LoadedModel(config, backend, arenas, runner, inbox)
 
 
-def _pins(order: Load) -> dict[str, Look]:
-    """Returns size, mtime and inode of the files that were not copied."""
-    path = order.settings.get(PINS)
-    return json.loads(Path(path).read_bytes()) if path else {}
+def _pins(order: Load, config: ModelConfig) -> list[tuple[Path, dict[str, Look]]]:
+    """Returns, for the directories of the model and its backend, the looks of the files that were not copied."""
+    folders = {PINS: Path(order.model_dir), BACKEND_PINS: Path(order.settings.get(DIRECTORY, "")) / config.backend}
+    return [
+        (folder, json.loads(Path(order.settings[key]).read_bytes()))
+        for key, folder in folders.items()
+        if key in order.settings
+    ]
 
 
-def _check_unchanged(folder: Path, pins: dict[str, Look]) -> None:
-    change = changed(folder, pins)
-    if change:
-        raise Unavailable(f"{change}; load the model again to serve what is there now")
+def _check_unchanged(pins: list[tuple[Path, dict[str, Look]]]) -> None:
+    for folder, looks in pins:
+        change = changed(folder, looks)
+        if change:
+            raise Unavailable(f"{change}; load the model again to serve what is there now")
 
 
 def _threads() -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound
-from shmserve.repo.backends import backend_directory_problem, installed
+from shmserve.repo.backends import backend_directory_problem, folder_of, installed
 from shmserve.repo.config.schema import encode_config
 from shmserve.repo.gpus import discover
 from shmserve.terminal.errors import Misuse
@@ -73,7 +73,7 @@ def find(order: RunOrder) -> Chosen:
         None if model.given is None else encode_config(model.given),
         model.warning_texts,
         tuple(installed(order.backend_directory)),
-        environment(config, str(model.path)),
+        environment(config, str(model.path), folder_of(config.backend, order.backend_directory)),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from shmserve.broker.models.backend_files import BackendFiles, read_backend
 from shmserve.broker.models.differences import LoadedVersion
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
@@ -26,7 +28,7 @@ from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Load
 from shmserve.repo.agents.chains import AgentChains, Prepared
-from shmserve.repo.backends import DIRECTORY, SOURCE_FILE, installed
+from shmserve.repo.backends import DIRECTORY, SOURCE_FILE, in_directory, installed
 from shmserve.repo.check import CheckFinding, load_warnings
 from shmserve.repo.compile import CoreSet, compile_instances, compile_policy, environment, unknown_policies
 from shmserve.repo.config.complete import is_ensemble
@@ -43,12 +45,15 @@ from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model
 
 PINS = "pins"
 """Worker setting: path of pins.json, with size and time of model files that were linked, not copied."""
+BACKEND_PINS = "backend-pins"
+"""The same for the files of the model's backend."""
 
 
 class Reading(NamedTuple):
     """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
     read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not.
-    `prepared`: the result of its repository agents, if it has any."""
+    `prepared`: the result of its repository agents, if it has any. `backend`: the files of its backend; None: they are
+    not in the backend directory."""
 
     scanned: ScannedModel
     snapshot: Snapshot | None = None
@@ -56,6 +61,7 @@ class Reading(NamedTuple):
     generations: Mapping[int, Generation] = MappingProxyType({})
     findings: tuple[CheckFinding, ...] = ()
     prepared: Prepared | None = None
+    backend: BackendFiles | None = None
 
 
 class VersionSource(Struct, eq=False):
@@ -73,6 +79,7 @@ class VersionSource(Struct, eq=False):
     kind: str
     digest: str
     mark: object = None
+    backend: BackendFiles | None = None
     completed: ModelConfig | None = None
     config_digest: str | None = None
     """Digest of the configuration files; None: the configuration does not come from them."""
@@ -119,7 +126,9 @@ class Catalog:
         self._config_name = config_name
         self._generations = generations
         self._agents = agents
-        self._backends = installed(settings.get(DIRECTORY, ""))
+        self._directory = settings.get(DIRECTORY, "")
+        self._installed = installed()
+        self._backends = self._installed | in_directory(self._directory)
         self._numbers = count(1)
         self._sources: dict[int, VersionSource] = {}
         self._latest: dict[tuple[str, int], int] = {}
@@ -188,10 +197,16 @@ class Catalog:
             if after == before:
                 break
             before = after
+        backend: BackendFiles | None = None
+        try:
+            if scanned.config is not None:
+                backend = read_backend(scanned.config.backend, self._directory, self._generations)
+        except InvalidRequest as error:
+            scanned = _refused(scanned, error.message)
         findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus, prepared=prepared is not None)
         if prepared is not None and generation is None:
             scanned = scanned._replace(path=folder)
-        return Reading(scanned, before, given, kept, findings, prepared)
+        return Reading(scanned, before, given, kept, findings, prepared, backend)
 
     def _scan(self, folder: Path, override: Override | None, prepared: bool = False) -> ScannedModel:
         return scan_model(
@@ -218,6 +233,8 @@ class Catalog:
     def _refresh(self) -> None:
         if self._files is not None:
             self._files.refresh()
+        with suppress(OSError):  # those that were found last still work where their files have been kept
+            self._backends = self._installed | in_directory(self._directory)
 
     def _keep(self, scanned: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
         if self._generations is None or scanned.config is None or is_ensemble(scanned.config):
@@ -291,7 +308,15 @@ class Catalog:
     def loaded(self) -> list[LoadedVersion]:
         """Versions made of files in the repository."""
         return [
-            LoadedVersion(source.number, source.origin, source.version, source.digest, source.config_digest)
+            LoadedVersion(
+                source.number,
+                source.origin,
+                source.version,
+                source.digest,
+                source.config_digest,
+                source.backend.origin if source.backend is not None else None,
+                source.backend.snapshot.digest() if source.backend is not None else "",
+            )
             for source in self._sources.values()
             if source.digest and (source.generation is None or source.generation.folder != source.origin)
         ]
@@ -369,6 +394,7 @@ class Catalog:
                 kind,
                 digest,
                 mark,
+                reading.backend,
             )
         source.config_digest, source.kind, source.kept = config_digest, kind, kept
         source.prepared = reading.prepared
@@ -419,6 +445,10 @@ class Catalog:
         settings = self._settings
         if source.generation is not None and source.generation.pins:
             settings = settings | {PINS: source.generation.pins}
+        if source.backend is not None and source.backend.generation is not None:
+            settings = settings | {DIRECTORY: str(source.backend.folder.parent)}
+            if source.backend.generation.pins:
+                settings = settings | {BACKEND_PINS: source.backend.generation.pins}
         if self._files is not None and (file := self._files.source(source.origin)) is not None:
             settings = settings | {SOURCE_FILE: str(file)}
         folder = str(_folder_of(source))
@@ -427,7 +457,8 @@ class Catalog:
 
     def terms(self, spawn: Spawn) -> Terms:
         source = self._sources[spawn.source]
-        return terms_of(source.config, _folder_of(source), self._terms)
+        backend_folder = source.backend.folder if source.backend is not None else None
+        return terms_of(source.config, _folder_of(source), self._terms, backend_folder)
 
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Stores the configuration as completed by a worker. Also returns changes that the owner may not expect."""
@@ -468,7 +499,8 @@ def _mark(reading: Reading, version: int) -> object:
     assert reading.scanned.config is not None
     content = replace(reading.scanned.config, instance_group=(), version_policy=None)
     digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
-    return encode_config(content), digest, str(reading.scanned.path)
+    backend_digest = reading.backend.snapshot.digest() if reading.backend is not None else ""
+    return encode_config(content), digest, str(reading.scanned.path), backend_digest
 
 
 def _refused(scanned: ScannedModel, problem: str) -> ScannedModel:

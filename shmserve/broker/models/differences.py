@@ -30,6 +30,9 @@ class LoadedVersion(NamedTuple):
     version: int
     files_digest: str
     config_digest: str | None
+    backend_folder: Path | None = None
+    """The directory with the files of its backend, if there is one."""
+    backend_digest: str = ""
 
 
 class Differences:
@@ -94,17 +97,21 @@ def compare(loaded: Iterable[LoadedVersion], limit: int = FILES) -> dict[int, bo
     differs: dict[int, bool] = {}
     snapshots: dict[Path, Snapshot | None] = {}
     for entry in loaded:
-        if entry.folder not in snapshots:
-            if limit <= 0:
-                break
-            snapshots[entry.folder] = snapshot = _take(entry.folder)
-            limit -= len(snapshot.files) if snapshot is not None else 1
-        differs[entry.source] = _differs(entry, snapshots[entry.folder])
+        folders = [entry.folder] if entry.backend_folder is None else [entry.folder, entry.backend_folder]
+        for folder in folders:
+            if folder not in snapshots:
+                if limit <= 0:
+                    return differs
+                snapshots[folder] = snapshot = _take(folder)
+                limit -= len(snapshot.files) if snapshot is not None else 1
+        differs[entry.source] = _differs(entry, *(snapshots[folder] for folder in folders))
     return differs
 
 
-def _differs(entry: LoadedVersion, now: Snapshot | None) -> bool:
+def _differs(entry: LoadedVersion, now: Snapshot | None, backend: Snapshot | None = None) -> bool:
     if now is None or now.of_version(entry.version) != entry.files_digest:
+        return True
+    if entry.backend_folder is not None and (backend is None or backend.digest() != entry.backend_digest):
         return True
     return entry.config_digest is not None and now.of_configuration() != entry.config_digest
 

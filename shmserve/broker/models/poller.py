@@ -47,7 +47,9 @@ class Poll:
         self._wall = wall
         self._clock = clock
         self._known: dict[str, str] = {}
-        """Model -> digest of its files when it was read."""
+        """Model -> digest of its files, and those of its backend, when it was read."""
+        self._backends: dict[str, Path] = {}
+        """Model -> the directory of the backend that it had when it was read, if that is in the backend directory."""
         self._unsettled: dict[str, _Unsettled] = {}
         self._trouble = ""
 
@@ -65,6 +67,7 @@ class Poll:
         gone = [name for name in self._known if name not in names]
         for name in gone:
             del self._known[name]
+            self._backends.pop(name, None)
         self._unsettled = {name: entry for name, entry in self._unsettled.items() if name in names}
         again = self._settle_s if self._unsettled else float("inf")
         return Changes(readings, gone, names, [], again)
@@ -77,9 +80,11 @@ class Poll:
             self._known[name] = digest
             return self._catalog.read_doubled(name, folders)
         snapshot: Snapshot | None = None
+        backend: Snapshot | None = None
         try:
-            snapshot = take(folders[0])
-            digest, newest = snapshot.digest(), snapshot.newest
+            snapshot, backend = take(folders[0]), self._backend(name)
+            digest = _digest(snapshot, backend)
+            newest = max(snapshot.newest, backend.newest if backend is not None else 0)
         except (FileNotFoundError, NotADirectoryError):  # it is being created or removed
             self._unsettled[name] = _Unsettled("", self._clock())
             return None
@@ -96,12 +101,24 @@ class Poll:
             same = after is snapshot
         else:
             same = after.files == snapshot.files
+        read = reading.backend
+        if backend is not None and read is not None and read.origin == self._backends.get(name):
+            same = same and read.snapshot.files == backend.files
         if not same:
             self._unsettled[name] = _Unsettled("", self._clock())
             return None
         self._unsettled.pop(name, None)
+        self._backends.pop(name, None)
+        if snapshot is not None and read is not None:
+            self._backends[name] = read.origin
+            digest = _digest(snapshot, read.snapshot)
         self._known[name] = digest
         return reading
+
+    def _backend(self, name: str) -> Snapshot | None:
+        """The files of the model's backend; None if it has no directory, or if that is gone."""
+        folder = self._backends.get(name)
+        return take(folder) if folder is not None and folder.is_dir() else None
 
     def _is_still(self, name: str, digest: str, newest: int) -> bool:
         """By the time of the last change; if clocks differ, as with network disks, by an unchanged digest for
@@ -113,3 +130,7 @@ class Poll:
             self._unsettled[name] = _Unsettled(digest, self._clock())
             return False
         return self._clock() - seen.since >= self._settle_s
+
+
+def _digest(model: Snapshot, backend: Snapshot | None) -> str:
+    return model.digest() + (backend.digest() if backend is not None else "")

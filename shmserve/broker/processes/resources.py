@@ -23,12 +23,12 @@ class Terms(Struct, frozen=True):
 NOTHING = Terms()
 
 
-def terms_of(config: ModelConfig, folder: Path, given: Terms) -> Terms:
-    """The terms of a model; `given` holds the defaults."""
+def terms_of(config: ModelConfig, folder: Path, given: Terms, backend_folder: Path | None = None) -> Terms:
+    """The terms of a model; `given` holds the defaults, `backend_folder` is that of a backend that is not built in."""
     own, on_gpu = memory_limit(config), gpu_memory_limit(config)
     return Terms(
         given.memory if own is None else own,
-        environment(config, str(folder)),
+        environment(config, str(folder), backend_folder),
         given.unpacked,
         given.gpu_memory if on_gpu is None else on_gpu,
     )

@@ -74,6 +74,26 @@ def test_a_model_that_the_backend_refuses(tmp_path: Path) -> None:
         kind(context).load(ModelConfig(name="m"))
 
 
+@pytest.mark.process
+def test_the_python_based_backend_of_the_page(tmp_path: Path) -> None:
+    for name in ("model.py", "utils/text.py"):
+        path = tmp_path / "backends" / "repeat" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block(f"# backends/repeat/{name}"))
+    files = re.findall(r"`(models/shout/.*?)` is `(.*?)`[.,]", PAGE)
+    assert len(files) == 2
+    for name, text in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    with (
+        Launched(tmp_path / "models", tmp_path / "run", "--backend-directory", str(tmp_path / "backends")),
+        shmserve.Client(runtime_dir=tmp_path / "run") as client,
+    ):
+        found = client.infer("shout", {"text": np.array(["hey"], object)}, timeout=60)
+    assert found["texts"].tolist() == [b"hey"] * 3
+
+
 SCALE = """\
 import os
 import numpy as np

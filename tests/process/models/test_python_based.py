@@ -1,0 +1,391 @@
+"""Python-based backends: one model.py in the backend directory that runs all models of its name, as Triton's do.
+
+The backend of these tests is built like those for language models. It has modules beside it, completes the
+configuration, reads its settings from model.json of the model, runs an engine on an event loop and in a process of its
+own, and answers from other threads. The engine answers with the words of the text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tarfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import ModelFailed, ServeError
+from shmserve.repo.backends import ENVIRONMENT_FILE
+from shmserve.testing import Server
+from tests.support.living import pids, until, write
+from tests.support.model_files import parameters
+
+pytestmark = pytest.mark.process
+
+BACKEND = '''
+import asyncio
+import json
+import os
+import queue
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from utils.engine import Engine
+from utils.metrics import Counters
+
+
+class Stopped(Exception):
+    """Raised by a module beside this one."""
+
+
+class TritonPythonModel:
+    @classmethod
+    def auto_complete_config(cls, auto_complete_model_config):
+        config = auto_complete_model_config.as_dict()
+        for name, kind, optional in (("text", "STRING", False), ("stream", "BOOL", True), ("call", "STRING", True)):
+            if name not in [entry["name"] for entry in config["input"]]:
+                entry = {"name": name, "data_type": f"TYPE_{kind}", "dims": [1]}
+                auto_complete_model_config.add_input(entry | ({"optional": True} if optional else {}))
+        with open(os.path.join(pb_utils.get_model_dir(), "model.json")) as file:
+            for name in json.load(file)["outputs"]:
+                auto_complete_model_config.add_output({"name": name, "data_type": "TYPE_STRING", "dims": [-1]})
+        auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
+        auto_complete_model_config.set_max_batch_size(0)
+        return auto_complete_model_config
+
+    def initialize(self, args):
+        self.args = args
+        self.logger = pb_utils.Logger
+        self.config = json.loads(args["model_config"])
+        assert pb_utils.using_decoupled_model_transaction_policy(self.config)
+        entry = pb_utils.get_output_config_by_name(self.config, "words")
+        self.dtype = pb_utils.triton_string_to_numpy(entry["data_type"])
+        self.healthy = self.parameter("HEALTH_CHECK") == ""
+        with open(os.path.join(pb_utils.get_model_dir(), "model.json")) as file:
+            settings = json.load(file)
+        self.counters = Counters({"model": args["model_name"], "version": args["model_version"]})
+        self.engine = Engine(settings["prefix"])
+        self.loop = asyncio.new_event_loop()
+        self.loop_thread = threading.Thread(target=self.loop.run_forever)
+        self.loop_thread.start()
+        self.responses = queue.Queue()
+        self.response_thread = threading.Thread(target=self.respond)
+        self.response_thread.start()
+        self.logger.log_info("kind " + args["model_instance_kind"] + " " + args["model_instance_device_id"])
+
+    def parameter(self, name):
+        return self.config["parameters"][name]["string_value"] if name in self.config["parameters"] else ""
+
+    def execute(self, requests):
+        if not self.healthy:
+            pb_utils.unload_model(self.config["name"])
+            for request in requests:
+                error = pb_utils.TritonError("the engine is not healthy", pb_utils.TritonError.UNAVAILABLE)
+                response = pb_utils.InferenceResponse(error=error)
+                request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            return None
+        for request in requests:
+            asyncio.run_coroutine_threadsafe(self.answer(request), self.loop)
+        return None
+
+    async def answer(self, request):
+        sender = request.get_response_sender()
+        try:
+            text = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()[0].decode()
+            stream = pb_utils.get_input_tensor_by_name(request, "stream")
+            called = pb_utils.get_input_tensor_by_name(request, "call")
+            if called:
+                text = await self.called(called.as_numpy()[0].decode(), text, request)
+            limit = json.loads(request.parameters()).get("max_words")
+            words = []
+            async for word in self.engine.words(text, limit, sender.is_cancelled):
+                words.append(word)
+                if stream and stream.as_numpy()[0]:
+                    self.responses.put((sender, self.response([word]), 0))
+            last = pb_utils.InferenceResponse() if stream else self.response(words)
+            self.counters.words.increment(len(words))
+            self.responses.put((sender, last, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL))
+        except Exception as error:
+            self.logger.log_error(f"failed: {error}")
+            tensor = pb_utils.Tensor("words", np.asarray(["N/A"], dtype=self.dtype))
+            response = pb_utils.InferenceResponse(
+                output_tensors=[tensor], error=pb_utils.TritonError(f"{type(error).__qualname__}: {error}")
+            )
+            sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    async def called(self, model, text, request):
+        inputs = [pb_utils.Tensor("text", np.array([text], np.object_))]
+        call = pb_utils.InferenceRequest(
+            model_name=model, requested_output_names=["words"], inputs=inputs, trace=request.trace()
+        )
+        words = []
+        async for response in await call.async_exec(decoupled=True):
+            if response.has_error():
+                raise pb_utils.TritonModelException(response.error().message())
+            if response.output_tensors():
+                words += pb_utils.get_output_tensor_by_name(response, "words").as_numpy().tolist()
+        return " ".join(word.decode() for word in words)
+
+    def response(self, words):
+        tensors = [pb_utils.Tensor("words", np.asarray([word.encode() for word in words], dtype=self.dtype))]
+        if pb_utils.get_output_config_by_name(self.config, "facts") is not None:
+            facts = {**self.args, "model_config": "", "engine": self.engine.pid}
+            tensors.append(pb_utils.Tensor("facts", np.asarray([json.dumps(facts)], dtype=np.object_)))
+        return pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def respond(self):
+        while (item := self.responses.get()) is not None:
+            sender, response, flags = item
+            sender.send(response, flags)
+
+    def finalize(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop_thread.join()
+        self.responses.put(None)
+        self.response_thread.join()
+        self.engine.stop()
+        self.logger.log_info("the engine has stopped")
+'''
+ENGINE = '''
+import asyncio
+import multiprocessing
+import os
+
+METHOD = "fork"
+
+
+def run(prefix, texts):
+    """The engine, in its own process."""
+    while (text := texts.recv()) is not None:
+        texts.send([os.getpid(), [prefix + word for word in text.split()]])
+
+
+class Engine:
+    def __init__(self, prefix):
+        context = multiprocessing.get_context(METHOD)
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=run, args=(prefix, other))
+        self._process.start()
+        other.close()
+        self.pid = self._process.pid
+
+    async def words(self, text, limit, is_cancelled):
+        if text == "stop":
+            from model import Stopped
+            raise Stopped("as requested")
+        self._pipe.send(text)
+        pid, words = self._pipe.recv()
+        assert pid == self.pid
+        for word in words[:limit]:
+            yield word
+        while text == "wait" and not is_cancelled():
+            await asyncio.sleep(0.002)
+
+    def stop(self):
+        self._pipe.send(None)
+        self._process.join()
+        assert self._process.exitcode == 0
+'''
+METRICS = """
+import triton_python_backend_utils as pb_utils
+
+
+class Counters:
+    def __init__(self, labels):
+        family = pb_utils.MetricFamily(
+            name="words:generated_total", description="Words.", kind=pb_utils.MetricFamily.COUNTER
+        )
+        self.words = family.Metric(labels=labels)
+"""
+CONFIG = 'backend: "words"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
+EXPLICIT = ("--model-control-mode", "explicit")
+
+
+class Place:
+    """A server with a backend directory, whose models are loaded by tests."""
+
+    def __init__(self, folder: Path, server: Server, client: shmserve.Client) -> None:
+        self.folder, self.server, self.client = folder, server, client
+
+    def model(self, name: str, config: str = CONFIG, prefix: str = "", outputs: tuple[str, ...] = ("words",)) -> Path:
+        (self.folder / "models" / name / "1").mkdir(parents=True)
+        write(self.folder / "models" / name / "config.pbtxt", config)
+        text = json.dumps({"prefix": prefix, "outputs": outputs})
+        write(self.folder / "models" / name / "1" / "model.json", text)
+        return self.folder / "models" / name
+
+    def backend(self, name: str, engine: str = ENGINE, source: str = BACKEND) -> Path:
+        return backend(self.folder / "backends", name, engine, source)
+
+    def words(self, name: str, text: str, call: str = "", **parameters: int) -> list[str]:
+        given = {"text": np.array([text], object)}
+        if call:
+            given["call"] = np.array([call], object)
+        (found,) = self.client.stream(name, given, parameters=parameters, timeout=60)
+        return [word.decode() for word in found["words"].tolist()]
+
+
+def backend(root: Path, name: str, engine: str = ENGINE, source: str = BACKEND) -> Path:
+    folder = root / name
+    (folder / "utils").mkdir(parents=True)
+    write(folder / "model.py", source)
+    write(folder / "utils" / "engine.py", engine)
+    write(folder / "utils" / "metrics.py", METRICS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Server]]:
+    folder = tmp_path_factory.mktemp("python_based")
+    (folder / "models").mkdir()
+    backend(folder / "backends", "words")
+    backend(folder / "backends", "spawning", ENGINE.replace('"fork"', '"spawn"'))
+    options = ("--backend-directory", str(folder / "backends"), "--environment-dir", str(folder / "unpacked"))
+    with Server(folder / "models", *EXPLICIT, *options) as server:
+        yield folder, server
+
+
+@pytest.fixture
+def place(serving: tuple[Path, Server]) -> Iterator[Place]:
+    with serving[1].client() as client:
+        yield Place(*serving, client)
+
+
+def test_models_of_one_backend(place: Place) -> None:
+    place.model("plain", outputs=("words", "facts"))
+    place.model("prefixed", CONFIG + 'runtime: "model.py"\n', prefix="a-")
+    place.client.load("plain")
+    place.client.load("prefixed")
+    assert place.words("plain", "one two three", max_words=2) == ["one", "two"]
+    assert place.words("prefixed", "one two") == ["a-one", "a-two"]
+
+    config = place.client.config("plain")
+    assert [(entry["name"], entry["optional"]) for entry in config["input"]] == [
+        ("text", False),
+        ("stream", True),
+        ("call", True),
+    ]
+    assert [entry["name"] for entry in config["output"]] == ["words", "facts"]
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert [entry["name"] for entry in place.client.config("prefixed")["output"]] == ["words"]
+
+    given = {"text": np.array(["one two"], object), "stream": np.array([True])}
+    parts = [answer for answer in place.client.stream("plain", given, timeout=60) if "words" in answer]
+    assert [part["words"].tolist() for part in parts] == [[b"one"], [b"two"]]
+    facts = json.loads(parts[0]["facts"][0])
+    assert facts["model_name"] == "plain"
+    assert facts["model_version"] == "1"
+    assert (facts["model_instance_kind"], facts["model_instance_device_id"]) == ("MODEL", "0")
+    assert (Path(facts["model_repository"]) / "1" / "model.json").is_file()
+
+    assert 'words:generated_total{model="prefixed",version="1"} 2' in place.client.metrics()
+    assert place.words("plain", "one two", call="prefixed") == ["a-one", "a-two"]
+    with pytest.raises(ModelFailed, match=r"TritonModelException: .*'nothing'"):
+        place.words("plain", "one two", call="nothing")
+    with pytest.raises(ModelFailed, match=r"Stopped: as requested"):
+        place.words("plain", "stop")
+
+    place.client.unload("prefixed")
+    place.client.unload("plain", timeout=60)
+    until(place.client, lambda: place.server.log.count("the engine has stopped") == 2)
+
+
+def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
+    place.model("cancelled")
+    place.client.load("cancelled")
+    for _ in place.client.stream("cancelled", {"text": np.array(["wait"], object), "stream": np.array([True])}):
+        break  # which cancels it
+    assert place.words("cancelled", "next") == ["next"]
+    place.client.unload("cancelled")  # finalize would fail if the engine were still busy with the request
+
+
+def test_an_engine_that_is_not_healthy_unloads_its_model(place: Place) -> None:
+    place.model("unhealthy", CONFIG + parameters(HEALTH_CHECK="true"))
+    place.client.load("unhealthy")
+    with pytest.raises(ServeError, match="the engine is not healthy"):
+        place.words("unhealthy", "one")
+    states = {"UNAVAILABLE"}
+    until(place.client, lambda: {m["state"] for m in place.client.models() if m["name"] == "unhealthy"} == states)
+
+
+def test_an_engine_in_a_process_that_is_spawned(place: Place) -> None:
+    """Such a process imports the module of the function that it runs, which is beside the model.py."""
+    place.model("spawned", CONFIG.replace("words", "spawning"), prefix="s-")
+    place.client.load("spawned")
+    assert place.words("spawned", "one") == ["s-one"]
+    place.client.unload("spawned")
+
+
+def test_a_backend_stays_as_it_was_loaded(place: Place) -> None:
+    shared = place.backend("changing") / "utils" / "engine.py"
+    place.model("changed", CONFIG.replace("words", "changing"))
+    place.client.load("changed")
+    assert place.words("changed", "one") == ["one"]
+    write(shared, ENGINE.replace("prefix + word", "word.upper()"))
+
+    def entry() -> dict[str, object]:
+        return next(model for model in place.client.models() if model["name"] == "changed")
+
+    until(place.client, lambda: bool(entry()["changed_on_disk"]))
+    killed = pids(place.client, "changed")
+    (pid,) = killed.values()
+    os.kill(pid, signal.SIGKILL)
+    until(place.client, lambda: len(now := pids(place.client, "changed")) == 1 and now != killed)
+    assert place.words("changed", "one") == ["one"], "a worker that is restarted has the files that were loaded"
+    place.client.load("changed")
+    assert place.words("changed", "one") == ["ONE"]
+    until(place.client, lambda: not entry()["changed_on_disk"])
+    write(shared, "class")
+    with pytest.raises(ServeError, match="SyntaxError"):
+        place.client.load("changed")
+    assert place.words("changed", "one") == ["ONE"]
+    place.client.load("changed", previous=True)
+    assert place.words("changed", "one") == ["one"]
+    place.client.unload("changed")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("import nothing_of_that_name.part", "install the package that provides 'nothing_of_that_name' for the server"),
+        ("import numpy.part", "the installed version of 'numpy' lacks what it imports"),
+        ("import utils.part", "the installed version of 'utils' lacks what it imports"),
+    ],
+    ids=["missing", "old", "own"],
+)
+def test_a_package_that_is_missing(place: Place, what: str, reason: str) -> None:
+    name = what.split()[1].split(".", maxsplit=1)[0]
+    place.backend(name, source=BACKEND.replace("class Stopped", f"{what}\n\n\nclass Stopped"))
+    place.model(f"with_{name}", CONFIG.replace("words", name))
+    with pytest.raises(ServeError) as found:
+        place.client.load(f"with_{name}")
+    assert f"backend '{name}' cannot be loaded: " in str(found.value)
+    assert reason in str(found.value)
+
+
+def test_the_environment_of_a_backend(place: Place) -> None:
+    """The archive with the environment is beside the model.py, as Triton's PyTorch backend has it."""
+    environment = place.folder / "environment"
+    venv.create(environment, symlinks=True, with_pip=False)
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    (packages / "only_here.py").write_text('TEXT = "only here"\n')
+    packed = place.folder / "packed"
+    (packed / "bin").mkdir(parents=True)
+    (packed / "bin" / "python3").write_text(f'#!/bin/sh\nexec {environment}/bin/python "$@"\n')
+    (packed / "bin" / "python3").chmod(0o755)
+    folder = place.backend(
+        "packed_words", source=BACKEND.replace("class Stopped", "import only_here\n\n\nclass Stopped")
+    )
+    with tarfile.open(folder / ENVIRONMENT_FILE, "w:gz") as file:
+        file.add(packed, ".")
+    place.model("packed", CONFIG.replace("words", "packed_words"))
+    place.client.load("packed")
+    assert place.words("packed", "one") == ["one"]
+    place.client.unload("packed")

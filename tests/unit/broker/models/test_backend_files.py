@@ -1,0 +1,176 @@
+"""Files of a backend in the backend directory belong to the versions that use it. The oracle is what was changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from shmserve.broker.models import backend_files as module
+from shmserve.broker.models.backend_files import read_backend
+from shmserve.broker.models.catalog import BACKEND_PINS, Catalog, read_descriptor
+from shmserve.broker.models.differences import compare
+from shmserve.broker.models.poller import Poll
+from shmserve.core.effects import Spawn
+from shmserve.core.events import Deploy
+from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import DIRECTORY, ENVIRONMENT_FILE
+from shmserve.repo.compile import CoreSet
+from shmserve.repo.storage.generation import Generations, Sizes
+from shmserve.repo.storage.snapshot import Snapshot, changed, take
+from tests.support.repo.models import GOOD, SOURCE, model
+
+MINE = GOOD.replace("identity", "mine")
+
+
+@pytest.fixture
+def backends(tmp_path: Path) -> Path:
+    for name in ("mine", "other"):
+        (tmp_path / "backends" / name / "utils").mkdir(parents=True)
+        (tmp_path / "backends" / name / "model.py").write_text(SOURCE)
+        (tmp_path / "backends" / name / "utils" / "shared.py").write_text("A = 1\n")
+    return tmp_path / "backends"
+
+
+def catalog_of(tmp_path: Path, backends: Path, sizes: Sizes | None = None) -> Catalog:
+    (tmp_path / "kept").mkdir()
+    generations = Generations(tmp_path / "kept", *([sizes] if sizes is not None else []))
+    return Catalog([tmp_path / "models"], {DIRECTORY: str(backends)}, CoreSet((0,)), generations=generations)
+
+
+def source_of(catalog: Catalog, name: str) -> tuple[int, Deploy]:
+    ((_, event),) = catalog.adopt(catalog.read(name))
+    assert isinstance(event, Deploy)
+    return event.targets[0].source, event
+
+
+def order(catalog: Catalog, name: str) -> tuple[Mapping[str, str], str]:
+    """The settings that a worker would get, and its environment."""
+    source, event = source_of(catalog, name)
+    spawn = Spawn(1 << 20, name, 1, source, event.targets[0].instances[0])
+    load, descriptor = catalog.load_order(spawn)
+    read_descriptor(descriptor)
+    return load.settings, catalog.terms(spawn).environment
+
+
+def test_a_version_keeps_the_files_of_its_backend(tmp_path: Path, backends: Path) -> None:
+    for name in ("a", "b"):
+        model(tmp_path / "models", name, MINE)
+    model(tmp_path / "models", "plain")
+    catalog = catalog_of(tmp_path, backends)
+    first = {name: source_of(catalog, name)[0] for name in ("a", "b", "plain")}
+    settings, environment = order(catalog, "a")
+    folder = Path(settings[DIRECTORY]) / "mine"
+    assert (folder / "utils" / "shared.py").read_text() == "A = 1\n"
+    assert environment == ""
+    assert sorted(path.name for path in Path(settings[DIRECTORY]).iterdir()) == ["mine"]
+    assert order(catalog, "b")[0][DIRECTORY] == settings[DIRECTORY], "one copy is enough for all its models"
+    assert order(catalog, "plain")[0][DIRECTORY] == str(backends)
+    assert set(compare(catalog.loaded()).values()) == {False}
+
+    (backends / "mine" / "utils" / "shared.py").write_text("A = 22\n")
+    assert compare(catalog.loaded()) == {first["a"]: True, first["b"]: True, first["plain"]: False}
+    assert (folder / "utils" / "shared.py").read_text() == "A = 1\n"
+    second = {name: source_of(catalog, name)[0] for name in first}
+    assert {name for name in first if first[name] != second[name]} == {"a", "b"}
+    assert {name: source_of(catalog, name)[0] for name in first} == second
+    assert (Path(order(catalog, "a")[0][DIRECTORY]) / "mine" / "utils" / "shared.py").read_text() == "A = 22\n"
+
+
+def test_files_of_a_backend_that_are_not_copied_are_watched(tmp_path: Path, backends: Path) -> None:
+    model(tmp_path / "models", "a", MINE)
+    catalog = catalog_of(tmp_path, backends, Sizes(0, 0))
+    settings, _ = order(catalog, "a")
+    looks = json.loads(Path(settings[BACKEND_PINS]).read_bytes())
+    folder = Path(settings[DIRECTORY]) / "mine"
+    assert changed(folder, looks) == ""
+    (backends / "mine" / "model.py").write_text(SOURCE + "# more\n")
+    assert changed(folder, looks).startswith("model.py changed on disk since it was loaded (size ")
+
+
+def test_the_environment_of_a_backend(tmp_path: Path, backends: Path) -> None:
+    (backends / "mine" / ENVIRONMENT_FILE).write_bytes(b"archive")
+    model(tmp_path / "models", "a", MINE)
+    own = 'parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "/opt/env" } }\n'
+    model(tmp_path / "models", "b", MINE + own)
+    catalog = catalog_of(tmp_path, backends)
+    found = Path(order(catalog, "a")[1])
+    assert found.samefile(backends / "mine" / ENVIRONMENT_FILE), "it is unpacked only once, so it must not be a copy"
+    assert order(catalog, "b")[1] == "/opt/env"
+
+
+def test_a_backend_that_keeps_changing(tmp_path: Path, backends: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading finds the files changed by the time that they are copied."""
+    (tmp_path / "kept").mkdir()
+    shared, readings = backends / "mine" / "utils" / "shared.py", 0
+
+    def meddled(folder: Path) -> Snapshot:
+        nonlocal readings
+        readings += 1
+        found = take(folder)
+        shared.write_text("A = 1\n" + "#" * readings)
+        return found
+
+    monkeypatch.setattr(module, "take", meddled)
+    found = read_backend("mine", str(backends), Generations(tmp_path / "kept"))
+    assert readings == module.READINGS
+    assert found is not None
+    assert (found.folder / "utils" / "shared.py").read_text() == shared.read_text(), "the last one counts"
+
+
+def test_a_backend_that_is_removed_while_it_is_read(
+    tmp_path: Path, backends: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+
+    def meddled(folder: Path) -> Snapshot:
+        (folder / "more").mkdir()
+        found = take(folder)
+        (folder / "more").rmdir()
+        return found
+
+    monkeypatch.setattr(module, "take", meddled)
+    with pytest.raises(InvalidRequest, match="the files of backend 'mine' changed while they were read"):
+        read_backend("mine", str(backends), Generations(tmp_path / "kept"))
+
+
+def test_a_poll_finds_a_changed_backend(tmp_path: Path, backends: Path) -> None:
+    for name, config in {"a": MINE, "b": MINE.replace("mine", "other"), "plain": GOOD}.items():
+        model(tmp_path / "models", name, config)
+    now = 2e9  # the files are older than that
+    poll = Poll(catalog_of(tmp_path, backends), 1.0, lambda: now, lambda: 0.0)
+
+    def found() -> list[str]:
+        return [reading.scanned.name for reading in poll.check().readings]
+
+    assert found() == ["a", "b", "plain"]
+    assert found() == []
+    (backends / "mine" / "utils" / "shared.py").write_text("A = 22\n")
+    assert found() == ["a"]
+    assert found() == []
+    (tmp_path / "models" / "a" / "config.pbtxt").write_text(MINE.replace("mine", "other"))
+    assert found() == ["a"]
+    (backends / "mine" / "model.py").write_text(SOURCE + "# not that of a any more\n")
+    assert found() == []
+    (backends / "other" / "model.py").write_text(SOURCE + "# that of both\n")
+    assert found() == ["a", "b"]
+    (backends / "other").rename(backends / "gone")
+    assert found() == ["a", "b"]
+    assert found() == []
+
+
+def test_a_backend_that_is_still_being_copied_waits(tmp_path: Path, backends: Path) -> None:
+    model(tmp_path / "models", "a", MINE)
+    newest = take(tmp_path / "models" / "a").newest / 1e9
+    clock = newest + 1e6
+    poll = Poll(catalog_of(tmp_path, backends), 10.0, lambda: clock, lambda: clock)
+    assert [reading.scanned.name for reading in poll.check().readings] == ["a"]
+    (backends / "mine" / "model.py").write_text(SOURCE + "# more\n")
+    clock = take(backends / "mine").newest / 1e9 + 5
+    changes = poll.check()
+    assert changes.readings == []
+    assert changes.again_s == 10.0
+    clock += 6
+    assert [reading.scanned.name for reading in poll.check().readings] == ["a"]
