@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from shmserve.repo.samples import EXAMPLES
+from tests import ROOT
+from tests.support import pages
+from tests.support.browser import chromium
+from tests.support.browser.tab import Tab
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 
@@ -38,6 +49,9 @@ CONFIG = """
 import shmserve.repo.config.protos as protos
 print(protos.new_config().DESCRIPTOR.full_name)
 """
+
+
+PATIENCE_S = 120
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -108,3 +122,102 @@ def test_the_samples_come_from_the_wheel(python: Path, tmp_path: Path) -> None:
 
 def test_configurations_can_be_read_there(python: Path, tmp_path: Path) -> None:
     assert run(python, "-c", CONFIG, cwd=tmp_path).strip() == "inference.ModelConfig"
+
+
+# ------------------------------------------------------------------------------------------ the README's three commands
+
+
+@pytest.fixture(scope="module")
+def newcomer(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
+    """The source directory with a model.onnx, and a shell's variables. An empty environment is on the path, for which
+    pip finds the dependencies installed, so that it needs no network; the ports are free ones.
+    """
+    place = tmp_path_factory.mktemp("newcomer")
+    run(sys.executable, "-m", "venv", "--without-pip", place / "venv", cwd=place)
+    programs, packages = place / "venv" / "bin", place / "packages"
+    packages.mkdir()
+    for folder in {sysconfig.get_path(name) for name in ("purelib", "platlib")}:
+        for entry in Path(folder).iterdir():
+            if not re.match(r"(__editable__)?.*shmserve|.*\.pth$", entry.name):
+                (packages / entry.name).symlink_to(entry)
+    site = run(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip()
+    Path(site, "packages.pth").write_text(str(packages))
+    (programs / "pip").write_text(f'#!/bin/sh\nexec "{programs}/python" -m pip "$@"\n')
+    (programs / "pip").chmod(0o755)
+    run("git", "clone", "--quiet", wheel.parent / "clone", place / "source", cwd=place)
+    (place / "source" / "model.onnx").write_bytes((EXAMPLES / "mlp" / "1" / "model.onnx").read_bytes())
+    ours = ("PYTHON", "VIRTUAL_", "SHMSERVE", "PIP_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    ports = {f"SHMSERVE_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: "no" is not what pip takes from a variable
+    path = f"{programs}{os.pathsep}{variables['PATH']}"
+    return place / "source", variables | ports | offline | {"PATH": path, "SHMSERVE_RUNTIME_DIR": str(place / "run")}
+
+
+@contextmanager
+def started(command: str, place: Path, variables: Mapping[str, str]) -> Iterator[str]:
+    """Runs a server in the foreground, as in a terminal. Gives the address of its page, once it is ready."""
+    with subprocess.Popen(
+        ["sh", "-c", f"exec {command}"],
+        cwd=place,
+        env=variables,
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        log = ""
+        try:
+            while "ready: serving 1 of 1 models" not in log:
+                line = process.stdout.readline()
+                assert line, log
+                log += line
+            yield f"http://localhost:{re.findall(r'HTTP on 127.0.0.1, port ([0-9]+)', log)[0]}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+    assert process.returncode == 0
+
+
+def test_the_three_commands_of_the_readme(newcomer: tuple[Path, Mapping[str, str]], tmp_path: Path) -> None:
+    block = next(block for block in pages.blocks((ROOT / "README.md").read_text(), "sh") if "pip install" in block)
+    install, serve, infer = block.splitlines()
+
+    def shell(line: str) -> str:
+        ended = subprocess.run(
+            ["sh", "-c", line], cwd=newcomer[0], env=newcomer[1], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    shell(install)
+    with started(serve, *newcomer) as address:
+        answer = shell(infer)
+        assert re.search(r"^y +FP32 +\[1, 10\] ", answer, re.MULTILINE), answer
+        with urllib.request.urlopen(f"{address}/", timeout=PATIENCE_S) as found:
+            page = found.read().decode()
+        files = re.findall(r'(?:src|href)="(/?[\w/.-]+)"', page)
+        assert len(files) > 1
+        for file in files:
+            with urllib.request.urlopen(f"{address}/{file.lstrip('/')}", timeout=PATIENCE_S) as found:
+                assert found.read()
+        if (executable := chromium.find()) is not None:
+            look_at(executable, tmp_path, address)
+
+
+def look_at(executable: str, folder: Path, address: str) -> None:
+    """The model on the page, and an answer from it there."""
+    browser = chromium.Chromium(executable, folder / "profile")
+    try:
+        tab = Tab(browser, address)
+        tab.open()
+        tab.wait_for("[data-model=model]", "READY")
+        tab.go("#/model/model/try")
+        tab.wait("document.querySelector('form#try')")
+        tab.write("[data-input=x]", ",".join(["0.5"] * 64))
+        tab.click("form#try button[type=submit]")
+        tab.wait_for("[data-output=y] [data-result]")
+        assert tab.faults == []
+        tab.close()
+    finally:
+        browser.close()
