@@ -87,6 +87,8 @@ def cpu_only() -> frozenset[str]:
         found.add("onnxruntime")
     if not _version("tensorflow"):
         found.add("tensorflow")
+    if not any(_version(f"nvidia-dali-cuda{cuda}") for cuda in (120, 130)):
+        found.add("dali")
     torch = _version("torch")
     if not torch or torch.endswith("+cpu"):
         found.add("pytorch")

@@ -20,6 +20,7 @@ from shmserve.repo.load import parse
 from shmserve.repo.rules.padding import BATCH_COST, MULTIPLE, padding_of
 
 THREADS = {
+    "dali": "num_threads",
     "onnxruntime": "intra_op_thread_count",
     "pytorch": "INTRA_OP_THREAD_COUNT",
     "tensorflow": "TF_NUM_INTRA_THREADS",

@@ -41,10 +41,11 @@ ENGINES = (
     BackendFile("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
     BackendFile("openvino", "", "model.xml"),
     BackendFile("dali", "", "model.dali"),
+    BackendFile("dali", "", "dali.py"),
     BackendFile("paddle", "", "model.pdmodel"),
 )
 
-COMPLETING = frozenset({"onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
+COMPLETING = frozenset({"dali", "onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
 """Backends that can read inputs and outputs from the model file."""
 _Entry = TypeVar("_Entry", ModelInput, ModelOutput)
 _OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})

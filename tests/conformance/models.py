@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers import tensorflow_models
+from tests.support.workers import dali_models, tensorflow_models
 from tests.support.workers.worker_harness import config
 from tests.support.workers.worker_models import (
     PYTHON_ADD,
@@ -147,6 +147,7 @@ ADDING: dict[str, Make] = {
     "tensorflow": tensorflow_adding,
 }
 SLOW: dict[str, Make] = {
+    "dali": dali_models.slow,
     "identity": identity_slow,
     "python": python_slow,
     "onnxruntime": onnx_slow,

@@ -29,5 +29,6 @@ class Engine(NamedTuple):
 
 ENGINES: tuple[Engine, ...] = (
     Engine("openvino", "openvino", ("openvino",), "openvino", ("tests/process/worker/test_openvino.py",)),
+    Engine("dali", "dali", ("nvidia.dali",), "dali", ("tests/process/worker/test_dali.py",)),
     Engine("tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/test_tensorflow.py",)),
 )

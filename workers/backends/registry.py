@@ -32,6 +32,7 @@ class KnownBackend(NamedTuple):
 
 
 BACKENDS = {
+    "dali": KnownBackend("shmserve.workers.backends.dali:Dali", "dali"),
     "identity": KnownBackend("shmserve.workers.backends.identity:Identity", ""),
     "onnxruntime": KnownBackend("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
     "openvino": KnownBackend("shmserve.workers.backends.openvino:OpenVino", "openvino"),

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import tests
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers import tensorflow_models
+from tests.support.workers import dali_models, tensorflow_models
 from tests.support.workers.worker_harness import config
 
 NUMERIC = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
@@ -74,6 +74,8 @@ class Kind(NamedTuple):
     """Without this package its tests are skipped."""
     packages: str = ""
     """A directory with what stands in for its packages."""
+    isolates: bool = False
+    """Whether an error of the engine fails only the request that caused it, not the whole batch."""
 
 
 def _tensors(prefix: str, dtypes: Sequence[str], dims: Sequence[int]) -> dict[str, tuple[str, Sequence[int]]]:
@@ -365,5 +367,6 @@ KINDS = (
     Kind("onnxruntime", onnx_echo, onnx_failing, _onnx_fail, ((*NUMERIC, "BYTES"), ("FP32", "BF16", "BYTES"))),
     Kind("openvino", openvino_echo, openvino_failing, _onnx_fail, ((*NUMERIC, "BF16"),), "openvino"),
     Kind("pytorch", torch_echo, torch_failing, _onnx_fail, (DTYPES,), "torch"),
+    Kind("dali", dali_models.echo, dali_models.failing, _onnx_fail, (NUMERIC,), "nvidia.dali", isolates=True),
     Kind("tensorflow", tensorflow_models.echo, tensorflow_models.failing, _onnx_fail, (DTYPES,), "tensorflow"),
 )

@@ -1,0 +1,337 @@
+"""DALI: pipelines that decode and transform images and other data, `model.dali`, or `dali.py` which defines one.
+
+A pipeline takes a list of samples, which may differ in shape, so requests of different shapes share a batch. Invariant:
+an error in a sample fails only its request. As it also breaks the pipeline, that is made again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
+from msgspec.structs import replace
+from nvidia import dali
+
+from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
+from shmserve.protocol.messages import Failure
+from shmserve.repo.config.complete import TensorFacts
+from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.model_facts import completed, none_missing
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.batch.specs import Spec, outputs_of, request_inputs_of
+from shmserve.workers.model_calls.answer import Answer, failure_of
+from shmserve.workers.process.device import device_of, visible_number
+from shmserve.workers.process.log import log_traceback
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.model_calls.answer import Request
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FILE, SCRIPT = "model.dali", "dali.py"
+DTYPES = ("UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BOOL")
+"""The data types by their number in DALI."""
+_OPERATOR, _OUTPUT, _MAX_BATCH = 5, 7, 2
+_SOURCES = frozenset({"ExternalSource", "_ExternalSource"})
+_ON_GPU = frozenset({"gpu", "mixed"})
+_SPLIT = "split_along_outer_axis"
+
+
+class Port(NamedTuple):
+    """An input or output of a pipeline, as far as the pipeline declares it: "" and None are unknown."""
+
+    name: str
+    dtype: str
+    rank: int | None
+
+
+class Described(NamedTuple):
+    """What a serialized pipeline tells of itself. `on_gpu`: an operator that needs a GPU, or ""."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    max_batch: int
+    on_gpu: str
+
+
+class Dali(SeparateBackend):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._serialized = b""
+        self._pipeline: Any = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        found = described(self._read(config))
+        inputs = [_facts(config.name, "input", port) for port in found.inputs] if not config.input else []
+        outputs = [_facts(config.name, "output", port) for port in found.outputs] if not config.output else []
+        config = completed(config, inputs, outputs, found.max_batch)
+        if not inputs:
+            return config
+        return replace(config, input=tuple(replace(entry, allow_ragged_batch=True) for entry in config.input))
+
+    def load(self, config: ModelConfig) -> None:
+        parameters = Parameters(config)
+        self._inputs = request_inputs_of(config)
+        self._outputs = outputs_of(config)
+        self._serialized = self._read(config)
+        found = described(self._serialized)
+        _match(config.name, found, self._inputs, self._outputs)
+        if parameters.text(_SPLIT):
+            raise Unsupported(
+                f"parameter {_SPLIT} of model '{config.name}' is not supported: an output has as many rows as the "
+                "request. Return the frames of a sample in one row"
+            )
+        self._device = self._device_of(config)
+        if self._device is None and found.on_gpu:
+            raise Unsupported(
+                f"operator {found.on_gpu} of model '{config.name}' runs on a GPU, and instance "
+                f"'{self.context.instance}' on the CPU: set KIND_GPU in instance_group, or device='cpu' in the pipeline"
+            )
+        self._batch = max(config.max_batch_size, 1)
+        self._threads = parameters.whole("num_threads", 0) or self.context.engine_threads
+        self._start()
+
+    def close(self) -> None:
+        self._pipeline = None
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, requests: list[Request]) -> list[Answer | None]:
+        rows = [max(request.work.rows, 1) for request in requests]
+        if len(requests) > 1 and sum(rows) > self._batch:  # they have no batch dimension
+            return [self._alone(request) for request in requests]
+        try:
+            outputs = self._run([list(self._samples(index, requests)) for index in range(len(self._inputs))])
+        except RuntimeError as error:
+            self._start()
+            if len(requests) == 1:
+                raise ModelFailed(_reason(error)) from error
+            return [self._alone(request) for request in requests]
+        answers: list[Answer | None] = []
+        first = 0
+        for request, count in zip(requests, rows, strict=True):
+            answers.append(self._answer(request, outputs, first, first + count))
+            first += count
+        return answers
+
+    def _alone(self, request: Request) -> Answer | None:
+        """The answer to one request, which the next run does not overwrite."""
+        try:
+            (answer,) = self.execute([request])
+        except ModelFailed as error:
+            return Answer(error=failure_of(error, self.context.instance, os.fspath(self.context.folder), log_traceback))
+        if answer is not None:
+            answer.outputs = [(name, array.copy()) for name, array in answer.outputs]
+        return answer
+
+    def _samples(self, index: int, requests: Sequence[Request]) -> Iterator[Array]:
+        spec = self._inputs[index]
+        for request in requests:
+            array = request.arrays[index]
+            assert array is not None
+            for sample in array if spec.batched else (array,):
+                yield sample if spec.item else _encoded(spec, sample)
+
+    def _run(self, samples: list[list[Array]]) -> list[Any]:
+        """Runs the pipeline. Its outputs are valid until the next run."""
+        found = self._pipeline.run(**{spec.name: given for spec, given in zip(self._inputs, samples, strict=True)})
+        count = len(samples[0])
+        outputs = [output if self._device is None else output.as_cpu() for output in found]
+        for spec, output in zip(self._outputs, outputs, strict=True):
+            if len(output) != count:
+                raise ModelFailed(f"output '{spec.name}' has {len(output)} samples for a batch of {count}")
+        return [np.asarray(output.as_tensor()) if output.is_dense_tensor() else output for output in outputs]
+
+    def _answer(self, request: Request, outputs: Sequence[Any], first: int, last: int) -> Answer:
+        made = []
+        for spec, output in zip(self._outputs, outputs, strict=True):
+            if isinstance(output, np.ndarray):
+                array = output[first:last]
+            else:
+                samples = [np.asarray(output[row]) for row in range(first, last)]
+                shapes = sorted({sample.shape for sample in samples})
+                if len(shapes) > 1:
+                    return Answer(error=_uneven(spec.name, shapes))
+                array = np.stack(samples)
+            made.append((spec.name, array if spec.batched else array[0]))
+        return Answer(made)
+
+    # ------------------------------------------------------------------------------------ loading
+
+    def _read(self, config: ModelConfig) -> bytes:
+        if not self._serialized:
+            try:
+                path = self.context.model_file(config, FILE)
+            except NotFound:
+                if config.default_model_filename not in ("", FILE):
+                    raise
+                path = self.context.model_file(config, FILE, SCRIPT)
+            self._serialized = self._defined(config, path) if path.suffix == ".py" else path.read_bytes()
+        return self._serialized
+
+    def _defined(self, config: ModelConfig, path: Path) -> bytes:
+        """Returns the pipeline that the file marks with @autoserialize."""
+        if os.fspath(path.parent) not in sys.path:
+            sys.path.insert(0, os.fspath(path.parent))
+        spec = importlib.util.spec_from_file_location("shmserve_model_dali", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        marked = [value for value in vars(module).values() if getattr(value, "_is_autoserialize", False)]
+        if len(marked) != 1 or not inspect.isfunction(marked[0]):
+            raise InvalidRequest(
+                f"unable to load model '{config.name}': {path.name} must have one pipeline with @autoserialize, it has "
+                f"{len(marked)}"
+            )
+        return bytes(marked[0](device_id=self._device_of(config)).serialize())
+
+    def _device_of(self, config: ModelConfig) -> int | None:
+        kind, number = device_of(config, self.context.instance)
+        return visible_number(number, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if kind == "GPU" else None
+
+    def _start(self) -> None:
+        self._pipeline = None  # frees the memory of the old one first
+        pipeline = dali.Pipeline.deserialize(
+            serialized_pipeline=self._serialized,
+            batch_size=self._batch,
+            num_threads=self._threads,
+            device_id=self._device,
+            exec_pipelined=False,
+            exec_async=False,
+        )
+        pipeline.build()
+        self._pipeline = pipeline
+
+
+def described(serialized: bytes) -> Described:
+    """Reads what DALI's own interface does not tell of a serialized pipeline."""
+    inputs, outputs, max_batch, on_gpu = [], [], 1, ""
+    for number, value in _fields(serialized):
+        if number == _OPERATOR:
+            fields = [*_fields(value)]
+            name = next(text for key, text in fields if key == 1).decode()
+            arguments = dict(_argument(text) for key, text in fields if key == 4)
+            if name in _SOURCES:
+                instance = next(text for key, text in fields if key == 5).decode()
+                rank = arguments.get("ndim")
+                inputs.append(Port(instance, _dtype(arguments.get("dtype")), rank))
+            if arguments.get("device") in _ON_GPU:
+                on_gpu = on_gpu or name
+        elif number == _OUTPUT:
+            output = dict(_fields(value))
+            rank = _signed(output.get(6, -1))
+            outputs.append(Port(output[1].decode(), _dtype(_signed(output.get(5, -1))), rank if rank >= 0 else None))
+        elif number == _MAX_BATCH:
+            max_batch = value
+    return Described(tuple(inputs), tuple(outputs), max_batch, on_gpu)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message: integers, or bytes."""
+    found: Any = UnknownFieldSet(Empty.FromString(message))
+    for field in found:
+        yield field.field_number, field.data
+
+
+def _argument(message: bytes) -> tuple[str, Any]:
+    """The name of an operator's argument, and its value if that is an integer or text."""
+    fields = dict(_fields(message))
+    value = fields[5].decode() if 5 in fields else _signed(fields[4]) if 4 in fields else None
+    return fields[1].decode(), value
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _dtype(number: int | None) -> str:
+    return DTYPES[number] if number is not None and 0 <= number < len(DTYPES) else ""
+
+
+def _facts(model: str, what: str, port: Port) -> TensorFacts:
+    if not port.dtype or port.rank is None:
+        setting = "dtype and ndim of its external_source" if what == "input" else "output_dtype and output_ndim"
+        raise InvalidRequest(
+            f"autofill failed for model '{model}': the pipeline does not declare the data type or the number of "
+            f"dimensions of {what} '{port.name}'. Set {setting}, or configure {what}"
+        )
+    return TensorFacts(port.name, port.dtype, (-1,) * (port.rank + 1))
+
+
+def _match(model: str, found: Described, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
+    """Raises unless the configuration matches the pipeline: inputs by name, outputs by position."""
+    failed = f"unable to load model '{model}'"
+    ports = {port.name: port for port in found.inputs}
+    for spec in inputs:
+        if spec.name not in ports:
+            raise InvalidRequest(
+                f"{failed}: unexpected inference input '{spec.name}', allowed inputs are: {', '.join(ports)}"
+            )
+        if spec.optional:
+            raise InvalidRequest(f"{failed}: input '{spec.name}' is optional, and a pipeline of DALI needs all inputs")
+        _match_port(failed, "input", spec, ports[spec.name])
+    none_missing(model, inputs, [TensorFacts(port.name, port.dtype, ()) for port in found.inputs])
+    if len(outputs) != len(found.outputs):
+        raise InvalidRequest(
+            f"{failed}, configuration expects {len(outputs)} outputs ("
+            f"{', '.join(repr(spec.name) for spec in outputs)}), model provides {len(found.outputs)}"
+        )
+    for spec, port in zip(outputs, found.outputs, strict=True):
+        _match_port(failed, "output", spec, port)
+
+
+def _match_port(failed: str, what: str, spec: Spec, port: Port) -> None:
+    if what == "input" and spec.dtype == "BYTES":
+        encoded = Spec.expected(spec, 0)[-1:] == [1] and len(spec.shape) == 1
+        if not encoded or port.dtype not in ("", "UINT8") or port.rank not in (None, 1):
+            raise InvalidRequest(
+                f"{failed}: input '{spec.name}' is BYTES in the configuration, which is for encoded data: it needs "
+                "dims: [ 1 ], and dtype UINT8 and ndim 1 in the pipeline"
+            )
+        return
+    if spec.dtype not in DTYPES or port.dtype not in ("", spec.dtype):
+        raise InvalidRequest(
+            f"{failed}: {what} '{spec.name}' is {spec.dtype} in the configuration and {port.dtype or 'another type'} "
+            "in the pipeline"
+        )
+    if port.rank not in (None, len(spec.shape)):
+        raise InvalidRequest(
+            f"{failed}: {what} '{spec.name}' has {len(spec.shape)} dims in the configuration, without the batch, and "
+            f"{port.rank} in the pipeline"
+        )
+
+
+def _encoded(spec: Spec, sample: Array) -> Array:
+    (data,) = sample.reshape(-1).tolist()
+    return np.frombuffer(data, np.uint8)
+
+
+def _uneven(name: str, shapes: Sequence[tuple[int, ...]]) -> Failure:
+    text = ", ".join(str(list(shape)) for shape in shapes[:3])
+    return Failure(
+        ModelFailed.code,
+        f"output '{name}' has samples of different shapes in one request: {text}. Resize or pad them in the pipeline, "
+        "or send one sample with each request",
+    )
+
+
+def _reason(error: RuntimeError) -> str:
+    """DALI's description of an error, without the place in the file that defined the pipeline."""
+    text = str(error).removeprefix("Critical error in pipeline:\n")
+    head, _, rest = text.partition(",\nwhich was used in the pipeline")
+    cause = rest.partition("encountered:\n\n")[2] or rest
+    lines = [line for line in cause.splitlines() if line and not line.startswith(("C++ context", "Current pipeline"))]
+    return ": ".join([head.strip(), *lines[:1]])
