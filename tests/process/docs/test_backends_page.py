@@ -138,7 +138,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".hidden" / "backend.py").write_text("")
     assert installed(tmp_path) - installed() == {"linear"}
     assert backend_directory_problem(tmp_path) == ""
-    with pytest.raises(Unsupported, match="unknown backend 'other'; known are: identity, linear, onnxruntime, "):
+    with pytest.raises(Unsupported, match="unknown backend 'other'; known are: dali, identity, linear, onnxruntime, "):
         registry.find("other", str(tmp_path))
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "backend.py").write_text("")
@@ -192,13 +192,13 @@ def test_a_class_of_another_module_is_not_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
     [("onnxruntime", "onnxruntime", "cpu"), ("pytorch", "torch", "torch"), ("openvino",) * 3,
-     ("tensorflow",) * 3],
+     ("tensorflow",) * 3, ("dali", "nvidia", "dali")],
 )  # fmt: skip
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"onnx": ["backend"], "pytorch": ["backend", "programs", "device"]}
     packages["tensorflow"] = ["backend", "engine", "files", "sessions"]
     modules = [f"{package}.{module}" for package, names in packages.items() for module in names]
-    for module in (*modules, "openvino"):
+    for module in (*modules, "dali", "openvino"):
         monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*{re.escape(install_command(extra))}"):

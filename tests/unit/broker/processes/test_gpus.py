@@ -89,8 +89,8 @@ def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return versions[package]
 
     monkeypatch.setattr(metadata, "version", version)
-    assert cpu_only() == {"identity", "openvino", "onnxruntime", "pytorch", "tensorflow"}
-    versions |= {"onnxruntime-gpu": "1.20.0", "torch": "2.6.0", "tensorflow": "2.19.0"}
+    assert cpu_only() == {"dali", "identity", "openvino", "onnxruntime", "pytorch", "tensorflow"}
+    versions |= {"nvidia-dali-cuda120": "2.4.0", "onnxruntime-gpu": "1.20.0", "torch": "2.6.0", "tensorflow": "2.19.0"}
     assert cpu_only() == {"identity", "openvino"}
 
 
