@@ -29,7 +29,10 @@ from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.header import NotOnnx, TooLarge, external_files
 from shmserve.repo.storage.model_functions import FunctionModel, functions_in
 
-TARGETS = {Path(engine.file).suffix: engine.file for engine in ENGINES if engine.backend in BACKENDS}
+TARGETS: dict[str, str] = {}
+for _engine in ENGINES:
+    if _engine.backend in BACKENDS:
+        TARGETS.setdefault(Path(_engine.file).suffix, _engine.file)  # .py: model.py, not dali.py
 """Suffix of a model file -> its name in a version directory."""
 _CONFIG_SUFFIX = ".pbtxt"
 _HINTS = {

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.storage.model_files import ModelFile, ModelFiles, model_file, models_of
+from shmserve.repo.storage.model_files import TARGETS, ModelFile, ModelFiles, model_file, models_of
 from shmserve.repo.storage.store import scan_model
 from tests import ROOT
 
@@ -68,10 +68,14 @@ def test_name_in_front(tmp_path: Path) -> None:
     assert model_file(str(equals)).path == equals
 
 
+def test_a_python_file_is_a_model_of_the_python_backend() -> None:
+    assert (TARGETS[".py"], TARGETS[".dali"]) == ("model.py", "model.dali")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("photo.jpg", r"the suffix '.jpg' is not that of a model file; known are .onnx, .py, .plan, .pt, .pt2, .xml"),
+        ("photo.jpg", r"the suffix '.jpg' is not that of a model file; known are .onnx, .py, .plan, .pt, .pt2, "),
         ("clf.pkl", "`shmserve init NAME --from clf.pkl` makes a model that loads it"),
         ("net.pth", "`shmserve init NAME --from torch` makes a model.py for a network and its weights"),
         ("a/b=m.onnx", "'a/b' cannot be the name of a model"),
