@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 WIDTH = 80
 WIDEST = 100
@@ -33,5 +32,7 @@ def rows(pairs: Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
 
 def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     """`; did you mean ...?`, or nothing if no known word is like this one."""
+    from difflib import get_close_matches  # only after a mistake
+
     near = get_close_matches(word, known, 1, cutoff)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,6 +1,7 @@
 """Shared parts of the commands: connecting to the server, error texts, JSON output.
 
-Invariant: numpy and zmq are only imported inside functions, so that `shmserve --help` is fast.
+Invariant: numpy, zmq and what only a command's output needs are imported inside functions, so that `shmserve --help` is
+fast.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ServeError
-from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
+    from shmserve.terminal.console import Screen
 
 Found = TypeVar("Found")
 
@@ -115,6 +116,8 @@ def print_text(text: str) -> None:
 
 def screen_of(args: argparse.Namespace) -> Screen:
     """Standard output, with the choice of --color."""
+    from shmserve.terminal.console import Screen
+
     return Screen(getattr(args, "color", None))
 
 

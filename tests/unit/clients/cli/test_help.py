@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -86,6 +88,25 @@ def test_options_of_other_programs_lead_to_options() -> None:
         assert set(command.synonyms.values()) <= known, name
         assert not known & set(command.synonyms), f"{name}: these would never be suggested"
         assert not command.instead or command.instead in known, name
+
+
+def test_help_imports_only_what_it_needs() -> None:
+    program = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    program += "from shmserve.clients.cli.main import main; main(['--help'])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = set(ran.stderr.split())
+    assert "shmserve.clients.cli.parser" in modules
+    heavy = {
+        "numpy",
+        "zmq",
+        "rich",
+        "asyncio",
+        "subprocess",
+        "difflib",
+        "shmserve.terminal.console",
+        "shmserve.session",
+    }
+    assert not modules & heavy
 
 
 def test_rows_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
