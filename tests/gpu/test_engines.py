@@ -1,5 +1,5 @@
-"""The other engines on a real GPU: ONNX Runtime with CUDA, a Python model with CuPy, PyTorch. Each is skipped where its
-package is not there, or not the one for CUDA.
+"""The other engines on a real GPU: ONNX Runtime with CUDA, a Python model with CuPy, PyTorch, DALI. Each is skipped
+where its package is not there, or not the one for CUDA.
 
 The rule: numpy says what is right, and each model says which GPU it has seen.
 """
@@ -48,6 +48,17 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])
 """
 
+DALI = """\
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.plugin.triton import autoserialize
+
+
+@autoserialize
+@pipeline_def(batch_size=8, num_threads=2, device_id=0, output_dtype=types.FLOAT, output_ndim=1)
+def add_one():
+    return fn.external_source(name="x", dtype=types.FLOAT, ndim=1).gpu() + 1
+"""
+
 
 def onnx_model(repository: Path) -> None:
     ort = pytest.importorskip("onnxruntime")
@@ -78,7 +89,14 @@ def torch_model(repository: Path) -> None:
     (repository / "model" / "config.pbtxt").write_text(f'backend: "pytorch"\n{names}{GROUP}')
 
 
-MODELS = {"onnxruntime": onnx_model, "python": cupy_model, "pytorch": torch_model}
+def dali_model(repository: Path) -> None:
+    pytest.importorskip("nvidia.dali")
+    (repository / "model" / "1").mkdir(parents=True)
+    (repository / "model" / "1" / "dali.py").write_text(DALI)
+    (repository / "model" / "config.pbtxt").write_text(f'backend: "dali"\n{GROUP}')
+
+
+MODELS = {"onnxruntime": onnx_model, "python": cupy_model, "pytorch": torch_model, "dali": dali_model}
 
 
 @pytest.fixture(params=MODELS)

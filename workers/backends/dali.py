@@ -113,7 +113,9 @@ class Dali(SeparateBackend):
             return [self._alone(request) for request in requests]
         try:
             outputs = self._run([list(self._samples(index, requests)) for index in range(len(self._inputs))])
-        except RuntimeError as error:
+        except ModelFailed:
+            raise
+        except Exception as error:  # some inputs may have been fed, and would be read by the next run
             self._start()
             if len(requests) == 1:
                 raise ModelFailed(_reason(error)) from error
@@ -328,7 +330,7 @@ def _uneven(name: str, shapes: Sequence[tuple[int, ...]]) -> Failure:
     )
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     """DALI's description of an error, without the place in the file that defined the pipeline."""
     text = str(error).removeprefix("Critical error in pipeline:\n")
     head, _, rest = text.partition(",\nwhich was used in the pipeline")

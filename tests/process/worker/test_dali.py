@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.protocol.messages import Row, Tensor
+from shmserve.repo import samples
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.testing import Server
 from tests.support import pages
@@ -261,6 +262,65 @@ def test_a_pipeline_in_python_served(tmp_path: Path) -> None:
         assert counted["inference_count"] == len(given)
         assert counted["execution_count"] < len(given)
         assert client.config("scaled")["max_batch_size"] == 5
+
+
+ENSEMBLE = """\
+platform: "ensemble"
+max_batch_size: 4
+input { name: "FILE" data_type: TYPE_STRING dims: 1 }
+output { name: "SCORES" data_type: TYPE_FP32 dims: 10 }
+ensemble_scheduling {
+  step {
+    model_name: "prepare"
+    input_map { key: "image" value: "FILE" }
+    output_map { key: "pixels" value: "pixels" }
+  }
+  step {
+    model_name: "cnn"
+    input_map { key: "image" value: "pixels" }
+    output_map { key: "scores" value: "SCORES" }
+  }
+}
+"""
+PREPARE = """\
+backend: "dali"
+max_batch_size: 4
+input { name: "image" data_type: TYPE_STRING dims: 1 }
+output { name: "pixels" data_type: TYPE_FP32 dims: [ 3, 64, 64 ] }
+dynamic_batching { }
+"""
+
+
+@pytest.mark.process
+def test_the_first_step_of_an_ensemble(tmp_path: Path) -> None:
+    """Files of different lengths in one request; the scores are those of the bare engine on the pixels."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    def make(fn: Any, types: Any) -> Any:
+        pixels = fn.decoders.image(source(fn, types, "image", "UINT8", 1), device="cpu", output_type=types.RGB)
+        return fn.crop_mirror_normalize(pixels, dtype=types.FLOAT, output_layout="CHW", crop=[64, 64], std=[255.0] * 3)
+
+    samples.build(tmp_path, lambda line: None, ["basic"])
+    pipeline(tmp_path / "prepare", make)
+    (tmp_path / "prepare" / "config.pbtxt").write_text(PREPARE)
+    (tmp_path / "scores" / "1").mkdir(parents=True)
+    (tmp_path / "scores" / "config.pbtxt").write_text(ENSEMBLE)
+    pictures = [np.sort(image(64, 64, seed), axis) for seed, axis in enumerate((0, 1, 2))]
+    files = [png(picture) for picture in pictures]
+    assert len({len(file) for file in files}) == 3
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    engine = onnxruntime.InferenceSession(
+        str(tmp_path / "cnn" / "1" / "model.onnx"), options, providers=["CPUExecutionProvider"]
+    )
+    pixels = np.stack([picture.transpose(2, 0, 1) for picture in pictures]).astype(np.float32) / 255
+    (expected,) = engine.run(None, {"image": pixels})
+    with Server(tmp_path, "--exit-on-error", "true") as server, server.client() as client:
+        found = client.infer("scores", {"FILE": np.array([[file] for file in files], object)})["SCORES"]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        futures = [client.submit("scores", {"FILE": np.array([[file]], object)}) for file in files]
+        for future, row in zip(futures, expected, strict=True):
+            np.testing.assert_allclose(future.result()["SCORES"][0], row, atol=1e-5)
 
 
 @pytest.mark.process
