@@ -53,7 +53,11 @@ def generate_plan(text: bytes, config: Mapping[str, Any]) -> RequestPlan:
         elif name == "id":
             request_id = value if type(value) is str else str(_scalar("id", value))
         elif name == "parameters":
-            _add_all(parameters, value)
+            nested = _split(value, inputs, parameters)
+            for one in nested:
+                if one in document:
+                    raise InvalidRequest(f"input '{one[:80]}' already exists in request")
+            specs += [_spec(one, inputs[one], lead, nested[one]) for one in nested]
         else:
             _add(parameters, name, value)
     return RequestPlan(tuple(specs), 0, options_of(request_id, parameters))
@@ -88,15 +92,18 @@ def _scalar(name: str, value: Any) -> Value:
     return scalar
 
 
-def _add_all(parameters: dict[str, Value], given: Any) -> None:
-    """Adds the entries of the keyword `parameters`."""
+def _split(given: Any, inputs: Mapping[str, Any], parameters: dict[str, Value]) -> dict[str, Any]:
+    """Returns those entries of the keyword `parameters` that are inputs, and adds the others to the parameters."""
     if type(given) is not dict:
         raise InvalidRequest("Expected JSON object for keyword: 'parameters'")
     for name, value in given.items():
+        if name in inputs:
+            continue
         try:
             _add(parameters, name, value)
         except InvalidRequest as error:
             raise InvalidRequest(f"Converting keyword: 'parameters': {error}") from None
+    return {name: value for name, value in given.items() if name in inputs}
 
 
 def _add(parameters: dict[str, Value], name: str, value: Any) -> None:

@@ -37,6 +37,12 @@ def test_inputs_and_parameters() -> None:
     assert plan.options == RequestOptions("me", 2, parameters={"temperature": 0.5, "top": 3})
 
 
+def test_inputs_among_the_parameters() -> None:
+    """As in Triton, whose examples give inputs of a language model there."""
+    nested = generate_plan(b'{"text": "a", "parameters": {"many": [1, 2.5], "top": 3}}', TEXT)
+    assert nested == generate_plan(b'{"text": "a", "many": [1, 2.5], "top": 3}', TEXT)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "shape"),
     [
@@ -67,6 +73,9 @@ def test_a_model_without_batches() -> None:
         (b'{"text": ' + b"[" * 120 + b"]" * 120 + b"}", "JSON nesting depth exceeds"),
         (b'{"text": "a", "text": "b"}', "input 'text' already exists in request"),
         (b'{"a": 1, "parameters": {"a": 2}}', "parameter 'a' is given more than once"),
+        (b'{"text": "a", "parameters": {"text": "b"}}', "input 'text' already exists in request"),
+        (b'{"parameters": {"text": "b"}, "text": "a"}', "input 'text' already exists in request"),
+        (b'{"parameters": {"many": {}}}', "an object"),
         (b'{"text": ["a", "b"]}', "has 1 elements, and 2 are given"),
         (b'{"image": [1, 2, 3]}', "has 2 elements, and 3 are given"),
         (b'{"text": null}', "null"),
