@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command
 from shmserve.repo.backends import FILE, GROUP, MODEL, in_directory
-from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -108,16 +108,13 @@ def backend_in(module: ModuleType, name: str) -> type[Backend]:
 def _python_based(folder: Path) -> type[Backend]:
     """Returns a backend that runs all its models with one Python model."""
     from shmserve.workers.backends.python.backend import Python
-    from shmserve.workers.backends.python.model_file import ModelFile
 
     class PythonBased(Python):
-        def __init__(self, context: Context) -> None:
-            super().__init__(context)
-            self._file = ModelFile(context, folder / MODEL)
-
         @classmethod
         def chosen(cls, config: ModelConfig) -> type[Backend]:
-            return cls
+            kind = Python.chosen(config)
+            made: type[Backend] = type(kind.__name__, (kind,), {"source": folder / MODEL})
+            return made
 
     return PythonBased
 

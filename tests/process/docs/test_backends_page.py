@@ -9,6 +9,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import shmserve
 from shmserve.broker.config import settings
@@ -17,6 +18,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem, installed
 from shmserve.repo.config.complete import can_complete
+from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends import Context, StackedBackend, registry
 from shmserve.workers.backends.registry import backend_in, from_directory
 from tests.support import pages
@@ -65,8 +67,6 @@ def test_the_backend_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_model_that_the_backend_refuses(tmp_path: Path) -> None:
-    from shmserve.repo.config.schema import ModelConfig
-
     kind = from_directory(str(backend_of_the_page(tmp_path)), "linear")
     assert kind is not None
     context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {})
@@ -112,15 +112,24 @@ class TritonPythonModel:
 """
 
 
+STACKED = """
+    def execute(self, inputs):
+        return {"y": inputs["x"] * self.scale}
+"""
+
+
 @pytest.mark.process
-def test_a_python_model_for_all_models_of_a_backend(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stacked", ["false", "true"])
+def test_a_python_model_for_all_models_of_a_backend(tmp_path: Path, stacked: str) -> None:
+    source = SCALE if stacked == "false" else SCALE.partition("    def execute")[0] + STACKED
     (tmp_path / "backends" / "scale").mkdir(parents=True)
-    (tmp_path / "backends" / "scale" / "model.py").write_text(SCALE)
+    (tmp_path / "backends" / "scale" / "model.py").write_text(source)
     helper = "import numpy as np\n\n\ndef number(path):\n    return np.load(path)[0]\n"
     (tmp_path / "backends" / "scale" / "helper.py").write_text(helper)
     assert installed(tmp_path / "backends") - installed() == {"scale"}
     settings = {DIRECTORY: str(tmp_path / "backends")}
     given = config("scale", {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=4)
+    given = replace(given, parameters={"stacked": ModelParameter(string_value=stacked)})
     (tmp_path / "m" / "1").mkdir(parents=True)
     np.save(tmp_path / "m" / "1" / "scale.npy", np.array([7], np.float32))
     x = np.array([[1, 2, 3]], np.float32)
@@ -211,8 +220,6 @@ def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pyt
      ("identity", "", False)],
 )  # fmt: skip
 def test_who_can_say_what_the_configuration_leaves_out(backend: str, file: str, known: bool) -> None:
-    from shmserve.repo.config.schema import ModelConfig
-
     assert can_complete(ModelConfig(name="m", backend=backend, default_model_filename=file)) == known
 
 

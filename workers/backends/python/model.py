@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ServeError
@@ -66,10 +67,12 @@ class PythonModel(Backend, ABC):
     asks = True
     streams: OpenResponses
     """Set by `load`, and kept after `close` for threads of the model that outlive it."""
+    source: Path | None = None
+    """The model.py of a backend that runs all its models with it; None: the model has its own."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._file = ModelFile(context)
+        self._file = ModelFile(context, self.source)
         self._model: Any = None
         self._coroutines: Coroutines | None = None
         self._probes = _Probes(self._is_ready)
