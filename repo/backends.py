@@ -10,7 +10,9 @@ from pathlib import Path
 
 from shmserve.repo.files.safe_paths import MODEL_NAME
 
-BACKENDS = frozenset({"dali", "identity", "onnxruntime", "openvino", "python", "pytorch", "tensorflow", "tensorrt"})
+BACKENDS = frozenset(
+    {"dali", "fil", "identity", "onnxruntime", "openvino", "python", "pytorch", "tensorflow", "tensorrt"}
+)
 """Built-in backends."""
 GROUP = "shmserve.backends"
 """The entry point group by which packages provide backends."""

@@ -25,6 +25,7 @@ THREADS = {
     "pytorch": "INTRA_OP_THREAD_COUNT",
     "tensorflow": "TF_NUM_INTRA_THREADS",
     "openvino": "INFERENCE_NUM_THREADS",
+    "fil": "cpu_nthread",
 }
 """Backend -> the parameter for the number of threads within an operator."""
 DELAYS = (0.0, 0.025, 0.05, 0.1, 0.2, 0.35)

@@ -31,6 +31,15 @@ class BackendFile(NamedTuple):
     file: str
 
 
+TREE_FILES = {
+    "xgboost": "xgboost.model",
+    "xgboost_json": "xgboost.json",
+    "xgboost_ubj": "xgboost.ubj",
+    "lightgbm": "model.txt",
+    "treelite_checkpoint": "checkpoint.tl",
+    "sklearn": "model.joblib",
+}
+"""Parameter model_type of tree models (backend "fil") -> the file."""
 ENGINES = (
     BackendFile("onnxruntime", "onnxruntime_onnx", "model.onnx"),
     BackendFile("python", "", "model.py"),
@@ -43,9 +52,10 @@ ENGINES = (
     BackendFile("dali", "", "model.dali"),
     BackendFile("dali", "", "dali.py"),
     BackendFile("paddle", "", "model.pdmodel"),
+    *(BackendFile("fil", "", file) for kind, file in TREE_FILES.items() if kind != "sklearn"),
 )
 
-COMPLETING = frozenset({"dali", "onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
+COMPLETING = frozenset({"dali", "fil", "onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
 """Backends that can read inputs and outputs from the model file."""
 _Entry = TypeVar("_Entry", ModelInput, ModelOutput)
 _OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})
@@ -203,12 +213,12 @@ def _engine(config: ModelConfig, files: Collection[str], backends: Collection[st
     if config.platform:
         engine = next((known for known in ENGINES if known.platform == config.platform), None)
     elif config.backend:
-        engine = _engine_of(config.backend, files)
+        engine = _engine_of(config, files)
     else:
         engine = next((known for known in ENGINES if known.file in files), None)
         backend = engine.backend if engine else _from_name(config, backends)
         config = replace(config, backend=backend)
-        engine = engine or _engine_of(backend, files)
+        engine = engine or _engine_of(config, files)
     backend = config.backend or (engine.backend if engine else "")
     if engine is None or engine.backend != backend:
         return replace(config, backend=backend)
@@ -220,8 +230,11 @@ def _engine(config: ModelConfig, files: Collection[str], backends: Collection[st
     )
 
 
-def _engine_of(backend: str, files: Collection[str]) -> BackendFile | None:
-    same = [known for known in ENGINES if known.backend == backend]
+def _engine_of(config: ModelConfig, files: Collection[str]) -> BackendFile | None:
+    same = [known for known in ENGINES if known.backend == config.backend]
+    if config.backend == "fil" and "model_type" in config.parameters:
+        file = TREE_FILES.get(config.parameters["model_type"].string_value)
+        same = [BackendFile("fil", "", file)] if file else same
     return next((known for known in same if known.file in files), same[0] if same else None)
 
 

@@ -23,11 +23,15 @@ from tests.support.workers.worker_models import (
     openvino_save,
     python_model,
     torch_forward,
+    tree_model,
+    version_folder,
 )
 
 Make = Callable[[Path], ModelConfig]
 X = {"x": ("FP32", (-1,))}
 Y = {"y": ("FP32", (-1,))}
+CHAIN, CHAINS = 2000, 100
+"""Nodes in a tree, and trees, of the slow tree model."""
 TIMES, SIDE = 24, 512
 """A slow model multiplies TIMES diagonal matrices of this side, so that the result is known."""
 
@@ -128,6 +132,43 @@ def torch_slow(folder: Path) -> ModelConfig:
     return config("pytorch", X, Y)
 
 
+# ---------------------------------------------------------------------------------------------- fil
+
+
+def trees_slow(folder: Path) -> ModelConfig:
+    """Adds nothing by many trees, each a chain of nodes."""
+    import treelite
+    from treelite.model_builder import Metadata, ModelBuilder, PostProcessorFunc, TreeAnnotation
+
+    builder = ModelBuilder(
+        threshold_type="float32",
+        leaf_output_type="float32",
+        metadata=Metadata(2, "kRegressor", False, 2, [1, 1], (1, 1)),
+        tree_annotation=TreeAnnotation(1, [0], [0]),
+        postprocessor=PostProcessorFunc("identity"),
+        base_scores=[0.0, 0.0],
+    )
+    builder.start_tree()
+    for node in range(0, 2 * CHAIN, 2):
+        builder.start_node(node)
+        builder.numerical_test(
+            0, -1.0, default_left=True, opname="<", left_child_key=node + 1, right_child_key=node + 2
+        )
+        builder.end_node()
+        builder.start_node(node + 1)
+        builder.leaf(1.0)
+        builder.end_node()
+    builder.start_node(2 * CHAIN)
+    builder.leaf(0.0)
+    builder.end_node()
+    builder.end_tree()
+    chains = treelite.Model.concatenate([builder.commit()] * CHAINS)
+    model = treelite.Model.concatenate([chains, tree_model(2)])
+    model.serialize(version_folder(folder) / "checkpoint.tl")
+    two = ("FP32", (2,))
+    return replace(config("fil", {"x": two}, {"y": two}), default_model_filename="checkpoint.tl")
+
+
 # ---------------------------------------------------------------------------------------------- tensorflow
 
 
@@ -154,4 +195,5 @@ SLOW: dict[str, Make] = {
     "openvino": openvino_slow,
     "pytorch": torch_slow,
     "tensorflow": tensorflow_slow,
+    "fil": trees_slow,
 }

@@ -50,7 +50,7 @@ def ended(worker: WorkerProcess) -> int:
 
 def test_every_backend_is_in_every_table() -> None:
     assert set(SLOW) == set(BY_NAME)
-    assert set(BY_NAME) - set(ADDING) == {"dali", "identity", "openvino"}
+    assert set(BY_NAME) - set(ADDING) == {"dali", "fil", "identity", "openvino"}
 
 
 @kinds(ADDING)

@@ -44,7 +44,7 @@ class TritonPythonModel:
 
 LENGTHS = [(3, 1), (5, 2), (3, 1), (0, 1), (8, 3)]
 LARGE = [(1500, 1), (900, 2), (1200, 1)]
-BACKENDS = [pytest.param(kind, id=kind.name) for kind in (*KINDS, TENSORRT)]
+BACKENDS = [pytest.param(kind, id=kind.name) for kind in (*KINDS, TENSORRT) if not kind.width]
 
 
 def padded(found: ModelConfig) -> ModelConfig:

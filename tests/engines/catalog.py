@@ -30,9 +30,16 @@ class Engine(NamedTuple):
 
 
 ENGINES: tuple[Engine, ...] = (
-    Engine("openvino", "openvino", ("openvino",), "openvino", ("tests/process/worker/test_openvino.py",)),
     Engine("dali", "dali", ("nvidia.dali",), "dali", ("tests/process/worker/test_dali.py",)),
     Engine("tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/test_tensorflow.py",)),
+    Engine(
+        "trees",
+        "trees",
+        ("treelite", "xgboost", "lightgbm", "sklearn"),
+        "fil",
+        ("tests/process/worker/test_trees.py",),
+        ("xgboost-cpu>=3", "lightgbm>=4.5", "scikit-learn>=1.5"),
+    ),
     Engine(
         "vllm",
         "",

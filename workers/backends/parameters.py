@@ -5,6 +5,7 @@ Invariant: an invalid value raises an error with the parameter, its value and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,17 @@ class Parameters:
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise self.wrong(key, "an integer of at least 0")
         return int(text)
+
+    def number(self, key: str, default: float) -> float:
+        """Returns a finite number."""
+        text = self.text(key)
+        try:
+            found = float(text) if text else default
+        except ValueError:
+            raise self.wrong(key, "a number") from None
+        if not math.isfinite(found):
+            raise self.wrong(key, "a number")
+        return found
 
     def wrong(self, key: str, expected: str) -> InvalidRequest:
         return InvalidRequest(f"parameter {key} of model '{self._model}' must be {expected}, not '{self.text(key)}'")

@@ -33,6 +33,7 @@ class KnownBackend(NamedTuple):
 
 BACKENDS = {
     "dali": KnownBackend("shmserve.workers.backends.dali:Dali", "dali"),
+    "fil": KnownBackend("shmserve.workers.backends.trees:Trees", "trees"),
     "identity": KnownBackend("shmserve.workers.backends.identity:Identity", ""),
     "onnxruntime": KnownBackend("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
     "openvino": KnownBackend("shmserve.workers.backends.openvino:OpenVino", "openvino"),

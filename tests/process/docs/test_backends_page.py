@@ -147,7 +147,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".hidden" / "backend.py").write_text("")
     assert installed(tmp_path) - installed() == {"linear"}
     assert backend_directory_problem(tmp_path) == ""
-    with pytest.raises(Unsupported, match="unknown backend 'other'; known are: dali, identity, linear, onnxruntime, "):
+    with pytest.raises(Unsupported, match="unknown backend 'other'; known are: dali, fil, identity, linear, "):
         registry.find("other", str(tmp_path))
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "backend.py").write_text("")

@@ -33,7 +33,7 @@ RAISES = EXECUTE + "  def initialize(self, args): raise KeyError('k')"
             "nothing",
             "",
             "UNSUPPORTED",
-            "unknown backend 'nothing'; known are: dali, identity, onnxruntime, openvino, p",
+            "unknown backend 'nothing'; known are: dali, fil, identity, onnxruntime, openvino, p",
         ),
         ("python", RAISES, "MODEL_FAILED", "KeyError: 'k'"),
     ],
@@ -164,5 +164,5 @@ def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.find("other") is Other
     with pytest.raises(InvalidRequest, match="'wrong' is not a StackedBackend"):
         registry.find("wrong")
-    with pytest.raises(Unsupported, match=r"known are: dali, identity, .*openvino, other, python, .*wrong"):
+    with pytest.raises(Unsupported, match=r"known are: dali, fil, identity, .*openvino, other, python, .*wrong"):
         registry.find("another")

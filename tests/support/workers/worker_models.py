@@ -67,8 +67,9 @@ class Kind(NamedTuple):
 
     name: str
     echo: Callable[[Path, Sequence[str], Sequence[int], int], ModelConfig]
-    failing: Callable[[Path], ModelConfig]
-    fail: Callable[[Tensor], tuple[list[Tensor], Options | None]]
+    failing: Callable[[Path], ModelConfig] | None
+    """None: its models compute something for all inputs."""
+    fail: Callable[[Tensor], tuple[list[Tensor], Options | None]] | None
     dtypes: tuple[tuple[str, ...], ...]
     library: str = ""
     """Without this package its tests are skipped."""
@@ -76,6 +77,8 @@ class Kind(NamedTuple):
     """A directory with what stands in for its packages."""
     isolates: bool = False
     """Whether an error of the engine fails only the request that caused it, not the whole batch."""
+    width: int = 0
+    """The only width of the batched echo model, if it has one; 0: any."""
 
 
 def _tensors(prefix: str, dtypes: Sequence[str], dims: Sequence[int]) -> dict[str, tuple[str, Sequence[int]]]:
@@ -357,6 +360,54 @@ def tensorrt_failing(folder: Path) -> ModelConfig:
     return _on_gpu(config("tensorrt", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8))
 
 
+# ---------------------------------------------------------------------------------------------- fil
+
+
+TREE_VALUES = 100
+"""The echo model of trees returns integers from 0 to this, exclusive: it has a leaf for each."""
+
+
+def tree_model(features: int) -> Any:
+    """Returns a model whose output has the features: a tree for each."""
+    from treelite.model_builder import Metadata, ModelBuilder, PostProcessorFunc, TreeAnnotation
+
+    builder = ModelBuilder(
+        threshold_type="float32",
+        leaf_output_type="float32",
+        metadata=Metadata(features, "kRegressor", False, features, [1] * features, (1, 1)),
+        tree_annotation=TreeAnnotation(features, list(range(features)), [0] * features),
+        postprocessor=PostProcessorFunc("identity"),
+        base_scores=[0.0] * features,
+    )
+    for feature in range(features):
+        builder.start_tree()
+        keys = itertools.count(1)
+        todo = [(0, 0, TREE_VALUES)]
+        while todo:
+            key, low, high = todo.pop()
+            builder.start_node(key)
+            if high - low == 1:
+                builder.leaf(float(low))
+            else:
+                middle, left, right = (low + high) // 2, next(keys), next(keys)
+                builder.numerical_test(
+                    feature, middle, default_left=True, opname="<", left_child_key=left, right_child_key=right
+                )
+                todo += [(left, low, middle), (right, middle, high)]
+            builder.end_node()
+        builder.end_tree()
+    return builder.commit()
+
+
+def trees_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
+    """The width is TREES_WIDTH, unless the last dim is another one."""
+    features = TREES_WIDTH if dims[-1] == -1 else dims[-1]
+    tree_model(features).serialize(version_folder(folder) / "checkpoint.tl")
+    found = _echo_config("fil", dtypes, (*dims[:-1], features), max_batch)
+    return replace(found, default_model_filename="checkpoint.tl")
+
+
+TREES_WIDTH = 4
 STANDIN_DTYPES = ("BOOL", "UINT8", "INT8", "INT32", "INT64", "FP16", "FP32", "BF16")
 STANDINS = str(tests.STANDINS)
 TENSORRT = Kind("tensorrt", tensorrt_echo, tensorrt_failing, _onnx_fail, (STANDIN_DTYPES,), "", STANDINS)
@@ -369,4 +420,5 @@ KINDS = (
     Kind("pytorch", torch_echo, torch_failing, _onnx_fail, (DTYPES,), "torch"),
     Kind("dali", dali_models.echo, dali_models.failing, _onnx_fail, (NUMERIC,), "nvidia.dali", isolates=True),
     Kind("tensorflow", tensorflow_models.echo, tensorflow_models.failing, _onnx_fail, (DTYPES,), "tensorflow"),
+    Kind("fil", trees_echo, None, None, (("FP32",), ("FP64",)), "treelite", width=TREES_WIDTH),
 )

@@ -1,0 +1,304 @@
+"""Tree models: predictions are those of the libraries that made them, and the parameters of Triton's FIL backend."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.protocol.messages import Tensor
+from shmserve.repo.config.complete import TREE_FILES
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from tests.support.workers.in_process import completed, load_failure, loaded
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
+from tests.support.workers.worker_models import version_folder
+
+for library in ("treelite", "xgboost", "lightgbm", "sklearn"):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: make test-engines", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of these libraries
+
+Array = np.ndarray[Any, np.dtype[Any]]
+FEATURES, ROWS, TREES = 6, 120, 12
+CLOSE = 2e-6
+"""XGBoost and Treelite add the outputs of trees in FP32, in different orders."""
+
+
+def data(missing: bool = True) -> tuple[Array, Array]:
+    """Rows, and a sum of their features, which is what the models learn."""
+    random = np.random.default_rng(1)
+    x = random.normal(size=(ROWS, FEATURES)).astype(np.float32)
+    total = x.sum(axis=1)
+    if missing:
+        x[random.random(x.shape) < 0.1] = np.nan
+    return x, total
+
+
+def classes(total: Array, count: int) -> Array:
+    return np.digitize(total, [0] if count == 2 else [-1, 1])
+
+
+def xgboost(folder: Path, file: str, objective: str, count: int = 0) -> Any:
+    import xgboost
+
+    x, total = data()
+    more = {"num_class": count} if count > 2 else {}
+    wanted = classes(total, count) if count else total
+    settings = {"objective": objective, "max_depth": 4, "nthread": 1, **more}
+    booster = xgboost.train(settings, xgboost.DMatrix(x, wanted), TREES)
+    booster.save_model(version_folder(folder) / file)
+    return lambda given: booster.predict(xgboost.DMatrix(given))
+
+
+def lightgbm(folder: Path, objective: str, count: int = 0) -> Any:
+    import lightgbm
+
+    x, total = data()
+    more = {"num_class": count} if count > 2 else {}
+    wanted = classes(total, count) if count else total
+    settings = {"objective": objective, "num_threads": 1, "verbose": -1, "min_data_in_leaf": 3, **more}
+    booster = lightgbm.train(settings, lightgbm.Dataset(x, wanted), TREES)
+    booster.save_model(version_folder(folder) / "model.txt")
+    return lambda given: booster.predict(given)
+
+
+def fil(kind: str, columns: int, /, features: Any = FEATURES, output: str = "FP32", **parameters: str) -> ModelConfig:
+    found = config(
+        "fil",
+        {"input__0": ("FP32", (features,))},
+        {"output__0": (output, (columns,))},
+        max_batch=ROWS,
+        parameters={"model_type": kind, **parameters},
+    )
+    return replace(found, default_model_filename=TREE_FILES.get(kind, ""))
+
+
+def predictions(given: ModelConfig, folder: Path, x: Array, settings: dict[str, str] | None = None) -> Array:
+    """Sends the rows in two requests of one batch."""
+    parts = [x[:7], x[7:]]
+    with loaded(given, folder, settings) as model:
+        found, _, _ = model.runner.run(
+            [
+                work(number, Tensor("input__0", "FP32", part.shape, part.tobytes()), rows=len(part))
+                for number, part in enumerate(parts, 1)
+            ]
+        )
+    results = []
+    for row in found:
+        assert row.error is None, row.error
+        (output,) = row.outputs
+        assert isinstance(output.data, bytes)
+        dtype = np.float64 if output.dtype == "FP64" else np.float32
+        results.append(np.frombuffer(output.data, dtype).reshape(output.shape))
+    return np.concatenate(results)
+
+
+# ---------------------------------------------------------------------------------------------- the libraries
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"), [("xgboost_json", "xgboost.json"), ("xgboost_ubj", "xgboost.ubj"), ("xgboost", "xgboost.model")]
+)
+def test_the_formats_of_xgboost(kind: str, file: str, tmp_path: Path) -> None:
+    """Newer versions of XGBoost write UBJSON under the name of the older binary format."""
+    oracle = xgboost(tmp_path, file, "reg:squarederror")
+    x, _ = data()
+    found = predictions(fil(kind, 1), tmp_path, x)
+    assert np.abs(found[:, 0] - oracle(x)).max() < CLOSE
+    assert len(np.unique(found)) > ROWS / 4
+
+
+def test_the_binary_format_of_xgboost(tmp_path: Path) -> None:
+    """Written by XGBoost 2.1, whose JSON of the same model is the oracle; newer versions do not know the format."""
+    import xgboost
+
+    stored = Path(__file__).with_name("legacy_xgboost.txt").read_text().split()
+    binary, text = (base64.b64decode(part) for part in stored)
+    (version_folder(tmp_path) / "xgboost.model").write_bytes(binary)
+    booster = xgboost.Booster()
+    booster.load_model(bytearray(text))
+    x, _ = data()
+    found = predictions(fil("xgboost", 1), tmp_path, x)
+    assert np.abs(found[:, 0] - booster.predict(xgboost.DMatrix(x))).max() < CLOSE
+    assert len(np.unique(found)) > 3
+
+
+def test_binary_classification(tmp_path: Path) -> None:
+    oracle = xgboost(tmp_path, "xgboost.json", "binary:logistic", 2)
+    x, _ = data()
+    expected = oracle(x)
+
+    def found(columns: int, **parameters: str) -> Array:
+        return predictions(fil("xgboost_json", columns, **parameters), tmp_path, x)
+
+    proba = found(1, is_classifier="true", predict_proba="true")
+    assert np.abs(proba[:, 0] - expected).max() < CLOSE
+    both = found(2, output_class="true", predict_proba="true")
+    assert np.array_equal(both, np.concatenate([1 - proba, proba], axis=1))
+    assert np.array_equal(found(1, is_classifier="false"), proba)
+    assert np.array_equal(found(1, output_class="true"), proba > 0.5)
+    assert np.array_equal(found(1), proba > 0.5), "the model itself says that it is a classifier"
+    limit = float(np.sort(proba[:, 0])[ROWS // 4])
+    assert np.array_equal(found(1, is_classifier="true", threshold=repr(limit)), proba > np.float32(limit))
+
+
+@pytest.mark.parametrize("objective", ["multi:softprob", "multi:softmax"])
+def test_several_classes_of_xgboost(objective: str, tmp_path: Path) -> None:
+    oracle = xgboost(tmp_path, "xgboost.ubj", objective, 3)
+    x, _ = data()
+    proba = predictions(fil("xgboost_ubj", 3, is_classifier="true", predict_proba="true"), tmp_path, x)
+    chosen = predictions(fil("xgboost_ubj", 1, is_classifier="true"), tmp_path, x)
+    assert np.array_equal(chosen[:, 0], proba.argmax(axis=1))
+    assert set(np.unique(chosen)) == {0, 1, 2}
+    expected = oracle(x)
+    if objective == "multi:softmax":
+        assert np.array_equal(chosen[:, 0], expected)
+    else:
+        assert np.abs(proba - expected).max() < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("objective", "count"), [("regression", 0), ("binary", 2), ("multiclass", 3), ("multiclassova", 3)]
+)
+def test_lightgbm(objective: str, count: int, tmp_path: Path) -> None:
+    oracle = lightgbm(tmp_path, objective, count)
+    x, _ = data()
+    width = count if count > 2 else 1
+    expected = oracle(x).reshape(ROWS, width)
+    found = predictions(fil("lightgbm", width, output="FP64", predict_proba="true"), tmp_path, x)
+    assert np.abs(found - expected).max() < 1e-7
+    rounded = predictions(fil("lightgbm", width, predict_proba="true"), tmp_path, x)
+    assert np.array_equal(rounded, found.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["RandomForestClassifier", "GradientBoostingRegressor", "ExtraTreesRegressor"])
+def test_scikit_learn(name: str, tmp_path: Path) -> None:
+    """As a checkpoint of Treelite, and as scikit-learn's own file, which only an operator can allow."""
+    import joblib
+    import treelite
+    from sklearn import ensemble
+
+    x, total = data(missing=False)
+    model = getattr(ensemble, name)(n_estimators=TREES, max_depth=5, random_state=1)
+    if name == "RandomForestClassifier":
+        expected = model.fit(x, classes(total, 3)).predict_proba(x)
+    elif name == "ExtraTreesRegressor":
+        expected = model.fit(x, np.stack([total, 2 * total], axis=1)).predict(x)
+    else:
+        expected = model.fit(x, total).predict(x).reshape(ROWS, 1)
+    treelite.sklearn.import_model(model).serialize(version_folder(tmp_path) / "checkpoint.tl")
+    joblib.dump(model, tmp_path / "1" / "model.joblib")
+    columns = expected.shape[1]
+    found = predictions(fil("treelite_checkpoint", columns, predict_proba="true"), tmp_path, x)
+    assert np.abs(found - expected).max() < CLOSE
+    given = fil("sklearn", columns, predict_proba="true")
+    allowed = predictions(given, tmp_path, x, {"fil,allow-pickle": "true"})
+    assert np.array_equal(allowed, found)
+    failure = load_failure(given, tmp_path)
+    assert failure.code == "UNSUPPORTED"
+    assert "start the server with --backend-config fil,allow-pickle=true" in failure.text
+
+
+# ---------------------------------------------------------------------------------------------- configurations
+
+
+@pytest.mark.process
+def test_a_model_without_inputs_and_outputs_in_its_configuration(tmp_path: Path) -> None:
+    """In a real worker, with rows in shared memory."""
+    oracle = xgboost(tmp_path, "xgboost.json", "reg:squarederror")
+    x, _ = data()
+    given = replace(config("fil", {}, {}), default_model_filename="xgboost.json")
+    with WorkerProcess(given, tmp_path) as worker:
+        found = worker.loaded()
+        (source,), (target,) = found.input, found.output
+        assert (source.name, source.data_type, tuple(source.dims)) == ("input__0", "TYPE_FP32", (FEATURES,))
+        assert (target.name, target.data_type, tuple(target.dims)) == ("output__0", "TYPE_FP32", (1,))
+        assert found.max_batch_size == 4
+        assert found.dynamic_batching is not None
+        rows = worker.run(
+            *[work(number, worker.tensor("input__0", x[number : number + 2], shared=True)) for number in (0, 50)]
+        )
+        for row, number in zip(rows, (0, 50), strict=True):
+            assert row.error is None, row.error
+            values = worker.array(row.outputs[0], np.float32)
+            assert np.abs(values[:, 0] - oracle(x[number : number + 2])).max() < CLOSE
+
+
+def test_the_completed_output_has_what_the_parameters_ask_for(tmp_path: Path) -> None:
+    xgboost(tmp_path, "xgboost.json", "multi:softprob", 3)
+    bare = replace(config("fil", {}, {}), default_model_filename="xgboost.json")
+    proba = replace(bare, parameters=fil("xgboost_json", 3, predict_proba="true").parameters)
+    assert [tuple(completed(given, tmp_path).output[0].dims) for given in (bare, proba)] == [(1,), (3,)]
+
+
+def test_one_row_without_a_batch_dimension_and_a_number_for_each_row(tmp_path: Path) -> None:
+    oracle = xgboost(tmp_path, "xgboost.json", "reg:squarederror")
+    x, _ = data()
+    plain = replace(fil("xgboost_json", 1), max_batch_size=0)
+    with loaded(plain, tmp_path) as model:
+        (row,), _, _ = model.runner.run([work(1, Tensor("input__0", "FP32", (FEATURES,), x[3].tobytes()), rows=0)])
+    assert row.error is None, row.error
+    assert row.outputs[0].shape == (1,)
+    assert isinstance(row.outputs[0].data, bytes)
+    assert np.abs(np.frombuffer(row.outputs[0].data, np.float32) - oracle(x[3:4])).max() < CLOSE
+
+
+def test_a_wrong_number_of_features(tmp_path: Path) -> None:
+    """At load if the configuration has it, else in the request."""
+    xgboost(tmp_path, "xgboost.json", "reg:squarederror")
+    failure = load_failure(fil("xgboost_json", 1, features=5), tmp_path)
+    assert f"has 5 features in the configuration and {FEATURES} in the model" in failure.text
+    with loaded(fil("xgboost_json", 1, features=-1), tmp_path) as model:
+        (row,), _, _ = model.runner.run([work(1, Tensor("input__0", "FP32", (1, 5), bytes(20)))])
+        assert_failed(row, "INVALID_ARG", f"the model has {FEATURES} features; the input's shape is [1, 5]")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "forest"}, "parameter model_type of model 'm' must be one of xgboost, xgboost_json"),
+        ({"threshold": "much"}, "parameter threshold of model 'm' must be a number, not 'much'"),
+        ({"is_classifier": "perhaps"}, "parameter is_classifier of model 'm' must be true or false"),
+        ({"predict_proba": "true"}, "has 1 values in the configuration and 3 in the model"),
+        ({"model_type": "xgboost_ubj"}, "has no file 'xgboost.ubj'"),
+        ({"model_type": "lightgbm"}, "'model.txt' is not a model of type lightgbm that Treelite can read"),
+    ],
+    ids=str,
+)
+def test_parameters_that_do_not_fit(change: dict[str, str], text: str, tmp_path: Path) -> None:
+    xgboost(tmp_path, "xgboost.json", "multi:softprob", 3)
+    (tmp_path / "1" / "model.txt").write_text("nothing of the kind")
+    given = fil("xgboost_json", 1)
+    more = fil("xgboost_json", 1, **change).parameters
+    kind = change.get("model_type", "xgboost_json")
+    failure = load_failure(
+        replace(given, parameters={**given.parameters, **more}, default_model_filename=TREE_FILES.get(kind, "x")),
+        tmp_path,
+    )
+    assert text in failure.text
+
+
+def test_what_is_not_supported(tmp_path: Path) -> None:
+    xgboost(tmp_path, "xgboost.json", "reg:squarederror")
+    given = fil("xgboost_json", 1)
+    shap = replace(given.output[0], name="treeshap_output", dims=(FEATURES + 1,))
+    assert "explanations" in load_failure(replace(given, output=(given.output[0], shap)), tmp_path).text
+    on_gpu = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
+    assert "set kind: KIND_CPU" in load_failure(replace(given, instance_group=(on_gpu,)), tmp_path).text
+    optional = replace(given.input[0], optional=True)
+    assert "needs its input" in load_failure(replace(given, input=(optional,)), tmp_path).text
+
+
+def test_parameters_of_triton_without_effect(tmp_path: Path) -> None:
+    """More threads than there can be are not an error."""
+    oracle = xgboost(tmp_path, "xgboost.json", "reg:squarederror")
+    x, _ = data()
+    ignored = {"storage_type": "AUTO", "algo": "ALGO_AUTO", "blocks_per_sm": "0", "transfer_threshold": "2"}
+    ignored |= {"threads_per_tree": "1", "chunk_size": "4", "layout": "layered", "use_experimental_optimizations": "1"}
+    found = predictions(fil("xgboost_json", 1, output_class="false", cpu_nthread="999", **ignored), tmp_path, x)
+    assert np.abs(found[:, 0] - oracle(x)).max() < CLOSE

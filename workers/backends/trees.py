@@ -1,0 +1,240 @@
+"""Tree models: XGBoost, LightGBM, Treelite checkpoints and scikit-learn, configured as for Triton's FIL backend.
+
+Treelite reads the files, and its general inference library (GTIL) computes predictions; the libraries that made the
+models are not needed. A model has one input, of features, and one output.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import treelite
+from treelite import gtil
+
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.config.complete import TREE_FILES, TensorFacts
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.model_facts import completed
+from shmserve.workers.backends.parameters import NO, YES, Parameters
+from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
+from shmserve.workers.process.device import device_of
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import GatherGroup
+    from shmserve.workers.batch.scatter import Results
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_INPUT, _OUTPUT = "input__0", "output__0"
+_CLASSIFIERS = (0, 2)
+"""Treelite's numbers for binary and multi-class classification, in the field `task_type`."""
+_FLOATS = ("FP32", "FP64")
+_PICKLES = "allow-pickle"
+"""The --backend-config key without which no file is loaded that can contain code."""
+
+
+class Trees(StackedBackend):
+    fresh = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._model: Any = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        parameters = Parameters(config)
+        self._read(config, parameters)
+        width = self._answers.width if self._answers.raw else self._targets
+        default = self.context.setting("fil", "default-max-batch-size", "4")
+        if not (default.isascii() and default.isdecimal()):
+            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
+        return completed(
+            config,
+            [TensorFacts(_INPUT, "FP32", (-1, self._features))],
+            [TensorFacts(_OUTPUT, "FP32", (-1, width))],
+            int(default),
+        )
+
+    def load(self, config: ModelConfig) -> None:
+        parameters = Parameters(config)
+        if device_of(config, self.context.instance)[0] == "GPU":
+            raise Unsupported(
+                f"instance '{self.context.instance}' is to run on a GPU, and tree models run on the CPU only: set "
+                "kind: KIND_CPU in instance_group"
+            )
+        self._read(config, parameters)
+        source, target = self._one("input", model_inputs_of(config)), self._one("output", model_outputs_of(config))
+        if source.optional:
+            raise InvalidRequest(f"input '{source.name}' is optional, and a tree model needs its input")
+        if source.shape[-1:] not in ((self._features,), (-1,)):
+            raise InvalidRequest(
+                f"unable to load model '{config.name}': input '{source.name}' has {_last(source)} features in the "
+                f"configuration and {self._features} in the model"
+            )
+        self._batched, self._output = source.batched, target
+        width = self._answers.width if self._answers.raw else self._targets
+        self._both = self._answers.raw and self._answers.binary and _last(target) == 2
+        if _last(target) not in (-1, width) and not self._both and not (width == 1 and not target.shape):
+            raise InvalidRequest(
+                f"unable to load model '{config.name}': output '{target.name}' has {_last(target)} values in the "
+                f"configuration and {width} in the model; see the parameters is_classifier and predict_proba"
+            )
+        wanted = 0 if parameters.text("cpu_nthread") == "-1" else parameters.whole("cpu_nthread", 0)
+        self._threads = self._possible(wanted or self.context.engine_threads)
+
+    def close(self) -> None:
+        self._model = None
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        array = inputs.array(0)
+        assert array is not None
+        if array.shape[-1:] != (self._features,):
+            raise InvalidRequest(f"the model has {self._features} features; the input's shape is {list(array.shape)}")
+        inputs.computing()
+        if not outputs.needed(0):
+            return
+        rows = array.reshape(-1, self._features)
+        found = self._answers.of(self._predict(rows))
+        if self._both:
+            found = np.concatenate([1 - found, found], axis=1)
+        if not self._output.shape:
+            shape: tuple[int, ...] = (len(rows),) if self._batched else ()
+        else:
+            shape = (*array.shape[:-1], found.shape[1])
+        outputs.place(0, shape)[...] = found.reshape(shape)
+
+    def _possible(self, threads: int) -> int:
+        """The engine refuses more threads than OpenMP would start, as with OMP_NUM_THREADS: then OpenMP decides."""
+        row = np.zeros((1, self._features), np.float32)
+        try:
+            gtil.predict(self._model, row, nthread=threads)
+        except treelite.TreeliteError:
+            threads = -1
+            gtil.predict(self._model, row, nthread=threads)
+        return threads
+
+    def _predict(self, rows: Array) -> Array:
+        """Returns predictions of shape (rows, targets, classes)."""
+        if not len(rows):
+            return np.empty((0, self._targets, self._classes), np.float32)
+        found: Array = gtil.predict(self._model, rows, nthread=self._threads)
+        return found
+
+    # ------------------------------------------------------------------------------------ loading
+
+    def _read(self, config: ModelConfig, parameters: Parameters) -> None:
+        if self._model is not None:
+            return
+        kind, path = self._file(config, parameters)
+        try:
+            self._model = self._loaded(kind, path, parameters)
+        except (treelite.TreeliteError, ValueError) as error:
+            raise InvalidRequest(
+                f"unable to load model '{config.name}': '{path.name}' is not a model of type {kind} that Treelite can "
+                f"read; see parameter model_type: {_reason(error)}"
+            ) from error
+        header = self._model.get_header_accessor()
+        self._features = int(self._model.num_feature)
+        self._targets = int(header.get_field("num_target")[0])
+        self._classes = int(max(header.get_field("num_class")))
+        self._answers = Answers(
+            self._targets, self._classes, int(header.get_field("task_type")[0]) in _CLASSIFIERS, parameters
+        )
+
+    def _file(self, config: ModelConfig, parameters: Parameters) -> tuple[str, Path]:
+        """Returns the type of the model and its file. Without a type in the configuration, the name decides."""
+        name = config.default_model_filename
+        kind = parameters.text("model_type")
+        if kind and kind not in TREE_FILES:
+            raise parameters.wrong("model_type", f"one of {', '.join(TREE_FILES)}")
+        if not kind:
+            suffixes = {Path(file).suffix: known for known, file in TREE_FILES.items()}
+            kind = suffixes.get(Path(name).suffix, "xgboost")
+        return kind, self.context.model_file(config, TREE_FILES[kind])
+
+    def _loaded(self, kind: str, path: Path, parameters: Parameters) -> Any:
+        frontend = treelite.frontend
+        unknown = parameters.flag("xgboost_allow_unknown_field", False)
+        if kind == "treelite_checkpoint":
+            return treelite.Model.deserialize(path)
+        if kind == "lightgbm":
+            return frontend.load_lightgbm_model(path)
+        if kind == "sklearn":
+            return self._from_sklearn(path)
+        if kind == "xgboost":
+            with path.open("rb") as file:
+                legacy = file.read(1) != b"{"
+            if legacy:
+                return frontend.load_xgboost_model_legacy_binary(path)
+            return frontend.load_xgboost_model(path, format_choice="inspect", allow_unknown_field=unknown)
+        form = "json" if kind == "xgboost_json" else "ubjson"
+        return frontend.load_xgboost_model(path, format_choice=form, allow_unknown_field=unknown)
+
+    def _from_sklearn(self, path: Path) -> Any:
+        allowed = self.context.setting("fil", _PICKLES, "false").lower()
+        if allowed not in YES | NO:
+            raise InvalidRequest(f"--backend-config fil,{_PICKLES} must be true or false, not '{allowed}'")
+        if allowed in NO:
+            raise Unsupported(
+                f"'{path.name}' can contain code that runs when it is loaded; if you trust all models of the "
+                f"repositories, start the server with --backend-config fil,{_PICKLES}=true, else save a Treelite "
+                "checkpoint"
+            )
+        try:
+            import joblib
+        except ImportError as error:
+            raise Unsupported(
+                f"models of type sklearn need the version of scikit-learn that saved them ({error}): pip install "
+                "scikit-learn"
+            ) from error
+        return treelite.sklearn.import_model(joblib.load(path))
+
+    def _one(self, kind: str, specs: tuple[Spec, ...]) -> Spec:
+        if any(spec.name == "treeshap_output" for spec in specs):
+            raise Unsupported("output 'treeshap_output': explanations of predictions are not supported")
+        if len(specs) != 1:
+            names = ", ".join(f"'{spec.name}'" for spec in specs)
+            raise InvalidRequest(f"a tree model has one {kind}; the configuration has {len(specs)}: {names}")
+        (spec,) = specs
+        if spec.dtype not in _FLOATS:
+            raise InvalidRequest(f"{kind} '{spec.name}' is {spec.dtype}; a tree model has {' or '.join(_FLOATS)}")
+        return spec
+
+
+class Answers:
+    """What callers get of the predictions: classes or numbers. `raw`: numbers, `width` of them for each row."""
+
+    def __init__(self, targets: int, classes: int, classifier: bool, parameters: Parameters) -> None:
+        self.width = targets * classes
+        self.binary = targets == classes == 1
+        classes_only = parameters.flag("output_class", parameters.flag("is_classifier", classifier))
+        self.raw = not classes_only or parameters.flag("predict_proba", False)
+        self.binary = self.binary and classes_only
+        self._threshold = parameters.number("threshold", 0.5)
+        self._two = classes == 2 and bool(parameters.text("threshold"))
+
+    def of(self, found: Array) -> Array:
+        """Returns an array of shape (rows, columns) for predictions of shape (rows, targets, classes)."""
+        if self.raw:
+            return found.reshape(len(found), self.width)
+        if found.shape[2] == 1:
+            return found[:, :, 0] > self._threshold
+        if self._two:
+            return found[:, :, 1] > self._threshold
+        chosen: Array = found.argmax(axis=2)
+        return chosen
+
+
+def _last(spec: Spec) -> int:
+    return spec.shape[-1] if spec.shape else 1
+
+
+def _reason(error: Exception) -> str:
+    """The engine's message without the time and the place in its source."""
+    line = (str(error).splitlines() or [""])[0]
+    return line.split(": ", 1)[-1] if line.startswith("[") else line
