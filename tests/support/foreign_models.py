@@ -50,7 +50,7 @@ def torch_files(folder: Path) -> None:
     class Words(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.embedding = torch.nn.Embedding(50, 8)
+            self.embedding = torch.nn.Embedding(1000, 8)
 
         def forward(self, ids: Any) -> Any:
             rows = self.embedding(ids)

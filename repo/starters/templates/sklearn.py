@@ -14,6 +14,7 @@ ONNX has neither problem, needs no scikit-learn, and is served faster. Where the
 """
 
 import functools
+import importlib.util
 import warnings
 from pathlib import Path
 
@@ -42,9 +43,15 @@ def predict(model, x):
     """The outputs, one row for each row of x. Numbers come as [rows, features], text as one string for each row."""
     if not hasattr(model, "n_features_in_"):  # a pipeline that begins with a vectorizer takes strings
         x = np.array([text.decode() for text in x.reshape(-1)], dtype=object)
-    outputs = {"label": model.predict(x)}
+    elif hasattr(model, "feature_names_in_") and importlib.util.find_spec("pandas"):  # it was trained with columns
+        import pandas
+
+        x = pandas.DataFrame(x, columns=model.feature_names_in_)
+    outputs = {"label": np.asarray(model.predict(x))}
     if hasattr(model, "predict_proba"):
-        outputs["probabilities"] = np.asarray(model.predict_proba(x), np.float32)
+        probabilities = model.predict_proba(x)
+        if isinstance(probabilities, np.ndarray):  # several labels have a list of arrays, which is left out
+            outputs["probabilities"] = probabilities.astype(np.float32)
     label = outputs["label"]
     if label.dtype.kind not in TYPES:
         label = np.array([str(value).encode() for value in label.reshape(-1)], dtype=object).reshape(label.shape)
@@ -72,7 +79,7 @@ class TritonPythonModel:
         return config
 
     def initialize(self, args):
-        # A model that was trained with named columns gets them in the same order, without names.
+        # Without pandas, a model that was trained with named columns gets them in the same order, without names.
         warnings.filterwarnings("ignore", message="X does not have valid feature names")
         self.model = load()
         self.input = "x" if hasattr(self.model, "n_features_in_") else "text"
