@@ -47,7 +47,10 @@ def add_bench(commands: Any) -> None:
   shmserve bench --compare before.json after.json
 """
     about = "put load on a model and measure throughput and latency"
-    codes = ("measured; with --compare: worse in nothing", "no request succeeded; with --compare: worse in something")
+    codes = (
+        "measured; with --compare: worse in nothing",
+        "no request succeeded; with --until: no load kept the limit; with --compare:\n       worse in something",
+    )
     urls = "http, https, grpc or grpcs://HOST:PORT of any KServe v2 server, "
     command = add_server_command(commands, "bench", "bench", about, examples, codes, urls=urls)
     command.synonyms = SYNONYMS

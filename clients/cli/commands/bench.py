@@ -44,7 +44,7 @@ def bench(args: argparse.Namespace) -> int:
     _write(args, run)  # after the results are printed: a file that cannot be written must not lose them
     if not any(point.latency.count for point in run.points):
         raise Failed(_why(run.points))
-    return 0
+    return int(plan.limit is not None and run.best is None)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

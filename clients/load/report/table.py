@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shmserve.clients.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, Change, Comparison
-from shmserve.clients.load.plan import PERCENTILES, SECOND, Closed, Load
+from shmserve.clients.load.plan import PERCENTILES, SECOND, Closed, Limit, Load
 from shmserve.clients.load.record import Echo, Interval, Latencies, Point, Run
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
 from shmserve.terminal.tables import duration_text
@@ -112,32 +112,39 @@ def _processors(points: Sequence[Point], screen: Screen) -> str:
 
 def _notes(run: Run, screen: Screen) -> list[str]:
     lines = []
+
+    def add(text: str, style: str = "") -> None:
+        lines.extend(screen.wrapped(text, "", "    ", style))
+
     if run.plan.limit is not None:
-        kind, unit = ("rate", "/s") if _is_open(run.plan.loads[0]) else ("concurrency", "")
-        text = f"no load kept {run.plan.limit}; the lowest that was tried was {run.plan.limit.low:g}{unit}"
-        if run.best is not None:
-            text = f"highest {kind} with {run.plan.limit}: {run.best:,.6g}{unit}"
-            if run.best >= run.plan.limit.high:
-                text += f", the upper bound of the search: --{kind} LOW:HIGH allows more"
-        if run.undecided is not None:
-            text = f"{text}; the search ended there" if run.best is not None else "no load is known to keep the limit"
-            text += f", as {kind} {run.undecided:,.6g}{unit} had too few responses to judge {run.plan.limit}"
-        lines.append(screen.styled(text, "bold" if run.best is not None and run.undecided is None else WARN))
+        add(_limit_text(run, run.plan.limit), "bold" if run.best is not None and run.undecided is None else WARN)
     for point in run.points:
         errors = sorted(point.errors.items(), key=lambda item: (-item[1], item[0]))
-        lines += [f"{point.load}: {count:,} failed: {text}" for text, count in errors[:ERRORS]]
+        for text, count in errors[:ERRORS]:
+            add(f"{point.load}: {count:,} failed: {text}")
         if point.cost.busiest > BUSY:
-            text = (
-                f"{point.load}: the generator may be the limit, a process used {point.cost.busiest:.0%} of a core; "
-                "--processes adds others"
-            )
-            lines.append(screen.styled(text, WARN))
+            used = f"the generator may be the limit, a process used {point.cost.busiest:.0%} of a core"
+            add(f"{point.load}: {used}; --processes adds others", WARN)
         if point.cost.send_delay_p99_ns > 0.1 * _p50(point) and _is_open(point.load):
             late = duration_text(point.cost.send_delay_p99_ns / SECOND)
-            lines.append(f"{point.load}: 1 % of the requests were sent {late} late or later, which counts as latency")
+            add(f"{point.load}: 1 % of the requests were sent {late} late or later, which counts as latency")
     if run.echo is not None:
-        lines.append(screen.styled(echo_text(run.echo), FAINT))
+        add(echo_text(run.echo), FAINT)
     return lines
+
+
+def _limit_text(run: Run, limit: Limit) -> str:
+    """What the search for the highest load has found."""
+    kind, unit = ("rate", "/s") if _is_open(run.plan.loads[0]) else ("concurrency", "")
+    text = f"no load kept {limit}; the lowest that was tried was {limit.low:g}{unit}"
+    if run.best is not None:
+        text = f"highest {kind} with {limit}: {run.best:,.6g}{unit}"
+        if run.best >= limit.high:
+            text += f", the upper bound of the search: --{kind} LOW:HIGH allows more"
+    if run.undecided is not None:
+        text = f"{text}; the search ended there" if run.best is not None else "no load is known to keep the limit"
+        text += f", as {kind} {run.undecided:,.6g}{unit} had too few responses to judge {limit}"
+    return text
 
 
 def echo_text(echo: Echo) -> str:
@@ -185,10 +192,11 @@ def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -
     columns += [Column("difference", right=True), Column("interval", right=True, rank=1)]
     columns.append(Column("verdict", style=lambda text: VERDICTS.get(text, "")))
     text = screen.table(columns, [_change_row(change) for change in found.changes])
-    verdict = screen.styled(f"{names[1]} is {_sentence(found, names[0])}", VERDICTS.get(found.verdict, ""))
+    verdict = screen.wrapped(f"{names[1]} is {_sentence(found, names[0])}", "", "    ", VERDICTS.get(found.verdict, ""))
+    notes = [line for note in found.notes for line in screen.wrapped(f"note: {note}", "", "    ")]
     each = f"{found.row_confidence:.4%}".rstrip("0%").rstrip(".")
     about = f"confidence: {found.confidence * 100:g} % of the whole verdict, and so {each} % of each interval"
-    return "\n".join([text, "", verdict, *(f"note: {note}" for note in found.notes), screen.styled(about, FAINT)])
+    return "\n".join([text, "", *verdict, *notes, *screen.wrapped(about, "", "    ", FAINT)])
 
 
 def _sentence(found: Comparison, old: str) -> str:

@@ -476,7 +476,10 @@ class Catalog:
     def config(self, number: int) -> ModelConfig:
         source = self._sources.get(number)
         if source is None or source.completed is None:
-            raise NotFound("the configuration of a model is available only after it has loaded")
+            name = f"model '{source.model}'" if source is not None else "a model"
+            raise NotFound(
+                f"the configuration of {name} is available only after it has loaded; `shmserve models` shows its state"
+            )
         return source.completed
 
     def origins(self, number: int) -> tuple[dict[str, str], str]:

@@ -11,6 +11,7 @@ import gc
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -435,6 +436,13 @@ def test_a_run_without_a_success_fails(place: Place) -> None:
     assert json.loads(out)["points"][0]["failed"] > 0
     assert err.startswith("shmserve bench: no request succeeded: ")
     assert "sequence" in err
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_search_that_finds_no_load_fails(place: Place) -> None:
+    code, out, err = command("bench", "id", "--url", place.server.url, "--until", "p50=1us", "-c", "1:2", *SHORT)
+    assert (code, err) == (1, "")
+    assert re.search("^no load (kept|is known to keep)", out, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("threads")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -352,7 +353,7 @@ def test_a_server_that_does_not_answer() -> None:
     async def steps(top: Driver) -> None:
         top.source.error = ConnectionLost("no server at unix:///run/lane.sock")
         await top.read()
-        assert "no answer for 0 s: no server at unix:///run/lane.sock" in top.text
+        assert re.search(r"no answer for \d+ s: no server at unix:///run/lane\.sock", top.text)
         assert "alpha" in top.text, "the last values stay"
         top.source.error = None
         await top.read()
