@@ -1,7 +1,6 @@
 /** Curves and bars. Invariant: what they show is available as text, too. */
 
 import {h, s, set, write} from "./dom.js"
-import {NOTHING} from "./format.js"
 
 const WIDTH = 300
 const HEIGHT = 100
@@ -59,7 +58,7 @@ export function chart(title, text, ...series) {
 			write(values[at], text(one.at(-1)))
 		})
 		set(area, "d", path(data[0], top, SLOTS, true))
-		write(scale, text(top))
+		write(scale, Math.max(...tops) ? text(top) : "")
 		const parts = series.map(([name], at) => ` ${name} ${values[at].textContent}, at most ${text(tops[at])}`)
 		set(picture, "aria-label", `${title}, last 5 minutes:${parts.join(";")}`)
 	}
@@ -68,7 +67,7 @@ export function chart(title, text, ...series) {
 
 /** Bars as a list. `rows`: {label, value, text, title}; the value is a share of 1. */
 export function bars(label, rows) {
-	if (!rows.length) return h("p.empty", NOTHING)
+	if (!rows.length) return h("p.empty", "No requests yet")
 	return h("ul.bars", {label}, rows.map(row => h("li", {title: row.title}, h("span.label", row.label),
 		h("meter", {value: row.value, label: row.label}), h("span.value", row.text))))
 }

@@ -2,13 +2,16 @@
 
 import {History, between, quantile} from "./rates.js"
 
-/** A version of a model. `row`: as received. `rates`: of the last interval, or null. */
+const QUIET_S = 60
+
+/** A version of a model. `row`: as received. `rates`: of the last interval, or null. `failed`: when a request last did. */
 class Entry {
 	constructor(row) {
 		this.name = row.name
 		this.version = row.version ?? ""
 		this.history = new History(["requests", "p50", "p99", "queue"])
 		this.rates = null
+		this.failed = -Infinity
 		this.take(row)
 	}
 
@@ -89,7 +92,8 @@ export class Store {
 		entry.rates = between(counters, entry.counters, seconds)
 		const name = `${entry.name} ${entry.version}`
 		if (entry.state !== state) this.news(`${name}: ${entry.state}${entry.reason && `, ${entry.reason}`}`, entry, entry.failing)
-		else if (entry.rates?.failed) this.news(`${name}: requests fail`, entry, true)
+		else if (entry.rates?.failed && this.now - entry.failed > QUIET_S) this.news(`${name}: requests fail`, entry, true)
+		if (entry.rates?.failed) entry.failed = this.now
 	}
 
 	#record(changed, seconds) {
@@ -98,7 +102,7 @@ export class Store {
 		const idle = between({}, {}, seconds)
 		for (const [key, entry] of this.models) {
 			const {row} = entry
-			if (!changed.has(key)) entry.rates = row.counters && idle
+			if (!changed.has(key)) entry.rates = row.version ? idle : null
 			const {rates} = entry
 			entry.history.push({...rates, queue: row.queued ?? 0})
 			total.queue += row.queued ?? 0

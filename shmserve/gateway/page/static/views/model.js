@@ -11,6 +11,8 @@ import {graph} from "./ensemble.js"
 import {stateCell} from "./overview.js"
 
 const REFETCH_MS = 2000
+/** An ensemble's steps are counted from the first time on. */
+const FIRST_MS = 500
 const REASONS = {
 	full: "nothing more fits",
 	preferred: "has a preferred size",
@@ -61,7 +63,7 @@ export function modelView(store, {model, version}) {
 	function refresh({row, version: number, counters}) {
 		const now = JSON.stringify([changes, row.state, row.loading_seconds, row.reloading, counters.failed, counters.rejected, row.ensemble && counters.success])
 		if (timer || now === fetched) return
-		timer = setTimeout(() => (timer = 0), REFETCH_MS)
+		timer = setTimeout(() => (timer = 0), detail ? REFETCH_MS : FIRST_MS)
 		fetched = now
 		call("GET", modelPath("/page/model", model, number))
 			.then(answer => answer.json()).catch(({message}) => ({error: message}))
@@ -135,13 +137,13 @@ function livePart() {
 		const {counters: counted, row, instances, history} = entry
 		for (const one of charts) one.update(history)
 		facts(totals, [["Requests", count((counted.success ?? 0) + (counted.failed ?? 0))], ["Failed", count(counted.failed ?? 0)],
-			["Refused", count(counted.rejected ?? 0)], ["Largest batch", count(row.max_batch ?? 0)],
+			["Refused", count(counted.rejected ?? 0)], ["Largest batch", count(row.max_batch || null)],
 			["Rows per batch", rate(since.batch)], ["Busy", share(entry.busy)], ["Memory", bytes(entry.memory || null)]])
 		const hint = recent ? "since you opened this page" : "since it was loaded"
 		fill("graph", "means since a page was opened", detail?.graph, () => graph(detail.graph))
 		fill("split", hint, Object.keys(PARTS).map(id => since[id]), () => split(since))
 		fill("sizes", hint, since.sizes, () => shares("Batch sizes", since.sizes, rows => ({label: plural(rows, "row")})))
-		fill("reasons", hint, since.reasons, () => shares("Reasons", since.reasons, reason => ({label: `${reason}: ${REASONS[reason]}`})))
+		fill("reasons", hint, !row.ensemble && since.reasons, () => shares("Reasons", since.reasons, reason => ({label: `${reason}: ${REASONS[reason]}`})))
 		fill("errors", "", detail?.errors?.length && detail.errors, () => detail.errors.map(errorNode))
 		fill("instances", `${entry.ready} of ${entry.expected} ready`, instances.length && instances, () => instanceTable(instances))
 	}

@@ -43,7 +43,11 @@ function number(id, title, text, value) {
 	const get = value ?? (({rates}) => rates?.[id])
 	const cell = () => {
 		const node = h("span")
-		return {node, update: entry => write(node, text(get(entry), entry))}
+		return {node, update(entry) {
+			const found = get(entry)
+			write(node, text(found, entry))
+			set(node, "data-alarm", id === "failed" && found > 0)
+		}}
 	}
 	return {id, title, kind: "number", value: get, cell}
 }
