@@ -22,6 +22,22 @@ class TritonPythonModel:
 
     def one(self, x):
 """
+TALKER = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            words = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            if b"fail" in words:
+                raise ValueError("it was told to fail")
+            for at in range(len(words)):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", words[at : at + 1])]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+"""Answers with each word of the request, one after another."""
 LABELS = ("red", "green", "blue")
 HOSTILE = "<img id=injected src=x onerror=alert(1)> & 'no'"
 
@@ -63,6 +79,8 @@ def write_models(repository: Path) -> None:
         f'output_map {{ key: "y" value: "{y}" }} }}\n'
         for model, x, y in (("numbers", "x", "middle"), ("moody", "middle", "y"))
     )
+    stream = f"model_transaction_policy {{ decoupled: true }}\n{_tensors(text, text)}"
+    write_model(repository, "talker", f'name: "talker" backend: "python"\n{stream}', TALKER)
     write_model(
         repository,
         "pipeline",

@@ -169,6 +169,31 @@ def test_errors_are_shown_as_text(tab: Tab, site: Site) -> None:
     run(tab, "table")
 
 
+def test_a_stream_and_its_code(tab: Tab, site: Site, tmp_path: Path) -> None:
+    words = ["first", "second", "third"]
+    show(tab, "talker")
+    tab.write("[data-input=x]", json.dumps(words))
+    run(tab, "json")
+    tab.wait_for("form#try [role=status]", "answered in")
+    shown = tab.evaluate("[...document.querySelectorAll('[data-result=json] li')].map((one) => one.textContent)")
+    assert [json.loads(text)["y"] for text in shown] == words
+    shell = code(tab, "curl", *words).replace("curl ", "curl -s ")
+    printed = execute(["bash", "-c", shell], tmp_path, site)
+    events = [json.loads(line.removeprefix("data: ")) for line in printed.splitlines() if line.startswith("data: ")]
+    assert [event["y"] for event in events] == words
+    printed = execute([sys.executable, "-c", code(tab, "python", *words)], tmp_path, site)
+    assert [printed.index(word) for word in words] == sorted(printed.index(word) for word in words)
+    tab.write("[data-input=x]", "fail")
+    run(tab, "error")
+    assert "it was told to fail" in tab.text("#result")
+    tab.write("[data-input=x]", json.dumps(words))
+    if not PYTHON.exists():
+        pytest.skip(ABSENT)
+    text = code(tab, "tritonclient", *words).replace(":8001", f":{site.gateway.grpc}")
+    printed = execute([str(PYTHON), "-c", text], tmp_path, site)
+    assert printed.split() == [f"[b'{word}']" for word in words]
+
+
 def test_code_is_copied(tab: Tab, site: Site) -> None:
     tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     tab.call("Page.bringToFront")

@@ -19,8 +19,8 @@ export async function call(method, path, body, headers = {}, signal = undefined)
 		throw signal?.aborted ? signal.reason : new Error(`no server answers (${error.message})`)
 	}
 	if (answer.ok) return answer
-	const {status} = answer
-	const {error = `status ${status}`} = await answer.json().catch(() => ({})) // a proxy's error is not JSON
+	const {status} = answer // a stream that fails at once answers with an event, and a proxy's error is not JSON
+	const {error = `status ${status}`} = await answer.text().then(text => JSON.parse(text.replace(/^data: /, ""))).catch(() => ({}))
 	if (status === 401) askToken(error)
 	throw Object.assign(new Error(error), {status})
 }

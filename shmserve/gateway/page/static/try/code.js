@@ -11,7 +11,7 @@ const KNOWN = /^(sequence_(id|start|end)|priority)$/
 const shell = text => `'${text.replaceAll("'", "'\\''")}'`
 const json = value => (value instanceof Uint8Array || typeof value === "string" ? JSON.stringify(textOf(value)) : `${value}`)
 const list = (...parts) => parts.flat().filter(Boolean).join(", ")
-const lines = (...parts) => parts.flat().filter(part => part !== false).join("\n")
+const lines = (...parts) => parts.flat(2).filter(part => part !== false).join("\n")
 
 function python(value) {
 	if (typeof value === "boolean") return value ? "True" : "False"
@@ -54,14 +54,22 @@ function ownCode({model, version, inputs, outputs, parameters, stream}) {
 		"with shmserve.Client() as client:", stream ? `    for result in client.stream(${args}):\n        print(result)` : `    print(client.infer(${args}))`)
 }
 
-function tritonCode({model, version, inputs, outputs, parameters}) {
-	const args = list(json(model), "inputs", version && `model_version="${version}"`, "outputs=outputs", options(parameters),
-		hasToken() && 'headers={"Authorization": "Bearer TOKEN"}')
-	return lines(imports(inputs, "tritonclient.http as triton"), "inputs = []", inputs.flatMap(input => [`array = ${array(input)}`,
-		`inputs.append(triton.InferInput(${json(input.name)}, array.shape, "${input.datatype}"))`, "inputs[-1].set_data_from_numpy(array)"]),
-	"outputs = [", outputs.map(({name, classes}) => `    triton.InferRequestedOutput(${list(json(name), classes && `class_count=${classes}`)}),`), "]",
-	`client = triton.InferenceServerClient(${list(json(location.host), location.protocol === "https:" && "ssl=True")})`,
-	`result = client.infer(${args})`, outputs.map(({name}) => `print(result.as_numpy(${json(name)}))`))
+function tritonCode({model, version, inputs, outputs, parameters, stream}) {
+	const header = name => hasToken() && `headers={"${name}": "Bearer TOKEN"}`
+	const args = list(json(model), "inputs", version && `model_version="${version}"`, "outputs=outputs", options(parameters))
+	const secure = location.protocol === "https:" && "ssl=True"
+	const result = outputs.map(({name}) => `print(result.as_numpy(${json(name)}))`)
+	return lines(stream && "import queue", imports(inputs, `tritonclient.${stream ? "grpc" : "http"} as triton`), "inputs = []",
+		inputs.flatMap(input => [`array = ${array(input)}`,
+			`inputs.append(triton.InferInput(${json(input.name)}, array.shape, "${input.datatype}"))`, "inputs[-1].set_data_from_numpy(array)"]),
+		"outputs = [", outputs.map(({name, classes}) => `    triton.InferRequestedOutput(${list(json(name), classes && `class_count=${classes}`)}),`), "]",
+		stream ? [`client = triton.InferenceServerClient(${list(json(`${location.hostname}:8001`), secure)})  # the port of gRPC, --grpc-port`,
+			"answers = queue.Queue()", `client.start_stream(${list("lambda result, error: answers.put((result, error))", header("authorization"))})`,
+			`client.async_stream_infer(${list(args, "enable_empty_final_response=True")})`, "final = False", "while not final:",
+			"    result, error = answers.get()", "    if error:", "        raise error", "    response = result.get_response()",
+			'    final = response.parameters["triton_final_response"].bool_param', "    if response.outputs:", result.map(line => `        ${line}`), "client.stop_stream()"]
+			: [`client = triton.InferenceServerClient(${list(json(location.host), secure)})`,
+				`result = client.infer(${list(args, header("Authorization"))})`, result])
 }
 
 export const fitsJson = ({inputs}) => inputs.every(({datatype, values, files}) => !files && !/^B?FP?16/.test(datatype) && values.length <= MOST_JSON)
@@ -89,5 +97,5 @@ function curl(call, length) {
 export const code = (call, length) => ({
 	curl: curl(call, length),
 	python: ownCode(call),
-	tritonclient: call.stream ? "# streams need tritonclient.grpc" : tritonCode(call),
+	tritonclient: tritonCode(call),
 })

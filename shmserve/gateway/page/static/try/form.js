@@ -81,6 +81,7 @@ function field({name, datatype, shape}, {format, optional} = {}, changed) {
 export function tryForm({name: model, metadata, config, labels = []}, version) {
 	let timer = 0
 	let running = null
+	let complaint = ""
 	const stream = Boolean(config.model_transaction_policy?.decoupled)
 	const fields = metadata.inputs.map(input => field(input, config.input?.find(({name}) => name === input.name), writeSoon))
 	const outputs = metadata.outputs.map(({name}) => ({name, top: !stream && labels.includes(name) && number(`Classes of ${name}`, 5, 1000)}))
@@ -115,9 +116,10 @@ export function tryForm({name: model, metadata, config, labels = []}, version) {
 			URL.revokeObjectURL(save.href)
 			save.href = URL.createObjectURL(body)
 			show(save, !stream && !fitsJson(wanted))
-			write(status, "")
+			if (status.textContent === complaint) write(status, "")
 		} catch (error) {
-			write(status, error.message)
+			complaint = error.message
+			write(status, complaint)
 		}
 	}
 

@@ -33,7 +33,9 @@ export function modelView(store, {model, version}) {
 	const problems = h("div")
 	const live = livePart()
 	const parts = {"": live.node, try: h("section"), config: h("section")}
+	const body = h("div", {hidden: true})
 	const tabs = Object.entries(TABS).map(([id, text]) => h("a", {href: route(model, version, id)}, text))
+	body.append(h("nav.tabs", {label: "Views"}, tabs), ...Object.values(parts))
 	let part = ""
 	let detail = null
 	let fetched = ""
@@ -46,6 +48,7 @@ export function modelView(store, {model, version}) {
 		document.body.dataset.view = part === "try" ? "try" : entry?.row.ensemble ? "ensemble" : "model"
 		write(load, loaded ? "Reload" : "Load")
 		show(load, entry)
+		show(body, entry)
 		show(unload, loaded)
 		const all = store.versions(model).map(one => one.version).filter(Boolean)
 		refill(versions, [all, entry?.version, part], () => all.map(one =>
@@ -96,7 +99,7 @@ export function modelView(store, {model, version}) {
 
 	return {
 		nodes: [h("div.head", h("a.back", {href: "#/", label: "Overview"}, "←"), h("h1", {tabindex: -1}, model), versions, state.node,
-			h("span.space"), load, unload), outcome, problems, h("nav.tabs", {label: "Views"}, tabs), Object.values(parts)],
+			h("span.space"), load, unload), outcome, problems, body],
 		go(place) {
 			({part} = place)
 			Object.keys(TABS).forEach((id, at) => {
