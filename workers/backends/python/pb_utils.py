@@ -51,6 +51,7 @@ __all__ = [
     "TRITONSERVER_REQUEST_RELEASE_ALL",
     "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
     "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
+    "TRITON_STRING_TO_NUMPY",
     "InferenceRequest",
     "InferenceResponse",
     "InferenceResponseSender",
@@ -164,6 +165,10 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
     if name is None:
         raise TritonModelException(f"'{triton_type_string}' is not a data type of a configuration")
     return dtypes.to_numpy(name).type
+
+
+TRITON_STRING_TO_NUMPY = {name: triton_string_to_numpy(name) for name in dtypes.FROM_CONFIG if name != "TYPE_BF16"}
+"""Data type of a configuration -> numpy type, for those that numpy has. Some models read the table itself."""
 
 
 def triton_to_numpy_type(data_type: int) -> Any:

@@ -216,6 +216,8 @@ def test_responses() -> None:
 
 def test_types() -> None:
     assert pb_utils.triton_string_to_numpy("TYPE_FP32") is np.float32
+    assert pb_utils.TRITON_STRING_TO_NUMPY["TYPE_UINT8"] is np.uint8
+    assert len(pb_utils.TRITON_STRING_TO_NUMPY) == 13
     assert pb_utils.triton_string_to_numpy("TYPE_STRING") is np.object_
     assert pb_utils.triton_string_to_numpy("TYPE_BOOL") is np.bool_
     for number, name in NAMES.items():
