@@ -55,11 +55,12 @@ def installed(directory: str | Path = "") -> frozenset[str]:
 
 
 def backend_directory_problem(directory: Path) -> str:
-    """The problem of a backend directory; "" if there is none."""
+    """The problem of a backend directory; "" if there is none. A model.py under the name of a built-in backend, as in
+    an installation of Triton, is never used, and not a problem."""
     if not directory.is_dir():
         return f"{directory} is not a directory"
     try:
-        ours = sorted(BACKENDS & in_directory(directory))
+        ours = sorted(name for name in BACKENDS & in_directory(directory) if (directory / name / FILE).is_file())
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}"
     if ours:

@@ -16,7 +16,7 @@ from shmserve.broker.config import settings
 from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command
-from shmserve.repo.backends import DIRECTORY, backend_directory_problem, installed
+from shmserve.repo.backends import DIRECTORY, backend_directory_problem, folder_of, installed
 from shmserve.repo.config.complete import can_complete
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends import Context, StackedBackend, registry
@@ -149,6 +149,10 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_directory_problem(tmp_path) == ""
     with pytest.raises(Unsupported, match="unknown backend 'other'; known are: dali, fil, identity, linear, "):
         registry.find("other", str(tmp_path))
+    (tmp_path / "pytorch").mkdir()
+    (tmp_path / "pytorch" / "model.py").write_text("")
+    assert backend_directory_problem(tmp_path) == ""
+    assert folder_of("pytorch", tmp_path) is None
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "backend.py").write_text("")
     assert "has a backend 'python', the name of a built-in backend" in backend_directory_problem(tmp_path)
