@@ -1,0 +1,231 @@
+"""Downloads an object into a file: in pieces, several at a time, resumed after a cut or a crash, and verified.
+
+    <name>          the pieces, each at its place
+    <name>.pieces   a line for each complete piece: its number, and the CRC of its content
+
+Invariant: a piece is resumed only if its content in the file has the CRC of its line, so a crash at any time loses at
+most pieces. The name depends on the object's tag: pieces of two versions of it never meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from pathlib import Path
+
+from shmserve.repo.remote.cache import Cache
+from shmserve.repo.remote.stores import Changed, Missing, NoRanges, RemoteFile, Store, StoreError
+
+PIECE_BYTES = 8 << 20
+ATTEMPTS = 6
+"""How often a piece is tried."""
+PAUSES_S = 0.25, 8.0
+"""Pause before the second attempt, which doubles, and the longest pause."""
+_BLOCK = 1 << 20
+
+
+class Download:
+    """`advance(bytes)` is called for each piece. `wait(seconds)`: pauses."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        pieces: Executor,
+        advance: Callable[[int], None],
+        wait: Callable[[float], object],
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._cache = cache
+        self._pieces = pieces
+        self._advance = advance
+        self._wait = wait
+        self._piece_bytes = piece_bytes
+
+    def fetch(self, store: Store, repository: str, file: RemoteFile) -> str:
+        """Downloads the object into the cache; returns its SHA-256. Raises StoreError, CacheFull and OSError."""
+        identity = f"{repository} {file.key} {file.tag} {file.size} {self._piece_bytes}"
+        partial = self._cache.partial(hashlib.sha256(identity.encode()).hexdigest()[:32])
+        journal = partial.with_name(f"{partial.name}.pieces")
+        with self._cache.room(max(file.size, 0)):
+            try:
+                self._in_pieces(store, file, partial, journal)
+                sha256 = _verify(partial, file, store)
+            except Changed:  # nothing of it is of use
+                partial.unlink(missing_ok=True)
+                journal.unlink(missing_ok=True)
+                raise
+            self._cache.adopt(partial, sha256)
+            journal.unlink(missing_ok=True)
+        return sha256
+
+    def _in_pieces(self, store: Store, file: RemoteFile, partial: Path, journal: Path) -> None:
+        if file.size == 0:
+            partial.write_bytes(b"")
+            return
+        if file.size < 0:
+            self._whole(store, file, partial)
+            return
+        with _PieceFile(partial, journal, file.size, self._piece_bytes) as target:
+            self._advance(target.done_bytes)
+            todo = target.missing()
+            if not todo:
+                return
+            try:  # the first one alone: it shows whether the store can read pieces at all
+                self._piece(store, file, target, todo[0])
+            except NoRanges:
+                pass
+            else:
+                self._all([self._pieces.submit(self._piece, store, file, target, number) for number in todo[1:]])
+                return
+        journal.unlink(missing_ok=True)
+        self._whole(store, file, partial)
+
+    def _all(self, futures: list[Future[None]]) -> None:
+        """Waits for all of them, so that no thread writes to the file afterwards. Raises the first error."""
+        first: BaseException | None = None
+        for future in futures:
+            if first is not None:
+                future.cancel()
+        for future in futures:
+            error = None if future.cancelled() else future.exception()
+            if error is not None and first is None:
+                first = error
+                for other in futures:
+                    other.cancel()
+        if first is not None:
+            raise first
+
+    def _piece(self, store: Store, file: RemoteFile, target: _PieceFile, number: int) -> None:
+        start, end = target.span(number)
+        data = self._trying(lambda: store.read(file, start, end))
+        target.write(number, data)
+        self._advance(len(data))
+
+    def _whole(self, store: Store, file: RemoteFile, partial: Path) -> None:
+        self._trying(lambda: self._stream(store, file, partial))
+
+    def _stream(self, store: Store, file: RemoteFile, partial: Path) -> bytes:
+        written = 0
+
+        def write(data: bytes) -> None:
+            nonlocal written
+            target.write(data)
+            written += len(data)
+            if 0 <= file.size < written:
+                raise Changed(f"{file.path} is longer than its {file.size} bytes")
+            self._advance(len(data))
+
+        try:
+            with partial.open("wb") as target:
+                store.stream(file, write)
+        except BaseException:
+            self._advance(-written)
+            raise
+        if 0 <= file.size != written:
+            self._advance(-written)
+            raise StoreError(f"{file.path}: the connection ended after {written} of {file.size} bytes")
+        return b""
+
+    def _trying(self, work: Callable[[], bytes]) -> bytes:
+        """Tries again after errors that may pass."""
+        pause, longest = PAUSES_S
+        for attempt in range(ATTEMPTS):
+            try:
+                return work()
+            except (Changed, Missing, NoRanges):
+                raise
+            except StoreError as error:
+                if error.final or attempt == ATTEMPTS - 1:
+                    raise
+            self._wait(min(pause * 2**attempt, longest))
+        raise AssertionError("unreachable")
+
+
+class _PieceFile:
+    """The partial file and its journal."""
+
+    def __init__(self, path: Path, journal: Path, size: int, piece_bytes: int) -> None:
+        self._path = path
+        self._journal_path = journal
+        self._size = size
+        self._piece_bytes = piece_bytes
+        self._guard = threading.Lock()
+        self._done: set[int] = set()
+
+    def __enter__(self) -> _PieceFile:
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if os.fstat(self._file).st_size != self._size:
+            os.ftruncate(self._file, self._size)
+        self._resume()
+        self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._journal)
+        os.close(self._file)
+
+    def _resume(self) -> None:
+        with suppress(FileNotFoundError):
+            for line in self._journal_path.read_text(errors="replace").split("\n")[:-1]:
+                number, _, crc = line.partition(" ")
+                if number.isdigit() and int(number) < self._count and f"{self._crc(int(number)):08x}" == crc:
+                    self._done.add(int(number))
+
+    def _crc(self, number: int) -> int:
+        start, end = self.span(number)
+        crc = 0
+        while start < end:
+            data = os.pread(self._file, min(_BLOCK, end - start), start)
+            if not data:
+                return -1
+            crc = zlib.crc32(data, crc)
+            start += len(data)
+        return crc
+
+    @property
+    def _count(self) -> int:
+        return -(-self._size // self._piece_bytes)
+
+    def span(self, number: int) -> tuple[int, int]:
+        start = number * self._piece_bytes
+        return start, min(start + self._piece_bytes, self._size)
+
+    @property
+    def done_bytes(self) -> int:
+        return sum(end - start for start, end in map(self.span, self._done))
+
+    def missing(self) -> list[int]:
+        return [number for number in range(self._count) if number not in self._done]
+
+    def write(self, number: int, data: bytes) -> None:
+        start, _ = self.span(number)
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._file, view, start)
+            view, start = view[written:], start + written
+        with self._guard:
+            os.write(self._journal, f"{number} {zlib.crc32(data):08x}\n".encode())
+
+
+def _verify(path: Path, file: RemoteFile, store: Store) -> str:
+    """The file's SHA-256. Raises Changed if it does not have the digests that the store knows."""
+    size = path.stat().st_size
+    computed = {"sha256": hashlib.sha256()}
+    wanted = store.digests(file)
+    if "md5" in wanted:
+        computed["md5"] = hashlib.md5(usedforsecurity=False)
+    if "git" in wanted:
+        computed["git"] = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with path.open("rb") as source:
+        while data := source.read(_BLOCK):
+            for digest in computed.values():
+                digest.update(data)
+    for name, value in wanted.items():
+        if name in computed and computed[name].hexdigest() != value:
+            raise Changed(f"{file.path}: the {name} of what was downloaded is not the store's")
+    return computed["sha256"].hexdigest()

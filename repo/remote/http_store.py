@@ -1,0 +1,194 @@
+"""A repository on a web server: directory listings in JSON (as nginx writes them) or HTML, and plain GET requests.
+
+The tag of a file is its ETag, or its time and size. Every answer with content must have the tag of the listing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import aiohttp
+from fsspec.asyn import sync
+from fsspec.implementations.http import HTTPFileSystem
+
+from shmserve.repo.remote.address import RemoteAddress
+from shmserve.repo.remote.credentials import Redactor
+from shmserve.repo.remote.stores import (
+    CONNECT_S,
+    MOST_FILES,
+    READ_S,
+    Changed,
+    Missing,
+    NoRanges,
+    RemoteFile,
+    Store,
+    StoreError,
+    checked,
+)
+
+LISTING_BYTES = 16 << 20
+_LEVELS = 16
+_AT_ONCE = 8
+_CHUNK = 1 << 20
+_MISSING = (404, 410)
+_FINAL = (401, 403)
+
+
+class HttpStore(Store):
+    def __init__(self, address: RemoteAddress, redact: Redactor) -> None:
+        super().__init__(address, redact)
+        self._base = f"{address.endpoint}/{quote(address.path)}".rstrip("/")
+
+    def _make(self, options: dict[str, Any]) -> Any:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+        more: dict[str, Any] = {"timeout": timeout, "trust_env": True, "auto_decompress": False}
+        if options:
+            more["auth"] = aiohttp.BasicAuth(options["login"], options["password"])
+        return HTTPFileSystem(client_kwargs=more, skip_instance_cache=True, use_listings_cache=False)
+
+    def models(self) -> list[str]:
+        entries = self._run(self._entries(f"{self._base}/"))
+        return sorted(name.rstrip("/") for name in entries if name.endswith("/"))
+
+    def files(self, model: str) -> list[RemoteFile]:
+        files: list[RemoteFile] = self._run(self._walk(model), model)
+        if not files:
+            raise Missing(f"the repository has no model '{model}'")
+        return checked(model, files)
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        data: bytes = self._run(self._get(file, start, end))
+        return data
+
+    def stream(self, file: RemoteFile, write: Callable[[bytes], None]) -> None:
+        self._run(self._copy(file, write))
+
+    def same_content(self, one: RemoteFile, other: RemoteFile) -> bool:
+        return False
+
+    # ------------------------------------------------------------------------------------ in the loop of fsspec
+
+    def _run(self, work: Any, model: str = "") -> Any:
+        return self._call(lambda: sync(self._fs.loop, _awaited, work), model)
+
+    async def _entries(self, url: str) -> list[str]:
+        """The names in a directory; those of directories end with a slash."""
+        session = await self._fs.set_session()
+        async with session.get(url) as answer:
+            self._check(answer)
+            if answer.content_length is not None and answer.content_length > LISTING_BYTES:
+                raise StoreError(f"the listing of a directory has more than {LISTING_BYTES} bytes", final=True)
+            body = await _limited(answer, LISTING_BYTES)
+            if answer.content_type == "application/json":
+                return _of_json(body)
+        links = await self._fs._ls(url, detail=False)
+        start = urlsplit(url).path
+        paths = [urlsplit(link).path for link in links if not urlsplit(link).query]
+        names = [unquote(path[len(start) :]) for path in paths if path.startswith(start)]
+        return sorted({name for name in names if _is_name(name)})
+
+    async def _walk(self, model: str) -> list[RemoteFile]:
+        found: list[tuple[str, str]] = []
+        todo = [""]
+        while todo:
+            folder = todo.pop()
+            for name in await self._entries(f"{self._base}/{quote(f'{model}/{folder}')}"):
+                if name.startswith("."):
+                    continue
+                if name.endswith("/"):
+                    if folder.count("/") > _LEVELS:
+                        raise StoreError(f"'{model}' has more than {_LEVELS} levels of directories", final=True)
+                    todo.append(folder + name)
+                else:
+                    found.append((folder + name, f"{self._base}/{quote(f'{model}/{folder}{name}')}"))
+            if len(found) + len(todo) > MOST_FILES:
+                raise StoreError(f"'{model}' has more than {MOST_FILES} files; is it a model?", final=True)
+        limit = asyncio.Semaphore(_AT_ONCE)
+        return list(await asyncio.gather(*(self._head(path, url, limit) for path, url in found)))
+
+    async def _head(self, path: str, url: str, limit: asyncio.Semaphore) -> RemoteFile:
+        session = await self._fs.set_session()
+        async with limit, session.head(url, allow_redirects=True, headers={"Accept-Encoding": "identity"}) as answer:
+            self._check(answer)
+            length = answer.headers.get("Content-Length", "")
+            return RemoteFile(path, url, int(length) if length.isdigit() else -1, _tag(answer.headers))
+
+    async def _get(self, file: RemoteFile, start: int, end: int) -> bytes:
+        session = await self._fs.set_session()
+        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        async with session.get(file.key, headers=headers) as answer:
+            if answer.status == 416:
+                raise Changed(f"{file.path} changed")
+            self._check(answer)
+            _same(file, answer.headers)
+            if answer.status != 206:
+                if start or end != file.size:
+                    raise NoRanges("the web server does not send parts of files")
+            data = await _limited(answer, end - start)
+        if len(data) != end - start:
+            raise Changed(f"{file.path}: {len(data)} bytes instead of {end - start}")
+        return data
+
+    async def _copy(self, file: RemoteFile, write: Callable[[bytes], None]) -> None:
+        session = await self._fs.set_session()
+        async with session.get(file.key, headers={"Accept-Encoding": "identity"}) as answer:
+            self._check(answer)
+            _same(file, answer.headers)
+            async for chunk in answer.content.iter_chunked(_CHUNK):
+                write(chunk)
+
+    def _check(self, answer: aiohttp.ClientResponse) -> None:
+        if answer.status in _MISSING:
+            raise FileNotFoundError(answer.status)
+        if answer.status >= 400:
+            text = f"the web server answered {answer.status} {self._redact(answer.reason or '')}"
+            raise StoreError(text, final=answer.status in _FINAL)
+
+
+async def _awaited(work: Any) -> Any:
+    return await work
+
+
+async def _limited(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    async for chunk in answer.content.iter_chunked(_CHUNK):
+        pieces.append(chunk)
+        size += len(chunk)
+        if size > most:
+            raise StoreError(f"the web server sent more than {most} bytes")
+    return b"".join(pieces)
+
+
+def _tag(headers: Mapping[str, str]) -> str:
+    return headers.get("ETag") or f"{headers.get('Last-Modified', '')} {headers.get('Content-Length', '')}"
+
+
+def _same(file: RemoteFile, headers: Mapping[str, str]) -> None:
+    """Raises Changed if the answer is of another version of the file."""
+    if "ETag" in headers:
+        is_same = headers["ETag"] == file.tag
+    else:
+        is_same = file.tag.startswith(f"{headers.get('Last-Modified', '')} ")
+    if not is_same:
+        raise Changed(f"{file.path} changed")
+
+
+def _of_json(body: bytes) -> list[str]:
+    """A listing as by nginx's `autoindex_format json`."""
+    try:
+        entries = json.loads(body)
+        names = [entry["name"] + ("/" if entry["type"] == "directory" else "") for entry in entries]
+    except (ValueError, TypeError, KeyError):
+        raise StoreError("a JSON listing is not a list of objects with name and type", final=True) from None
+    return sorted(name for name in names if _is_name(name))
+
+
+def _is_name(name: str) -> bool:
+    """Whether it is that of an entry of this directory; listings have other links too."""
+    return re.fullmatch(r"[^/\0]+/?", name) is not None and name.rstrip("/") not in (".", "..")

@@ -1,0 +1,298 @@
+"""The process that mirrors remote repositories: `python -m shmserve.repo.remote.main FD`.
+
+The socket FD carries JSON documents, one a line: first the settings, then requests of the broker, and events back. The
+process ends when the broker closes the socket; what was downloaded is resumed by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmserve.repo.remote.address import parse_address
+from shmserve.repo.remote.cache import Cache
+from shmserve.repo.remote.credentials import Redactor
+from shmserve.repo.remote.download import PIECE_BYTES
+from shmserve.repo.remote.mirror import Mirror, Outcome, Workshop
+from shmserve.repo.remote.stores import StoreError
+
+MODELS = 4
+"""How many models are downloaded at a time."""
+RETRY_S = 15.0
+"""How long to wait for a repository that cannot be read and of which the cache has nothing."""
+LIST_S = 5.0
+"""Listings for the index of models are this old at most, when somebody asks."""
+PARTIAL_S = 7 * 86400
+"""Unfinished downloads that are older are removed."""
+NICE = 5
+"""Requests go first."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """`slot`: the server's directory in the cache. `poll_s`: 0: never."""
+
+    slot: str
+    limit: int
+    repositories: list[str]
+    connections: int
+    poll_s: float = 0.0
+    settle_s: float = 0.0
+    piece_bytes: int = PIECE_BYTES
+    retry_s: float = RETRY_S
+
+
+class Mirrors:
+    """All repositories. `emit` sends an event to the broker."""
+
+    def __init__(self, settings: Settings, emit: Callable[[Mapping[str, object]], None]) -> None:
+        self._settings = settings
+        self._emit = emit
+        self._ended = threading.Event()
+        self._listed_at = -LIST_S
+        self._troubles: dict[tuple[str, str], str] = {}
+        """(repository, model) -> the problem that was logged last."""
+        self._redact = Redactor()
+        cache = Cache(Path(settings.slot), settings.limit)
+        _remove_old(Path(settings.slot) / "partial")
+        connections = max(settings.connections, 1)
+        shop = Workshop(
+            cache,
+            self._redact,
+            ThreadPoolExecutor(connections, "file"),
+            ThreadPoolExecutor(connections, "piece"),
+            emit,
+            self._ended.wait,
+            settings.piece_bytes,
+        )
+        self._cache = cache
+        self._mirrors = [Mirror(parse_address(text), shop) for text in settings.repositories]
+        self._by_key = {mirror.key: mirror for mirror in self._mirrors}
+        self._models = ThreadPoolExecutor(MODELS, "model")
+        self._requests = ThreadPoolExecutor(64, "request")
+
+    @property
+    def redact(self) -> Redactor:
+        return self._redact
+
+    def handle(self, request: Mapping[str, Any]) -> None:
+        """Begins what the broker requests."""
+        work: Callable[[], None]
+        match request["do"]:
+            case "fetch_all":
+                work = lambda: self._fetch_all(request["id"])  # noqa: E731
+            case "fetch":
+                work = lambda: self._fetch(request["id"], request["model"])  # noqa: E731
+            case "poll":
+                work = self._poll
+            case "list":
+                work = self._list
+            case "release":
+                work = lambda: self._release(request["model"])  # noqa: E731
+            case "drop":
+                work = lambda: self._drop(request["trees"])  # noqa: E731
+            case other:
+                raise ValueError(other)
+        self._requests.submit(work).add_done_callback(self._check)
+
+    def _check(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            print("\n".join(self._redact(line) for line in lines), file=sys.stderr, flush=True)
+            os._exit(1)  # the broker starts another process, and repeats what was not finished
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def _fetch_all(self, number: int) -> None:
+        """Mirrors all models of all repositories."""
+        for future in [self._requests.submit(self._whole, mirror) for mirror in self._mirrors]:
+            future.result()
+        self._emit({"event": "done", "id": number, "failed": "", "notes": []})
+
+    def _poll(self) -> None:
+        """Follows changes, until the process ends."""
+        pause = self._settings.poll_s
+        while not self._ended.wait(pause):
+            unsettled = [self._update(mirror, self._settings.settle_s) for mirror in self._mirrors]
+            pause = self._settings.poll_s
+            if any(unsettled):
+                pause = min(pause, self._settings.settle_s)
+
+    def _whole(self, mirror: Mirror) -> None:
+        """All models of a repository, or those that the cache has. If there are none, tries again until it is read."""
+        try:
+            names = mirror.models()
+        except StoreError as error:
+            known = self._cache.known(mirror.key)
+            text = f"model repository {mirror.address} cannot be read: {error}"
+            if known:
+                self._trouble(mirror, "", f"{text}; serving its {len(known)} model(s) from the cache")
+                for name in known:
+                    self._tell(mirror, mirror.offline(name, str(error)))
+            else:
+                self._trouble(mirror, "", text)
+                self._emit({"event": "unreadable", "repository": mirror.key})
+                if not self._settings.poll_s:
+                    self._requests.submit(self._again, mirror).add_done_callback(self._check)
+            return
+        for future in [self._models.submit(mirror.sync, name) for name in names]:
+            self._tell(mirror, future.result())
+        self._hide_others(mirror, names)
+        self._readable(mirror)
+
+    def _again(self, mirror: Mirror) -> None:
+        if not self._ended.wait(self._settings.retry_s):
+            self._whole(mirror)
+
+    def _readable(self, mirror: Mirror) -> None:
+        if self._troubles.pop((mirror.key, ""), None):
+            self._log("info", f"model repository {mirror.address} can be read again", mirror, "")
+        self._emit({"event": "readable", "repository": mirror.key})
+
+    def _update(self, mirror: Mirror, settle_s: float) -> bool:
+        """Follows changes of a repository. Whether it is being changed now."""
+        try:
+            names = mirror.models()
+        except StoreError as error:
+            text = f"model repository {mirror.address} cannot be read: {error}; its models are served unchanged"
+            self._trouble(mirror, "", text)
+            return False
+        outcomes = [future.result() for future in [self._models.submit(mirror.sync, name, settle_s) for name in names]]
+        for outcome in outcomes:
+            self._tell(mirror, outcome)
+        self._hide_others(mirror, names)
+        unsettled = any(outcome.state == "unsettled" for outcome in outcomes)
+        if not unsettled:
+            self._readable(mirror)
+        return unsettled
+
+    def _hide_others(self, mirror: Mirror, names: Sequence[str]) -> None:
+        for name in set(self._cache.published(mirror.key)).difference(names):
+            self._tell(mirror, mirror.hide(name))
+
+    def _fetch(self, number: int, model: str) -> None:
+        futures = [(mirror, self._models.submit(mirror.sync, model)) for mirror in self._mirrors]
+        failed, notes = [], []
+        for mirror, future in futures:
+            outcome = future.result()
+            self._tell(mirror, outcome)
+            text = f"model repository {mirror.address}: {outcome.text}"
+            if outcome.state == "failed":
+                failed.append(text)
+            elif outcome.state in ("kept", "offline"):
+                notes.append(f"served from the cache, because it cannot be downloaded: {text}")
+        served = any(future.result().tree for _, future in futures)
+        failure = "; ".join(failed) if failed and not served else ""
+        self._emit({"event": "done", "id": number, "failed": failure, "notes": notes})
+
+    def _list(self) -> None:
+        if time.monotonic() - self._listed_at >= LIST_S:
+            self._listed_at = time.monotonic()
+            for mirror in self._mirrors:
+                try:
+                    mirror.announce()
+                    self._troubles.pop((mirror.key, ""), None)
+                except StoreError as error:
+                    self._trouble(mirror, "", f"model repository {mirror.address} cannot be read: {error}")
+        self._emit({"event": "listed"})
+
+    def _drop(self, trees: Sequence[str]) -> None:
+        for tree in trees:
+            self._cache.drop(tree)
+
+    def _release(self, model: str) -> None:
+        for mirror in self._mirrors:
+            outcome = mirror.release(model)
+            if outcome.old:
+                self._emit({"event": "retired", "tree": outcome.old})
+
+    # ------------------------------------------------------------------------------------ events
+
+    def _tell(self, mirror: Mirror, outcome: Outcome) -> None:
+        is_new = True
+        if outcome.state in ("kept", "offline", "failed"):
+            is_new = self._trouble(mirror, outcome.model, _problem(mirror, outcome))
+        else:
+            self._troubles.pop((mirror.key, outcome.model), None)
+        event = {"event": "outcome", "repository": mirror.key, **outcome._asdict(), "is_new": is_new}
+        if outcome.state == "failed":
+            event["text"] = f"model repository {mirror.address}: {outcome.text}"
+        self._emit(event)
+
+    def _trouble(self, mirror: Mirror, model: str, text: str) -> bool:
+        """Logs a problem, unless it is the same as before. Whether it is another one."""
+        is_new = self._troubles.get((mirror.key, model)) != text
+        if is_new:
+            self._troubles[mirror.key, model] = text
+            self._log("error", text, mirror, model)
+        return is_new
+
+    def _log(self, level: str, text: str, mirror: Mirror, model: str) -> None:
+        self._emit({"event": "log", "level": level, "text": self._redact(text), "model": model})
+
+
+def _problem(mirror: Mirror, outcome: Outcome) -> str:
+    then = {
+        "kept": "; it is served unchanged",
+        "offline": "; it is served from the cache",
+        "failed": "",
+    }[outcome.state]
+    return f"model '{outcome.model}' cannot be downloaded from {mirror.address}: {outcome.text}{then}"
+
+
+def _remove_old(folder: Path) -> None:
+    limit = time.time() - PARTIAL_S
+    for path in folder.iterdir():
+        if path.stat().st_mtime < limit:
+            path.unlink()
+
+
+def main(arguments: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker decides when it ends
+    os.nice(NICE)
+    link = socket.socket(fileno=int(arguments[0]))
+    guard = threading.Lock()
+
+    def emit(event: Mapping[str, object]) -> None:
+        data = json.dumps(event).encode() + b"\n"
+        with guard:
+            try:
+                link.sendall(data)
+            except OSError:  # the broker has gone
+                os._exit(0)
+
+    with link.makefile("rb") as lines:
+        first = lines.readline()
+        if not first:
+            return 0
+        mirrors = Mirrors(msgspec.json.decode(first, type=Settings), emit)
+        logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[_Redacted(mirrors.redact)])
+        for line in lines:
+            mirrors.handle(json.loads(line))
+    os._exit(0)  # threads may wait for a network
+
+
+class _Redacted(logging.StreamHandler[Any]):
+    def __init__(self, redact: Redactor) -> None:
+        super().__init__(sys.stderr)
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redact(super().format(record))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

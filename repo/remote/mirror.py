@@ -1,0 +1,268 @@
+"""Mirrors one remote repository: downloads what has changed of a model, and publishes it once it is complete.
+
+Invariant: a model is published only if all its objects were the same after the download as before, with the sizes and
+digests that the store tells. Until then, and whenever the store fails, what was published before stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.remote.address import RemoteAddress
+from shmserve.repo.remote.cache import Cache, CacheFull, Manifest, ManifestFile
+from shmserve.repo.remote.credentials import Redactor
+from shmserve.repo.remote.download import Download
+from shmserve.repo.remote.stores import Changed, Missing, RemoteFile, Store, StoreError, is_safe, open_store
+
+ATTEMPTS = 3
+"""How often a model is downloaded that changes meanwhile."""
+
+Emit = Callable[[Mapping[str, object]], None]
+
+
+class Outcome(NamedTuple):
+    """`state`: published, unchanged, absent (the repository does not have the model), unsettled (it is being changed),
+    kept (an error; what was published stays), offline (published from the cache, as the store cannot be used) or
+    failed. `tree`: what is published now; `old`: what was before.
+    """
+
+    model: str
+    state: str
+    text: str = ""
+    tree: str = ""
+    old: str = ""
+
+
+class Workshop(NamedTuple):
+    """What the mirrors of all repositories share. `wait(seconds)` pauses."""
+
+    cache: Cache
+    redact: Redactor
+    files: Executor
+    pieces: Executor
+    emit: Emit
+    wait: Callable[[float], object]
+    piece_bytes: int
+
+
+class Mirror:
+    """One repository. Used by several threads."""
+
+    def __init__(self, address: RemoteAddress, shop: Workshop, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address = address
+        self.key = address.key
+        self._shop = shop
+        self._cache = shop.cache
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+        self._store: Store | None = None
+        self._seen: dict[str, tuple[Sequence[RemoteFile], float]] = {}
+        """Model -> a listing that differs from what is published, and since when it has been the same."""
+
+    # ------------------------------------------------------------------------------------ listing
+
+    def models(self) -> list[str]:
+        """The models of the repository. Raises StoreError."""
+        return [name for name in self._open().models() if is_safe(name) and not name.startswith((".", "__"))]
+
+    def announce(self) -> None:
+        """Shows all models of the repository, downloaded or not. Raises StoreError."""
+        names = self.models()
+        shown = self._cache.published(self.key)
+        for name in set(names).difference(shown):
+            self._cache.announce(self.key, name)
+        for name in set(shown).difference(names):
+            if not self._cache.current(self.key, name):
+                self._cache.hide(self.key, name)
+
+    def _open(self) -> Store:
+        with self._guard:
+            if self._store is None:
+                try:
+                    self._store = open_store(self.address, self._shop.redact)
+                except InvalidRequest as error:
+                    raise StoreError(error.message, final=True) from error
+            return self._store
+
+    # ------------------------------------------------------------------------------------ one model
+
+    def sync(self, model: str, settle_s: float = 0.0) -> Outcome:
+        """Makes the published model that of the repository. `settle_s`: for how long a change must have been seen."""
+        if not is_safe(model) or "/" in model:
+            return Outcome(model, "absent")
+        with self._lock_of(model):
+            try:
+                try:
+                    return self._sync(model, settle_s)
+                except Missing:
+                    if model in self.models():  # an object was removed between a listing and its download
+                        raise StoreError("its objects were removed while they were downloaded") from None
+                    return self._gone(model)
+            except (StoreError, CacheFull) as error:
+                return self._fallback(model, str(error))
+            except OSError as error:
+                return self._fallback(model, f"the cache cannot be written: {error.strerror or type(error).__name__}")
+
+    def hide(self, model: str) -> Outcome:
+        """The repository does not have the model any more."""
+        with self._lock_of(model):
+            return self._gone(model)
+
+    def release(self, model: str) -> Outcome:
+        """The model is not needed now: its files may be evicted."""
+        with self._lock_of(model):
+            old = self._cache.current(self.key, model)
+            if old:
+                self._cache.announce(self.key, model)
+            return Outcome(model, "absent", old=old)
+
+    def offline(self, model: str, text: str) -> Outcome:
+        """What to serve of the model while the store cannot be used."""
+        with self._lock_of(model):
+            return self._fallback(model, text)
+
+    def _lock_of(self, model: str) -> threading.Lock:
+        with self._guard:
+            return self._locks.setdefault(model, threading.Lock())
+
+    def _sync(self, model: str, settle_s: float) -> Outcome:
+        store = self._open()
+        current = self._cache.current(self.key, model)
+        manifest = self._cache.manifest(self.key, model)
+        files = store.files(model)
+        for _ in range(ATTEMPTS):
+            if current and manifest is not None and _is_same(files, manifest):
+                self._seen.pop(model, None)
+                return Outcome(model, "unchanged", tree=current)
+            if settle_s and not self._is_settled(model, files, settle_s):
+                return Outcome(model, "unsettled", tree=current)
+            try:
+                with ExitStack() as wanted:
+                    found = self._fetch(store, model, files, manifest, wanted)
+                    now = store.files(model)
+                    if now == files:
+                        return self._publish(model, current, found)
+                    files = now
+            except (Changed, FileNotFoundError):
+                files = store.files(model)
+            if settle_s:
+                self._is_settled(model, files, settle_s)
+                return Outcome(model, "unsettled", tree=current)
+        raise StoreError(f"its objects kept changing while they were downloaded, {ATTEMPTS} times")
+
+    def _is_settled(self, model: str, files: Sequence[RemoteFile], settle_s: float) -> bool:
+        seen = self._seen.get(model)
+        if seen is None or seen[0] != files:
+            self._seen[model] = (files, self._clock())
+            return False
+        return self._clock() - seen[1] >= settle_s
+
+    def _publish(self, model: str, old: str, files: dict[str, ManifestFile]) -> Outcome:
+        tree = self._cache.publish(self.key, Manifest(str(self.address), model, files, time.time()))
+        self._seen.pop(model, None)
+        return Outcome(model, "published", tree=tree, old=old)
+
+    def _gone(self, model: str) -> Outcome:
+        old = self._cache.current(self.key, model)
+        self._cache.hide(self.key, model)
+        self._seen.pop(model, None)
+        return Outcome(model, "absent", old=old)
+
+    def _fallback(self, model: str, text: str) -> Outcome:
+        current = self._cache.current(self.key, model)
+        if current:
+            return Outcome(model, "kept", text, tree=current)
+        manifest = self._cache.manifest(self.key, model)
+        if manifest is not None and self._cache.is_complete(manifest):
+            try:
+                tree = self._cache.publish(self.key, manifest)
+            except OSError as error:
+                return Outcome(model, "failed", f"{text}; the cache cannot be read: {error.strerror}")
+            return Outcome(model, "offline", text, tree=tree)
+        return Outcome(model, "failed", text)
+
+    # ------------------------------------------------------------------------------------ its files
+
+    def _fetch(
+        self, store: Store, model: str, files: Sequence[RemoteFile], manifest: Manifest | None, wanted: ExitStack
+    ) -> dict[str, ManifestFile]:
+        """Downloads what the cache lacks. What it has cannot be evicted until `wanted` is closed."""
+        known = {file.path: self._known(store, file, manifest) for file in files}
+        wanted.enter_context(self._cache.wanting([sha256 for sha256 in known.values() if sha256]))
+        # Only now can nothing of it be evicted any more.
+        sizes = {file.path: file.size for file in files}
+        kept = {path: sha256 for path, sha256 in known.items() if sha256 and self._cache.has(sha256, sizes[path])}
+        missing = [file for file in files if file.path not in kept]
+        progress = Progress(self._shop.emit, self.key, model, sum(max(file.size, 0) for file in missing))
+        download = Download(self._cache, self._shop.pieces, progress.advance, self._shop.wait, self._shop.piece_bytes)
+        futures = {
+            file.path: self._shop.files.submit(download.fetch, store, self.key, file)
+            for file in sorted(missing, key=lambda file: -file.size)
+        }
+        errors = [error for future in futures.values() if (error := future.exception()) is not None]
+        if errors:
+            # One that will not pass by itself tells more than that something changed.
+            raise next((error for error in errors if not isinstance(error, Changed)), errors[0])
+        fetched = {path: future.result() for path, future in futures.items()}
+        wanted.enter_context(self._cache.wanting(list(fetched.values())))
+        blobs = kept | fetched
+        return {
+            file.path: ManifestFile(
+                self._cache.blob(blobs[file.path]).stat().st_size, file.tag, blobs[file.path], dict(file.digests)
+            )
+            for file in files
+        }
+
+    def _known(self, store: Store, file: RemoteFile, manifest: Manifest | None) -> str:
+        """The SHA-256 of an object whose content the cache probably has; "" if it must be downloaded."""
+        if "sha256" in file.digests:
+            return file.digests["sha256"]
+        if manifest is None:
+            return ""
+        known = manifest.files.get(file.path)
+        if known is not None and file.tag and (known.tag, known.size) == (file.tag, file.size):
+            return known.sha256
+        for path, other in manifest.files.items():  # a new version that shares files with one before
+            if store.same_content(file, RemoteFile(path, "", other.size, other.tag, other.digests)):
+                return other.sha256
+        return ""
+
+
+class Progress:
+    """Reports how much of a model has been downloaded: now and then, and each 50th of it."""
+
+    EVERY_S = 0.25
+    STEPS = 50
+
+    def __init__(self, emit: Emit, repository: str, model: str, total: int) -> None:
+        self._emit = emit
+        self._about = {"event": "progress", "repository": repository, "model": model, "total": total}
+        self._guard = threading.Lock()
+        self._total = total
+        self._done = self._told = 0
+        self._at = time.monotonic()
+        emit({**self._about, "done": 0})
+
+    def advance(self, size: int) -> None:
+        with self._guard:
+            self._done += size
+            now = time.monotonic()
+            if now - self._at < self.EVERY_S and (self._done - self._told) * self.STEPS < self._total:
+                return
+            self._at, self._told = now, self._done
+            done = self._done
+        self._emit({**self._about, "done": done})
+
+
+def _is_same(files: Sequence[RemoteFile], manifest: Manifest) -> bool:
+    """Whether the listing is that of what was published. A file without a tag may have changed."""
+    listed = {file.path: (file.size, file.tag) for file in files}
+    known = {path: (file.size, file.tag) for path, file in manifest.files.items()}
+    return listed == known and all(file.tag for file in files)
