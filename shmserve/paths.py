@@ -58,12 +58,21 @@ def server_runtime_dir() -> Path:
 
 
 def environments_dir(runtime_dir: Path) -> Path:
-    """The default directory for unpacked environments: in the service manager's first cache directory, else in the
-    user's, else in the runtime directory."""
+    """The default directory for unpacked environments."""
+    return _cache_dir(runtime_dir) / "environments"
+
+
+def remote_cache_dir(runtime_dir: Path) -> Path:
+    """The default directory for the files of remote repositories."""
+    return _cache_dir(runtime_dir) / "remote"
+
+
+def _cache_dir(runtime_dir: Path) -> Path:
+    """In the service manager's first cache directory, else in the user's, else in the runtime directory."""
     given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     own = user / "shmserve" if user.is_absolute() else runtime_dir
-    return (Path(given) if given else own) / "environments"
+    return Path(given) if given else own
 
 
 def make_runtime_dir(path: Path) -> None:

@@ -31,6 +31,7 @@ from shmserve.broker.listeners.output_backlog import OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
 from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.models.operations import ClientOperations
+from shmserve.broker.models.remote import RemoteModels
 from shmserve.broker.observability import logs
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.metric_settings import MetricSettings
@@ -94,12 +95,13 @@ class Broker:
         other_children: Set[int],
         busy_poll_ns: int = 0,
         triton_compatible: bool = False,
+        remote: RemoteModels | None = None,
     ) -> None:
-        """`mode`, `overrides_dir`, `override_bytes`: of load calls. `other_children`: a live set of pids of children
-        that other code reaps."""
+        """`mode`, `overrides_dir`, `override_bytes`, `remote`: of load calls. `other_children`: a live set of pids
+        of children that other code reaps."""
         self.core = core
         self.operations = ClientOperations(
-            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, override_bytes, triton_compatible
+            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, override_bytes, triton_compatible, remote
         )
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
         """Called with the trace of each completed request that was sampled."""

@@ -25,6 +25,8 @@ from shmserve.broker.config import settings as setting
 from shmserve.broker.loop import Broker
 from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.broker.models.poller import Poll
+from shmserve.broker.models.remote import open_remote
+from shmserve.broker.models.remote_changes import RemoteChanges
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.logs import log_record, set_up
@@ -151,8 +153,12 @@ class ServerProcess:
         cores = survey(setting.host_policies(settings), gpus.places())
         busy_poll_ns = setting.busy_poll_ns(settings, cores)
         self._files = _model_files(settings)
+        self._gateways = self._make_gateways(settings, busy_poll_ns)
+        self._remote = open_remote(
+            loop, setting.remote_settings(settings), self._gateways.pids, setting.log_rate(settings)
+        )
         self._catalog = Catalog(
-            settings.model_repository,
+            [*settings.model_repository, *(self._remote.folders if self._remote is not None else ())],
             setting.backend_settings(settings),
             cores,
             settings.model_config_name,
@@ -165,16 +171,6 @@ class ServerProcess:
         )
         self._control = self._make_control(settings)
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
-        self._gateways = Gateways(
-            loop,
-            _gateway_settings(settings, busy_poll_ns),
-            f"unix://{settings.runtime_dir.absolute() / LANE}",
-            settings.exit_timeout_secs,
-            self._opened,
-            self._not_opened,
-            log_record,
-            setting.log_rate(settings),
-        )
         self._broker = Broker(
             loop,
             self._core,
@@ -191,12 +187,14 @@ class ServerProcess:
             other_children=self._gateways.pids,
             busy_poll_ns=busy_poll_ns,
             triton_compatible=settings.triton_compatible,
+            remote=self._remote,
         )
         self._operations = self._broker.operations
         generations.discard = self._operations.discard
         self._agents.discard = self._operations.in_reader
         self._control.process_of = self._broker.process_of
-        self._progress = LoadProgress(self._core, self._loaded, log_record)
+        self._remote_changes = self._follow_remote()
+        self._progress = LoadProgress(self._core, self._loaded, log_record, self._is_downloading)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
         self._add_activity_query()
         self._span_exporter = self._make_span_exporter(settings)
@@ -207,6 +205,34 @@ class ServerProcess:
         """Number of repository scans started by SIGHUP that have not finished."""
         state = self._core.state
         self._announcer = service_status.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
+
+    def _make_gateways(self, settings: argparse.Namespace, busy_poll_ns: int) -> Gateways:
+        return Gateways(
+            self._loop,
+            _gateway_settings(settings, busy_poll_ns),
+            f"unix://{settings.runtime_dir.absolute() / LANE}",
+            settings.exit_timeout_secs,
+            self._opened,
+            self._not_opened,
+            log_record,
+            setting.log_rate(settings),
+        )
+
+    def _follow_remote(self) -> RemoteChanges | None:
+        remote = self._remote
+        if remote is None:
+            return None
+        self._control.downloads = remote.downloads
+        self._control.is_starting = self._is_downloading
+        self._control.is_complete = lambda: not remote.unreadable
+        return RemoteChanges(remote, self._catalog, self._operations, self._downloaded)
+
+    def _is_downloading(self) -> bool:
+        """Whether models that are served from the start are being downloaded."""
+        return self._remote_changes is not None and self._remote_changes.starting
+
+    def _downloaded(self) -> None:
+        self._broker.put(events.Closed(0))  # a no-op event: after its turn, the server may be ready
 
     def _make_control(self, settings: argparse.Namespace) -> Control:
         control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
@@ -284,6 +310,8 @@ class ServerProcess:
             self._announcer.close()
             self._gateways.close()
             self._agents.interrupt()
+            if self._remote is not None:
+                self._remote.close()
             self._broker.close()
             self._agents.close()
             self._trace_file.close()
@@ -328,10 +356,16 @@ class ServerProcess:
         else:
             names = self._catalog.names_on_disk()
             every = self._mode != "explicit" or settings.load_model == ["*"]
-            readings = self._catalog.read_all() if every else [self._read(name) for name in settings.load_model]
+            if self._remote is not None and self._mode == "explicit":
+                readings = []  # they may need models that have to be downloaded
+            else:
+                readings = self._catalog.read_all() if every else [self._read(name) for name in settings.load_model]
         self._catalog.names = names
         log.info("serving %s; loading %d of %d model(s)", settings.runtime_dir, len(readings), len(names))
         self._operations.begin(readings)
+        if self._remote_changes is not None:
+            log.info("downloading models from %s", ", ".join(map(str, settings.remote_repositories)))
+            self._remote_changes.begin(settings.load_model)
 
     def _read(self, name: str) -> Reading:
         try:
@@ -350,7 +384,7 @@ class ServerProcess:
             self._rereads += 1
             self._announcer.reloading()
             self._gateways.reread()
-            self._operations.reread(self._has_reread)
+            (self._remote_changes or self._operations).reread(self._has_reread)
 
     def _has_reread(self) -> None:
         self._rereads -= 1
@@ -368,6 +402,7 @@ class ServerProcess:
 
     def _loaded(self, failed: int) -> None:
         """Called when the initial loading has finished. `failed`: number of models or versions that did not load."""
+        failed += len(self._remote.unreadable) if self._remote is not None else 0
         if failed and self._settings.exit_on_error:
             log.error("%d model(s) failed to load and --exit-on-error is set: stopping", failed)
             self._code = 1

@@ -49,6 +49,12 @@ class Control:
         self.changed_on_disk: Set[int] = frozenset()
         """The sources of versions that differ from what is in the repository, as last checked."""
         self.failed = False
+        self.downloads: Callable[[], Mapping[str, str]] = dict
+        """Model -> how far its download is."""
+        self.is_complete: Callable[[], bool] = lambda: True
+        """Whether all repositories could be read, now or before."""
+        self.is_starting: Callable[[], bool] = lambda: False
+        """Whether models that are served from the start are being downloaded."""
         """Initialization failed: the server is not live, and runs only so that its operator can query the reason."""
         self.metrics: list[Callable[[], str]] = []
         """Providers of metrics; the answer is their texts, in this order."""
@@ -119,16 +125,17 @@ class Control:
             for version in model.versions.values()
             if version.reason != UNLOADED and not (version.state is VersionState.LOADING and model.is_served_meanwhile)
         ]
-        if self.failed or self._core.state.draining or VersionState.LOADING in states:
+        if self.failed or self._core.state.draining or VersionState.LOADING in states or self.is_starting():
             return False
         # A model that continues to be served because its replacement cannot be read does not count.
         refused = any(model.reason and model.default() is None for model in self._core.state.models.values())
-        return not self._strict or (not refused and all(state is VersionState.READY for state in states))
+        all_ready = not refused and self.is_complete() and all(state is VersionState.READY for state in states)
+        return not self._strict or all_ready
 
     def is_loading(self) -> bool:
         """Whether a model is loading that was not served before; then callers that wait for loading must wait."""
         models = self._core.state.models.values()
-        return any(
+        return self.is_starting() or any(
             version.state is VersionState.LOADING
             for model in models
             if model.default() is None
@@ -153,6 +160,8 @@ class Control:
         if not ask.model:
             ready = self.server_ready()
             return {"ready": ready, "settled": ready or self._are_settled(self._core.state.models.values())}
+        if ask.model not in self._core.state.models and ask.model in self.downloads():
+            return {"ready": False, "settled": False}
         versions = self._find(ask)
         ready = any(version.healthy for version in versions)
         model = self._core.state.models[ask.model]
@@ -192,24 +201,24 @@ class Control:
 
     def index(self) -> list[dict[str, Any]]:
         """All versions of all models, by name."""
-        known = self._core.state.models
-        index: list[dict[str, Any]] = [
-            {"name": name, "version": "", "state": "", "reason": ""}
-            for name in self._catalog.names
+        known, downloads = self._core.state.models, self.downloads()
+        index = [
+            _without_version(name, "", "", downloads)
+            for name in dict.fromkeys([*self._catalog.names, *downloads])
             if name not in known
         ]
         for model in known.values():
             default = model.default()
             shown = [version for version in model.versions.values() if self._is_of_interest(version)]
-            if not shown and (model.reason or model.name in self._catalog.names):
+            if not shown and (model.reason or model.name in self._catalog.names or model.name in downloads):
                 state = "UNAVAILABLE" if model.reason else ""
-                index.append({"name": model.name, "version": "", "state": state, "reason": model.reason})
+                index.append(_without_version(model.name, state, model.reason, downloads))
             for version in sorted(shown, key=lambda version: version.number):
                 entry: dict[str, Any] = {
                     "name": model.name,
                     "version": str(version.number),
                     "state": version.state.value,
-                    "reason": version.reason or self._degraded(version),
+                    "reason": version.reason or self._degraded(version) or downloads.get(model.name, ""),
                     "degraded": version.state is VersionState.READY and bool(version.trouble),
                     "default": version is default,
                     "loading_seconds": self._loading_seconds(version),
@@ -400,6 +409,13 @@ class Control:
                 if (ns := activity.busy_ns(generation, instance, time.monotonic_ns()))
             },
         }
+
+
+def _without_version(name: str, state: str, reason: str, downloads: Mapping[str, str]) -> dict[str, Any]:
+    """The entry of a model of which no version is known, perhaps because it is being downloaded."""
+    if name in downloads:
+        state, reason = VersionState.LOADING.value, downloads[name]
+    return {"name": name, "version": "", "state": state, "reason": reason}
 
 
 def _has_failed(model: Model) -> bool:

@@ -20,7 +20,9 @@ from shmserve.broker.observability.logs import FORMATS
 from shmserve.broker.processes.cpus import host_policy
 from shmserve.core import limits
 from shmserve.core.batching.rate_limiter import ANY, SHARED
+from shmserve.errors import InvalidRequest
 from shmserve.gateway_options import OPTIONS, Option
+from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.storage.generation import FILE_BYTES, TOTAL_BYTES
 from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
@@ -61,8 +63,15 @@ def _passed_on(option: Option) -> Flag:
 
 
 FLAGS = (
-    Flag("model-repository", "path", MODELS, "directory with one subdirectory per model; may be given several times",
+    Flag("model-repository", "repository", MODELS, "directory with one subdirectory per model, or s3://, gs://, as://, "
+         "http(s):// or hf:// URL of one; may be given several times",
          [], "DIR", repeatable=True, alias="model-store", shown=REQUIRED),
+    Flag("remote-cache-directory", "path", MODELS, "directory for the files of models in remote repositories", None,
+         "DIR", shown="~/.cache/shmserve/remote"),
+    Flag("remote-cache-size", "bytes", MODELS, "limit of that directory; files that no model uses are removed, the "
+         "least recently used first", 100 << 30, "BYTES", least=1),
+    Flag("remote-connections", "whole", MODELS, "number of files, and of pieces of files, that are downloaded at a "
+         "time", 8, "N", least=1),
     Flag("model-control-mode", "choice", MODELS, "none: load all models at start; poll: also follow changes in the "
          "repositories; explicit: load only what --load-model and clients request",
          "none", "MODE", choices=("none", "poll", "explicit")),
@@ -267,16 +276,26 @@ def from_text(flag: Flag, text: str) -> Any:
             return fraction(text)
         case "decimal":
             return decimal(text)
+        case "repository" if is_remote(text):
+            return _address(text)
     if not text and flag.default != "":
         raise ValueError(f"expected a {flag.metavar or 'value'}, found nothing")
-    return Path(text) if flag.kind == "path" else text
+    return Path(text) if flag.kind in ("path", "repository") else text
+
+
+def _address(text: str) -> RemoteAddress:
+    try:
+        return parse_address(text)
+    except InvalidRequest as error:
+        raise ValueError(error.message) from None
 
 
 def from_environment(flag: Flag, text: str) -> Any:
-    """Values of a repeatable flag are separated by ':' if they are paths, else by ';'."""
+    """Values of a repeatable flag are separated by ':' if they are paths, else by ';', also if some are URLs."""
     if not flag.repeatable:
         return from_text(flag, text)
-    return [from_text(flag, part) for part in text.split(":" if flag.kind == "path" else ";") if part]
+    are_paths = flag.kind == "path" or (flag.kind == "repository" and not is_remote(text))
+    return [from_text(flag, part) for part in text.split(":" if are_paths else ";") if part]
 
 
 def from_toml(flag: Flag, value: Any, folder: Path) -> Any:

@@ -29,6 +29,7 @@ from shmserve.broker.config.flags import (
 )
 from shmserve.broker.config.triton_flags import notes, refusals
 from shmserve.broker.listeners.access import AccessRules
+from shmserve.broker.models.remote import RemoteSettings
 from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.metric_settings import MetricSettings, metric_settings
 from shmserve.broker.processes import cpus
@@ -37,11 +38,13 @@ from shmserve.broker.processes.gpus import INTERVAL_S
 from shmserve.broker.processes.resources import Terms
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest
-from shmserve.paths import environments_dir, server_runtime_dir
+from shmserve.paths import environments_dir, remote_cache_dir, server_runtime_dir
 from shmserve.repo.agents.chains import AgentSettings
 from shmserve.repo.agents.registry import directory_problem
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem
 from shmserve.repo.compile import CoreSet
+from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
+from shmserve.repo.remote.stores import missing_package
 from shmserve.repo.storage.model_files import ModelFile, model_file
 from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
@@ -86,7 +89,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         chosen |= source
     values = _defaults(chosen.get("triton_compatible", False)) | chosen
     values["model_repository"] = [*values["model_repository"], *folders]
-    settings = argparse.Namespace(**values, model_files=files, warnings=warnings, notes=notes(values))
+    remote = [place for place in values["model_repository"] if isinstance(place, RemoteAddress)]
+    values["model_repository"] = [place for place in values["model_repository"] if not isinstance(place, RemoteAddress)]
+    settings = argparse.Namespace(
+        **values,
+        remote_repositories=list(dict.fromkeys(remote)),
+        model_files=files,
+        warnings=warnings,
+        notes=notes(values),
+    )
     settings.failed = _missing_repositories(settings, "exit_on_error" in chosen, problems)
     _check(settings, problems)
     if problems:
@@ -181,6 +192,17 @@ def agent_settings(settings: argparse.Namespace) -> AgentSettings:
     )
 
 
+def remote_settings(settings: argparse.Namespace) -> RemoteSettings:
+    return RemoteSettings(
+        tuple(settings.remote_repositories),
+        (settings.remote_cache_directory or remote_cache_dir(settings.runtime_dir)).absolute(),
+        settings.remote_cache_size,
+        settings.remote_connections,
+        settings.repository_poll_secs if settings.model_control_mode == "poll" else 0.0,
+        settings.settle_secs,
+    )
+
+
 def log_rate(settings: argparse.Namespace) -> Rate:
     """Limits on logging the output of one child process."""
     return Rate(settings.log_worker_lines, settings.log_worker_bytes)
@@ -245,16 +267,20 @@ def _files_apart(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _words(words: Sequence[str], problems: list[str]) -> tuple[list[Path], list[ModelFile]]:
+def _words(words: Sequence[str], problems: list[str]) -> tuple[list[Path | RemoteAddress], list[ModelFile]]:
     """The repositories and the model files that are given without a flag."""
-    folders = [Path(word) for word in words if Path(word).is_dir()]
+    folders: list[Path | RemoteAddress] = []
     files = []
     for word in words:
-        if not Path(word).is_dir():
-            try:
+        try:
+            if is_remote(word):
+                folders.append(parse_address(word))
+            elif Path(word).is_dir():
+                folders.append(Path(word))
+            else:
                 files.append(model_file(word))
-            except InvalidRequest as error:
-                problems.append(str(error))
+        except InvalidRequest as error:
+            problems.append(str(error))
     return folders, files
 
 
@@ -338,7 +364,8 @@ def _renamed(source: dict[str, Any], where: str) -> list[str]:
 def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     wrong = problems.append
     problems += refusals(vars(settings))
-    if not (settings.model_repository or settings.model_files or problems):
+    problems += [fault for address in settings.remote_repositories if (fault := missing_package(address))]
+    if not (settings.model_repository or settings.remote_repositories or settings.model_files or problems):
         wrong("nothing to serve: give a model file, or the directory that holds the models with --model-repository")
     if settings.backend_directory is not None:
         if fault := backend_directory_problem(settings.backend_directory):

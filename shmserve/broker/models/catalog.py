@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from shmserve.broker.models.backend_files import BackendFiles, read_backend
 from shmserve.broker.models.differences import LoadedVersion
 from shmserve.broker.models.overrides import LoadOverride
+from shmserve.broker.models.remote import NotDownloaded
 from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
 from shmserve.core.batching.rate_limiter import lacking
 from shmserve.core.effects import Spawn
@@ -36,6 +37,7 @@ from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.override import Override
 from shmserve.repo.config.problems import Problem
 from shmserve.repo.config.schema import ModelConfig, decode_config, encode_config
+from shmserve.repo.remote.cache import is_absent, tree_of
 from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
@@ -53,7 +55,7 @@ class Reading(NamedTuple):
     """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
     read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not.
     `prepared`: the result of its repository agents, if it has any. `backend`: the files of its backend; None: they are
-    not in the backend directory."""
+    not in the backend directory. `tree`: for a model of a remote repository, what it consists of in the cache."""
 
     scanned: ScannedModel
     snapshot: Snapshot | None = None
@@ -62,6 +64,7 @@ class Reading(NamedTuple):
     findings: tuple[CheckFinding, ...] = ()
     prepared: Prepared | None = None
     backend: BackendFiles | None = None
+    tree: str = ""
 
 
 class VersionSource(Struct, eq=False):
@@ -89,6 +92,8 @@ class VersionSource(Struct, eq=False):
     """What a later load without a configuration reuses."""
     prepared: Prepared | None = None
     """What the model's repository agents made, kept for as long as this version may be loaded again."""
+    tree: str = ""
+    """As in Reading."""
 
 
 class KeptConfig(NamedTuple):
@@ -159,6 +164,8 @@ class Catalog:
             return self.read_folder(given.folder, given)
         self._refresh()
         folder = find_model(self._repositories, name)
+        if is_absent(folder):
+            raise NotDownloaded(name)
         if given is None and kept is not None:
             current = _snapshot(folder)
             given = kept.given if current is not None and current.digest() == kept.files_digest else None
@@ -172,7 +179,7 @@ class Catalog:
         generation: Generation | None = None
         if given is not None and given.folder is not None and self._generations is not None:
             generation = self._generations.adopt(given.folder)
-        before = _snapshot(folder)
+        tree, before = tree_of(folder), _snapshot(folder)
         for left in (2, 1, 0):
             scanned = self._scan(folder, override)
             kept: Mapping[int, Generation] = {}
@@ -206,7 +213,7 @@ class Catalog:
         findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus, prepared=prepared is not None)
         if prepared is not None and generation is None:
             scanned = scanned._replace(path=folder)
-        return Reading(scanned, before, given, kept, findings, prepared, backend)
+        return Reading(scanned, before, given, kept, findings, prepared, backend, tree)
 
     def _scan(self, folder: Path, override: Override | None, prepared: bool = False) -> ScannedModel:
         return scan_model(
@@ -246,10 +253,15 @@ class Catalog:
         }
 
     def read_all(self) -> list[Reading]:
-        readings = []
-        for name, folders in self.names_on_disk().items():
-            readings.append(self.read_folder(folders[0]) if len(folders) == 1 else self.read_doubled(name, folders))
-        return readings
+        return [self._read_any(name, folders) for name, folders in self.names_on_disk().items()]
+
+    def read_present(self, name: str) -> Reading | None:
+        """The model, in whichever repositories it is; None if it is in none."""
+        folders = self.names_on_disk().get(name)
+        return self._read_any(name, folders) if folders else None
+
+    def _read_any(self, name: str, folders: Sequence[Path]) -> Reading:
+        return self.read_folder(folders[0]) if len(folders) == 1 else self.read_doubled(name, folders)
 
     def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
         return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
@@ -397,7 +409,7 @@ class Catalog:
                 reading.backend,
             )
         source.config_digest, source.kind, source.kept = config_digest, kind, kept
-        source.prepared = reading.prepared
+        source.prepared, source.tree = reading.prepared, reading.tree
         source.config, source.given = scanned.config, scanned.given
         source.completed = source.completed and _regrouped(source.completed, scanned.config)
         return source.number
@@ -416,6 +428,10 @@ class Catalog:
         wanted = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
         for number in [number for number in self._sources if number not in wanted]:
             del self._sources[number]
+
+    def trees(self) -> set[str]:
+        """What versions from remote repositories consist of in the cache."""
+        return {source.tree for source in self._sources.values()}
 
     def is_override(self, number: int) -> bool:
         """Whether its files or its configuration came with a load call."""

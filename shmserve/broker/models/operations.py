@@ -24,6 +24,7 @@ from shmserve.broker.models.differences import Differences
 from shmserve.broker.models.ensemble_members import Companions, Together, needs
 from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload, decode_body
 from shmserve.broker.models.poller import Changes, Poll
+from shmserve.broker.models.remote import NotDownloaded, RemoteModels
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
@@ -31,8 +32,9 @@ from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
 from shmserve.core.states import VersionState
 from shmserve.core.stats import activity
-from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
+from shmserve.repo.storage.store import ScannedModel
 
 log = logging.getLogger("shmserve")
 
@@ -58,6 +60,12 @@ class _Job(Struct):
     began: float
     warnings: tuple[str, ...] = ()
     changed: bool = True
+    failures: dict[str, str] = {}
+    """Model -> why it could not be downloaded for this load."""
+    notes: tuple[str, ...] = ()
+    """Warnings about downloads."""
+    over: bool = False
+    """Ended while it waited for a download."""
 
 
 class ClientOperations:
@@ -74,8 +82,10 @@ class ClientOperations:
         mode: str = "none",
         override_bytes: int = 1 << 30,
         compatible: bool = False,
+        remote: RemoteModels | None = None,
     ) -> None:
-        """`compatible`: with Triton's texts, also where they are misleading."""
+        """`compatible`: with Triton's texts, also where they are misleading. `remote`: models of remote
+        repositories."""
         self._loop = loop
         self._core = core
         self._catalog = catalog
@@ -85,6 +95,10 @@ class ClientOperations:
         self._mode = mode
         self._override_bytes = override_bytes
         self._compatible = compatible
+        self._remote = remote
+        self._fetching: list[_Job] = []
+        """Loads that wait for a download."""
+        self._check_queued = False
         self._reader = ThreadPoolExecutor(1, "reader")
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
@@ -151,7 +165,14 @@ class ClientOperations:
         what, model = job.ask.what, job.ask.model
         if what == "load":
             kept = self._catalog.kept_of(self._served(model))
-            self._in_thread(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
+
+            def read() -> None:
+                self._in_thread(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
+
+            if self._remote is not None:
+                self._fetch(model, job, read)
+            else:
+                read()
             return
         upload.close()
         if body is None:
@@ -168,12 +189,39 @@ class ClientOperations:
         # Through the thread, so that it comes after earlier loads.
         self._in_thread(lambda: None, lambda _: self._unload(job, options), job)
 
+    def _fetch(self, model: str, job: _Job, then: Callable[[], None]) -> None:
+        """Downloads what has changed of a model, and calls `then`, also if that failed: the model may be in a local
+        repository too."""
+        assert self._remote is not None
+
+        def fetched(failure: str, notes: Collection[str]) -> None:
+            if self._closed or job.over:
+                return
+            self._fetching.remove(job)
+            if failure:
+                job.failures = job.failures | {model: failure}
+            job.notes += tuple(notes)
+            then()
+
+        self._fetching.append(job)
+        self._remote.fetch(model, fetched)
+
+    def _end_fetches(self, model: str) -> None:
+        """Ends loads of the model that wait for a download: it was unloaded after they were requested."""
+        for job in [job for job in self._fetching if job.ask.model == model]:
+            self._fetching.remove(job)
+            job.over = True
+            self._failed(job, Unavailable("it was unloaded while it was downloaded"))
+
     def _unload(self, job: _Job, options: UnloadBody) -> None:
         number = self._register(job)
+        self._end_fetches(job.ask.model)
         alone = self._companions.unloaded(job.ask.model)
         for name in [job.ask.model, *(alone if options.unload_dependents else ())]:
             self._catalog.forget(name)
             self._put(events.Unload(name, number if name == job.ask.model else 0, options.force))
+            if self._remote is not None and self.explicit:
+                self._remote.release(name)
         if not options.wait:
             self.settled(effects.Settled(number))
         elif options.timeout is not None:
@@ -225,9 +273,14 @@ class ClientOperations:
         """The model and, if it is an ensemble, the models that it needs."""
         try:
             reading = self._catalog.read(model, upload.unpack(self._place, model), kept)
-        finally:
+            found = reading, list(needs(reading, self._catalog.read))
+        except NotDownloaded:  # this is called again
+            raise
+        except BaseException:
             upload.close()
-        return reading, list(needs(reading, self._catalog.read))
+            raise
+        upload.close()
+        return found
 
     def _bring(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
         """Deploys models that ensembles need and that are not served yet. Returns the operations in progress."""
@@ -257,7 +310,7 @@ class ClientOperations:
             return
         self._companions.requested(reading)
         others = self._bring(needed)
-        job.warnings = tuple(text for text, _ in self._catalog.warnings(reading))
+        job.warnings = job.notes + tuple(text for text, _ in self._catalog.warnings(reading))
         number = self._register(job)
         self._together.add(number, others)
         adopted = [event for _, event in self._catalog.adopt(reading, number)]
@@ -317,6 +370,8 @@ class ClientOperations:
         versions = (version for model in self._core.state.models.values() for version in model.generations())
         live = {v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE)}
         self._catalog.prune(live)
+        if self._remote is not None and self._remote.has_retired:
+            self._remote.drop_unused(self._catalog.trees())
 
     def discard(self, folder: Path) -> None:
         """Removes a directory that is no longer used. May be called from any thread."""
@@ -356,6 +411,23 @@ class ClientOperations:
         self._poll, self._poll_s = poll, every_s
         self._poll_timer = self._loop.call_later(min(first_s, every_s), self._start_poll)
 
+    def check_now(self) -> None:
+        """Polls once, in addition."""
+        assert self._poll is not None
+        if self._check_queued:
+            return
+        self._check_queued, poll = True, self._poll
+
+        def check() -> Changes:
+            self._check_queued = False  # what changes from now on may be missed
+            return poll.check()
+
+        self.in_thread(check, self._changed)
+
+    @property
+    def is_polling(self) -> bool:
+        return self._poll is not None
+
     def _start_poll(self) -> None:
         poll = self._poll
         assert poll is not None
@@ -374,9 +446,7 @@ class ClientOperations:
             )
             self._adopt(reading)
         for name in changes.gone:
-            log_record("info", f"model '{name}' was removed from the repository", {"model": name})
-            self._catalog.forget(name)
-            self._put(events.Unload(name))
+            self.gone(name)
         self._catalog.names = changes.names
         self.untidy = True
         if changes.again_s < self._poll_s:
@@ -390,11 +460,15 @@ class ClientOperations:
         if self._poll is not None:
             self._in_thread(self._poll.check, self._changed, None)
         elif self._mode == "explicit":
-            served = [model.name for model in self._core.state.models.values() if self._is_of_disk(model)]
-            self._in_thread(lambda: self._read_again(served), lambda readings: self._renew(readings, None), None)
+            served = self.served_names()
+            self._in_thread(lambda: self._read_again(served), lambda readings: self.renew(readings, None), None)
         else:
-            self._in_thread(self._read_everything, lambda found: self._renew(*found), None)
+            self._in_thread(self._read_everything, lambda found: self.renew(*found), None)
         self._in_thread(lambda: None, lambda _: then(), None)  # after the above in the same thread, even if that failed
+
+    def served_names(self) -> list[str]:
+        """The models that are served from a repository."""
+        return [model.name for model in self._core.state.models.values() if self._is_of_disk(model)]
 
     def _is_of_disk(self, model: Model) -> bool:
         """Whether the model is to be served from the repository, not from what a load call provided."""
@@ -420,7 +494,17 @@ class ClientOperations:
             log.error("cannot reread the repositories; all models are served unchanged: %s", error)
             return [], None
 
-    def _renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
+    def refuse(self, model: str, reason: str) -> None:
+        """The model cannot be read. What is served of it stays."""
+        self._adopt(Reading(ScannedModel.failed(model, Path(), reason)))
+
+    def gone(self, model: str) -> None:
+        """The model was removed from its repository."""
+        log_record("info", f"model '{model}' was removed from the repository", {"model": model})
+        self._catalog.forget(model)
+        self._put(events.Unload(model))
+
+    def renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
         """Deploys what was read. `names`: all models in the repositories, to unload the others; None: unload none."""
         for reading in readings:
             if not self._catalog.is_rejected(reading):
@@ -428,26 +512,36 @@ class ClientOperations:
         if names is not None:
             for model in self._core.state.models.values():
                 if model.name not in names and self._is_of_disk(model):
-                    log_record("info", f"model '{model.name}' was removed from the repository", {"model": model.name})
-                    self._catalog.forget(model.name)
-                    self._put(events.Unload(model.name))
+                    self.gone(model.name)
             self._catalog.names = names
         self.untidy = True
 
     # ------------------------------------------------------------------------------------ the reader thread
 
+    def in_thread(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Calls `then` on the loop with the result. Errors are logged."""
+        self._in_thread(work, then, None)
+
     def _in_thread(self, work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
-        """Calls `then` on the loop with the result. Errors go to the job's client, or to the log without a job."""
+        """Calls `then` on the loop with the result. Errors go to the job's client, or to the log without a job. For a
+        job, work that needs a model which has not been downloaded is repeated when it has."""
         self._reader.submit(work).add_done_callback(
-            lambda future: self._loop.call_soon_threadsafe(self._back, future, then, job)
+            lambda future: self._loop.call_soon_threadsafe(self._back, future, work, then, job)
         )
 
-    def _back(self, future: Future[T], then: Callable[[T], None], job: _Job | None) -> None:
+    def _back(self, future: Future[T], work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
         if self._closed:
             return
         try:
             then(future.result())
         except Exception as error:
+            if job is not None and isinstance(error, NotDownloaded | NotFound):
+                model = error.model if isinstance(error, NotDownloaded) else job.ask.model
+                if model in job.failures:
+                    error = Unavailable(job.failures[model])
+                elif isinstance(error, NotDownloaded):
+                    self._fetch(model, job, lambda: self._in_thread(work, then, job))
+                    return
             if job is None:
                 self._polling = False
                 log.error("polling the repositories failed; the next poll runs as usual", exc_info=error)
@@ -487,6 +581,8 @@ class ClientOperations:
             self._list_names()
 
     def _list_names(self) -> None:
+        if self._remote is not None:
+            self._remote.list()
         waiters, self._name_waiters = self._name_waiters, []
         self._names_running = True
 

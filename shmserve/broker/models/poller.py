@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.errors import ServeError
+from shmserve.repo.remote.cache import tree_of
 from shmserve.repo.storage.snapshot import Snapshot, take
 
 
@@ -93,7 +94,8 @@ class Poll:
         if self._known.get(name) == digest:
             self._unsettled.pop(name, None)
             return None
-        if settle_s and not self._is_still(name, digest, newest):
+        # What was downloaded is published as a whole, when its repository has settled.
+        if settle_s and not tree_of(folders[0]) and not self._is_still(name, digest, newest):
             return None
         reading = self._catalog.read_folder(folders[0])
         after = reading.snapshot

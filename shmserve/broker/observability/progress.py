@@ -53,11 +53,17 @@ class LoadProgress:
     """Reports the initial loading. Call `report` after each turn of the broker until it returns True."""
 
     def __init__(
-        self, core: Core, ended: Callable[[int], None], log_record: Callable[[str, str, Mapping[str, Any]], None]
+        self,
+        core: Core,
+        ended: Callable[[int], None],
+        log_record: Callable[[str, str, Mapping[str, Any]], None],
+        is_incomplete: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_incomplete()`: further models will be loaded."""
         self._core = core
         self._ended = ended
         self._log_record = log_record
+        self._is_incomplete = is_incomplete
         self._reported: set[Version] = set()
         self._started = time.monotonic()
 
@@ -75,7 +81,7 @@ class LoadProgress:
                     seconds = time.monotonic() - self._started
                     text = f"[{len(self._reported)}/{len(versions)}] {version.label} READY after {seconds:.1f} s"
                     self._log_record("info", text, {"model": version.model, "version": version.number})
-        if len(self._reported) < len(versions):
+        if len(self._reported) < len(versions) or self._is_incomplete():
             return False
         failed = sum(version.state is not VersionState.READY for version in versions)
         failed += sum(bool(model.reason) for model in self._core.state.models.values())

@@ -66,6 +66,7 @@ def test_defaults(base: list[str], tmp_path: Path) -> None:
     found = settings.parse(base)
     assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.instead} | {
         "model_files",
+        "remote_repositories",
         "warnings",
         "notes",
         "failed",
@@ -135,7 +136,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("flag", BOTH, ids=lambda flag: flag.name)
 def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, value, toml = SAMPLES.get(flag.kind, ("", None, ""))
-    if flag.kind == "path":
+    if flag.kind in ("path", "repository"):
         text, value, toml = str(tmp_path), tmp_path, '"."'
     elif flag.kind == "choice":
         text, value, toml = flag.choices[-1], flag.choices[-1], f'"{flag.choices[-1]}"'

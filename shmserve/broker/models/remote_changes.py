@@ -1,0 +1,145 @@
+"""Loads models of remote repositories when they have been downloaded, at start and later.
+
+Invariant: a model is read only after it was published, in the thread that reads all models. In mode explicit, only
+loads read models; what others change is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.ensemble_members import needs
+from shmserve.broker.models.operations import ClientOperations
+from shmserve.broker.models.remote import NotDownloaded, RemoteModels
+from shmserve.errors import ServeError
+from shmserve.repo.storage.store import ScannedModel
+
+
+class RemoteChanges:
+    """`began()`: called when the models that are served from the start have been passed to the core."""
+
+    def __init__(
+        self,
+        remote: RemoteModels,
+        catalog: Catalog,
+        operations: ClientOperations,
+        began: Callable[[], None],
+    ) -> None:
+        self._remote = remote
+        self._catalog = catalog
+        self._operations = operations
+        self._began = began
+        self._left = 0
+        """Models to load at start that have not been read."""
+        self.starting = True
+        """The models that are served from the start are being downloaded."""
+        if not operations.explicit:
+            remote.changed = self._changed
+            remote.failed = operations.refuse
+
+    def begin(self, models: Sequence[str]) -> None:
+        """Starts to download. `models`: in mode explicit, what to load at start; * alone: all."""
+        self._remote.start()
+        if not self._operations.explicit or list(models) == ["*"]:
+            self._remote.fetch_all(lambda failure, notes: self._fetched_all())
+            return
+        self._left = len(models)
+        for name in models:
+            self.load(name)
+        if not models:
+            self._end_of_start()
+
+    # ------------------------------------------------------------------------------------ modes none and poll
+
+    def _fetched_all(self) -> None:
+        if self._operations.is_polling:
+            self._remote.poll()
+        if self._operations.explicit:
+            self._operations.in_thread(self._catalog.read_all, self._read_all)
+        else:  # after the models that were published before, which are read in the same thread
+            self._operations.in_thread(lambda: None, lambda _: self._end_of_start())
+
+    def _read_all(self, readings: Collection[Reading]) -> None:
+        self._operations.begin(readings)
+        self._end_of_start()
+
+    def _changed(self, model: str) -> None:
+        if self._operations.is_polling:
+            self._operations.check_now()
+        else:
+            self._operations.in_thread(
+                lambda: self._catalog.read_present(model), lambda found: self._read(model, found)
+            )
+
+    def _read(self, model: str, found: Reading | None) -> None:
+        if found is None:
+            self._operations.gone(model)
+        else:
+            self._operations.renew([found], None)
+
+    def reread(self, then: Callable[[], None]) -> None:
+        """Downloads what has changed, then rereads the repositories, for SIGHUP."""
+        if not self._operations.explicit:
+            self._remote.fetch_all(lambda failure, notes: self._operations.reread(then))
+            return
+        names = [name for name in self._operations.served_names() if self._remote.has(name)]
+        left = len(names)
+
+        def fetched(failure: str, notes: Sequence[str]) -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                self._operations.reread(then)
+
+        for name in names:
+            self._remote.fetch(name, fetched)
+        if not names:
+            self._operations.reread(then)
+
+    # ------------------------------------------------------------------------------------ mode explicit
+
+    def load(self, name: str) -> None:
+        """Loads a model at start, and those that it needs."""
+        failures: dict[str, str] = {}
+
+        def fetch(model: str) -> None:
+            def fetched(failure: str, notes: Sequence[str]) -> None:
+                if failure:
+                    failures[model] = failure
+                self._operations.in_thread(lambda: self._read_at_start(name, failures), loaded)
+
+            self._remote.fetch(model, fetched)
+
+        def loaded(found: Reading | str) -> None:
+            if isinstance(found, str):
+                fetch(found)
+                return
+            self._operations.begin([found])
+            self._left -= 1
+            if not self._left:
+                self._end_of_start()
+
+        fetch(name)
+
+    def _read_at_start(self, name: str, failures: dict[str, str]) -> Reading | str:
+        """The model, or the name of one to download first."""
+        try:
+            reading = self._catalog.read(name)
+            list(needs(reading, self._catalog.read))
+        except NotDownloaded as missing:
+            if missing.model not in failures:
+                return missing.model
+            text = failures[missing.model]
+        except ServeError as error:
+            text = failures.get(name, error.message)
+        else:
+            return reading
+        return Reading(ScannedModel.failed(name, Path(), text))
+
+    def _end_of_start(self) -> None:
+        self.starting = False
+        self._began()
+        if self._operations.explicit:
+            self._remote.list()
