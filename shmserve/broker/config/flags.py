@@ -90,8 +90,8 @@ FLAGS = (
          instead="disable-auto-complete-config"),
     Flag("backend-config", "setting", LOADING, "a setting for one backend, or for all if BACKEND is omitted; e.g. "
          "onnxruntime,default-max-batch-size=8; may be given several times", [], "BACKEND,KEY=VALUE", repeatable=True),
-    Flag("backend-directory", "path", LOADING, "directory of custom backends, each in NAME/backend.py or NAME/model.py", None, "DIR",
-         shown="none"),
+    Flag("backend-directory", "path", LOADING, "directory of custom backends, each in NAME/backend.py or NAME/model.py",
+         None, "DIR", shown="none"),
     Flag("repoagent-directory", "path", LOADING, "directory of custom repository agents, each in NAME/agent.py", None,
          "DIR", shown="none"),
     Flag("repoagent-config", "setting", LOADING, "a parameter for one repository agent, or for all if AGENT is "

@@ -185,8 +185,10 @@ class Engine:
         assert pid == self.pid
         for word in words[:limit]:
             yield word
-        while text == "wait" and not is_cancelled():
-            await asyncio.sleep(0.002)
+        if text == "wait":
+            while not is_cancelled():
+                await asyncio.sleep(0.002)
+            print("the request was cancelled")
 
     def stop(self):
         self._pipe.send(None)
@@ -294,7 +296,8 @@ def test_models_of_one_backend(place: Place) -> None:
 
     place.client.unload("prefixed")
     place.client.unload("plain", timeout=60)
-    until(place.client, lambda: place.server.log.count("the engine has stopped") == 2)
+    stopped = {f"[{name}_0_0] the engine has stopped" for name in ("plain", "prefixed")}
+    until(place.client, lambda: all(line in place.server.log for line in stopped))
 
 
 def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
@@ -302,8 +305,9 @@ def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
     place.client.load("cancelled")
     for _ in place.client.stream("cancelled", {"text": np.array(["wait"], object), "stream": np.array([True])}):
         break  # which cancels it
+    until(place.client, lambda: "[cancelled_0_0] the request was cancelled" in place.server.log)
     assert place.words("cancelled", "next") == ["next"]
-    place.client.unload("cancelled")  # finalize would fail if the engine were still busy with the request
+    place.client.unload("cancelled")
 
 
 def test_an_engine_that_is_not_healthy_unloads_its_model(place: Place) -> None:
