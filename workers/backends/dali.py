@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from msgspec.structs import replace
 from nvidia import dali
@@ -72,7 +73,7 @@ class Dali(SeparateBackend):
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
-        found = described(self._read(config))
+        found = self._described(config)
         inputs = [_facts(config.name, "input", port) for port in found.inputs] if not config.input else []
         outputs = [_facts(config.name, "output", port) for port in found.outputs] if not config.output else []
         config = completed(config, inputs, outputs, found.max_batch)
@@ -84,8 +85,7 @@ class Dali(SeparateBackend):
         parameters = Parameters(config)
         self._inputs = request_inputs_of(config)
         self._outputs = outputs_of(config)
-        self._serialized = self._read(config)
-        found = described(self._serialized)
+        found = self._described(config)
         _match(config.name, found, self._inputs, self._outputs)
         if parameters.text(_SPLIT):
             raise Unsupported(
@@ -171,6 +171,15 @@ class Dali(SeparateBackend):
 
     # ------------------------------------------------------------------------------------ loading
 
+    def _described(self, config: ModelConfig) -> Described:
+        serialized = self._read(config)
+        try:
+            return described(serialized)
+        except (DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequest(
+                f"unable to load model '{config.name}': its file is not a serialized pipeline of DALI: {error}"
+            ) from error
+
     def _read(self, config: ModelConfig) -> bytes:
         if not self._serialized:
             try:
@@ -224,12 +233,11 @@ def described(serialized: bytes) -> Described:
     for number, value in _fields(serialized):
         if number == _OPERATOR:
             fields = [*_fields(value)]
-            name = next(text for key, text in fields if key == 1).decode()
+            texts = dict(fields)
+            name = texts[1].decode()
             arguments = dict(_argument(text) for key, text in fields if key == 4)
             if name in _SOURCES:
-                instance = next(text for key, text in fields if key == 5).decode()
-                rank = arguments.get("ndim")
-                inputs.append(Port(instance, _dtype(arguments.get("dtype")), rank))
+                inputs.append(Port(texts[5].decode(), _dtype(arguments.get("dtype")), arguments.get("ndim")))
             if arguments.get("device") in _ON_GPU:
                 on_gpu = on_gpu or name
         elif number == _OUTPUT:
@@ -297,8 +305,7 @@ def _match(model: str, found: Described, inputs: Sequence[Spec], outputs: Sequen
 
 def _match_port(failed: str, what: str, spec: Spec, port: Port) -> None:
     if what == "input" and spec.dtype == "BYTES":
-        encoded = Spec.expected(spec, 0)[-1:] == [1] and len(spec.shape) == 1
-        if not encoded or port.dtype not in ("", "UINT8") or port.rank not in (None, 1):
+        if spec.shape != (1,) or port.dtype not in ("", "UINT8") or port.rank not in (None, 1):
             raise InvalidRequest(
                 f"{failed}: input '{spec.name}' is BYTES in the configuration, which is for encoded data: it needs "
                 "dims: [ 1 ], and dtype UINT8 and ndim 1 in the pipeline"

@@ -209,6 +209,15 @@ def test_configurations_that_do_not_match(
     assert said in failure.text
 
 
+@pytest.mark.parametrize("damage", ["cut off", "text", "numbers"])
+def test_a_file_that_is_not_a_pipeline(damage: str, tmp_path: Path) -> None:
+    path = pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1))
+    data = {"cut off": path.read_bytes()[:-9], "text": b"not a pipeline", "numbers": b"\x28\x01\x38\x01"}[damage]
+    path.write_bytes(data)
+    failure = load_failure(config("dali", X, Y, max_batch=8), tmp_path)
+    assert "unable to load model 'm': its file is not a serialized pipeline of DALI: " in failure.text
+
+
 def test_a_missing_input(tmp_path: Path) -> None:
     pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1) + source(fn, types, "z", "FP32", 1))
     assert (
