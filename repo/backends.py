@@ -11,7 +11,7 @@ from pathlib import Path
 from shmserve.repo.files.safe_paths import MODEL_NAME
 
 BACKENDS = frozenset(
-    {"dali", "fil", "identity", "onnxruntime", "openvino", "python", "pytorch", "tensorflow", "tensorrt"}
+    {"dali", "fil", "identity", "onnxruntime", "openvino", "python", "pytorch", "tensorflow", "tensorrt", "tflite"}
 )
 """Built-in backends."""
 GROUP = "shmserve.backends"

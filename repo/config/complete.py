@@ -48,6 +48,7 @@ ENGINES = (
     BackendFile("pytorch", "torch_aoti", "model.pt2"),
     BackendFile("tensorflow", "tensorflow_graphdef", "model.graphdef"),
     BackendFile("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    BackendFile("tflite", "", "model.tflite"),
     BackendFile("openvino", "", "model.xml"),
     BackendFile("dali", "", "model.dali"),
     BackendFile("dali", "", "dali.py"),
@@ -55,7 +56,7 @@ ENGINES = (
     *(BackendFile("fil", "", file) for kind, file in TREE_FILES.items() if kind != "sklearn"),
 )
 
-COMPLETING = frozenset({"dali", "fil", "onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
+COMPLETING = frozenset({"dali", "fil", "onnxruntime", "python", "tensorrt", "tensorflow", "tflite", "openvino"})
 """Backends that can read inputs and outputs from the model file."""
 _Entry = TypeVar("_Entry", ModelInput, ModelOutput)
 _OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})

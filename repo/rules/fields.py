@@ -29,8 +29,8 @@ PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 """Valid names of Python models: Triton derives a process name from it."""
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
 OTHER_NAMES = {
-    "forest": "fil", "libtorch": "pytorch", "lightgbm": "fil", "onnx": "onnxruntime", "onnxrt": "onnxruntime",
-    "ort": "onnxruntime", "py": "python", "tf": "tensorflow", "torch": "pytorch", "torchscript": "pytorch",
+    "forest": "fil", "libtorch": "pytorch", "lightgbm": "fil", "litert": "tflite", "onnx": "onnxruntime",
+    "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python", "tf": "tensorflow", "torch": "pytorch", "torchscript": "pytorch",
     "treelite": "fil", "trt": "tensorrt", "vino": "openvino", "xgboost": "fil",
 }  # fmt: skip
 """Other names of engines, which people write for the names of backends."""

@@ -34,6 +34,8 @@ for _engine in ENGINES:
     if _engine.backend in BACKENDS:
         TARGETS.setdefault(Path(_engine.file).suffix, _engine.file)  # .py: model.py, not dali.py
 """Suffix of a model file -> its name in a version directory."""
+_SAVED_MODEL = ".savedmodel"
+"""The suffix of models that are directories."""
 _CONFIG_SUFFIX = ".pbtxt"
 _HINTS = {
     ".joblib": "`shmserve init NAME --from {}` makes a model that loads it",
@@ -65,7 +67,7 @@ def model_file(text: str) -> ModelFile:
     if not equals or Path(text).exists():
         name, rest = "", text
     path = Path(os.path.abspath(rest))
-    if not path.is_file():
+    if not _is_there(path):
         raise InvalidRequest(f"{rest}: no such file or directory")
     if path.suffix not in TARGETS:
         hint = _HINTS.get(path.suffix)
@@ -76,9 +78,13 @@ def model_file(text: str) -> ModelFile:
     return ModelFile(path, name)
 
 
+def _is_there(path: Path) -> bool:
+    return path.is_dir() if path.suffix == _SAVED_MODEL else path.is_file()
+
+
 def models_of(file: ModelFile) -> dict[str, FunctionModel | None]:
     """The models of a file: its functions, or None for the file as a whole. Raises InvalidRequest and OSError."""
-    if not file.path.is_file():
+    if not _is_there(file.path):
         raise InvalidRequest(f"{file.path.name}: no such file")
     if file.path.suffix == Path(MODEL).suffix:
         functions = functions_in(file.path)
@@ -147,7 +153,7 @@ class ModelFiles:
         return self._sources.get(folder.name) if folder.parent == self.folder.resolve() else None
 
     def _has_changed(self, path: Path) -> bool:
-        look = tuple(_look(place) for place in (path, path.with_suffix(_CONFIG_SUFFIX)))
+        look = tuple(_look(place) for place in (path, path / "saved_model.pb", path.with_suffix(_CONFIG_SUFFIX)))
         before, self._looks[path] = self._looks.get(path), sum(look, ())
         return before != self._looks[path]
 

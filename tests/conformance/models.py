@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers import dali_models, tensorflow_models
+from tests.support.workers import dali_models, tensorflow_models, tflite_models
 from tests.support.workers.worker_harness import config
 from tests.support.workers.worker_models import (
     PYTHON_ADD,
@@ -181,6 +181,20 @@ def tensorflow_slow(folder: Path) -> ModelConfig:
     return tensorflow_models.slow(folder, SIDE, TIMES)
 
 
+# ---------------------------------------------------------------------------------------------- tflite
+
+
+def tflite_adding(folder: Path) -> ModelConfig:
+    """Refused: a model of LiteRT has no optional inputs."""
+    tflite_models.adding(folder)
+    return adding_config("tflite")
+
+
+def tflite_slow(folder: Path) -> ModelConfig:
+    return tflite_models.slow(folder, SIDE, TIMES)
+
+
+REFUSING: dict[str, Make] = {"openvino": openvino_adding, "tflite": tflite_adding}
 ADDING: dict[str, Make] = {
     "python": python_adding,
     "onnxruntime": onnx_adding,
@@ -196,4 +210,5 @@ SLOW: dict[str, Make] = {
     "pytorch": torch_slow,
     "tensorflow": tensorflow_slow,
     "fil": trees_slow,
+    "tflite": tflite_slow,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Row, Tensor, Wanted
 from shmserve.workers.process.exit_codes import Exit
-from tests.conformance.models import ADDING, SLOW, Make, openvino_adding
+from tests.conformance.models import ADDING, REFUSING, SLOW, Make
 from tests.conformance.test_backends import needs
 from tests.support.workers.in_process import loaded
 from tests.support.workers.worker_harness import PATIENCE_S, WorkerProcess, assert_failed, config, work
@@ -50,7 +51,7 @@ def ended(worker: WorkerProcess) -> int:
 
 def test_every_backend_is_in_every_table() -> None:
     assert set(SLOW) == set(BY_NAME)
-    assert set(BY_NAME) - set(ADDING) == {"dali", "fil", "identity", "openvino"}
+    assert set(BY_NAME) - set(ADDING) == {"dali", "fil", "identity", *REFUSING}
 
 
 @kinds(ADDING)
@@ -79,13 +80,14 @@ def test_identity_omits_outputs_of_missing_inputs(tmp_path: Path) -> None:
         assert [values(worker, row) for row in rows] == [[[[1, 2]]], [[[1, 2]], [[3, 4]]]]
 
 
-def test_openvino_refuses_optional_inputs(tmp_path: Path) -> None:
-    needs(BY_NAME["openvino"])
-    with WorkerProcess(openvino_adding(tmp_path), tmp_path) as worker:
+@kinds(REFUSING)
+def test_engines_that_need_all_inputs_refuse_optional_ones(kind: Kind, tmp_path: Path) -> None:
+    needs(kind)
+    with WorkerProcess(REFUSING[kind.name](tmp_path), tmp_path) as worker:
         failed = worker.failed()
         assert worker.ended() == Exit.LOAD_FAILED
     assert failed.code == "INVALID_ARG"
-    assert "input 'b' is optional, and a model of OpenVINO needs all inputs" in failed.text
+    assert re.search(r"input 'b' is optional, and a model of (OpenVINO|LiteRT) needs all inputs", failed.text)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=list(BY_NAME))

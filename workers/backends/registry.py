@@ -40,6 +40,7 @@ BACKENDS = {
     "python": KnownBackend("shmserve.workers.backends.python.backend:Python", ""),
     "tensorrt": KnownBackend("shmserve.workers.backends.tensorrt.backend:TensorRT", "gpu"),
     "tensorflow": KnownBackend("shmserve.workers.backends.tensorflow.backend:TensorFlow", "tensorflow"),
+    "tflite": KnownBackend("shmserve.workers.backends.tflite:TfLite", "tflite"),
     "pytorch": KnownBackend("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
 }
 

@@ -205,14 +205,16 @@ def test_a_class_of_another_module_is_not_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
     [("onnxruntime", "onnxruntime", "cpu"), ("pytorch", "torch", "torch"), ("openvino",) * 3,
-     ("tensorflow",) * 3, ("dali", "nvidia", "dali")],
+     ("tensorflow",) * 3, ("tflite", "ai_edge_litert", "tflite"), ("dali", "nvidia", "dali")],
 )  # fmt: skip
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"onnx": ["backend"], "pytorch": ["backend", "programs", "device"]}
     packages["tensorflow"] = ["backend", "engine", "files", "sessions"]
     modules = [f"{package}.{module}" for package, names in packages.items() for module in names]
-    for module in (*modules, "dali", "openvino"):
+    for module in (*modules, "dali", "openvino", "tflite"):
         monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
+    for loaded in [loaded for loaded in sys.modules if loaded.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*{re.escape(install_command(extra))}"):
         registry.find(name)

@@ -29,7 +29,7 @@ from tests.support.browser.tab import Tab
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 
-ENGINES = ("onnxruntime", "onnx", "nvidia", "torch", "tensorflow", "tensorrt", "openvino", "cupy")
+ENGINES = ("onnxruntime", "onnx", "nvidia", "torch", "tensorflow", "ai_edge_litert", "tensorrt", "openvino", "cupy")
 MODULES = """
 import json, sys
 import shmserve

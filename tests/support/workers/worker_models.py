@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import tests
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers import dali_models, tensorflow_models
+from tests.support.workers import dali_models, tensorflow_models, tflite_models
 from tests.support.workers.worker_harness import config
 
 NUMERIC = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
@@ -419,6 +419,7 @@ KINDS = (
     Kind("openvino", openvino_echo, openvino_failing, _onnx_fail, ((*NUMERIC, "BF16"),), "openvino"),
     Kind("pytorch", torch_echo, torch_failing, _onnx_fail, (DTYPES,), "torch"),
     Kind("dali", dali_models.echo, dali_models.failing, _onnx_fail, (NUMERIC,), "nvidia.dali", isolates=True),
+    Kind("tflite", tflite_models.echo, tflite_models.failing, _onnx_fail, (tflite_models.DTYPES,), "ai_edge_litert"),
     Kind("tensorflow", tensorflow_models.echo, tensorflow_models.failing, _onnx_fail, (DTYPES,), "tensorflow"),
     Kind("fil", trees_echo, None, None, (("FP32",), ("FP64",)), "treelite", width=TREES_WIDTH),
 )

@@ -75,7 +75,7 @@ def test_a_python_file_is_a_model_of_the_python_backend() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("photo.jpg", r"the suffix '.jpg' is not that of a model file; known are .onnx, .py, .plan, .pt, .pt2, "),
+        ("photo.jpg", r"the suffix '.jpg' is not that of a model file; known are .onnx, .py, .plan, .*, .savedmodel, "),
         ("clf.pkl", "`shmserve init NAME --from clf.pkl` makes a model that loads it"),
         ("net.pth", "`shmserve init NAME --from torch` makes a model.py for a network and its weights"),
         ("a/b=m.onnx", "'a/b' cannot be the name of a model"),
@@ -130,6 +130,18 @@ def test_weights_of_openvino_and_a_configuration_beside_the_file(tmp_path: Path)
     (tmp_path / "net.pbtxt").unlink()
     files.refresh()
     assert "config.pbtxt" not in served(tmp_path / "run" / "net")
+
+
+def test_a_directory_of_tensorflow_is_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "net.savedmodel"
+    folder.mkdir()
+    (folder / "saved_model.pb").touch()
+    files_of(tmp_path, folder)
+    assert served(tmp_path / "run" / "net") == {"1/model.savedmodel": str(folder)}
+    scanned = scan_model(tmp_path / "run" / "net")
+    assert scanned.problems == ()
+    assert scanned.config is not None
+    assert scanned.config.platform == "tensorflow_savedmodel"
 
 
 def test_functions_that_come_and_go(tmp_path: Path) -> None:

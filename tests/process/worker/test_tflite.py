@@ -1,0 +1,166 @@
+"""Models of LiteRT: batches of models that have a fixed one, signatures, what follows an error, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.protocol.messages import Tensor
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.base import Context
+from tests.support.workers.tflite_models import Graph
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
+
+if importlib.util.find_spec("ai_edge_litert") is None:
+    pytest.skip("ai_edge_litert is not installed", allow_module_level=True)
+from shmserve.workers.backends import tflite
+
+X, Y = {"x": ("FP32", (3,))}, {"y": ("FP32", (2,))}
+WEIGHTS = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def dense(folder: Path, batch: int = 1, signatures: bool = False) -> None:
+    """y = x @ WEIGHTS.T, and the number of rows."""
+    graph = Graph()
+    x, y = graph.input("x_tensor", "FP32", [batch, 3]), graph.output("y_tensor", "FP32", [batch, 2])
+    count = graph.output("shape_tensor", "INT32", [2])
+    bias = graph.weight("bias", np.zeros(2, np.float32))
+    graph.node("FULLY_CONNECTED", [x, graph.weight("weights", WEIGHTS), bias], [y], of="FullyConnectedOptions")
+    graph.node("SHAPE", [x], [count], of="ShapeOptions", outType=2)
+    names = {"train": ({"x": x}, {"y": y}), "serving_default": ({"x": x}, {"y": y, "shape": count})}
+    graph.save(folder, names if signatures else {})
+
+
+def tensor(values: Any, name: str = "x") -> Tensor:
+    array = np.asarray(values, np.float32)
+    return Tensor(name, "FP32", array.shape, array.tobytes())
+
+
+def values(worker: WorkerProcess, row: Any) -> list[Any]:
+    assert row.error is None, row.error
+    return [worker.array(output, {"FP32": "f4", "INT32": "i4"}[output.dtype]).tolist() for output in row.outputs]
+
+
+@pytest.mark.process
+def test_a_model_for_one_image_runs_batches(tmp_path: Path) -> None:
+    """As converters write most models: the first dimension is 1."""
+    dense(tmp_path, signatures=True)
+    given = config("tflite", X, Y, max_batch=4, parameters={"tflite_num_threads": "2"})
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        for count in (1, 4, 2):
+            inputs = [np.full((1, 3), number, np.float32) for number in range(count)]
+            rows = worker.run(*[work(number, tensor(array)) for number, array in enumerate(inputs, 1)])
+            assert [values(worker, row) for row in rows] == [[(array @ WEIGHTS.T).tolist()] for array in inputs]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("batch", [1, -1])
+def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, batch: int) -> None:
+    dense(tmp_path, batch, signatures=True)
+    with WorkerProcess(config("tflite", {}, {}), tmp_path) as worker:
+        found = worker.loaded()
+        assert [(entry.name, tuple(entry.dims)) for entry in found.input] == [("x", (batch, 3))]
+        assert [(entry.name, tuple(entry.dims)) for entry in found.output] == [("shape", (2,)), ("y", (batch, 2))]
+        assert found.max_batch_size == 0, "one output does not have the rows of the batch"
+        (row,) = worker.run(work(1, tensor([[1, 2, 3]]), rows=0))
+        assert values(worker, row) == [[1, 3], [[8, 26]]]
+
+
+@pytest.mark.process
+def test_a_model_goes_on_after_an_error(tmp_path: Path) -> None:
+    """An error of the engine, in a run or before it, and an output of the wrong shape."""
+    graph = Graph()
+    x, shape = graph.input("x", "FP32", [-1]), graph.weight("shape", np.array([2, -1], np.int32))
+    table, place = graph.weight("table", np.zeros(4, np.float32)), graph.tensor("place", "INT32", [-1])
+    graph.node("CAST", [x], [place], of="CastOptions", inDataType=0, outDataType=2)
+    graph.node("GATHER", [table, place], [graph.output("looked", "FP32", [-1])], of="GatherOptions", axis=0)
+    graph.node("RESHAPE", [x, shape], [graph.output("y", "FP32", [2, -1])])
+    graph.save(tmp_path)
+    outputs = {"y": ("FP32", (2, 1)), "looked": ("FP32", (-1,))}
+    with WorkerProcess(config("tflite", {"x": ("FP32", (-1,))}, outputs), tmp_path) as worker:
+        worker.loaded()
+        cases = [([1, 2, 3], "failed to prepare"), ([77, 1], "GATHER"), ([1, 2, 3, 3], r"output 'y'")]
+        for number, (wrong, text) in enumerate(cases):
+            (row,) = worker.run(work(2 * number + 1, tensor(wrong), rows=0))
+            assert_failed(row, "MODEL_FAILED", text)
+            (row,) = worker.run(work(2 * number + 2, tensor([1, 2]), rows=0))
+            assert values(worker, row) == [[[1], [2]], [0, 0]]
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def given(folder: Path, inputs: Any = X, outputs: Any = Y, max_batch: int = 4, **parameters: str) -> ModelConfig:
+    dense(folder, signatures=True)
+    return config("tflite", inputs, outputs, max_batch=max_batch, parameters=parameters)
+
+
+def fixed(folder: Path, kind: str) -> ModelConfig:
+    graph = Graph()
+    x = graph.input("x", "FP32", [1, 3])
+    if kind == "reshape":
+        y = graph.output("y", "FP32", [1, 3])
+        graph.node("RESHAPE", [x, graph.weight("shape", np.array([1, 3], np.int32))], [y])
+    else:
+        axis = graph.weight("axis", np.zeros(1, np.int32))
+        graph.node("SUM", [x, axis], [graph.output("y", "FP32", [1, 3])], of="ReducerOptions", keepDims=True)
+    graph.save(folder)
+    return config("tflite", X, {"y": ("FP32", (3,))}, max_batch=4)
+
+
+def nothing(folder: Path) -> ModelConfig:
+    (folder / "1").mkdir()
+    return config("tflite", X, Y)
+
+
+def garbage(folder: Path) -> ModelConfig:
+    nothing(folder)
+    (folder / "1" / "model.tflite").write_bytes(b"garbage" * 10)
+    return config("tflite", X, Y)
+
+
+def complex_numbers(folder: Path) -> ModelConfig:
+    graph = Graph()
+    graph.node("RELU", [graph.input("x", "COMPLEX64", [3])], [graph.output("y", "COMPLEX64", [3])])
+    graph.save(folder)
+    return config("tflite", X, Y)
+
+
+def on_a_gpu(folder: Path) -> ModelConfig:
+    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
+    return replace(given(folder), instance_group=(group,))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (nothing, NotFound, "version 1 of model 'm' has no file 'model.tflite'"),
+        (garbage, InvalidRequest, "model.tflite is not a model that LiteRT can run"),
+        (complex_numbers, Unsupported, "tensor 'x' of the model is of type complex64"),
+        (lambda f: given(f, {**X, "z": ("FP32", (3,))}), InvalidRequest, "input 'z', allowed inputs are: x"),
+        (lambda f: given(f, {}), InvalidRequest, "expects 0 inputs, model provides 1: it also has x"),
+        (lambda f: given(f, X, {"z": ("FP32", (3,))}), InvalidRequest, "output 'z', allowed outputs are: "),
+        (lambda f: given(f, X, {"y": ("FP16", (2,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
+        (lambda f: given(f, max_batch=0), InvalidRequest, r"shape \[3\] in the configuration and \[1, 3\]"),
+        (lambda f: given(f, tflite_signature="a"), InvalidRequest, r"\(serving_default, train\), not 'a'"),
+        (lambda f: given(f, tflite_num_threads="a"), InvalidRequest, "tflite_num_threads of model 'm'"),
+        (lambda f: fixed(f, "reshape"), InvalidRequest, "is 4, and the first .* is 1 and cannot be changed: .*failed"),
+        (lambda f: fixed(f, "sum"), InvalidRequest, "output 'y' does not grow with the inputs. Set max_batch_size: 0"),
+        (on_a_gpu, Unsupported, "on GPU 1, and models of LiteRT run on the CPU"),
+    ],
+)
+def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+    found = make(tmp_path)
+    model = tflite.TfLite(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
+    try:
+        with pytest.raises(kind, match=text):
+            model.load(found)
+    finally:
+        model.close()

@@ -1,0 +1,212 @@
+"""LiteRT, formerly TensorFlow Lite: `model.tflite`.
+
+Invariant: an input is copied once, from the client's memory to that of the engine, and an output once, from there to
+where it will be read. No array over the engine's memory is kept while the engine runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from ai_edge_litert.interpreter import Interpreter
+
+from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
+from shmserve.repo.config.complete import TensorFacts, with_scalars
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.model_facts import completed, match, none_missing
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
+from shmserve.workers.process.device import device_of
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import GatherGroup
+    from shmserve.workers.batch.scatter import Results
+
+Array = np.ndarray[Any, np.dtype[Any]]
+NAME = "tflite"
+SIGNATURE, THREADS = "tflite_signature", "tflite_num_threads"
+DTYPES = {
+    **{np.dtype(name.lower()): name for name in ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64")},
+    **{np.dtype(name.lower()): name for name in ("INT8", "INT16", "INT32", "INT64")},
+    **{np.dtype(f"float{bits}"): f"FP{bits}" for bits in (16, 32, 64)},
+    np.dtype(np.bytes_): "BYTES",
+}
+
+
+class Port(NamedTuple):
+    """A tensor of the model and its index there. A dim of -1 is dynamic."""
+
+    place: int
+    dtype: str
+    dims: tuple[int, ...]
+
+
+class TfLite(StackedBackend):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._engine: Any = None
+        self._shapes: list[tuple[int, ...]] = []
+        """The shapes for which the engine has allocated memory. Empty: for none."""
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        default = self.context.setting(NAME, "default-max-batch-size", "4")
+        if not (default.isascii() and default.isdecimal()):
+            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
+        inputs, outputs = self._open(config)
+        return completed(config, _facts(inputs), _facts(outputs), int(default))
+
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        inputs, outputs = self._open(config)
+        return with_scalars(config, _facts(inputs), _facts(outputs))
+
+    def load(self, config: ModelConfig) -> None:
+        inputs, outputs = self._open(config)
+        self._inputs, self._outputs = model_inputs_of(config), model_outputs_of(config)
+        for spec in self._inputs:
+            if spec.optional:
+                raise InvalidRequest(
+                    f"unable to load model '{config.name}': input '{spec.name}' is optional, and a model of LiteRT "
+                    "needs all inputs"
+                )
+        none_missing(config.name, self._inputs, _facts(inputs))
+        if config.max_batch_size > 0 and any(port.dims[:1] == (1,) for port in inputs.values()):
+            inputs, outputs = self._batched(config, inputs, outputs)
+        match(config.name, "input", self._inputs, _facts(inputs), flat=(-1,))
+        match(config.name, "output", self._outputs, _facts(outputs))
+        self._in = [inputs[spec.name].place for spec in self._inputs]
+        self._out = [outputs[spec.name].place for spec in self._outputs]
+
+    def close(self) -> None:
+        self._engine = None
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        engine = self._engine
+        shapes = [inputs.shape(index) or () for index in range(len(self._in))]
+        try:
+            if shapes != self._shapes:
+                self._resize(dict(zip(self._in, shapes, strict=True)))
+                self._shapes = shapes
+            for index, spec in enumerate(self._inputs):
+                if spec.item:
+                    inputs.copy(index, engine.tensor(self._in[index])())
+                else:
+                    engine.set_tensor(self._in[index], inputs.array(index))
+            inputs.computing()
+            engine.invoke()
+        except (RuntimeError, ValueError) as error:
+            self._shapes = []
+            raise ModelFailed(_text(error)) from error
+        for index, spec in enumerate(self._outputs):
+            if outputs.needed(index):
+                outputs.put(index, self._result(self._out[index], spec))
+
+    def _resize(self, shapes: Mapping[int, tuple[int, ...]]) -> None:
+        self._shapes = []
+        for place, shape in shapes.items():
+            self._engine.resize_tensor_input(place, shape)
+        self._engine.allocate_tensors()
+
+    def _result(self, place: int, spec: Spec) -> Array:
+        array: Array = self._engine.tensor(place)() if spec.item else self._engine.get_tensor(place)
+        return array
+
+    # ------------------------------------------------------------------------------------ loading
+
+    def _open(self, config: ModelConfig) -> tuple[dict[str, Port], dict[str, Port]]:
+        """Returns the inputs and outputs of the model, by the names of its signature if it has one."""
+        if self._engine is None:
+            kind, number = device_of(config, self.context.instance)
+            if kind == "GPU":
+                raise Unsupported(
+                    f"instance '{self.context.instance}' is to run on GPU {number}, and models of LiteRT run on the "
+                    "CPU: choose KIND_CPU"
+                )
+            parameters = Parameters(config)
+            path = self.context.model_file(config, "model.tflite")
+            threads = parameters.whole(THREADS, 0) or self.context.engine_threads
+            try:
+                self._engine = Interpreter(model_path=os.fspath(path), num_threads=threads)
+            except (RuntimeError, ValueError) as error:
+                raise InvalidRequest(f"{path.name} is not a model that LiteRT can run: {_text(error)}") from error
+            self._ports = _ports_of(self._engine, parameters)
+        return self._ports
+
+    def _batched(
+        self, config: ModelConfig, inputs: Mapping[str, Port], outputs: Mapping[str, Port]
+    ) -> tuple[dict[str, Port], dict[str, Port]]:
+        """Makes a first dimension of 1, which most models have, dynamic: it is that of the batch if all outputs grow
+        with it."""
+        rows = max(2, config.max_batch_size)
+        batched = {spec.name for spec in self._inputs if spec.batched and not spec.flat}
+        shapes = {
+            port.place: tuple(max(1, dim) for dim in ((rows, *port.dims[1:]) if name in batched else port.dims))
+            for name, port in inputs.items()
+        }
+        failed = (
+            f"unable to load model '{config.name}': max_batch_size is {config.max_batch_size}, and the first dimension "
+            "of the model is 1 and cannot be changed"
+        )
+        try:
+            self._resize(shapes)
+        except (RuntimeError, ValueError) as error:
+            raise InvalidRequest(f"{failed}: {_text(error)}. Set max_batch_size: 0") from error
+        now = {port["index"]: tuple(port["shape"]) for port in self._engine.get_output_details()}
+        for name, port in outputs.items():
+            if port.dims[:1] == (1,) and now.get(port.place, ())[:1] != (rows,):
+                raise InvalidRequest(f"{failed}: output '{name}' does not grow with the inputs. Set max_batch_size: 0")
+        return _dynamic(inputs), _dynamic(outputs)
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, Port], dict[str, Port]]:
+    wanted = parameters.text(SIGNATURE)
+    signatures = engine.get_signature_list()
+    plain = {detail["name"]: detail for detail in engine.get_input_details()}
+    made = {detail["name"]: detail for detail in engine.get_output_details()}
+    if wanted and wanted not in signatures:
+        known = ", ".join(sorted(signatures)) or "it has none"
+        raise parameters.wrong(SIGNATURE, f"a signature of the model ({known})")
+    if not signatures:
+        return _ports(plain), _ports(made)
+    chosen = wanted or ("serving_default" if "serving_default" in signatures else min(signatures))
+    runner = engine.get_signature_runner(chosen)
+    if runner._subgraph_index != 0:
+        raise Unsupported(
+            f"signature '{chosen}' of the model is not that of its first graph, not supported: convert it to a file "
+            "of its own"
+        )
+    inputs, outputs = runner.get_input_details(), runner.get_output_details()
+    return _ports(inputs), _ports(outputs)
+
+
+def _ports(details: Mapping[str, Any]) -> dict[str, Port]:
+    ports = {}
+    for name in sorted(details):
+        detail = details[name]
+        dtype = DTYPES.get(np.dtype(detail["dtype"]))
+        if dtype is None:
+            kind = np.dtype(detail["dtype"]).name
+            raise Unsupported(f"tensor '{name}' of the model is of type {kind}, not supported")
+        # Models of older converters have no signature of the shape.
+        dims = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
+        ports[name] = Port(int(detail["index"]), dtype, tuple(int(dim) for dim in dims))
+    return ports
+
+
+def _dynamic(ports: Mapping[str, Port]) -> dict[str, Port]:
+    return {name: port._replace(dims=(-1, *port.dims[1:])) if port.dims else port for name, port in ports.items()}
+
+
+def _facts(ports: Mapping[str, Port]) -> list[TensorFacts]:
+    return [TensorFacts(name, port.dtype, port.dims) for name, port in ports.items()]
