@@ -31,6 +31,7 @@ from typing import Any
 
 import shmserve
 from shmserve.paths import BROKER, LANE
+from shmserve.repo.storage.model_files import is_model_path
 
 _SHM = Path("/dev/shm")
 _KILLED_S = 30.0
@@ -167,7 +168,7 @@ class Server:
         reader, writer = os.pipe()
         try:
             command = [sys.executable, "-m", "shmserve.broker.main"]
-            command += [] if Path(self._models).is_file() else ["--model-repository"]
+            command += [] if is_model_path(Path(self._models)) else ["--model-repository"]
             command.append(self._models)
             command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer)]
             command += ["--metrics-interval-ms", "0", *self._gateway_options, *self._options]

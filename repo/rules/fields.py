@@ -30,8 +30,8 @@ PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
 OTHER_NAMES = {
     "forest": "fil", "libtorch": "pytorch", "lightgbm": "fil", "litert": "tflite", "onnx": "onnxruntime",
-    "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python", "tf": "tensorflow", "torch": "pytorch", "torchscript": "pytorch",
-    "treelite": "fil", "trt": "tensorrt", "vino": "openvino", "xgboost": "fil",
+    "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python", "tf": "tensorflow", "torch": "pytorch",
+    "torchscript": "pytorch", "treelite": "fil", "trt": "tensorrt", "vino": "openvino", "xgboost": "fil",
 }  # fmt: skip
 """Other names of engines, which people write for the names of backends."""
 INSTANCES = 1024

@@ -34,7 +34,7 @@ for _engine in ENGINES:
     if _engine.backend in BACKENDS:
         TARGETS.setdefault(Path(_engine.file).suffix, _engine.file)  # .py: model.py, not dali.py
 """Suffix of a model file -> its name in a version directory."""
-_SAVED_MODEL = ".savedmodel"
+SAVED_MODEL = ".savedmodel"
 """The suffix of models that are directories."""
 _CONFIG_SUFFIX = ".pbtxt"
 _HINTS = {
@@ -67,7 +67,7 @@ def model_file(text: str) -> ModelFile:
     if not equals or Path(text).exists():
         name, rest = "", text
     path = Path(os.path.abspath(rest))
-    if not _is_there(path):
+    if not is_model_path(path):
         raise InvalidRequest(f"{rest}: no such file or directory")
     if path.suffix not in TARGETS:
         hint = _HINTS.get(path.suffix)
@@ -78,13 +78,14 @@ def model_file(text: str) -> ModelFile:
     return ModelFile(path, name)
 
 
-def _is_there(path: Path) -> bool:
-    return path.is_dir() if path.suffix == _SAVED_MODEL else path.is_file()
+def is_model_path(path: Path) -> bool:
+    """Whether there is a file, or a directory that is a model itself."""
+    return path.is_dir() if path.suffix == SAVED_MODEL else path.is_file()
 
 
 def models_of(file: ModelFile) -> dict[str, FunctionModel | None]:
     """The models of a file: its functions, or None for the file as a whole. Raises InvalidRequest and OSError."""
-    if not _is_there(file.path):
+    if not is_model_path(file.path):
         raise InvalidRequest(f"{file.path.name}: no such file")
     if file.path.suffix == Path(MODEL).suffix:
         functions = functions_in(file.path)

@@ -45,7 +45,7 @@ from shmserve.repo.backends import DIRECTORY, backend_directory_problem
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.remote.stores import missing_package
-from shmserve.repo.storage.model_files import ModelFile, model_file
+from shmserve.repo.storage.model_files import ModelFile, is_model_path, model_file
 from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
 if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
@@ -275,7 +275,7 @@ def _words(words: Sequence[str], problems: list[str]) -> tuple[list[Path | Remot
         try:
             if is_remote(word):
                 folders.append(parse_address(word))
-            elif Path(word).is_dir():
+            elif Path(word).is_dir() and not is_model_path(Path(word)):
                 folders.append(Path(word))
             else:
                 files.append(model_file(word))

@@ -241,13 +241,14 @@ def test_wrong_use(arguments: list[str], text: str, base: list[str], capsys: pyt
 
 
 def test_files_and_directories_without_a_flag(base: list[str], tmp_path: Path) -> None:
-    model, folder = tmp_path / "net.onnx", tmp_path / "more"
+    model, folder, saved = (tmp_path / name for name in ("net.onnx", "more", "tf.savedmodel"))
     model.touch()
     folder.mkdir()
-    found = settings.parse([str(model), *base, str(folder), "--no-gateway", f"other={model}"])
+    saved.mkdir()
+    found = settings.parse([str(model), *base, str(folder), "--no-gateway", f"other={model}", str(saved)])
     assert found.no_gateway is True
     assert found.model_repository == [Path(base[1]), folder]
-    assert [(file.path, file.name) for file in found.model_files] == [(model, ""), (model, "other")]
+    assert [(file.path, file.name) for file in found.model_files] == [(model, ""), (model, "other"), (saved, "")]
 
 
 def test_a_repository_is_required(capsys: pytest.CaptureFixture[str]) -> None:
