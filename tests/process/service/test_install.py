@@ -130,7 +130,7 @@ def test_configurations_can_be_read_there(python: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def newcomer(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
     """The source directory with a model.onnx, and a shell's variables. An empty environment is on the path, for which
-    pip finds the dependencies installed, so that it needs no network; the ports are free ones.
+    pip finds the dependencies installed and does not download them; the ports are free ones.
     """
     place = tmp_path_factory.mktemp("newcomer")
     run(sys.executable, "-m", "venv", "--without-pip", place / "venv", cwd=place)
@@ -146,12 +146,11 @@ def newcomer(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     (programs / "pip").chmod(0o755)
     run("git", "clone", "--quiet", wheel.parent / "clone", place / "source", cwd=place)
     (place / "source" / "model.onnx").write_bytes((EXAMPLES / "mlp" / "1" / "model.onnx").read_bytes())
-    ours = ("PYTHON", "VIRTUAL_", "SHMSERVE", "PIP_")
+    ours = ("PYTHON", "VIRTUAL_", "SHMSERVE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     ports = {f"SHMSERVE_{name}_PORT": "0" for name in ("HTTP", "GRPC", "METRICS")}
-    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: "no" is not what pip takes from a variable
     path = f"{programs}{os.pathsep}{variables['PATH']}"
-    return place / "source", variables | ports | offline | {"PATH": path, "SHMSERVE_RUNTIME_DIR": str(place / "run")}
+    return place / "source", variables | ports | {"PATH": path, "SHMSERVE_RUNTIME_DIR": str(place / "run")}
 
 
 @contextmanager
