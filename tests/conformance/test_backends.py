@@ -5,7 +5,6 @@ Each backend has a model whose outputs are its inputs, with all data types in on
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import stat
@@ -19,7 +18,7 @@ import pytest
 from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
 from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, work
-from tests.support.workers.worker_models import KINDS, TENSORRT, Kind
+from tests.support.workers.worker_models import KINDS, TENSORRT, Kind, needs
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -76,14 +75,6 @@ class Echo:
                 assert len(tensor.data) <= INLINE_BYTES
             else:
                 self.worker.send(Return(tensor.data))  # type: ignore[arg-type]
-
-
-def needs(kind: Kind) -> None:
-    folder, _, module = kind.library.rpartition(".")
-    if folder and importlib.util.find_spec(folder) is None:
-        pytest.skip(f"{folder} is not installed")
-    if module and importlib.util.find_spec(kind.library) is None:
-        pytest.skip(f"{kind.library} is not installed")
 
 
 def arrays_of(dtypes: tuple[str, ...], shape: tuple[int, ...], seed: int = 0) -> dict[str, Array]:

@@ -70,7 +70,7 @@ def test_the_commands_of_the_page(folder: Path) -> None:
         assert done.returncode in (0, 1), done.stderr
         found = json.loads(done.stdout)
         assert found["holds"] == (done.returncode == 0)
-        assert found["chosen"]["instances"] in (1, 2)
+        assert found["chosen"]["instances"] in (1, 2) if found["chosen"] else not found["holds"]
         assert {entry["instances"] for entry in found["service_times"]} >= {1}
         assert found["confirmed"][0]["points"]
         assert os.listdir(folder / "tmp") == []
@@ -83,7 +83,7 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     if found["holds"]:  # a busy machine may exceed the target
         assert [line for line in after if line not in before] == changed
     assert before[0] in after
-    assert found["chosen"] == found["present"] or changed
+    assert found["chosen"] in (None, found["present"]) or changed
     assert "<svg" in (folder / "report.html").read_text()
 
 

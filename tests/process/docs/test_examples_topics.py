@@ -98,17 +98,20 @@ def embedding(ids: list[int]) -> NDArray[Any]:
     return np.asarray(mean / np.linalg.norm(mean))
 
 
-@cache
-def tokenizer() -> Any:
+def _tokenizer() -> Any:
     found = tokenizers.Tokenizer.from_file(str(ocr.package_file(minilm.PACKAGE, minilm.TOKENIZER)))
     found.no_padding()
     found.enable_truncation(128)
     return found
 
 
+TOKENIZER: Any = _tokenizer() if WEIGHTS is not None else None
+"""Made before any test is watched for threads that it leaves: the library starts one that lasts."""
+
+
 @cache
 def oracle(text: str) -> NDArray[Any]:
-    return embedding(tokenizer().encode(text).ids)
+    return embedding(TOKENIZER.encode(text).ids)
 
 
 def expected(text: str) -> tuple[str, float]:

@@ -25,7 +25,7 @@ from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.warmup import requests_of, title
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import KINDS, Graph, Kind, config_name, python_model
+from tests.support.workers.worker_models import KINDS, Graph, Kind, config_name, needs, python_model
 
 pytestmark = pytest.mark.process
 
@@ -145,6 +145,7 @@ def test_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_all_types_at_once(tmp_path: Path, kind: Kind, dtypes: tuple[str, ...]) -> None:
     """Small and large, in every backend."""
+    needs(kind)
     given = kind.echo(tmp_path, dtypes, (-1,), 8)
     samples = [
         ModelWarmup(

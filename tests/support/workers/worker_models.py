@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from msgspec.structs import replace
 
 import tests
@@ -79,6 +80,15 @@ class Kind(NamedTuple):
     """Whether an error of the engine fails only the request that caused it, not the whole batch."""
     width: int = 0
     """The only width of the batched echo model, if it has one; 0: any."""
+
+
+def needs(kind: Kind) -> None:
+    """Skips the test if the library of the backend is not installed."""
+    folder, _, module = kind.library.rpartition(".")
+    if folder and importlib.util.find_spec(folder) is None:
+        pytest.skip(f"{folder} is not installed")
+    if module and importlib.util.find_spec(kind.library) is None:
+        pytest.skip(f"{kind.library} is not installed")
 
 
 def _tensors(prefix: str, dtypes: Sequence[str], dims: Sequence[int]) -> dict[str, tuple[str, Sequence[int]]]:
