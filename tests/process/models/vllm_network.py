@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-LENGTH = 128
+LENGTH = 2048
 """Most tokens of a text and its continuation."""
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 
