@@ -11,7 +11,19 @@ from pathlib import Path
 from shmserve.repo.files.safe_paths import MODEL_NAME
 
 BACKENDS = frozenset(
-    {"dali", "fil", "identity", "onnxruntime", "openvino", "python", "pytorch", "tensorflow", "tensorrt", "tflite"}
+    {
+        "dali",
+        "fil",
+        "identity",
+        "onnxruntime",
+        "openvino",
+        "paddle",
+        "python",
+        "pytorch",
+        "tensorflow",
+        "tensorrt",
+        "tflite",
+    }
 )
 """Built-in backends."""
 GROUP = "shmserve.backends"

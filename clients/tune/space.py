@@ -27,6 +27,7 @@ THREADS = {
     "tflite": "tflite_num_threads",
     "openvino": "INFERENCE_NUM_THREADS",
     "fil": "cpu_nthread",
+    "paddle": "cpu_threads",
 }
 """Backend -> the parameter for the number of threads within an operator."""
 DELAYS = (0.0, 0.025, 0.05, 0.1, 0.2, 0.35)

@@ -54,9 +54,12 @@ ENGINES = (
     BackendFile("dali", "", "dali.py"),
     BackendFile("paddle", "", "model.pdmodel"),
     *(BackendFile("fil", "", file) for kind, file in TREE_FILES.items() if kind != "sklearn"),
+    BackendFile("paddle", "", "model.json"),
 )
 
-COMPLETING = frozenset({"dali", "fil", "onnxruntime", "python", "tensorrt", "tensorflow", "tflite", "openvino"})
+COMPLETING = frozenset(
+    {"dali", "fil", "onnxruntime", "python", "tensorrt", "tensorflow", "tflite", "openvino", "paddle"}
+)
 """Backends that can read inputs and outputs from the model file."""
 _Entry = TypeVar("_Entry", ModelInput, ModelOutput)
 _OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})

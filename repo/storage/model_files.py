@@ -44,6 +44,8 @@ _HINTS = {
     ".pth": "`shmserve init NAME --from torch` makes a model.py for a network and its weights",
 }
 """Suffix of a file that cannot be served alone -> how to make a model of it."""
+_WEIGHTS = {".xml": ".bin", ".pdmodel": ".pdiparams"}
+"""Suffix of a model file -> that of the file beside it with the weights."""
 _Look = tuple[int, ...]
 
 
@@ -192,10 +194,10 @@ def _companions(path: Path) -> Iterator[tuple[str, str]]:
             for name in external_files(file):
                 if not os.path.isabs(name) and ".." not in Path(name).parts:
                     yield name, name
-    elif path.suffix == ".xml":
-        weights = path.with_suffix(".bin")
+    elif path.suffix in _WEIGHTS:
+        weights = path.with_suffix(_WEIGHTS[path.suffix])
         if weights.exists():
-            yield Path(TARGETS[".xml"]).with_suffix(".bin").name, weights.name
+            yield Path(TARGETS[path.suffix]).with_suffix(weights.suffix).name, weights.name
 
 
 def _write(folder: Path, content: _Content) -> None:

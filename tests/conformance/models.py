@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers import dali_models, tensorflow_models, tflite_models
+from tests.support.workers import dali_models, paddle_models, tensorflow_models, tflite_models
 from tests.support.workers.worker_harness import config
 from tests.support.workers.worker_models import (
     PYTHON_ADD,
@@ -194,7 +194,16 @@ def tflite_slow(folder: Path) -> ModelConfig:
     return tflite_models.slow(folder, SIDE, TIMES)
 
 
-REFUSING: dict[str, Make] = {"openvino": openvino_adding, "tflite": tflite_adding}
+# ---------------------------------------------------------------------------------------------- paddle
+
+
+def paddle_adding(folder: Path) -> ModelConfig:
+    """Refused: a model of PaddlePaddle has no optional inputs."""
+    paddle_models.adding(folder)
+    return replace(adding_config("paddle"), default_model_filename="model.json")
+
+
+REFUSING: dict[str, Make] = {"openvino": openvino_adding, "tflite": tflite_adding, "paddle": paddle_adding}
 ADDING: dict[str, Make] = {
     "python": python_adding,
     "onnxruntime": onnx_adding,
@@ -211,4 +220,5 @@ SLOW: dict[str, Make] = {
     "tensorflow": tensorflow_slow,
     "fil": trees_slow,
     "tflite": tflite_slow,
+    "paddle": lambda folder: paddle_models.slow(folder, SIDE, TIMES),
 }

@@ -32,6 +32,7 @@ class Engine(NamedTuple):
 ENGINES: tuple[Engine, ...] = (
     Engine("dali", "dali", ("nvidia.dali",), "dali", ("tests/process/worker/test_dali.py",)),
     Engine("tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/test_tensorflow.py",)),
+    Engine("paddle", "paddle", ("paddle",), "paddle", ("tests/process/worker/test_paddle.py",)),
     Engine(
         "trees",
         "trees",

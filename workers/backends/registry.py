@@ -37,6 +37,7 @@ BACKENDS = {
     "identity": KnownBackend("shmserve.workers.backends.identity:Identity", ""),
     "onnxruntime": KnownBackend("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
     "openvino": KnownBackend("shmserve.workers.backends.openvino:OpenVino", "openvino"),
+    "paddle": KnownBackend("shmserve.workers.backends.paddle:Paddle", "paddle"),
     "python": KnownBackend("shmserve.workers.backends.python.backend:Python", ""),
     "tensorrt": KnownBackend("shmserve.workers.backends.tensorrt.backend:TensorRT", "gpu"),
     "tensorflow": KnownBackend("shmserve.workers.backends.tensorflow.backend:TensorFlow", "tensorflow"),

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 import tests
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers import dali_models, tensorflow_models, tflite_models
+from tests.support.workers import dali_models, paddle_models, tensorflow_models, tflite_models
 from tests.support.workers.worker_harness import config
 
 NUMERIC = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
@@ -431,5 +431,6 @@ KINDS = (
     Kind("dali", dali_models.echo, dali_models.failing, _onnx_fail, (NUMERIC,), "nvidia.dali", isolates=True),
     Kind("tflite", tflite_models.echo, tflite_models.failing, _onnx_fail, (tflite_models.DTYPES,), "ai_edge_litert"),
     Kind("tensorflow", tensorflow_models.echo, tensorflow_models.failing, _onnx_fail, (DTYPES,), "tensorflow"),
+    Kind("paddle", paddle_models.echo, paddle_models.failing, _onnx_fail, (paddle_models.DTYPES,), "paddle"),
     Kind("fil", trees_echo, None, None, (("FP32",), ("FP64",)), "treelite", width=TREES_WIDTH),
 )

@@ -144,6 +144,14 @@ def test_a_directory_of_tensorflow_is_a_model(tmp_path: Path) -> None:
     assert scanned.config.platform == "tensorflow_savedmodel"
 
 
+def test_weights_of_paddle(tmp_path: Path) -> None:
+    for name in ("net.pdmodel", "net.pdiparams"):
+        (tmp_path / name).touch()
+    files_of(tmp_path, tmp_path / "net.pdmodel")
+    expected = {"1/model.pdmodel": "net.pdmodel", "1/model.pdiparams": "net.pdiparams"}
+    assert served(tmp_path / "run" / "net") == {name: str(tmp_path / to) for name, to in expected.items()}
+
+
 def test_functions_that_come_and_go(tmp_path: Path) -> None:
     app = tmp_path / "app.py"
     app.write_text(APP.format("first"))

@@ -1,0 +1,140 @@
+"""Models of PaddlePaddle: both formats, names, and what they say of themselves. Expected values come from numpy."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from tests.support.workers import paddle_models
+from tests.support.workers.in_process import load_failure
+from tests.support.workers.worker_harness import WorkerProcess, config, work
+
+if importlib.util.find_spec("paddle") is None:
+    pytest.skip("paddle is not installed: make test-engines", allow_module_level=True)
+import paddle
+
+pytestmark = pytest.mark.process
+WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+COUNTS = np.array([[3], [5]], np.int64)
+
+
+def linear() -> tuple[list[Any], list[Any]]:
+    """x @ WEIGHTS, and the counts doubled."""
+    x, counts = paddle_models.data("x", [-1, 4]), paddle_models.data("counts", [-1, 1], "INT64")
+    weights = paddle.ParamAttr(initializer=paddle.nn.initializer.Assign(WEIGHTS))
+    product = paddle.static.nn.fc(x, 3, weight_attr=weights, bias_attr=False)
+    return [x, counts], [product, paddle.scale(counts, 2)]
+
+
+def bare(file: str) -> ModelConfig:
+    return replace(config("paddle", {}, {}), default_model_filename=file)
+
+
+def run(given: ModelConfig, folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Loads the model in a worker, and runs it for two requests in one batch."""
+    with WorkerProcess(given, folder) as worker:
+        found = worker.loaded()
+        x_name, counts_name = (entry.name for entry in found.input)
+        rows = worker.run(
+            *[
+                work(number, worker.tensor(x_name, X + number), worker.tensor(counts_name, COUNTS + number))
+                for number in range(2)
+            ]
+        )
+        outputs = []
+        for row in rows:
+            assert row.error is None, row.error
+            dtypes = {"FP32": np.float32, "INT64": np.int64}
+            outputs.append({tensor.name: worker.array(tensor, dtypes[tensor.dtype]) for tensor in row.outputs})
+    return found, {name: [output[name] for output in outputs] for name in outputs[0]}
+
+
+def check(product: Any, doubled: Any) -> None:
+    for number in range(2):
+        assert np.allclose(product[number], (X + number) @ WEIGHTS, atol=1e-5)
+        assert np.array_equal(doubled[number], 2 * (COUNTS + number))
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["json", "pdmodel"])
+def test_a_model_says_its_inputs_and_outputs(older: bool, tmp_path: Path) -> None:
+    paddle_models.save(tmp_path, linear, older)
+    file = "model.pdmodel" if older else "model.json"
+    assert sorted(path.name for path in (tmp_path / "1").iterdir()) == sorted([file, "model.pdiparams"])
+    found, outputs = run(bare(file), tmp_path)
+    assert [(entry.name, entry.data_type, tuple(entry.dims)) for entry in found.input] == [
+        ("x", "TYPE_FP32", (4,)),
+        ("counts", "TYPE_INT64", (1,)),
+    ]
+    assert [(entry.data_type, tuple(entry.dims)) for entry in found.output] == [
+        ("TYPE_FP32", (3,)),
+        ("TYPE_INT64", (1,)),
+    ]
+    assert found.max_batch_size == 4
+    assert found.dynamic_batching is not None
+    check(*[outputs[entry.name] for entry in found.output])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(("x", "counts"), ("OUTPUT__0", "OUTPUT__1")), (("INPUT__0", "INPUT__1"), ("scores", "doubled"))],
+    ids=["by position", "in order"],
+)
+def test_names_of_the_configuration(inputs: tuple[str, str], outputs: tuple[str, str], tmp_path: Path) -> None:
+    """Version 3 names all outputs fetch_name_N."""
+    paddle_models.save(tmp_path, linear)
+    given = config(
+        "paddle",
+        {inputs[0]: ("FP32", (4,)), inputs[1]: ("INT64", (1,))},
+        {outputs[0]: ("FP32", (3,)), outputs[1]: ("INT64", (1,))},
+        max_batch=8,
+        parameters={"cpu_threads": "1", "enable_mkldnn": "false"},
+    )
+    _, found = run(replace(given, default_model_filename="model.json"), tmp_path)
+    check(found[outputs[0]], found[outputs[1]])
+
+
+def test_a_configuration_in_another_order(tmp_path: Path) -> None:
+    paddle_models.save(tmp_path, linear)
+    given = config(
+        "paddle",
+        {"x": ("FP32", (4,)), "counts": ("INT64", (1,))},
+        {"fetch_name_1": ("INT64", (1,)), "fetch_name_0": ("FP32", (3,))},
+        max_batch=8,
+    )
+    _, found = run(replace(given, default_model_filename="model.json"), tmp_path)
+    check(found["fetch_name_0"], found["fetch_name_1"])
+
+
+def test_configurations_that_do_not_match(tmp_path: Path) -> None:
+    paddle_models.save(tmp_path, linear)
+    x, counts = ("FP32", (4,)), ("INT64", (1,))
+    outputs = {"fetch_name_0": ("FP32", (3,)), "fetch_name_1": ("INT64", (1,))}
+    good = replace(
+        config("paddle", {"x": x, "counts": counts}, outputs, max_batch=8), default_model_filename="model.json"
+    )
+    wider = replace(good, input=(replace(good.input[0], dims=(5,)), good.input[1]))
+    assert "input 'x' has shape [-1, 5] in the configuration" in load_failure(wider, tmp_path).text
+    other = replace(good, output=(replace(good.output[0], data_type="TYPE_FP64"), good.output[1]))
+    assert "output 'fetch_name_0' is FP64 in the configuration and FP32" in load_failure(other, tmp_path).text
+    few = replace(good, input=good.input[:1])
+    assert "it also has the input 'counts'" in load_failure(few, tmp_path).text
+    optional = replace(good, input=(good.input[0], replace(good.input[1], optional=True)))
+    assert "input 'counts' is optional" in load_failure(optional, tmp_path).text
+    on_gpu = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
+    assert "set kind: KIND_CPU" in load_failure(replace(good, instance_group=(on_gpu,)), tmp_path).text
+
+
+@pytest.mark.parametrize("file", ["model.json", "model.pdmodel"])
+def test_a_file_that_is_no_model(file: str, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / file).write_bytes(b'{"a": 1}')
+    failure = load_failure(bare(file), tmp_path)
+    assert failure.code == "INVALID_ARG"
+    assert f"'{file}' is not a model of PaddlePaddle" in failure.text

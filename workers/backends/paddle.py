@@ -1,0 +1,223 @@
+"""PaddlePaddle: `model.json` or, of versions before 3, `model.pdmodel`, with the weights in `model.pdiparams`.
+
+The engine copies inputs into tensors of its own, and outputs out of them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.config.complete import TensorFacts
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.model_facts import completed, match
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
+from shmserve.workers.process.device import device_of
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import GatherGroup
+    from shmserve.workers.batch.scatter import Results
+
+
+def _engine() -> Any:
+    """Imports the engine without its log, and without its handlers of signals, with which a crash does not end the
+    process by the signal."""
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import paddle
+        import paddle.inference
+    # It also removes the handler of SIGTERM, and those that report a crash.
+    terminate = signal.getsignal(signal.SIGTERM)
+    paddle.disable_signal_handler()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminate)
+    if faulthandler.is_enabled():
+        faulthandler.disable()
+        faulthandler.enable()
+    return paddle
+
+
+paddle = _engine()
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "int8": "INT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+_OF_JSON = {"ui8": "uint8", "i8": "int8", "i32": "int32", "i64": "int64", "f16": "float16", "f32": "float32",
+            "f64": "float64"}  # fmt: skip
+"""The names of types in model.json, where they differ."""
+_Facts = tuple[list[TensorFacts], list[TensorFacts]]
+
+
+class Paddle(StackedBackend):
+    fresh = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._predictor: Any = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        inputs, outputs = _facts(self._file(config))
+        default = self.context.setting("paddle", "default-max-batch-size", "4")
+        if not (default.isascii() and default.isdecimal()):
+            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
+        return completed(config, inputs, outputs, int(default))
+
+    def load(self, config: ModelConfig) -> None:
+        parameters = Parameters(config)
+        if device_of(config, self.context.instance)[0] == "GPU":
+            raise Unsupported(
+                f"instance '{self.context.instance}' is to run on a GPU, and models of PaddlePaddle run on the CPU "
+                "only: set kind: KIND_CPU in instance_group"
+            )
+        path = self._file(config)
+        inputs, outputs = _facts(path)
+        sources, targets = model_inputs_of(config), model_outputs_of(config)
+        optional = next((spec.name for spec in sources if spec.optional), "")
+        if optional:
+            raise InvalidRequest(f"input '{optional}' is optional, and a model of PaddlePaddle needs all inputs")
+        input_order = _order(config.name, "input", sources, inputs)
+        output_order = _order(config.name, "output", targets, outputs)
+        missing = [fact.name for index, fact in enumerate(inputs) if index not in input_order]
+        if missing:
+            raise InvalidRequest(f"unable to load model '{config.name}': it also has the input '{missing[0]}'")
+        self._predictor = self._create(config.name, path, parameters)
+        self._sources = [self._predictor.get_input_handle(inputs[index].name) for index in input_order]
+        self._targets = [self._predictor.get_output_handle(outputs[index].name) for index in output_order]
+
+    def close(self) -> None:
+        self._sources = self._targets = []
+        self._predictor = None
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        for index, handle in enumerate(self._sources):
+            array = inputs.array(index)
+            assert array is not None
+            handle.copy_from_cpu(np.ascontiguousarray(array))
+        inputs.computing()
+        self._predictor.run()
+        for index, handle in enumerate(self._targets):
+            if outputs.needed(index):
+                outputs.put(index, handle.copy_to_cpu())
+
+    # ------------------------------------------------------------------------------------ loading
+
+    def _file(self, config: ModelConfig) -> Path:
+        return self.context.model_file(config, "model.pdmodel")
+
+    def _create(self, model: str, path: Path, parameters: Parameters) -> Any:
+        weights = path.with_suffix(".pdiparams")  # a model without weights has no such file
+        inference = paddle.inference
+        options = inference.Config(os.fspath(path), os.fspath(weights) if weights.exists() else "")
+        options.disable_glog_info()
+        options.disable_gpu()
+        options.set_cpu_math_library_num_threads(parameters.whole("cpu_threads", 0) or self.context.engine_threads)
+        if not parameters.flag("enable_mkldnn", True):
+            options.disable_onednn()
+        try:
+            return inference.create_predictor(options)
+        except (RuntimeError, ValueError) as error:
+            raise InvalidRequest(f"unable to load model '{model}': {_reason(error)}") from error
+
+
+def _facts(path: Path) -> _Facts:
+    """Returns the inputs and outputs of the model in a file."""
+    try:
+        return _of_program(path.read_bytes()) if path.suffix == ".pdmodel" else _of_json(path.read_bytes())
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise InvalidRequest(f"'{path.name}' is not a model of PaddlePaddle: {_reason(error)}") from error
+
+
+def _of_json(content: bytes) -> _Facts:
+    """Of the format of PaddlePaddle 3: each input and output is an operation."""
+    inputs: list[TensorFacts] = []
+    outputs: list[TensorFacts] = []
+    for operation in json.loads(content)["program"]["regions"][0]["blocks"][0]["ops"]:
+        kind = operation["#"].rpartition(".")[2]
+        if kind not in ("data", "fetch"):
+            continue
+        name = next(entry["AT"]["D"] for entry in operation["A"] if entry["N"] == "name")
+        (element, dims, *_) = operation["O"][0]["TT"]["D"]
+        dtype = element["#"].rpartition(".t_")[2]
+        facts = inputs if kind == "data" else outputs
+        facts.append(TensorFacts(name, _dtype(name, _OF_JSON.get(dtype, dtype)), tuple(dims)))
+    return inputs, outputs
+
+
+def _of_program(content: bytes) -> _Facts:
+    """Of the format before PaddlePaddle 3."""
+    program = paddle.base.core.ProgramDesc(content)  # keep it: the block is a part of its memory
+    block = program.block(0)
+    inputs: dict[int, TensorFacts] = {}
+    outputs: dict[int, TensorFacts] = {}
+    for index in range(block.op_size()):
+        operation = block.op(index)
+        if operation.type() not in ("feed", "fetch"):
+            continue
+        is_input = operation.type() == "feed"
+        (name,) = operation.output("Out") if is_input else operation.input("X")
+        variable = block.find_var(name.encode())
+        dtype = str(variable.dtype()).rpartition(".")[2]
+        facts = inputs if is_input else outputs
+        facts[operation.attr("col")] = TensorFacts(name, _dtype(name, dtype), tuple(variable.shape()))
+    return [inputs[column] for column in sorted(inputs)], [outputs[column] for column in sorted(outputs)]
+
+
+def _dtype(name: str, dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise Unsupported(f"tensor '{name}' of the model is of type {dtype}, not supported")
+    return DTYPES[dtype]
+
+
+def _order(model: str, kind: str, specs: Sequence[Spec], facts: Sequence[TensorFacts]) -> list[int]:
+    """Returns the position in the model of each tensor of the configuration: by name, by a name that ends with the
+    position (OUTPUT__0), or, if no name is known to the model, in the order of the configuration."""
+    names = [fact.name for fact in facts]
+    found = []
+    for place, spec in enumerate(specs):
+        number = spec.name.rpartition("__")[2]
+        if spec.name in names:
+            found.append(names.index(spec.name))
+        elif "__" in spec.name and number.isascii() and number.isdecimal() and int(number) < len(names):
+            found.append(int(number))
+        elif len(specs) == len(names) and not any(spec.name in names for spec in specs):
+            found.append(place)
+        else:
+            given = ", ".join(f"'{each.name}'" for each in specs)
+            raise InvalidRequest(
+                f"unable to load model '{model}': unexpected inference {kind} '{spec.name}' of {given}, allowed "
+                f"{kind}s are: {', '.join(names)}"
+            )
+    match(
+        model,
+        kind,
+        specs,
+        [facts[index]._replace(name=spec.name) for index, spec in zip(found, specs, strict=True)],
+    )
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """The engine's message without the traces and the places in its source."""
+    lines = [line.strip() for line in str(error).splitlines() if "Error: " in line or line.startswith("(")]
+    return (lines or [str(error)])[-1].partition(" (at /")[0]
