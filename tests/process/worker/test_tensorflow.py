@@ -125,7 +125,8 @@ def test_a_model_without_a_configuration_in_a_server(trained: Path, tmp_path: Pa
 @pytest.mark.process
 def test_another_signature_with_scalars(trained: Path) -> None:
     """Dims of 1 stand for none, as in Triton."""
-    given = config("tensorflow", {}, {}, parameters={"TF_SIGNATURE_DEF": "scale", "TF_NUM_INTRA_THREADS": "2"})
+    parameters = {"TF_SIGNATURE_DEF": "scale", "TF_NUM_INTRA_THREADS": "2", "TF_USE_PER_SESSION_THREADS": "1"}
+    given = config("tensorflow", {}, {}, parameters=parameters)
     with WorkerProcess(given, trained / "m") as worker:
         found = worker.loaded()
         assert [(entry.name, tuple(entry.dims)) for entry in found.input] == [("factor", (1,))]
@@ -376,7 +377,9 @@ def test_settings_of_the_session() -> None:
     assert (found.use_per_session_threads, found.allow_soft_placement) == (True, False)
     assert dict(found.device_count) == {"GPU": 0}
     assert found.graph_options.optimizer_options.global_jit_level == 1
-    assert sessions.options_of(context(Path("m")), config("tensorflow", X, Y)).allow_soft_placement
+    usual = sessions.options_of(context(Path("m")), config("tensorflow", X, Y))
+    assert usual.allow_soft_placement
+    assert usual.inter_op_parallelism_threads == -1, "in the thread of the worker"
 
 
 @pytest.mark.parametrize(

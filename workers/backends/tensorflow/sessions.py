@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NAME = "tensorflow"
 INIT_OPS = "TF_INIT_OPS_FILE"
+_IN_THIS_THREAD = -1
+"""To the engine 0 is its own choice, and 1 one more thread."""
 
 
 def opened(context: Context, config: ModelConfig, program: Program) -> Any:
@@ -48,9 +50,11 @@ def opened(context: Context, config: ModelConfig, program: Program) -> Any:
 def options_of(context: Context, config: ModelConfig) -> Any:
     """Returns the engine's settings of a session."""
     parameters = Parameters(config)
+    between = parameters.whole("TF_NUM_INTER_THREADS", 1)
     options = config_pb2.ConfigProto(
         intra_op_parallelism_threads=parameters.whole("TF_NUM_INTRA_THREADS", 0) or context.engine_threads,
-        inter_op_parallelism_threads=parameters.whole("TF_NUM_INTER_THREADS", 0) or context.engine_threads,
+        # With threads of their own for operators, a small batch takes 0.1 ms longer and three times the processor time.
+        inter_op_parallelism_threads=between if between > 1 else _IN_THIS_THREAD,
         use_per_session_threads=parameters.flag("TF_USE_PER_SESSION_THREADS", False),
         allow_soft_placement=_soft_placement(context),
     )
