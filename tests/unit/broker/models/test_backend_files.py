@@ -174,3 +174,19 @@ def test_a_backend_that_is_still_being_copied_waits(tmp_path: Path, backends: Pa
     assert changes.again_s == 10.0
     clock += 6
     assert [reading.scanned.name for reading in poll.check().readings] == ["a"]
+
+
+def test_the_backend_directory_comes_and_goes(tmp_path: Path, backends: Path) -> None:
+    model(tmp_path / "models", "plain")
+    model(tmp_path / "models", "late", MINE.replace("mine", "late"))
+    catalog = catalog_of(tmp_path, backends)
+    assert 'found "late", which this server does not have' in catalog.read("late").scanned.problem_texts[0]
+    (backends / "mine").rename(backends / "late")
+    found = catalog.read("late")
+    assert found.scanned.problem_texts == ()
+    assert found.backend is not None
+    backends.rename(tmp_path / "gone")
+    plain = catalog.read("plain")
+    assert plain.scanned.problem_texts == (), "models of other backends are not affected"
+    assert [reading.scanned.name for reading in catalog.read_all()] == ["late", "plain"]
+    assert (found.backend.folder / "model.py").read_text() == SOURCE, "what was loaded is still there"
