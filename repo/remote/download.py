@@ -24,8 +24,8 @@ from shmserve.repo.remote.stores import Changed, Missing, NoRanges, RemoteFile, 
 PIECE_BYTES = 8 << 20
 ATTEMPTS = 6
 """How often a piece is tried."""
-PAUSES_S = 0.25, 8.0
-"""Pause before the second attempt, which doubles, and the longest pause."""
+PAUSE_S = 0.25
+"""Pause before the second attempt. It doubles with each further one."""
 _BLOCK = 1 << 20
 
 
@@ -39,12 +39,14 @@ class Download:
         advance: Callable[[int], None],
         wait: Callable[[float], object],
         piece_bytes: int = PIECE_BYTES,
+        pause_s: float = PAUSE_S,
     ) -> None:
         self._cache = cache
         self._pieces = pieces
         self._advance = advance
         self._wait = wait
         self._piece_bytes = piece_bytes
+        self._pause_s = pause_s
 
     def fetch(self, store: Store, repository: str, file: RemoteFile) -> str:
         """Downloads the object into the cache; returns its SHA-256. Raises StoreError, CacheFull and OSError."""
@@ -133,7 +135,6 @@ class Download:
 
     def _trying(self, work: Callable[[], bytes]) -> bytes:
         """Tries again after errors that may pass."""
-        pause, longest = PAUSES_S
         for attempt in range(ATTEMPTS):
             try:
                 return work()
@@ -142,7 +143,7 @@ class Download:
             except StoreError as error:
                 if error.final or attempt == ATTEMPTS - 1:
                     raise
-            self._wait(min(pause * 2**attempt, longest))
+            self._wait(self._pause_s * 2**attempt)
         raise AssertionError("unreachable")
 
 

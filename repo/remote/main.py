@@ -25,7 +25,7 @@ import msgspec
 from shmserve.repo.remote.address import parse_address
 from shmserve.repo.remote.cache import Cache
 from shmserve.repo.remote.credentials import Redactor
-from shmserve.repo.remote.download import PIECE_BYTES
+from shmserve.repo.remote.download import PAUSE_S, PIECE_BYTES
 from shmserve.repo.remote.mirror import Mirror, Outcome, Workshop
 from shmserve.repo.remote.stores import StoreError
 
@@ -42,7 +42,7 @@ NICE = 5
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`slot`: the server's directory in the cache. `poll_s`: 0: never."""
+    """`slot`: the server's directory in the cache. `poll_s`: 0: never. `pause_s`: before the second attempt."""
 
     slot: str
     limit: int
@@ -52,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True):
     settle_s: float = 0.0
     piece_bytes: int = PIECE_BYTES
     retry_s: float = RETRY_S
+    pause_s: float = PAUSE_S
 
 
 class Mirrors:
@@ -76,6 +77,7 @@ class Mirrors:
             emit,
             self._ended.wait,
             settings.piece_bytes,
+            settings.pause_s,
         )
         self._cache = cache
         self._mirrors = [Mirror(parse_address(text), shop) for text in settings.repositories]

@@ -49,6 +49,7 @@ class Workshop(NamedTuple):
     emit: Emit
     wait: Callable[[float], object]
     piece_bytes: int
+    pause_s: float
 
 
 class Mirror:
@@ -201,7 +202,14 @@ class Mirror:
         kept = {path: sha256 for path, sha256 in known.items() if sha256 and self._cache.has(sha256, sizes[path])}
         missing = [file for file in files if file.path not in kept]
         progress = Progress(self._shop.emit, self.key, model, sum(max(file.size, 0) for file in missing))
-        download = Download(self._cache, self._shop.pieces, progress.advance, self._shop.wait, self._shop.piece_bytes)
+        download = Download(
+            self._cache,
+            self._shop.pieces,
+            progress.advance,
+            self._shop.wait,
+            self._shop.piece_bytes,
+            self._shop.pause_s,
+        )
         futures = {
             file.path: self._shop.files.submit(download.fetch, store, self.key, file)
             for file in sorted(missing, key=lambda file: -file.size)

@@ -125,7 +125,7 @@ class Proxy:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = _Server(("127.0.0.1", self.port), Handler)
+        self._server = QuietServer(("127.0.0.1", self.port), Handler)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
@@ -170,7 +170,7 @@ class Proxy:
             self._server = None
 
 
-class _Server(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
     daemon_threads = False
     block_on_close = True
 

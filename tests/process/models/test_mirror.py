@@ -1,0 +1,407 @@
+"""Mirroring with a real S3 server and real web servers: cuts, changes, half-written models, eviction, bad names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import pytest
+
+from shmserve.repo.remote.address import parse_address
+from shmserve.repo.remote.cache import Cache, Slot, is_absent
+from shmserve.repo.remote.main import Settings
+from shmserve.repo.remote.mirror import Outcome
+from tests.support.repo.object_store import (
+    CREDENTIALS,
+    PATIENCE_S,
+    ObjectStore,
+    Proxy,
+    QuietServer,
+    object_store,
+    proxy_of,
+)
+
+pytest.importorskip("moto")
+pytest.importorskip("s3fs")
+pytestmark = pytest.mark.process
+
+PIECE = 1000
+ROOM = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with proxy_of(store) as proxy:
+        yield proxy
+
+
+class Mirrored:
+    """The process that mirrors a repository, in a cache in this directory, with short pauses between attempts."""
+
+    def __init__(self, url: str, place: Path, limit: int) -> None:
+        address = parse_address(url)
+        self.key = address.key
+        self.slot = Slot.acquire(place, [self.key])
+        self.cache = Cache(self.slot.folder, limit)
+        self.ours, theirs = socket.socketpair()
+        self.lines = self.ours.makefile("rb")
+        command = [sys.executable, "-m", "shmserve.repo.remote.main", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        settings = Settings(str(self.slot.folder), limit, [str(address)], 2, piece_bytes=PIECE, pause_s=0.001)
+        self.ours.settimeout(PATIENCE_S)
+        self.ours.sendall(msgspec.json.encode(settings) + b"\n")
+
+    def ask(self, request: dict[str, Any], last: str) -> dict[str, Any]:
+        """Returns the event that answers the request: the last one of that kind before `done`."""
+        self.ours.sendall(json.dumps(request | {"id": 1}).encode() + b"\n")
+        found: dict[str, Any] = {}
+        for line in self.lines:
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == last:
+                found = event
+            if event["event"] == "done" or event["event"] == last != "outcome":
+                return found
+        raise AssertionError("the process has ended")
+
+    def sync(self, model: str = "m") -> Outcome:
+        event = self.ask({"do": "fetch", "model": model}, "outcome")
+        return Outcome(*(event[name] for name in Outcome._fields))
+
+    def folder(self, model: str = "m") -> Path:
+        return self.slot.view(self.key) / model
+
+    def files(self, model: str = "m") -> dict[str, bytes]:
+        folder = self.folder(model)
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def blobs(self) -> set[str]:
+        return {path.name for path in self.cache.blob("").iterdir()}
+
+    def close(self) -> None:
+        self.lines.close()
+        self.ours.close()
+        try:
+            self.process.wait(PATIENCE_S)
+        finally:
+            self.slot.close()
+
+
+@contextmanager
+def mirrored(url: str, place: Path, limit: int = ROOM) -> Iterator[Mirrored]:
+    found = Mirrored(url, place, limit)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def repository(store: ObjectStore, proxy: Proxy, request: pytest.FixtureRequest, **files: bytes) -> str:
+    """A repository of this test, with model `m`. Returns its URL."""
+    name = hashlib.sha256(request.node.name.encode()).hexdigest()[:12]
+    for path, data in {"config.pbtxt": b"name", **files}.items():
+        store.put(f"{name}/m/{path}", data)
+    return proxy.url.replace("/repo", f"/{name}")
+
+
+def prefix(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+def data_of(size: int) -> bytes:
+    return os.urandom(size)
+
+
+def test_cut_connections_cost_only_their_pieces(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    data = data_of(5 * PIECE + 7)
+    url = repository(store, proxy, request, **{"1/model.bin": data})
+    seen: set[str] = set()
+
+    def cut_first(method: str, path: str) -> str:
+        if "model.bin" not in path:
+            return "pass"
+        wanted = proxy.ranges("model.bin")[-1]
+        if wanted in seen:
+            return "pass"
+        seen.add(wanted)
+        return "cut"
+
+    proxy.rule = cut_first
+    with mirrored(url, tmp_path) as mirror:
+        outcome = mirror.sync()
+        assert (outcome.state, outcome.old) == ("published", "")
+        assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
+        assert len(seen) == 6
+        assert mirror.sync().state == "unchanged"
+        assert not list(mirror.cache.partial("").iterdir())
+
+
+def test_what_was_downloaded_before_a_failure_is_kept_unless_it_is_damaged(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    data = data_of(4 * PIECE)
+    url = repository(store, proxy, request, **{"1/model.bin": data})
+    last = f"bytes={3 * PIECE}-{4 * PIECE - 1}"
+
+    def refuse_last(method: str, path: str) -> str:
+        return "refuse" if "model.bin" in path and proxy.requests[-1][2].get("range") == last else "pass"
+
+    proxy.rule = refuse_last
+    with mirrored(url, tmp_path) as mirror:
+        outcome = mirror.sync()
+        assert outcome.state == "failed"
+        assert not mirror.folder().exists()
+    partial_files = [path for path in (tmp_path / "servers/0/partial").iterdir() if path.suffix != ".pieces"]
+    (part,) = [path for path in partial_files if path.stat().st_size == len(data)]
+    with part.open("r+b") as file:  # a crash of the machine, say: the journal was written, the piece was not
+        file.seek(PIECE + 3)
+        file.write(bytes([data[PIECE + 3] ^ 255]))
+    proxy.reset()
+    with mirrored(url, tmp_path) as mirror:
+        assert mirror.sync().state == "published"
+        assert mirror.files()["1/model.bin"] == data
+        assert sorted(proxy.ranges("model.bin")) == [f"bytes={PIECE}-{2 * PIECE - 1}", last]
+
+
+def test_a_changed_answer_is_never_served(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = repository(store, proxy, request, **{"1/model.bin": data_of(2 * PIECE)})
+    proxy.rule = lambda method, path: "flip" if "model.bin" in path else "pass"
+    with mirrored(url, tmp_path) as mirror:
+        outcome = mirror.sync()
+        assert outcome.state == "failed"
+        assert "kept changing while they were downloaded, 3 times" in outcome.text
+        assert not mirror.folder().exists()
+        proxy.reset()
+        assert mirror.sync().state == "published"
+
+
+def test_an_object_that_changes_during_the_download(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Never a mix of both: the first piece of the old one is followed by all of the new one."""
+    old, new = data_of(3 * PIECE), data_of(3 * PIECE)
+    url = repository(store, proxy, request, **{"1/model.bin": old})
+    changed: list[str] = []
+
+    def change(method: str, path: str) -> str:
+        if "model.bin" in path and len(proxy.ranges("model.bin")) == 2 and not changed:
+            changed.append(path)
+            store.put(f"{prefix(url)}/m/1/model.bin", new)
+        return "pass"
+
+    proxy.rule = change
+    with mirrored(url, tmp_path) as mirror:
+        assert mirror.sync().state == "published"
+        assert changed
+        assert mirror.files()["1/model.bin"] == new
+        before = mirror.folder().resolve()
+
+        def keep_changing(method: str, path: str) -> str:
+            if "model.bin" in path:
+                store.put(f"{prefix(url)}/m/1/model.bin", data_of(3 * PIECE))
+            return "pass"
+
+        store.put(f"{prefix(url)}/m/1/model.bin", old)
+        proxy.rule = keep_changing
+        outcome = mirror.sync()
+        assert (outcome.state, outcome.tree) == ("kept", before.name)
+        assert mirror.files()["1/model.bin"] == new
+
+
+def test_an_object_that_is_added_after_the_listing(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = repository(store, proxy, request, **{"1/model.bin": b"one"})
+    added: list[str] = []
+
+    def add(method: str, path: str) -> str:
+        if "model.bin" in path and not added:
+            added.append(path)
+            store.put(f"{prefix(url)}/m/2/model.bin", "two")
+        return "pass"
+
+    proxy.rule = add
+    with mirrored(url, tmp_path) as mirror:
+        assert mirror.sync().state == "published"
+        assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": b"one", "2/model.bin": b"two"}
+
+
+def test_a_store_that_goes_away(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = repository(store, proxy, request, **{"1/model.bin": b"one"})
+    with mirrored(url, tmp_path) as mirror:
+        assert mirror.sync().state == "published"
+        proxy.close()
+        outcome = mirror.sync()
+        assert (outcome.state, mirror.files()["1/model.bin"]) == ("kept", b"one")
+    with mirrored(url, tmp_path) as mirror:
+        assert mirror.cache.known(mirror.key) == ["m"]
+        assert mirror.sync().state == "offline"
+        assert mirror.files()["1/model.bin"] == b"one"
+        assert mirror.sync("other").state == "failed"
+    for blob in (tmp_path / "blobs").iterdir():
+        blob.unlink()
+    with mirrored(url, tmp_path) as mirror:
+        assert mirror.cache.known(mirror.key) == []
+        assert mirror.sync().state == "failed"
+    proxy.listen()
+    with mirrored(url, tmp_path) as mirror:
+        assert mirror.sync().state == "published"
+        for path in ("config.pbtxt", "1/model.bin"):
+            store.delete(f"{prefix(url)}/m/{path}")
+        # The repository has nothing at all any more, which is no listing: it may have been moved.
+        assert mirror.sync().state == "kept"
+        store.put(f"{prefix(url)}/n/config.pbtxt", "")
+        assert mirror.sync().state == "absent"
+        assert not mirror.folder().exists()
+
+
+def test_the_least_recently_used_files_make_room(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = repository(store, proxy, request)
+    contents = {name: data_of(1000) for name in "abcd"}
+    for name, data in contents.items():
+        store.put(f"{prefix(url)}/{name}/1/model.bin", data)
+    blob = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+    with mirrored(url, tmp_path, limit=3500) as mirror:
+        for name in "abc":
+            assert mirror.sync(name).state == "published"
+        full = mirror.sync("d")
+        assert full.state == "failed"
+        assert "limit is 3500 bytes" in full.text
+        assert "--remote-cache-size" in full.text
+        for name in "ab":
+            tree = mirror.ask({"do": "release", "model": name}, "retired")["tree"]
+            assert is_absent(mirror.folder(name))
+            mirror.cache.drop(tree)
+        os.utime(mirror.cache.blob(blob["a"]), (2_000_000_000, 0))
+        os.utime(mirror.cache.blob(blob["b"]), (1_000_000_000, 0))
+        assert mirror.sync("d").state == "published"
+        assert mirror.blobs() == {blob["a"], blob["c"], blob["d"]}
+        proxy.requests.clear()
+        assert mirror.sync("a").state == "published"
+        assert not proxy.ranges("/a/"), "what the cache has is not downloaded"
+
+
+def test_content_that_the_model_had_is_not_downloaded_again(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    data = data_of(3 * PIECE)
+    url = repository(store, proxy, request, **{"1/model.bin": data})
+    with mirrored(url, tmp_path) as mirror:
+        mirror.sync()
+        inode = (mirror.folder() / "1/model.bin").stat().st_ino
+        store.put(f"{prefix(url)}/m/2/model.bin", data)
+        proxy.requests.clear()
+        assert mirror.sync().state == "published"
+        assert not proxy.ranges("model.bin")
+        assert [(mirror.folder() / f"{version}/model.bin").stat().st_ino for version in (1, 2)] == [inode] * 2
+
+
+@pytest.mark.parametrize("key", ["m/1/a\\b", "m/1/" + "x" * 300, "m/config.pbtxt/below"])
+def test_names_that_are_no_paths(
+    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest, key: str
+) -> None:
+    url = repository(store, proxy, request)
+    store.put(f"{prefix(url)}/{key}", "x")
+    with mirrored(url, tmp_path / "cache") as mirror:
+        outcome = mirror.sync()
+        assert outcome.state == "failed"
+        assert "as a directory" in outcome.text or "cannot be that of a file" in outcome.text
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+# ------------------------------------------------------------------------------------------------ web servers
+
+
+class _Files(SimpleHTTPRequestHandler):
+    """Python's web server: listings in HTML, and no ranges."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class _Json(_Files):
+    """Listings as by nginx's `autoindex_format json`, and each first answer is cut."""
+
+    cut: set[str] = set()
+
+    def list_directory(self, path: str | os.PathLike[str]) -> Any:
+        entries = [
+            {"name": entry.name, "type": "directory" if entry.is_dir() else "file"} for entry in Path(path).iterdir()
+        ]
+        body = json.dumps(entries).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        return None
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        if self.path in self.cut:
+            super().copyfile(source, outputfile)
+        else:
+            self.cut.add(self.path)
+            outputfile.write(source.read(10))
+
+
+@contextmanager
+def web_server(root: Path, kind: type[_Files]) -> Iterator[str]:
+    with QuietServer(("127.0.0.1", 0), partial(kind, directory=str(root))) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/repo"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("kind", [_Files, _Json])
+def test_a_web_server(tmp_path: Path, kind: type[_Files]) -> None:
+    model = tmp_path / "www/repo/a model"
+    (model / "1").mkdir(parents=True)
+    data = data_of(3 * PIECE)
+    (model / "1/mödel.bin").write_bytes(data)
+    (model / "config.pbtxt").write_bytes(b"x" * 20)
+    (model / ".hidden").write_bytes(b"x")
+    _Json.cut.clear()
+    with web_server(tmp_path / "www", kind) as url, mirrored(url, tmp_path / "cache") as mirror:
+        mirror.ask({"do": "list"}, "listed")
+        assert [path.name for path in mirror.folder("").iterdir()] == ["a model"]
+        assert is_absent(mirror.folder("a model"))
+        outcome = mirror.sync("a model")
+        assert outcome.state == "published", outcome
+        assert mirror.files("a model") == {"config.pbtxt": b"x" * 20, "1/mödel.bin": data}
+        assert mirror.sync("a model").state == "unchanged"
+        (model / "config.pbtxt").write_bytes(b"yy")
+        assert mirror.sync("a model").state == "published"
+        assert mirror.files("a model")["config.pbtxt"] == b"yy"
+        assert mirror.sync("other").state == "absent"

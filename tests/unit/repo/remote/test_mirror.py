@@ -1,0 +1,96 @@
+"""When a change is taken over, with a store in memory and a clock that the test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shmserve.repo.remote import mirror as mirror_module
+from shmserve.repo.remote.address import parse_address
+from shmserve.repo.remote.cache import Cache, Slot
+from shmserve.repo.remote.credentials import Redactor
+from shmserve.repo.remote.mirror import Mirror, Workshop
+from shmserve.repo.remote.stores import Missing, RemoteFile, Store
+
+ADDRESS = parse_address("s3://bucket/models")
+
+
+class MemoryStore(Store):
+    """`objects`: path in model `m` -> content, which is also the tag."""
+
+    def __init__(self, objects: dict[str, str]) -> None:
+        self.objects = objects
+
+    def models(self) -> list[str]:
+        return ["m"] if self.objects else []
+
+    def files(self, model: str) -> list[RemoteFile]:
+        if not self.objects:
+            raise Missing(model)
+        return [RemoteFile(path, path, len(text), text) for path, text in sorted(self.objects.items())]
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        return self.objects[file.key].encode()[start:end]
+
+    def stream(self, file: RemoteFile, write: Callable[[bytes], None]) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def pools() -> Iterator[list[ThreadPoolExecutor]]:
+    pools = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+    yield pools
+    for pool in pools:
+        pool.shutdown()
+
+
+def test_a_model_that_is_being_written_is_left_alone(
+    tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore({"config.pbtxt": "old", "1/model": "one"})
+    monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
+    slot = Slot.acquire(tmp_path, [ADDRESS.key])
+    cache = Cache(slot.folder, 1 << 20)
+    now = [0.0]
+    events: list[object] = []
+    shop = Workshop(cache, Redactor(), pools[0], pools[1], events.append, lambda seconds: None, 1 << 20, 0.0)
+    mirror = Mirror(ADDRESS, shop, lambda: now[0])
+    model = slot.view(ADDRESS.key) / "m"
+    assert mirror.sync("m").state == "published"
+
+    def at(seconds: float) -> str:
+        now[0] = seconds
+        return mirror.sync("m", settle_s=5.0).state
+
+    store.objects["config.pbtxt"] = "new, and its model comes later"
+    assert [at(1.0), at(5.0)] == ["unsettled", "unsettled"]
+    store.objects["1/model"] = "two"
+    assert [at(7.0), at(11.0)] == ["unsettled", "unsettled"]
+    assert (model / "config.pbtxt").read_text() == "old"
+    now[0] = 12.0
+    outcome = mirror.sync("m", settle_s=5.0)
+    assert (outcome.state, outcome.tree, outcome.old) == ("published", "2", "1")
+    assert (model / "1/model").read_text() == "two"
+    # The replaced files stay until the server says that nothing uses them.
+    assert (slot.folder / "trees/1/1/model").read_text() == "one"
+    cache.drop("1")
+    assert not (slot.folder / "trees/1").exists()
+    assert at(13.0) == "unchanged"
+    slot.close()
+
+
+def test_servers_share_a_cache(tmp_path: Path) -> None:
+    """Each has views of its own; those of a server that was killed are removed by the next one."""
+    first, second = Slot.acquire(tmp_path, ["a"]), Slot.acquire(tmp_path, ["b"])
+    assert (first.folder.name, second.folder.name) == ("0", "1")
+    (second.folder / "trees/7").mkdir()
+    second._unlock()  # as if it had been killed
+    first.close()
+    third = Slot.acquire(tmp_path, ["c"])
+    assert third.folder.name == "0"
+    assert [path.name for path in (third.folder / "views").iterdir()] == ["c"]
+    assert not (second.folder / "trees").exists()
+    third.close()
