@@ -24,6 +24,7 @@ from nvidia import dali
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.model_facts import completed, none_missing
 from shmserve.workers.backends.parameters import Parameters
@@ -211,7 +212,7 @@ class Dali(SeparateBackend):
 
     def _device_of(self, config: ModelConfig) -> int | None:
         kind, number = device_of(config, self.context.instance)
-        return visible_number(number, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if kind == "GPU" else None
+        return visible_number(number, os.environ.get(VISIBLE, "")) if kind == "GPU" else None
 
     def _start(self) -> None:
         self._pipeline = None  # frees the memory of the old one first
