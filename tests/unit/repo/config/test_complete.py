@@ -35,6 +35,9 @@ def facts(name: str, *dims: int, dtype: str = "FP32") -> TensorFacts:
 # ---------------------------------------------------------------------------------------------------------- defaults
 
 
+TREES = 'backend: "fil" parameters {{ key: "model_type" value: {{ string_value: "{}" }} }}'
+
+
 @pytest.mark.parametrize(
     ("text", "name", "files", "backend", "platform", "file"),
     [
@@ -52,6 +55,14 @@ def facts(name: str, *dims: int, dtype: str = "FP32") -> TensorFacts:
         ("", "m", ("model.onnx",), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
         ("", "m", ("readme", "model.py"), "python", "", "model.py"),
         ("", "m", ("model.xml", "model.bin"), "openvino", "", "model.xml"),
+        ("", "m", ("xgboost.json",), "fil", "", "xgboost.json"),
+        ('backend: "fil"', "m", ("model.txt",), "fil", "", "model.txt"),
+        (TREES.format("lightgbm"), "m", ("xgboost.json",), "fil", "", "model.txt"),
+        (TREES.format("sklearn"), "m", (), "fil", "", "model.joblib"),
+        (TREES.format("nosuch"), "m", ("checkpoint.tl",), "fil", "", "checkpoint.tl"),
+        (TREES.format("lightgbm") + ' default_model_filename: "a"', "m", (), "fil", "", "a"),
+        ("", "m", ("model.json", "model.pdiparams"), "paddle", "", "model.json"),
+        ('backend: "paddle"', "m", (), "paddle", "", "model.pdmodel"),
         ("", "m.identity", (), "identity", "", ""),
         ("", "m.python", ("other",), "python", "", "model.py"),
         ("", "m.onnx", (), "", "", ""),
