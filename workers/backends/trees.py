@@ -1,11 +1,14 @@
 """Tree models: XGBoost, LightGBM, Treelite checkpoints and scikit-learn, configured as for Triton's FIL backend.
 
 Treelite reads the files, and its general inference library (GTIL) computes predictions; the libraries that made the
-models are not needed. A model has one input, of features, and one output.
+models are not needed, but can be used instead. A model has one input, of features, and one output.
 """
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +44,7 @@ class Trees(StackedBackend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._model: Any = None
+        self._library: Callable[[Array], Array] | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -82,11 +86,19 @@ class Trees(StackedBackend):
                 f"unable to load model '{config.name}': output '{target.name}' has {_last(target)} values in the "
                 f"configuration and {width} in the model; see the parameters is_classifier and predict_proba"
             )
+        predictor = parameters.text("predictor", "treelite")
+        if predictor not in ("treelite", "library"):
+            raise parameters.wrong("predictor", "treelite or library")
         wanted = 0 if parameters.text("cpu_nthread") == "-1" else parameters.whole("cpu_nthread", 0)
-        self._threads = self._possible(wanted or self.context.engine_threads)
+        self._threads = wanted or self.context.engine_threads
+        if predictor == "library":
+            self._library = _library(config, self._kind, self._path, self._threads)
+            self._model = None
+        else:
+            self._threads = self._possible(self._threads)
 
     def close(self) -> None:
-        self._model = None
+        self._model = self._library = None
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -122,6 +134,8 @@ class Trees(StackedBackend):
         """Returns predictions of shape (rows, targets, classes)."""
         if not len(rows):
             return np.empty((0, self._targets, self._classes), np.float32)
+        if self._library is not None:
+            return self._library(rows).reshape(len(rows), self._targets, self._classes)
         found: Array = gtil.predict(self._model, rows, nthread=self._threads)
         return found
 
@@ -130,7 +144,7 @@ class Trees(StackedBackend):
     def _read(self, config: ModelConfig, parameters: Parameters) -> None:
         if self._model is not None:
             return
-        kind, path = self._file(config, parameters)
+        kind, path = self._kind, self._path = self._file(config, parameters)
         try:
             self._model = self._loaded(kind, path, parameters)
         except (treelite.TreeliteError, ValueError) as error:
@@ -228,6 +242,37 @@ class Answers:
             return found[:, :, 1] > self._threshold
         chosen: Array = found.argmax(axis=2)
         return chosen
+
+
+def _library(config: ModelConfig, kind: str, path: Path, threads: int) -> Callable[[Array], Array]:
+    """Returns a function that predicts with the library that made the model."""
+    try:
+        if kind.startswith("xgboost"):
+            return _xgboost(path, threads)
+        if kind == "lightgbm":
+            import lightgbm
+
+            model = lightgbm.Booster(model_file=os.fspath(path))
+            return lambda rows: np.asarray(model.predict(rows, num_threads=threads))
+    except ImportError as error:
+        raise Unsupported(
+            f"parameter predictor of model '{config.name}' is library, which needs a package that is not installed "
+            f"({error}): pip install {kind.partition('_')[0]}"
+        ) from error
+    except ValueError as error:  # of XGBoost: its errors derive from this
+        raise InvalidRequest(f"unable to load model '{config.name}': {_reason(error)}") from error
+    raise Unsupported(
+        f"parameter predictor of model '{config.name}' is library, which only models of XGBoost and LightGBM can have"
+    )
+
+
+def _xgboost(path: Path, threads: int) -> Callable[[Array], Array]:
+    import xgboost
+
+    booster = xgboost.Booster({"nthread": threads}, model_file=os.fspath(path))
+    if json.loads(booster.save_config())["learner"]["objective"]["name"] == "multi:softmax":
+        booster.set_param({"objective": "multi:softprob"})  # else it predicts classes, which come later here
+    return lambda rows: np.asarray(booster.inplace_predict(np.ascontiguousarray(rows), validate_features=False))
 
 
 def _last(spec: Spec) -> int:

@@ -176,6 +176,38 @@ def test_lightgbm(objective: str, count: int, tmp_path: Path) -> None:
     assert np.array_equal(rounded, found.astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    ("kind", "objective", "count"),
+    [
+        ("xgboost_json", "reg:squarederror", 0),
+        ("xgboost_ubj", "binary:logistic", 2),
+        ("xgboost", "multi:softprob", 3),
+        ("xgboost_json", "multi:softmax", 3),
+        ("lightgbm", "multiclass", 3),
+    ],
+)
+def test_predictions_of_the_library_itself(kind: str, objective: str, count: int, tmp_path: Path) -> None:
+    """They are the same to the last bit."""
+    if kind == "lightgbm":
+        oracle = lightgbm(tmp_path, objective, count)
+    else:
+        oracle = xgboost(tmp_path, TREE_FILES[kind], objective, count)
+    x, _ = data()
+    width = count if count > 2 else 1
+    found = predictions(fil(kind, width, predictor="library", predict_proba="true"), tmp_path, x)
+    chosen = predictions(fil(kind, 1, predictor="library"), tmp_path, x)
+    expected = oracle(x).astype(np.float32)
+    if objective == "multi:softmax":
+        assert np.array_equal(found.argmax(axis=1), expected)
+        assert np.array_equal(chosen[:, 0], expected)
+    else:
+        assert np.array_equal(found, expected.reshape(ROWS, width))
+    treelite = predictions(fil(kind, width, predict_proba="true"), tmp_path, x)
+    assert np.abs(found - treelite).max() < CLOSE
+    if count:
+        assert np.array_equal(chosen[:, 0], found.argmax(axis=1) if count > 2 else found[:, 0] > 0.5)
+
+
 @pytest.mark.parametrize("name", ["RandomForestClassifier", "GradientBoostingRegressor", "ExtraTreesRegressor"])
 def test_scikit_learn(name: str, tmp_path: Path) -> None:
     """As a checkpoint of Treelite, and as scikit-learn's own file, which only an operator can allow."""
@@ -262,6 +294,7 @@ def test_a_wrong_number_of_features(tmp_path: Path) -> None:
     ("change", "text"),
     [
         ({"model_type": "forest"}, "parameter model_type of model 'm' must be one of xgboost, xgboost_json"),
+        ({"predictor": "magic"}, "parameter predictor of model 'm' must be treelite or library, not 'magic'"),
         ({"threshold": "much"}, "parameter threshold of model 'm' must be a number, not 'much'"),
         ({"is_classifier": "perhaps"}, "parameter is_classifier of model 'm' must be true or false"),
         ({"predict_proba": "true"}, "has 1 values in the configuration and 3 in the model"),
