@@ -144,6 +144,18 @@ def test_a_directory_of_tensorflow_is_a_model(tmp_path: Path) -> None:
     assert scanned.config.platform == "tensorflow_savedmodel"
 
 
+@pytest.mark.parametrize(
+    ("file", "link"), [("fraud.json", "xgboost.json"), ("fraud.txt", "model.txt"), ("fraud.tl", "checkpoint.tl")]
+)
+def test_tree_models(file: str, link: str, tmp_path: Path) -> None:
+    (tmp_path / file).touch()
+    files_of(tmp_path, tmp_path / file)
+    assert served(tmp_path / "run" / "fraud") == {f"1/{link}": str(tmp_path / file)}
+    scanned = scan_model(tmp_path / "run" / "fraud")
+    assert scanned.config is not None
+    assert (scanned.config.backend, scanned.config.default_model_filename) == ("fil", link)
+
+
 def test_weights_of_paddle(tmp_path: Path) -> None:
     for name in ("net.pdmodel", "net.pdiparams"):
         (tmp_path / name).touch()
