@@ -27,6 +27,7 @@ ATTEMPTS = 6
 PAUSE_S = 0.25
 """Pause before the second attempt. It doubles with each further one."""
 _BLOCK = 1 << 20
+_NAMES = {"sha256": "SHA-256", "md5": "MD5", "git": "git hash"}
 
 
 class Download:
@@ -228,5 +229,5 @@ def _verify(path: Path, file: RemoteFile, store: Store) -> str:
                 digest.update(data)
     for name, value in wanted.items():
         if name in computed and computed[name].hexdigest() != value:
-            raise Changed(f"{file.path}: the {name} of what was downloaded is not the store's")
+            raise Changed(f"{file.path}: the {_NAMES[name]} of what was downloaded is not the store's")
     return computed["sha256"].hexdigest()

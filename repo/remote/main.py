@@ -265,6 +265,7 @@ def _remove_old(folder: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker decides when it ends
     os.nice(NICE)
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     link = socket.socket(fileno=int(arguments[0]))
     guard = threading.Lock()
 

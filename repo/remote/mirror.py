@@ -137,7 +137,7 @@ class Mirror:
         store = self._open()
         current = self._cache.current(self.key, model)
         manifest = self._cache.manifest(self.key, model)
-        files = store.files(model)
+        files, why = store.files(model), "a listing after the download differed"
         for _ in range(ATTEMPTS):
             if current and manifest is not None and _is_same(files, manifest):
                 self._seen.pop(model, None)
@@ -151,12 +151,14 @@ class Mirror:
                     if now == files:
                         return self._publish(model, current, found)
                     files = now
-            except (Changed, FileNotFoundError):
+            except Changed as error:
+                files, why = store.files(model), str(error)
+            except FileNotFoundError:  # another server has evicted a file
                 files = store.files(model)
             if settle_s:
                 self._is_settled(model, files, settle_s)
                 return Outcome(model, "unsettled", tree=current)
-        raise StoreError(f"its objects kept changing while they were downloaded, {ATTEMPTS} times")
+        raise StoreError(f"its objects kept changing while they were downloaded, {ATTEMPTS} times; at last: {why}")
 
     def _is_settled(self, model: str, files: Sequence[RemoteFile], settle_s: float) -> bool:
         seen = self._seen.get(model)

@@ -192,10 +192,15 @@ class ClientOperations:
     def _fetch(self, model: str, job: _Job, then: Callable[[], None]) -> None:
         """Downloads what has changed of a model, and calls `then`, also if that failed: the model may be in a local
         repository too."""
-        assert self._remote is not None
+        remote = self._remote
+        assert remote is not None
 
         def fetched(failure: str, notes: Collection[str]) -> None:
-            if self._closed or job.over:
+            if self._closed:
+                return
+            if job.over:
+                if not self._served(model) and all(other.ask.model != model for other in self._fetching):
+                    remote.release(model)
                 return
             self._fetching.remove(job)
             if failure:
@@ -204,7 +209,7 @@ class ClientOperations:
             then()
 
         self._fetching.append(job)
-        self._remote.fetch(model, fetched)
+        remote.fetch(model, fetched)
 
     def _end_fetches(self, model: str) -> None:
         """Ends loads of the model that wait for a download: it was unloaded after they were requested."""

@@ -170,6 +170,8 @@ def test_changes_are_followed_and_a_store_may_go_away(store: ObjectStore, failin
         until(client, lambda: living.ready(client, "late") == ["1"])
         until(client, client.ready)
         assert answer(client, "late") == 1
+    with pytest.raises(RuntimeError, match="ended with code 1 before it was ready"):
+        Server(local, "--model-repository", f"{proxy.url}3", "--exit-on-error", *cache).start()
     server = Server(local, "--model-repository", url, *follow, *cache)
     with server, server.client() as client:
         assert [answer(client, name) for name in ("near", "stays", "goes")] == [1, 1, 1]

@@ -23,6 +23,7 @@ from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import Limits
 from shmserve.protocol.roles import INFER, OBSERVE
 from shmserve.repo.compile import CoreSet
+from shmserve.repo.remote import stores
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
 from tests.support import pages
 
@@ -458,3 +459,28 @@ def test_polling_is_on_with_enough_cores(
 ) -> None:
     parsed = settings.parse(["--model-repository", str(tmp_path), *words])
     assert settings.busy_poll_ns(parsed, CoreSet(tuple(range(cores)), quota=quota)) == expected_us * 1000
+
+
+def test_remote_repositories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """URLs and directories, in all places; URLs contain the ':' that separates directories in a variable."""
+    monkeypatch.setattr(stores, "find_spec", lambda package: object())
+    found = settings.parse([str(tmp_path), "s3://host:9000/bucket/models", "--model-repository", "hf://owner/models"])
+    assert found.model_repository == [tmp_path]
+    assert list(map(str, found.remote_repositories)) == ["hf://owner/models", "s3://host:9000/bucket/models"]
+    monkeypatch.setenv("SHMSERVE_MODEL_REPOSITORY", f"{tmp_path};https://host:81/x")
+    found = settings.parse([])
+    assert (found.model_repository, list(map(str, found.remote_repositories))) == ([tmp_path], ["https://host:81/x"])
+    monkeypatch.delenv("SHMSERVE_MODEL_REPOSITORY")
+    found = settings.parse(written(tmp_path / "s.toml", 'model-repository = ["gs://bucket/x", "."]\n'))
+    assert (found.model_repository, list(map(str, found.remote_repositories))) == ([tmp_path], ["gs://bucket/x"])
+    with pytest.raises(SystemExit):
+        settings.parse(["--model-repository", "https://me:secretsecret@host/x"])
+    error = capsys.readouterr().err
+    assert "put it into ~/.netrc" in error
+    assert "secretsecret" not in error
+    monkeypatch.setattr(stores, "find_spec", lambda package: None)
+    with pytest.raises(SystemExit):
+        settings.parse(["--model-repository", "s3://bucket"])
+    assert "s3:// repositories need the package s3fs" in capsys.readouterr().err
