@@ -15,7 +15,7 @@ from shmserve.clients.tune.space import pair_text
 from shmserve.clients.tune.tuner import Outcome
 
 WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 44
+LEFT, RIGHT, TOP, BOTTOM = 64, 30, 16, 44
 COLORS = ("#1b6ac9", "#c9571b", "#2a8f4e", "#8a3fbf", "#a88a00", "#777777")
 TICKS = 5
 
@@ -26,6 +26,7 @@ table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-
 th { border-bottom: 1px solid #aaa } td:first-child, th:first-child { text-align: left }
 tr.chosen { font-weight: 600 } pre { background: #f4f4f4; padding: .8rem; overflow-x: auto }
 .add { color: #17692f } .del { color: #a31621 } svg { max-width: 100% } figure { margin: 0 }
+td, th { white-space: nowrap } .wide { overflow-x: auto }
 @media (prefers-color-scheme: dark) {
   body { background: #181818; color: #ddd } pre { background: #222 } .add { color: #7fd393 } .del { color: #f08a93 }
   svg text { fill: #ddd } svg .axis { stroke: #888 }
@@ -84,7 +85,10 @@ def _candidates(outcome: Outcome) -> str:
         kind = ' class="chosen"' if row[0] == chosen else ""
         lines.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
     head = "".join(f"<th>{escape(column.name)}</th>" for column in columns)
-    return f"<h2>Settings measured on the server</h2><table><tr>{head}</tr>{''.join(lines)}</table>"
+    return (
+        "<h2>Settings measured on the server</h2><div class='wide'><table>"
+        f"<tr>{head}</tr>{''.join(lines)}</table></div>"
+    )
 
 
 def _load_chart(outcome: Outcome) -> str:

@@ -13,6 +13,8 @@ from msgspec import Struct
 
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 78, 36, 30, 48
+WIDEST = 48.0
+"""The width of a bar, if there are few."""
 COLORS = ("#0b6bcb", "#c7431a", "#2a8a43", "#8a4fbf", "#b8860b", "#c2185b")
 Write = Callable[[float], str]
 
@@ -115,9 +117,11 @@ def bars(title: str, x: Axis, y: Axis, values: Sequence[tuple[float, float, floa
     parts = _axes(title, x, y, across, up)
     for left, right, height in values:
         start, top = across(left), up(height)
+        width = max(1.0, across(right) - start - 0.5)
+        start += max(0.0, width - WIDEST) / 2
         tip = escape(f"{x.write(left)} to {x.write(right)}: {y.write(height)}")
         parts.append(
-            f'<rect x="{start:.1f}" y="{top:.1f}" width="{max(1.0, across(right) - start - 0.5):.1f}" '
+            f'<rect x="{start:.1f}" y="{top:.1f}" width="{min(width, WIDEST):.1f}" '
             f'height="{up(up.low) - top:.1f}" fill="{COLORS[0]}"><title>{tip}</title></rect>'
         )
     return _svg(title, parts, [])
@@ -162,7 +166,8 @@ STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
        max-width: 1080px; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; } td:first-child, th:first-child { text-align: left; }
-td, th { padding: .25rem .7rem; border-bottom: 1px solid var(--faint); text-align: right; }
+td, th { padding: .25rem .7rem; border-bottom: 1px solid var(--faint); text-align: right; white-space: nowrap; }
+td:last-child { white-space: normal; min-width: 9rem; } .wide { overflow-x: auto; }
 svg { width: 100%; max-width: 720px; margin: .5rem 0; display: block; } .t { font-weight: 600; font-size: 14px; }
 svg text { fill: var(--ink); } .s { font-size: 11px; } .g { stroke: var(--faint); } .a { stroke: var(--ink); }
 """
@@ -172,12 +177,13 @@ def page(title: str, parts: Sequence[str]) -> str:
     """A whole HTML page without scripts or links. `parts` are HTML."""
     body = "\n".join(part for part in parts if part)
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>{escape(title)}</title>\n'
         f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines_ = ["<table>", f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
+    lines_ = ['<div class="wide">', "<table>", f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
     lines_ += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return "\n".join([*lines_, "</table>"])
+    return "\n".join([*lines_, "</table>", "</div>"])
