@@ -236,14 +236,15 @@ class Traces:
         if trace.parent:
             fields["kind"] = "step" if request.step_of else "call"
         fields |= _at_worker(request)
-        shown = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
-        log = Log("info", f"trace {trace.id}: {fields['code']}, {shown}", fields)
-        sample = trace.sample
+        log, sample = None, trace.sample
+        if trace.id or sample is None:
+            shown = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
+            log = Log("info", f"trace {trace.id}: {fields['code']}, {shown}", fields)
         if sample is None:
             return log
         times = request.batch.times if request.batch is not None else ()
         traced = Traced(
-            fields, request.arrived, times, now, log if trace.id else None, timestamps=sample.timestamps,
+            fields, request.arrived, times, now, log, timestamps=sample.timestamps,
             number=trace.number, parent=trace.parent, model=trace.model, root=trace.root, context=trace.context,
         )  # fmt: skip
         if sample.tensors:
