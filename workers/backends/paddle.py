@@ -64,6 +64,7 @@ DTYPES = {
 _OF_JSON = {"ui8": "uint8", "i8": "int8", "i32": "int32", "i64": "int64", "f16": "float16", "f32": "float32",
             "f64": "float64"}  # fmt: skip
 """The names of types in model.json, where they differ."""
+_OF_ACCELERATORS = frozenset({"cpu_threads", "capacity", "use_int8"})
 _Facts = tuple[list[TensorFacts], list[TensorFacts]]
 
 
@@ -84,7 +85,7 @@ class Paddle(StackedBackend):
         return completed(config, inputs, outputs, int(default))
 
     def load(self, config: ModelConfig) -> None:
-        parameters = Parameters(config)
+        parameters = Parameters(config, _of_accelerators(config))
         if device_of(config, self.context.instance)[0] == "GPU":
             raise Unsupported(
                 f"instance '{self.context.instance}' is to run on a GPU, and models of PaddlePaddle run on the CPU "
@@ -134,10 +135,33 @@ class Paddle(StackedBackend):
         options.set_cpu_math_library_num_threads(parameters.whole("cpu_threads", 0) or self.context.engine_threads)
         if not parameters.flag("enable_mkldnn", True):
             options.disable_onednn()
+        elif parameters.whole("capacity", 0):
+            options.set_onednn_cache_capacity(parameters.whole("capacity", 0))
         try:
             return inference.create_predictor(options)
         except (RuntimeError, ValueError) as error:
             raise InvalidRequest(f"unable to load model '{model}': {_reason(error)}") from error
+
+
+def _of_accelerators(config: ModelConfig) -> dict[str, str]:
+    """Returns the parameters that Triton has in optimization.execution_accelerators. Those for GPUs have no effect."""
+    optimization = config.optimization
+    accelerators = optimization.execution_accelerators if optimization is not None else None
+    found: dict[str, str] = {}
+    for entry in accelerators.cpu_execution_accelerator if accelerators is not None else ():
+        if entry.name not in ("mkldnn", "ort"):
+            raise InvalidRequest(
+                f"model '{config.name}': unknown cpu_execution_accelerator name '{entry.name}' is provided. Available "
+                "choices are [mkldnn, ort]"
+            )
+        unknown = sorted(entry.parameters.keys() - _OF_ACCELERATORS)
+        if unknown:
+            raise InvalidRequest(
+                f"model '{config.name}': cpu_execution_accelerator '{entry.name}' has no parameter '{unknown[0]}'; it "
+                f"has {', '.join(sorted(_OF_ACCELERATORS))}"
+            )
+        found |= entry.parameters
+    return found
 
 
 def _facts(path: Path) -> _Facts:

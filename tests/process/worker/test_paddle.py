@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.repo.config.schema import (
+    ModelConfig,
+    ModelInstanceGroup,
+    ModelOptimizationPolicy,
+    ModelOptimizationPolicyExecutionAccelerators,
+    ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
+)
 from tests.support.workers import paddle_models
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.worker_harness import WorkerProcess, config, work
@@ -98,6 +104,27 @@ def test_names_of_the_configuration(inputs: tuple[str, str], outputs: tuple[str,
     )
     _, found = run(replace(given, default_model_filename="model.json"), tmp_path)
     check(found[outputs[0]], found[outputs[1]])
+
+
+def accelerated(name: str, **parameters: str) -> ModelOptimizationPolicy:
+    entry = ModelOptimizationPolicyExecutionAcceleratorsAccelerator(name=name, parameters=parameters)
+    accelerators = ModelOptimizationPolicyExecutionAccelerators(cpu_execution_accelerator=(entry,))
+    return ModelOptimizationPolicy(execution_accelerators=accelerators)
+
+
+def test_accelerators_of_triton(tmp_path: Path) -> None:
+    paddle_models.save(tmp_path, linear)
+    given = bare("model.json")
+    good = replace(given, optimization=accelerated("mkldnn", cpu_threads="1", capacity="4", use_int8="false"))
+    found, outputs = run(good, tmp_path)
+    check(*[outputs[entry.name] for entry in found.output])
+    for name, parameters, text in (
+        ("cuda", {}, "unknown cpu_execution_accelerator name 'cuda'"),
+        ("mkldnn", {"speed": "1"}, "has no parameter 'speed'"),
+        ("mkldnn", {"cpu_threads": "many"}, "parameter cpu_threads of model 'm' must be an integer"),
+    ):
+        bad = replace(given, optimization=accelerated(name, **parameters))
+        assert text in load_failure(bad, tmp_path).text
 
 
 def test_a_configuration_in_another_order(tmp_path: Path) -> None:
