@@ -23,6 +23,7 @@ ENVIRONMENT = (
     "BOTO",
     "AZURE_",
     "GOOGLE_",
+    "GCSFS_",
     "GCE_",
     "GCLOUD_",
     "CLOUDSDK_",

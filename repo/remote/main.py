@@ -266,6 +266,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker decides when it ends
     os.nice(NICE)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # For zonal buckets, gcsfs looks up the kind of a bucket before each call.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     link = socket.socket(fileno=int(arguments[0]))
     guard = threading.Lock()
 

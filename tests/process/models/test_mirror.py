@@ -5,28 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar
-from urllib.parse import unquote
+from typing import Any
 
-import msgspec
 import pytest
 
-from shmserve.repo.remote.address import parse_address
-from shmserve.repo.remote.cache import Cache, Slot, is_absent
-from shmserve.repo.remote.main import Settings
-from shmserve.repo.remote.mirror import Outcome
+from shmserve.repo.remote.cache import is_absent
+from tests.support.repo.mirrored import PIECE, data_of, mirrored
 from tests.support.repo.object_store import (
     CREDENTIALS,
-    PATIENCE_S,
     ObjectStore,
     Proxy,
     QuietServer,
@@ -37,9 +29,6 @@ from tests.support.repo.object_store import (
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
 pytestmark = pytest.mark.process
-
-PIECE = 1000
-ROOM = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -56,67 +45,6 @@ def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy
         yield proxy
 
 
-class Mirrored:
-    """The process that mirrors a repository, in a cache in this directory, with short pauses between attempts."""
-
-    def __init__(self, url: str, place: Path, limit: int) -> None:
-        address = parse_address(url)
-        self.key = address.key
-        self.slot = Slot.acquire(place, [self.key])
-        self.cache = Cache(self.slot.folder, limit)
-        self.ours, theirs = socket.socketpair()
-        self.lines = self.ours.makefile("rb")
-        command = [sys.executable, "-m", "shmserve.repo.remote.main", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
-        settings = Settings(str(self.slot.folder), limit, [str(address)], 2, piece_bytes=PIECE, pause_s=0.001)
-        self.ours.settimeout(PATIENCE_S)
-        self.ours.sendall(msgspec.json.encode(settings) + b"\n")
-
-    def ask(self, request: dict[str, Any], last: str) -> dict[str, Any]:
-        """Returns the event that answers the request: the last one of that kind before `done`."""
-        self.ours.sendall(json.dumps(request | {"id": 1}).encode() + b"\n")
-        found: dict[str, Any] = {}
-        for line in self.lines:
-            event: dict[str, Any] = json.loads(line)
-            if event["event"] == last:
-                found = event
-            if event["event"] == "done" or event["event"] == last != "outcome":
-                return found
-        raise AssertionError("the process has ended")
-
-    def sync(self, model: str = "m") -> Outcome:
-        event = self.ask({"do": "fetch", "model": model}, "outcome")
-        return Outcome(*(event[name] for name in Outcome._fields))
-
-    def folder(self, model: str = "m") -> Path:
-        return self.slot.view(self.key) / model
-
-    def files(self, model: str = "m") -> dict[str, bytes]:
-        folder = self.folder(model)
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    def blobs(self) -> set[str]:
-        return {path.name for path in self.cache.blob("").iterdir()}
-
-    def close(self) -> None:
-        self.lines.close()
-        self.ours.close()
-        try:
-            self.process.wait(PATIENCE_S)
-        finally:
-            self.slot.close()
-
-
-@contextmanager
-def mirrored(url: str, place: Path, limit: int = ROOM) -> Iterator[Mirrored]:
-    found = Mirrored(url, place, limit)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 def repository(store: ObjectStore, proxy: Proxy, request: pytest.FixtureRequest, **files: bytes) -> str:
     """A repository of this test, with model `m`. Returns its URL."""
     name = hashlib.sha256(request.node.name.encode()).hexdigest()[:12]
@@ -127,10 +55,6 @@ def repository(store: ObjectStore, proxy: Proxy, request: pytest.FixtureRequest,
 
 def prefix(url: str) -> str:
     return url.rpartition("/")[2]
-
-
-def data_of(size: int) -> bytes:
-    return os.urandom(size)
 
 
 def test_cut_connections_cost_only_their_pieces(
@@ -406,99 +330,3 @@ def test_a_web_server(tmp_path: Path, kind: type[_Files]) -> None:
         assert mirror.sync("a model").state == "published"
         assert mirror.files("a model")["config.pbtxt"] == b"yy"
         assert mirror.sync("other").state == "absent"
-
-
-# ------------------------------------------------------------------------------------------------ Hugging Face
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """The part of the hub's API that is needed, with the repository `owner/models`: one small file, one in LFS."""
-
-    protocol_version = "HTTP/1.1"
-    files: ClassVar[dict[str, bytes]] = {}
-    damaged: ClassVar[set[str]] = set()
-    tokens: ClassVar[set[str]] = set()
-
-    def do_GET(self) -> None:
-        path = unquote(self.path.partition("?")[0])
-        self.tokens.add(self.headers.get("Authorization", ""))
-        if path.startswith("/owner/models/resolve/main/"):
-            name = path.removeprefix("/owner/models/resolve/main/")
-            self._send_file(self.files.get(name), name in self.damaged)
-        elif path.startswith("/api/models/owner/models/tree/main"):
-            below = path.removeprefix("/api/models/owner/models/tree/main").strip("/")
-            self._send(json.dumps(self._tree(below, "recursive=true" in self.path.lower())).encode())
-        elif path.startswith("/api/models/owner/models"):
-            self._send(json.dumps({"id": "owner/models", "sha": "0" * 40, "siblings": []}).encode())
-        else:
-            self._send(b"{}", 404)
-
-    do_HEAD = do_GET
-
-    def _tree(self, below: str, deep: bool) -> list[dict[str, Any]]:
-        entries: dict[str, dict[str, Any]] = {}
-        for name, data in self.files.items():
-            rest = name.removeprefix(f"{below}/").split("/") if below else name.split("/")
-            if below and not name.startswith(f"{below}/"):
-                continue
-            for depth in range(1, len(rest) if deep else 2):
-                if depth < len(rest):
-                    folder = "/".join([*([below] if below else []), *rest[:depth]])
-                    entries[folder] = {"type": "directory", "oid": "1" * 40, "size": 0, "path": folder}
-            if deep or len(rest) == 1:
-                git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-                entries[name] = {"type": "file", "oid": git, "size": len(data), "path": name}
-                if name.endswith(".bin"):
-                    lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 100}
-                    entries[name] |= {"lfs": lfs, "oid": "2" * 40}
-        return list(entries.values())
-
-    def _send_file(self, data: bytes | None, damaged: bool) -> None:
-        if data is None:
-            self._send(b"", 404)
-            return
-        first, _, last = self.headers.get("Range", f"bytes=0-{len(data) - 1}").removeprefix("bytes=").partition("-")
-        piece = data[int(first) : int(last) + 1]
-        self._send(bytes(len(piece)) if damaged else piece, 206 if "Range" in self.headers else 200)
-
-    def _send(self, body: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", '"x"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a stand-in of its API. The content is compared with git's hash, or the SHA-256 of a large file."""
-    pytest.importorskip("huggingface_hub")
-    data = data_of(3 * PIECE)
-    _Hub.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "README.md": b"x"}
-    _Hub.damaged = {"served/m/1/model.bin"}
-    with QuietServer(("127.0.0.1", 0), _Hub) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
-        try:
-            with mirrored("hf://owner/models/served", tmp_path / "cache") as mirror:
-                outcome = mirror.sync()
-                assert outcome.state == "failed"
-                assert "model.bin: the SHA-256 of what was downloaded is not the store's" in outcome.text
-                _Hub.damaged = {"served/m/config.pbtxt"}
-                assert "config.pbtxt: the git hash of what" in mirror.sync().text
-                _Hub.damaged = set()
-                assert mirror.sync().state == "published"
-                assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
-                assert mirror.sync().state == "unchanged"
-                assert _Hub.tokens >= {"Bearer hf_secretsecret"}
-                assert "hf_secretsecret" not in outcome.text
-        finally:
-            server.shutdown()
-            thread.join()
