@@ -42,6 +42,8 @@ ENVIRONMENT = (
 FILE = "TRITON_CLOUD_CREDENTIAL_PATH"
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|CONNECTION_STRING|SAS|_PROXY", re.IGNORECASE)
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
+_PARTS = re.compile(r"(?:AccountKey|SharedAccessSignature)=([^;]+)")
+"""Of a connection string."""
 _USER = re.compile(r"://[^\s/@'\"]+@")
 _LEAST = 6
 """Shorter values are not removed from texts: they would be found in ordinary words."""
@@ -56,7 +58,9 @@ class Redactor:
         self.add(value for name, value in os.environ.items() if _SECRET.search(name) and name.startswith(ENVIRONMENT))
 
     def add(self, values: Iterable[object]) -> None:
-        self._secrets |= {str(value) for value in values if value and len(str(value)) >= _LEAST}
+        for value in filter(None, map(str, filter(None, values))):
+            parts = [value, *_PARTS.findall(value)]
+            self._secrets |= {part for part in parts if len(part) >= _LEAST}
 
     def __call__(self, text: str) -> str:
         """On one line, of limited length."""

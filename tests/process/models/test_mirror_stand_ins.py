@@ -1,4 +1,4 @@
-"""Mirroring from stand-ins of the APIs of Hugging Face and Google Cloud Storage, through the real clients."""
+"""Mirroring from stand-ins of the APIs of Hugging Face, Google Cloud Storage and Azure, through the real clients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ pytestmark = pytest.mark.process
 
 class _StandIn(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    content_type = "application/json"
 
     def send_range(self, data: bytes, damaged: bool) -> None:
-        first, _, last = self.headers.get("Range", f"bytes=0-{len(data) - 1}").removeprefix("bytes=").partition("-")
+        span = self.headers.get("Range") or self.headers.get("x-ms-range")
+        first, _, last = (span or f"bytes=0-{len(data) - 1}").removeprefix("bytes=").partition("-")
         piece = data[int(first) : int(last) + 1]
-        self.send(bytes(len(piece)) if damaged else piece, 206 if "Range" in self.headers else 200)
+        span = f"bytes {first}-{int(first) + len(piece) - 1}/{len(data)}" if span else ""
+        self.send(bytes(len(piece)) if damaged else piece, 206 if span else 200, Content_Range=span)
 
-    def send(self, body: bytes, status: int = 200) -> None:
+    def send(self, body: bytes, status: int = 200, **headers: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Type", self.content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"x"')
         self.end_headers()
@@ -173,6 +178,70 @@ def test_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
             assert mirror.sync().state == "unchanged"
             _Google.files["served/m/config.pbtxt"] = b"other"
+            assert mirror.sync().state == "published"
+            assert mirror.files()["config.pbtxt"] == b"other"
+            assert mirror.sync("zz").state == "absent"
+
+
+# ------------------------------------------------------------------------------------------------ Azure
+
+_TIME = "Mon, 27 Jul 2009 12:28:53 GMT"
+_BLOB = """<Blob><Name>{name}</Name><Properties><Creation-Time>{time}</Creation-Time>
+<Last-Modified>{time}</Last-Modified><Etag>0x{tag}</Etag><Content-Length>{size}</Content-Length><Content-Type>application/octet-stream</Content-Type>
+<Content-MD5>{md5}</Content-MD5><BlobType>BlockBlob</BlobType></Properties></Blob>"""
+_LISTING = """<?xml version="1.0" encoding="utf-8"?><EnumerationResults ServiceEndpoint="http://x/" ContainerName="c">
+<Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>"""
+
+
+class _Azure(_StandIn):
+    """The part of the API of Azure Blob Storage that is needed, with the container `c` of the account `acc`."""
+
+    content_type = "application/xml"
+    files: ClassVar[dict[str, bytes]] = {}
+    damaged: ClassVar[set[str]] = set()
+
+    def do_GET(self) -> None:
+        path, query = unquote(urlsplit(self.path).path), parse_qs(urlsplit(self.path).query)
+        name = path.removeprefix("/acc/c/")
+        if query.get("comp") == ["list"]:
+            listing = self._list(query.get("prefix", [""])[0], query.get("delimiter", [""])[0])
+            self.send(_LISTING.format(blobs=listing).encode())
+        elif name in self.files:
+            self.send_range(self.files[name], name in self.damaged)
+        else:
+            self.send(b"", 404, x_ms_error_code="BlobNotFound")
+
+    do_HEAD = do_GET
+
+    def _list(self, prefix: str, delimiter: str) -> str:
+        names = sorted(name for name in self.files if name.startswith(prefix))
+        inside = [name for name in names if not (delimiter and delimiter in name.removeprefix(prefix))]
+        folders = {prefix + name.removeprefix(prefix).split("/")[0] + "/" for name in names if name not in inside}
+        prefixes = [f"<BlobPrefix><Name>{folder}</Name></BlobPrefix>" for folder in sorted(folders)]
+        return "".join([*map(self._blob, inside), *prefixes])
+
+    def _blob(self, name: str) -> str:
+        data = self.files[name]
+        md5, tag = base64.b64encode(hashlib.md5(data).digest()).decode(), hashlib.sha256(data).hexdigest()
+        return _BLOB.format(name=name, time=_TIME, tag=tag, size=len(data), md5=md5)
+
+
+def test_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("adlfs")
+    data = data_of(3 * PIECE)
+    _Azure.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "served/n/config.pbtxt": b"n"}
+    _Azure.damaged = {"served/m/1/model.bin"}
+    key = base64.b64encode(b"a secret of Azure").decode()
+    with stand_in(_Azure) as url:
+        account = f"DefaultEndpointsProtocol=http;AccountName=acc;AccountKey={key};BlobEndpoint={url}/acc;"
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", account)
+        with mirrored("as://acc/c/served", tmp_path / "cache") as mirror:
+            assert "model.bin: the MD5 of what was downloaded is not the store's" in mirror.sync().text
+            _Azure.damaged = set()
+            assert mirror.sync().state == "published"
+            assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
+            assert mirror.sync().state == "unchanged"
+            _Azure.files["served/m/config.pbtxt"] = b"other"
             assert mirror.sync().state == "published"
             assert mirror.files()["config.pbtxt"] == b"other"
             assert mirror.sync("zz").state == "absent"

@@ -105,7 +105,9 @@ def test_netrc_is_for_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_values_of_the_environment_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from-the-environment")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
-    assert Redactor()("from-the-environment eu-central-1") == "*** eu-central-1"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=in-a-string==;EndpointSuffix=x")
+    text = "from-the-environment eu-central-1 in-a-string=="
+    assert Redactor()(text) == "*** eu-central-1 ***"
 
 
 @pytest.mark.parametrize(
