@@ -20,7 +20,7 @@ from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
-from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload, recorded
+from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_traffic, of_unload, recorded
 
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
@@ -338,15 +338,17 @@ class Client:
         config: Mapping[str, Any] | str | None = None,
         files: Mapping[str, bytes | os.PathLike[str]] | None = None,
         previous: bool = False,
+        versions: Sequence[int] = (),
         timeout: float | None = None,
     ) -> dict[str, Any]:
         """Load a model, or apply the changes to a loaded one; returns when it is READY.
 
         `config` (a mapping, or its JSON) replaces the configuration file. With `files` (names such as "1/model.onnx"
         mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to what was
-        served before the last load, in every control mode. Without `timeout` there is no time limit.
+        served before the last load, in every control mode. `versions`: serve exactly these, in place of those that
+        the configuration selects. Without `timeout` there is no time limit.
         """
-        operation, body = loading(config, files, previous)
+        operation, body = loading(config, files, previous, versions)
         answer: dict[str, Any] = self._operate(operation, model, None, timeout, body)
         return answer
 
@@ -368,6 +370,25 @@ class Client:
         body = of_unload(unload_dependents, wait, force, timeout)
         longer = None if timeout is None else timeout + ANSWER_S
         answer: dict[str, Any] = self._operate("unload", model, None, longer, body)
+        return answer
+
+    def traffic(
+        self,
+        model: str,
+        *,
+        shares: Mapping[int, int] | None = None,
+        aliases: Mapping[str, int | None] | None = None,
+    ) -> dict[str, Any]:
+        """How the requests that name no version are divided, after the given changes.
+
+        `shares` maps versions to percent and replaces earlier shares; the rest goes to the highest version without a
+        share. `aliases` maps names to versions: "MODEL@NAME" is then that version. None as version removes an alias.
+        """
+        if shares is None and not aliases:
+            found: dict[str, Any] = self._ask("traffic", model)
+            return found
+        body = of_traffic(shares, aliases)
+        answer: dict[str, Any] = self._operate("set_traffic", model, None, None, body)
         return answer
 
     def restart(

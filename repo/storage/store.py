@@ -78,13 +78,15 @@ def scan_model(
     config_name: str = "",
     override: Override | None = None,
     prepared: bool = False,
+    versions: Collection[int] = (),
 ) -> ScannedModel:
     """Scan one model directory. With an override, its configuration files are not read. `prepared`: the directory is
-    the result of the model's repository agents; before they have run, files may be missing.
+    the result of the model's repository agents; before they have run, files may be missing. `versions`: to be served,
+    all of them, in place of those that the version policy selects.
     """
     if config_name:
         check_config_name(config_name)
-    return _Scan(path, backends, gpus, prepared).run(config_name, override)
+    return _Scan(path, backends, gpus, prepared, versions).run(config_name, override)
 
 
 def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
@@ -161,9 +163,17 @@ class _BadModel(Exception):
 class _Scan:
     """The scan of one model: collects problems and continues where possible."""
 
-    def __init__(self, path: Path, backends: Collection[str], gpus: Collection[int], prepared: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        backends: Collection[str],
+        gpus: Collection[int],
+        prepared: bool,
+        versions: Collection[int],
+    ) -> None:
         self._path = path
         self._prepared = prepared
+        self._requested = versions
         self._name = escaped_name(path.name)
         self._backends = backends
         self._gpus = gpus
@@ -241,7 +251,11 @@ class _Scan:
             if number not in numbers:
                 self._add_warning(f"version {number} is in the version policy, but has no directory")
         selected = select_versions(policy, numbers)
-        if not selected:
+        if self._requested:
+            selected = tuple(number for number in numbers if number in self._requested)
+            for number in sorted(set(self._requested) - set(numbers)):
+                self._add_problem("has no directory", str(number))
+        elif not selected:
             self._add_problem(_no_version(self._name, numbers))
         if examined.completed is None or examined.completed.backend not in {*self._backends, ""}:
             return ()
@@ -256,7 +270,7 @@ class _Scan:
                 self._missing[number] = why
         served = tuple(number for number in selected if number not in self._missing)
         for number, why in self._missing.items():
-            if served:
+            if served and not self._requested:
                 self._add_warning(f"not served: {why}", str(number))
             else:
                 self._add_problem(why, str(number))

@@ -27,6 +27,7 @@ from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.models.remote import open_remote
 from shmserve.broker.models.remote_changes import RemoteChanges
+from shmserve.broker.models.traffic import TrafficControl
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.logs import log_record, set_up
@@ -276,6 +277,7 @@ class ServerProcess:
         file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
         self._broker.traced = file.write if self._span_exporter is None else self._span_exporter.write
         recordings = Recordings(self._loop, state)
+        traffic = TrafficControl(state, self._broker.put)
         logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing), recent)
         self._control.add(
             {
@@ -285,6 +287,8 @@ class ServerProcess:
                 "trace": lambda ask: traces.document(ask.model),
                 "set_trace": lambda ask: traces.change(ask.model, ask.body),
                 "record": lambda ask: recordings.change(ask.body),
+                "traffic": lambda ask: traffic.document(ask.model),
+                "set_traffic": lambda ask: traffic.change(ask.model, ask.body),
             }
         )
         return file

@@ -124,6 +124,7 @@ class Core:
             events.Refuse: partial(deployment.refuse, state),
             events.Unload: partial(deployment.unload, state),
             events.Restart: partial(deployment.restart, state),
+            events.SetTraffic: partial(deployment.set_traffic, state),
             events.Exited: lifecycle.exited,
             events.Composed: partial(readiness.composed, state),
             events.LeaseRead: partial(leases.on_log_read, state),
@@ -186,6 +187,8 @@ class Core:
         state = self.state
         effects = state.begin()
         state.now = now
+        if state.splits:
+            state.choose_versions()
         of_clients, of_workers = self._of_clients, self._of_workers
         instances = state.instances
         left = iter(turn)

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.core.traffic import Traffic
 from shmserve.protocol.messages import Handle, Infer, Map
 
 
@@ -111,6 +112,13 @@ class Unload(Struct):
     model: str
     operation: int = 0
     force: bool = False
+
+
+class SetTraffic(Struct):
+    """Divide the requests of this model as `traffic` says. No effect if the model is not known."""
+
+    model: str
+    traffic: Traffic
 
 
 class Restart(Struct):

@@ -26,7 +26,8 @@ from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Traces
 from shmserve.core.states import RequestState, SequenceState
 from shmserve.core.stats.latencies import FirstResponses
-from shmserve.errors import NotFound
+from shmserve.core.traffic import ALIAS, Split, Traffic
+from shmserve.errors import InvalidRequest, NotFound
 
 WORKERS_FROM = 1 << 30
 """Peer numbers: 0 is the broker itself; below this number are clients, numbered by the shell; from it on are workers,
@@ -64,7 +65,8 @@ class State:
         self.clients: dict[int, ClientState] = {}
         self.models: dict[str, Model] = {}
         self.ready: dict[str, Version] = {}
-        """Model name -> its default version, the highest one that is READY. Used by requests that name no version."""
+        """Model name, or alias -> the version for requests that name none."""
+        self.splits: dict[str, Split] = {}  # the models whose requests are divided among several versions
         self.requests: dict[int, Request] = {}
         self.runs: dict[int, Run] = {}
         """Number of the request to an ensemble -> its run."""
@@ -125,8 +127,7 @@ class State:
         self.draining = self.drained = False
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
-        self._numbers = 0
-        self._workers = WORKERS_FROM
+        self._numbers, self._workers = 0, WORKERS_FROM
 
     def begin(self) -> list[Effect]:
         """Begins a turn. Returns the list that will contain its effects."""
@@ -158,11 +159,36 @@ class State:
         """Updates `ready` and the readiness of ensembles. Call when the default version of a model may have changed."""
         self.readiness_changed = True
         model = self.models.get(name)
-        default = model.default() if model else None
-        if default is None:
+        if model is None:
+            self.ready.pop(name, None)
+            return
+        weights = model.weights()
+        split = self.splits.pop(name, None)
+        if len(weights) > 1:
+            self.splits[name] = split if split is not None and split.weights == weights else Split(weights)
+        self._route(name, model.versions[weights[0][0]] if weights else None)
+        for alias, number in model.traffic.aliases.items():
+            if (full := f"{name}{ALIAS}{alias}") not in self.models:
+                self._route(full, model.versions[number] if model.is_ready(number) else None)
+
+    def _route(self, name: str, version: Version | None) -> None:
+        if version is None:
             self.ready.pop(name, None)
         else:
-            self.ready[name] = default
+            self.ready[name] = version
+
+    def set_traffic(self, name: str, traffic: Traffic) -> None:
+        model = self.models[name]
+        for alias in model.traffic.aliases:
+            if (full := f"{name}{ALIAS}{alias}") not in self.models:
+                self.ready.pop(full, None)
+        model.traffic = traffic
+        self.refresh(name)
+
+    def choose_versions(self) -> None:
+        """Chooses, for this turn, the versions for requests that name none."""
+        for name, split in self.splits.items():
+            self.ready[name] = self.models[name].versions[split.choose()]
 
     def look_up(self, name: str, number: int) -> Version:
         """The version that serves requests for this name and number (0: the default version). Raises if there is
@@ -171,8 +197,21 @@ class State:
             return self.ready[name]
         model = self.models.get(name)
         if model is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
+            return self._look_up_alias(name, number)
         return model.version(number) if number else model.default_version()
+
+    def _look_up_alias(self, name: str, number: int) -> Version:
+        base, _, alias = name.rpartition(ALIAS)
+        model = self.models.get(base)
+        if model is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        aliases = model.traffic.aliases
+        if alias not in aliases:
+            known = f"it has {', '.join(sorted(aliases))}" if aliases else "it has none"
+            raise NotFound(f"Request for unknown model: '{base}' has no alias '{alias}'; {known}")
+        if number not in (0, aliases[alias]):
+            raise InvalidRequest(f"'{name}' is version {aliases[alias]}, but the request is for version {number}")
+        return model.version(aliases[alias])
 
     def adopt(self, version: Version, policy: ModelPolicy) -> None:
         """Applies the policy of a version that has loaded."""

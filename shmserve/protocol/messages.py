@@ -238,8 +238,8 @@ class Cancel(Struct, array_like=True, tag=8, gc=False):
 
 class Ask(Struct, array_like=True, tag=9, gc=False):
     """A query about the server (live, ready, loaded, models, metadata, config, origins, statistics, metrics, log,
-    trace), or an operation (load, unload, restart, rollback, set_log, set_trace, record). Answered with Answer;
-    operations when they have completed.
+    trace, traffic), or an operation (load, unload, restart, rollback, set_log, set_trace, set_traffic, record).
+    Answered with Answer; operations when they have completed.
 
     `body`: arguments besides the model, see docs/wire.md. `more`: another Ask of the same request continues the body;
     the other fields are taken from the first one."""

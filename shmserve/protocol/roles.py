@@ -25,7 +25,9 @@ _ANY = EVERYTHING
 _READ = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
 """Messages that affect only the client's own connection and requests; they need any role."""
-_OPERATIONS = dict.fromkeys(("load", "unload", "restart", "rollback", "set_log", "set_trace", "record"), OPERATE)
+_OPERATIONS = dict.fromkeys(
+    ("load", "unload", "restart", "rollback", "set_log", "set_trace", "set_traffic", "record"), OPERATE
+)
 QUESTIONS = {
     "live": _ANY,
     "ready": _ANY,
@@ -40,6 +42,7 @@ QUESTIONS = {
     "report": _READ,
     "log": _READ,
     "trace": _READ,
+    "traffic": _READ,
     "logs": OPERATE,
     **_OPERATIONS,
 }

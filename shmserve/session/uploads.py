@@ -146,13 +146,17 @@ def of_unload(unload_dependents: bool, wait: bool, force: bool, timeout: float |
     return of_json(options)
 
 
-def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None) -> Body:
+def of_load(
+    config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None, versions: Sequence[int] = ()
+) -> Body:
     """The body of `load`: empty, or a line of JSON followed by the concatenated bytes of the files."""
-    if config is None:
-        if files:
-            raise InvalidRequest("files= needs config=: a model sent with the request is not read from the repository")
+    if config is None and files:
+        raise InvalidRequest("files= needs config=: a model sent with the request is not read from the repository")
+    header: dict[str, Any] = {} if config is None else {"config": _config(config)}
+    if versions:
+        header["versions"] = list(versions)
+    if not header:
         return Body()
-    header: dict[str, Any] = {"config": _config(config)}
     parts: list[_Bytes | _File] = []
     if files:
         parts = [_part(name, value) for name, value in files.items()]
@@ -164,19 +168,28 @@ def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | N
     return Body([_Bytes("", line), *parts])
 
 
+def of_traffic(shares: Mapping[int, int] | None, aliases: Mapping[str, int | None] | None) -> Body:
+    """The body of `set_traffic`."""
+    return of_json({"shares": shares, "aliases": aliases or {}})
+
+
 def recorded(do: str, recording: int, models: Sequence[str]) -> Body:
     """The body of `record`."""
     return of_json({"do": do, "recording": recording, "models": list(models)})
 
 
 def loading(
-    config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None, previous: bool
+    config: Mapping[str, Any] | str | None,
+    files: Mapping[str, Any] | None,
+    previous: bool,
+    versions: Sequence[int] = (),
 ) -> tuple[str, Body]:
     """The name of the operation, `load` or `rollback`, and its body."""
     if not previous:
-        return "load", of_load(config, files)
-    if config is not None or files:
-        raise InvalidRequest("previous= restores what was served before; it cannot be combined with config= or files=")
+        return "load", of_load(config, files, versions)
+    if config is not None or files or versions:
+        text = "previous= restores what was served before; it cannot be combined with config=, files= or versions="
+        raise InvalidRequest(text)
     return "rollback", Body()
 
 

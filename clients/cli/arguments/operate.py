@@ -1,4 +1,4 @@
-"""Arguments of the commands that change what is served: load, unload, restart."""
+"""Arguments of the commands that change what is served: load, unload, restart, traffic."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shmserve.clients.cli.commands import completion
 def add_load(commands: Any) -> None:
     examples = """  shmserve load mlp
   shmserve load mlp cnn
+  shmserve load mlp --version 2               this version and no other
   shmserve load mlp --previous                go back to what was served before the last load
   shmserve load mlp --config-json config.json
   shmserve load new --config-json config.json --file 1/model.onnx=./new.onnx
@@ -39,6 +40,9 @@ def add_load(commands: Any) -> None:
         "ignored; repeatable")  # fmt: skip
     add("--previous", action="store_true",
         help="restore what was served before; whatever the repository has; in every mode")  # fmt: skip
+    version = add("--version", metavar="N", type=at_least_1, action="append", default=[],
+        help="serve this version, and no others but those given; repeatable (default: by version_policy)")  # fmt: skip
+    completion.completes(version, completion.versions)
     _add_operation(command)
     add_color(command)
 
@@ -74,6 +78,46 @@ def add_restart(commands: Any) -> None:
     instance = command.add_argument("--instance", metavar="NAME", help="restart only this instance")
     completion.completes(instance, completion.instances)
     _add_operation(command)
+
+
+def add_traffic(commands: Any) -> None:
+    examples = """  shmserve traffic mlp                     show how requests are divided
+  shmserve traffic mlp 3=10                10 % to version 3, the rest to the highest other version
+  shmserve traffic mlp --all 2             all to version 2: go back at once
+  shmserve traffic mlp --reset             as without shares: all to the highest version
+  shmserve traffic mlp --alias prod=2      mlp@prod is version 2
+"""
+    about = "divide the requests that name no version among the versions of a model, and name versions"
+    command = add_server_command(commands, "traffic", "operate", about, examples)
+    add_model(command)
+    add = command.add_argument
+    add("share", metavar="VERSION=PERCENT", nargs="*", type=_share, help="replaces the shares that were set before")
+    completion.completes(
+        add("--all", metavar="VERSION", type=at_least_1, help="the same as VERSION=100"), completion.versions
+    )
+    add("--reset", action="store_true", help="remove all shares")
+    add("--alias", metavar="NAME=VERSION", type=_alias, action="append", default=[], help="set an alias; repeatable")
+    add("--remove-alias", metavar="NAME", action="append", default=[], help="remove an alias; repeatable")
+    add_json(command, "print JSON")
+
+
+def _share(text: str) -> tuple[int, int]:
+    version, separator, percent = text.partition("=")
+    try:
+        pair = at_least_1(version), int(percent.removesuffix("%"))
+    except (ValueError, argparse.ArgumentTypeError):
+        pair = 0, -1
+    if not separator or not 0 <= pair[1] <= 100:
+        raise argparse.ArgumentTypeError(f"found '{text}', expected VERSION=PERCENT, such as 3=10")
+    return pair
+
+
+def _alias(text: str) -> tuple[str, int]:
+    name, _, version = text.partition("=")
+    try:
+        return name, at_least_1(version)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"found '{text}', expected NAME=VERSION, such as prod=2") from None
 
 
 def _add_operation(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The commands that change what is served: load, unload, restart. Several models are processed concurrently.
+"""The commands that change what is served: load, unload, restart, traffic. Several models are processed concurrently.
 
 Invariant: each failure is reported with its reason, and does not stop the other models.
 """
@@ -33,7 +33,7 @@ from shmserve.clients.cli.commands.base import (
 from shmserve.errors import Denied, NotFound, ServeError
 from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Misuse
-from shmserve.terminal.tables import duration_text
+from shmserve.terminal.tables import duration_text, table
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -54,13 +54,22 @@ def load(args: argparse.Namespace) -> int:
         raise Misuse("--config-json and --file are for one model")
     if args.file and args.config_json is None:
         raise Misuse("--file needs --config-json: a model that is sent is not read from the repository")
-    if args.previous and (args.all or args.config_json is not None):
-        raise Misuse("--previous cannot be combined with --all or --config-json")
+    if args.previous and (args.all or args.config_json is not None or args.version):
+        raise Misuse("--previous cannot be combined with --all, --config-json or --version")
+    if args.version and (args.all or len(args.model) > 1):
+        raise Misuse("--version is for one model")
     config = None if args.config_json is None else _config(args.config_json)
     files = dict(map(_file, args.file)) or None
 
     def one(client: Client, model: str) -> dict[str, Any]:
-        return client.load(model, config=config, files=files, previous=args.previous, timeout=args.timeout)
+        return client.load(
+            model,
+            config=config,
+            files=files,
+            previous=args.previous,
+            versions=args.version,
+            timeout=args.timeout,
+        )
 
     return _each(args, one, "loading", partial(_loaded, screen_of(args)))
 
@@ -98,6 +107,36 @@ def _check_exists(client: Client, model: str) -> None:
     with contextlib.suppress(Denied):  # a server that does not say which models there are
         if all(entry["name"] != model for entry in client.models()):
             raise NotFound(f"Request for unknown model: '{model}' is not found")
+
+
+def traffic(args: argparse.Namespace) -> int:
+    shares = None
+    if args.all is not None:
+        shares = {args.all: 100}
+    elif args.reset or args.share:
+        shares = dict(args.share)
+    if (args.all is not None) + args.reset + bool(args.share) > 1:
+        raise Misuse("give shares, --all or --reset, not several of them")
+    aliases: dict[str, int | None] = dict(args.alias) | dict.fromkeys(args.remove_alias)
+    with connected(args) as client:
+        found = client.traffic(args.model, shares=shares, aliases=aliases)
+    if args.json:
+        print_json(found)
+        return 0
+    named: dict[str, list[str]] = {}
+    for alias, number in found["aliases"].items():
+        named.setdefault(str(number), []).append(f"{args.model}@{alias}")
+    versions = sorted({*found["now"], *found["shares"], *named}, key=int)
+    lines = []
+    for number in versions:
+        shares_of = (found[kind].get(number) for kind in ("now", "shares"))
+        lines.append([number, *map(_percent, shares_of), " ".join(named.get(number, ()))])
+    print(table(["version", "now", "share", "aliases"], lines, right=(1, 2)))
+    return 0
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:g} %"
 
 
 def _config(name: str) -> dict[str, Any]:

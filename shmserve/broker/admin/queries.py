@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
@@ -16,11 +17,13 @@ from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import activity
-from shmserve.errors import InvalidRequest, NotFound, ServeError
+from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.protocol.roles import OPERATE, OPERATIONS, remove_private
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.system import procfs
+
+log = logging.getLogger("shmserve")
 
 EXTENSIONS = (
     "classification",
@@ -97,6 +100,10 @@ class Control:
                 pieces = self._build(ask, operator)
             except ServeError as error:
                 return [Fail(ask.request, error.code, error.message)]
+            except Exception:
+                log.exception("internal error in the query '%s'", ask.what)
+                text = f"'{ask.what}' failed: internal error; the server's log has the details"
+                return [Fail(ask.request, Internal.code, text)]
             if ask.what not in OPERATIONS:
                 shared[key] = pieces
         return [Answer(ask.request, piece, number < len(pieces)) for number, piece in enumerate(pieces, 1)]
@@ -164,7 +171,7 @@ class Control:
             return {"ready": False, "settled": False}
         versions = self._find(ask)
         ready = any(version.healthy for version in versions)
-        model = self._core.state.models[ask.model]
+        model = self._core.state.models[versions[0].model if versions else ask.model]
         # An ensemble may become READY when any other model does.
         ensemble = not self._core.state.ensembles.keys().isdisjoint(model.versions.values())
         others = self._core.state.models.values() if ensemble else (model,)
@@ -286,6 +293,8 @@ class Control:
 
     def _find(self, ask: Ask) -> list[Version]:
         model = self._core.state.models.get(ask.model)
+        if model is None and (aliased := self._core.state.ready.get(ask.model)) is not None:
+            return [aliased]
         if model is None:
             known = ask.model in self._catalog.names
             hint = f", but it is in the repository: load it first (shmserve load {ask.model})" if known else ""

@@ -158,10 +158,17 @@ class Catalog:
         except (ServeError, OSError):
             return self.names
 
-    def read(self, name: str, given: LoadOverride | None = None, kept: KeptConfig | None = None) -> Reading:
-        """The model of that name, or what a load call gave in its place. Raises the errors of `find_model`."""
+    def read(
+        self,
+        name: str,
+        given: LoadOverride | None = None,
+        kept: KeptConfig | None = None,
+        versions: Collection[int] = (),
+    ) -> Reading:
+        """The model of that name, or what a load call gave in its place. `versions`: see `scan_model`. Raises the
+        errors of `find_model`."""
         if given is not None and given.folder is not None:
-            return self.read_folder(given.folder, given)
+            return self.read_folder(given.folder, given, versions)
         self._refresh()
         folder = find_model(self._repositories, name)
         if is_absent(folder):
@@ -169,9 +176,9 @@ class Catalog:
         if given is None and kept is not None:
             current = _snapshot(folder)
             given = kept.given if current is not None and current.digest() == kept.files_digest else None
-        return self.read_folder(folder, given)
+        return self.read_folder(folder, given, versions)
 
-    def read_folder(self, folder: Path, given: LoadOverride | None = None) -> Reading:
+    def read_folder(self, folder: Path, given: LoadOverride | None = None, versions: Collection[int] = ()) -> Reading:
         """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts."""
         if self._files is not None and (problem := self._files.problem(folder)):
             return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
@@ -181,13 +188,13 @@ class Catalog:
             generation = self._generations.adopt(given.folder)
         tree, before = tree_of(folder), _snapshot(folder)
         for left in (2, 1, 0):
-            scanned = self._scan(folder, override)
+            scanned = self._scan(folder, override, versions)
             kept: Mapping[int, Generation] = {}
             prepared: Prepared | None = None
             try:
                 prepared = self._prepare(scanned, before, generation)
                 if prepared is not None:
-                    scanned = self._scan(prepared.folder, override, prepared=True)
+                    scanned = self._scan(prepared.folder, override, versions, prepared=True)
                     kept = self._keep(scanned, take(prepared.folder), strict=True)
                 elif generation is not None:
                     kept = dict.fromkeys(scanned.versions, generation)
@@ -215,7 +222,9 @@ class Catalog:
             scanned = scanned._replace(path=folder)
         return Reading(scanned, before, given, kept, findings, prepared, backend, tree)
 
-    def _scan(self, folder: Path, override: Override | None, prepared: bool = False) -> ScannedModel:
+    def _scan(
+        self, folder: Path, override: Override | None, versions: Collection[int], prepared: bool = False
+    ) -> ScannedModel:
         return scan_model(
             folder,
             backends=self._backends,
@@ -223,6 +232,7 @@ class Catalog:
             config_name=self._config_name,
             override=override,
             prepared=prepared,
+            versions=versions,
         )
 
     def _prepare(self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None) -> Prepared | None:

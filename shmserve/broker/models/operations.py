@@ -277,7 +277,8 @@ class ClientOperations:
     def _read(self, model: str, upload: Upload, kept: KeptConfig | None) -> tuple[Reading, list[tuple[str, Reading]]]:
         """The model and, if it is an ensemble, the models that it needs."""
         try:
-            reading = self._catalog.read(model, upload.unpack(self._place, model), kept)
+            given = upload.unpack(self._place, model)
+            reading = self._catalog.read(model, given, kept, upload.versions)
             found = reading, list(needs(reading, self._catalog.read))
         except NotDownloaded:  # this is called again
             raise

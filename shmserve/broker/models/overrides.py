@@ -30,6 +30,8 @@ HEADER_BYTES = 2 << 20
 IN_MEMORY = 1 << 20
 """A larger body is spooled to a file until it is complete."""
 FILES = 4096
+VERSIONS = 64
+"""Limit of versions in a load call."""
 LEVELS = 32
 """Limit of path components in a file's name."""
 _COPY = 1 << 20
@@ -62,6 +64,8 @@ class UploadHeader(Struct, forbid_unknown_fields=True):
         list[tuple[Annotated[str, Meta(max_length=_NAME)], Annotated[int, Meta(ge=0, le=1 << 62)]]],
         Meta(max_length=FILES),
     ] = []
+    versions: Annotated[list[Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]], Meta(max_length=VERSIONS)] = []
+    """To serve these in place of those that the configuration selects."""
 
 
 class LoadOverride(NamedTuple):
@@ -75,6 +79,8 @@ class Upload:
     """A body that arrives in pieces. The caller must `close` it in any case."""
 
     def __init__(self, place: Path, limit: int) -> None:
+        self.versions: tuple[int, ...] = ()
+        """To serve these in place of those that the configuration selects; known after `unpack`."""
         self._limit = limit
         self._size = 0
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=str(place))  # noqa: SIM115
@@ -113,6 +119,7 @@ class Upload:
         except _WRONG as error:
             text = "cannot be read" if len(line) <= HEADER_BYTES else f"is longer than {HEADER_BYTES} bytes"
             raise InvalidRequest(f"the first line of the load call's body {text}: {error}") from None
+        self.versions = tuple(header.versions)
         config = bytes(header.config)
         if not config:
             if header.files:

@@ -71,6 +71,8 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
     known = [lease.version.model for lease in state.leases.values() if lease.client is client]
     if len(known) >= CLIENT_LEASES or version.model in known:  # a client knows its leases by model
         return
+    if version.model in state.splits:  # the next request may be for another version
+        return
     default = state.ready.get(version.model) is version
     lease = Lease(state.next_number(), client, version, instance, default)
     if _unfit(state, lease):
@@ -122,7 +124,7 @@ def _unfit(state: State, lease: Lease) -> bool:
         or state.draining
         or state.tracing
         or ((bool(state.traces.samples) or state.recording is not None) and _hides_traces(state, instance))
-        or (lease.default and state.ready.get(version.model) is not version)
+        or (lease.default and (state.ready.get(version.model) is not version or version.model in state.splits))
     )
 
 

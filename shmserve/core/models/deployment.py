@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from shmserve.core.effects import Kill, Settled, Spawn
-from shmserve.core.events import Deploy, Refuse, Restart, Target, Unload
+from shmserve.core.events import Deploy, Refuse, Restart, SetTraffic, Target, Unload
 from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.traffic import UNSET
 from shmserve.protocol.messages import Stop
 
 _I, _V = InstanceState, VersionState
@@ -147,8 +148,13 @@ def unload(state: State, peer: int, event: Unload, now: int) -> None:
     model.unloading.append(Unloading(event.operation, model.generations()))
     if event.force:
         state.forced_unloads += model.generations()
-    state.refresh(model.name)
+    state.set_traffic(model.name, UNSET)
     complete_departures(state, model)
+
+
+def set_traffic(state: State, peer: int, event: SetTraffic, now: int) -> None:
+    if event.model in state.models:
+        state.set_traffic(event.model, event.traffic)
 
 
 def restart(state: State, peer: int, event: Restart, now: int) -> None:

@@ -8,6 +8,7 @@ from shmserve.core.events import Target
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import VersionState
 from shmserve.core.stats.statistics import Loads
+from shmserve.core.traffic import UNSET, Traffic
 from shmserve.errors import NotFound, Unavailable
 
 
@@ -75,11 +76,21 @@ class Model(Struct, eq=False):
     unloading: list[Unloading] = []
     departures: list[Departure] = []
     loads: Loads = field(default_factory=Loads)
+    traffic: Traffic = UNSET
 
     def default(self) -> Version | None:
-        """The highest version that is READY."""
-        ready = [version for version in self.versions.values() if version.state is VersionState.READY]
-        return max(ready, key=lambda version: version.number, default=None)
+        """The version that gets most of the requests that name none: the highest that is READY, unless operators have
+        set shares."""
+        weights = self.weights()
+        return self.versions[weights[0][0]] if weights else None
+
+    def weights(self) -> list[tuple[int, int]]:
+        """The versions among which requests that name none are divided."""
+        return self.traffic.weights([number for number in self.versions if self.is_ready(number)])
+
+    def is_ready(self, number: int) -> bool:
+        version = self.versions.get(number)
+        return version is not None and version.state is VersionState.READY
 
     def default_version(self) -> Version:
         """The version that serves requests for no particular one. Raises if there is none."""
@@ -90,6 +101,9 @@ class Model(Struct, eq=False):
         why = broken[0].reason if broken else self.reason
         loading = any(version.state is VersionState.LOADING for version in self.versions.values())
         back = any(version.returns for version in self.versions.values())
+        shares = self.traffic.shares
+        idle = any(version.state is VersionState.READY for version in self.versions.values())
+        why = "its READY versions have a share of 0 % (shmserve traffic)" if idle and shares else why
         note = "; it is loading" if loading else f": {why}" if why else ""
         raise (Unavailable if loading or back else NotFound)(
             f"Request for unknown model: '{self.name}' has no available versions{note}"

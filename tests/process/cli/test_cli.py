@@ -431,8 +431,9 @@ def of_page(line: str, server: Server, place: Path) -> None:
         json.loads(ran.stdout)
 
 
-OPERATING = [line for line in COMMANDS if line.split()[1] in ("load", "unload", "restart")]
-LIFECYCLE = [line for line in pages.commands("lifecycle") if line.split()[1:2][0] in ("load", "unload", "restart")]
+CHANGING = ("load", "unload", "restart", "traffic")
+OPERATING = [line for line in COMMANDS if line.split()[1] in CHANGING]
+LIFECYCLE = [line for line in pages.commands("lifecycle") if line.split()[1:2][0] in CHANGING]
 ELSEWHERE = ("serve", "gateway", "build")
 """Those that run until they are stopped, and the one that needs a GPU, have their own tests."""
 
@@ -477,8 +478,12 @@ def test_every_command_of_the_page_that_runs_until_ctrl_c(line: str, server: Ser
 def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> None:
     """In their order, on a server of their own."""
     options = ["--model-control-mode", "explicit", "--load-model", "*"]
-    with Server(place / "build" / "samples", *options) as server:
+    mlp = place / "build" / "samples" / "mlp"
+    with Server(mlp.parent, *options) as server:
         for line in [*OPERATING, *LIFECYCLE]:
+            if line in LIFECYCLE:
+                for version in ("2", "3"):
+                    shutil.copytree(mlp / "1", mlp / version, dirs_exist_ok=True)
             if "--previous" in line:  # which needs two loads that changed something
                 of_page("shmserve load mlp", server, place)
                 of_page("shmserve load mlp --config-json config.json", server, place)

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import pytest
 
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.stats import histogram
-from shmserve.protocol.messages import Ask, Infer, Tensor
+from shmserve.protocol.messages import Ask, Fail, Infer, Tensor
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
 from shmserve.system import procfs
 from tests.support.core.fakes import FakeClient
@@ -133,3 +134,12 @@ def test_asking_changes_nothing() -> None:
     before = copy.deepcopy(msgspec.to_builtins(statistics, str_keys=True, enc_hook=str))
     ask(control_of(world))
     assert msgspec.to_builtins(statistics, str_keys=True, enc_hook=str) == before
+
+
+def test_an_internal_error_in_a_query_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    control = control_of(World())
+    nothing: dict[str, Any] = {}
+    control.add({"activity": lambda ask: nothing["a mistake"]})
+    (failed,) = control.answer(Ask(7, "activity"), OPERATE, {})
+    assert failed == Fail(7, "INTERNAL", "'activity' failed: internal error; the server's log has the details")
+    assert "a mistake" in caplog.text

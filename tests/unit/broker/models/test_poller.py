@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -26,11 +26,11 @@ class Meddled(Catalog):
     before: Callable[[], object] = staticmethod(lambda: None)
     after: Callable[[], object] = staticmethod(lambda: None)
 
-    def read_folder(self, folder: Path, given: LoadOverride | None = None) -> Reading:
+    def read_folder(self, folder: Path, given: LoadOverride | None = None, versions: Collection[int] = ()) -> Reading:
         before, self.before = self.before, lambda: None
         after, self.after = self.after, lambda: None
         before()
-        reading = super().read_folder(folder, given)
+        reading = super().read_folder(folder, given, versions)
         after()
         return reading
 

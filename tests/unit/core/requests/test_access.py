@@ -63,12 +63,14 @@ NEEDED = {
     "log": LOOK,
     "logs": OPERATE,
     "trace": LOOK,
+    "traffic": LOOK,
     "load": OPERATE,
     "unload": OPERATE,
     "restart": OPERATE,
     "rollback": OPERATE,
     "set_log": OPERATE,
     "set_trace": OPERATE,
+    "set_traffic": OPERATE,
     "record": OPERATE,
 }
 """Query -> the roles of which one is enough."""

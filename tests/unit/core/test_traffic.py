@@ -1,0 +1,166 @@
+"""Requests that name no version are divided as operators say, and aliases are names of versions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.core import events
+from shmserve.core.batching.lending import ALONE
+from shmserve.core.state import State
+from shmserve.core.traffic import Split, Traffic
+from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.protocol.messages import Fail, Reply
+from tests.support.core.lent import Lent, model
+from tests.support.hypothesis_profiles import examples
+
+
+class Divided(Lent):
+    """The model `m` with versions 1, 2 and 3."""
+
+    def __init__(self, **traffic: Any) -> None:
+        super().__init__(model())
+        for number in (2, 3):
+            self.deploy(model(version=number))
+        self.set(**traffic)
+
+    def set(self, **traffic: Any) -> None:
+        self.turn([(0, events.SetTraffic("m", Traffic(**traffic)))])
+
+    def version_of(self, name: str = "m", version: int = 0) -> int | str:
+        """The version that answers a request, or the error."""
+        message = self.ask(self.client, model=name, version=version)
+        self.finish_running()
+        answer = self.client.answers[message.request]
+        return answer.text if isinstance(answer, Fail) else int(answer.version)
+
+    def versions(self, count: int) -> Counter[int | str]:
+        return Counter(self.version_of() for _ in range(count))
+
+    @property
+    def state(self) -> State:
+        return self.core.state
+
+
+@given(st.dictionaries(st.integers(1, 6), st.integers(0, 25), max_size=4), st.sets(st.integers(1, 6)))
+@settings(max_examples=examples(200))
+def test_weights(shares: dict[int, int], ready: set[int]) -> None:
+    found = dict(Traffic(shares).weights(ready))
+    assert found.keys() <= ready
+    assert all(weight > 0 for weight in found.values())
+    rest = max(ready - shares.keys(), default=0)
+    for number, weight in found.items():
+        assert weight == (100 - sum(shares.values()) if number == rest else shares[number])
+    if rest and sum(shares.values()) < 100:
+        assert rest in found
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("percent", [1, 10, 50, 90])
+def test_shares_hold_whenever_requests_come(percent: int, every: int) -> None:
+    """Requests in every second turn, for example, get the same shares."""
+    split = Split([(2, 100 - percent), (3, percent)])
+    chosen = [split.choose() for _ in range(2000 * every)][::every]
+    assert abs(chosen.count(3) / 20 - percent) < 0.5
+
+
+def test_the_highest_version_is_the_default() -> None:
+    world = Divided()
+    assert world.versions(5) == {3: 5}
+    assert not world.state.splits
+
+
+def test_a_share_of_the_requests() -> None:
+    world = Divided(shares={3: 10})
+    found = world.versions(200)
+    assert found.keys() == {2, 3}
+    assert abs(found[3] - 20) <= 2
+    assert world.version_of(version=1) == 1, "requests that name a version are not divided"
+    world.set(shares={3: 0})
+    assert world.versions(20) == {2: 20}
+    world.set(shares={1: 100})
+    assert world.versions(20) == {1: 20}
+    world.set()
+    assert world.versions(20) == {3: 20}
+
+
+def test_shares_of_versions_that_are_not_ready_go_to_the_others() -> None:
+    world = Divided(shares={3: 30, 2: 70})
+    world.turn([(0, events.Deploy("m", tuple(target for number, target in world.targets["m"].items() if number != 3)))])
+    assert world.versions(10) == {2: 10}
+    world.deploy(model(version=3))
+    assert world.versions(100)[3] > 20
+
+
+def test_a_model_whose_ready_versions_get_nothing() -> None:
+    world = Divided(shares={1: 0, 2: 0, 3: 0})
+    assert "READY versions have a share of 0 %" in str(world.version_of())
+    with pytest.raises(NotFound):
+        world.state.look_up("m", 0)
+    assert world.version_of(version=2) == 2
+
+
+def test_aliases() -> None:
+    world = Divided(aliases={"prod": 1, "next": 3})
+    assert (world.version_of("m@prod"), world.version_of("m@next"), world.version_of()) == (1, 3, 3)
+    assert world.version_of("m@prod", version=1) == 1
+    with pytest.raises(InvalidRequest, match=r"'m@prod' is version 1, but the request is for version 2"):
+        world.state.look_up("m@prod", 2)
+    with pytest.raises(NotFound, match=r"'m' has no alias 'old'; it has next, prod"):
+        world.state.look_up("m@old", 0)
+    with pytest.raises(NotFound, match="unknown model: 'n@old' is not found"):
+        world.state.look_up("n@old", 0)
+    world.set(aliases={"prod": 2})
+    assert world.version_of("m@prod") == 2
+    assert "no alias 'next'; it has prod" in str(world.version_of("m@next"))
+    world.set(aliases={"prod": 9})
+    with pytest.raises(NotFound, match="version 9 is not found"):
+        world.state.look_up("m@prod", 0)
+
+
+def test_an_alias_never_hides_a_model() -> None:
+    world = Divided(aliases={"prod": 1})
+    world.deploy(model("m@prod", version=7))
+    world.set(aliases={"prod": 2})
+    assert world.version_of("m@prod") == 7
+    world.set()
+    assert world.version_of("m@prod") == 7
+
+
+def test_an_alias_follows_its_version() -> None:
+    world = Divided(aliases={"prod": 3})
+    version = world.state.models["m"].versions[3]
+    for worker in list(world.workers.values()):
+        if world.state.instances[worker.peer][0] is version:
+            world.crash(worker)
+    if "m@prod" not in world.state.ready:
+        with pytest.raises(Unavailable):
+            world.state.look_up("m@prod", 0)
+
+
+def test_unloading_forgets_all() -> None:
+    world = Divided(shares={2: 100}, aliases={"prod": 1})
+    world.turn([(0, events.Unload("m", 1))])
+    assert world.state.models["m"].traffic == Traffic()
+    assert not world.state.ready
+    assert not world.state.splits
+
+
+def test_no_lease_while_requests_are_divided() -> None:
+    world = Divided(shares={3: 10})
+    for _ in range(3 * ALONE):
+        world.alone(1)
+        assert not world.client.leases
+    world.set()
+    while not world.client.leases:
+        world.alone(1)
+        assert world.numbers < 5 * ALONE
+    world.set(shares={3: 10})
+    assert not world.client.leases
+    message = world.ask(world.client)
+    world.finish_running()
+    assert isinstance(world.client.answers[message.request], Reply)
