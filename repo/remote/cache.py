@@ -21,8 +21,10 @@ import fcntl
 import os
 import shutil
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from glob import escape, glob
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,8 @@ import msgspec
 ABSENT = "absent"
 """The tree of a model that the repository has, but that has not been downloaded."""
 _SLOTS = 64
+DROP_S = 10.0
+"""How long a download waits for the room of models that were unloaded or replaced."""
 
 
 class CacheFull(Exception):
@@ -64,6 +68,8 @@ class Slot:
         """The first free one, with an empty view for each repository. Raises OSError."""
         for place in (root / "blobs", root / "manifests", root / "servers"):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if place.stat().st_uid != os.geteuid():
+                raise OSError(f"{place.name} belongs to uid {place.stat().st_uid}")
         own: Slot | None = None
         for number in range(_SLOTS):
             folder = root / "servers" / str(number)
@@ -106,10 +112,7 @@ class Slot:
 
 def is_absent(folder: Path) -> bool:
     """Whether the model in a view has not been downloaded."""
-    try:
-        return os.path.basename(os.readlink(folder)) == ABSENT
-    except OSError:
-        return False
+    return tree_of(folder) == ABSENT
 
 
 def tree_of(folder: Path) -> str:
@@ -129,7 +132,8 @@ class Cache:
         self._root = slot.parent.parent
         self._slot = slot
         self._limit = limit
-        self._guard = threading.Lock()
+        self._guard = threading.Condition()
+        """Notified when a tree has been removed."""
         self._reserved = 0
         self._wanted: dict[str, int] = {}
         """Blob -> how many unpublished models will link it."""
@@ -168,8 +172,18 @@ class Cache:
     @contextlib.contextmanager
     def room(self, size: int) -> Iterator[None]:
         """Reserves room, and evicts what is needed for it. Raises CacheFull."""
-        with self._guard, self._locked():
-            self._evict(size)
+        with self._guard:
+            end = time.monotonic() + DROP_S
+            while True:
+                try:
+                    with self._locked():
+                        self._evict(size)
+                    break
+                except CacheFull:
+                    left = end - time.monotonic()
+                    if left <= 0 or not self._has_retired():
+                        raise
+                    self._guard.wait(left)
             self._reserved += size
         try:
             yield
@@ -243,7 +257,7 @@ class Cache:
                 blob = self.blob(file.sha256)
                 os.link(blob, target)
                 state = target.stat()
-                os.utime(target, ns=(_now(), state.st_mtime_ns))
+                os.utime(target, ns=(time.time_ns(), state.st_mtime_ns))
         except BaseException:
             shutil.rmtree(tree, ignore_errors=True)
             raise
@@ -271,6 +285,13 @@ class Cache:
         """Removes a tree that no loaded model consists of."""
         if tree.isdigit():
             shutil.rmtree(self._slot / "trees" / tree, ignore_errors=True)
+            with self._guard:
+                self._guard.notify_all()
+
+    def _has_retired(self) -> bool:
+        """Whether there are trees that are not published any more. The server will drop them."""
+        shown = {tree_of(Path(link)) for link in glob(f"{escape(str(self._slot))}/views/*/*")}
+        return not shown.issuperset({*os.listdir(self._slot / "trees")} - {ABSENT})
 
     def manifest(self, repository: str, model: str) -> Manifest | None:
         """What the model consisted of when it was last published; None if that is not known."""
@@ -299,9 +320,3 @@ class Cache:
         temporary = place.with_name(f".{manifest.model}-{os.getpid()}-{threading.get_ident()}")
         temporary.write_bytes(msgspec.json.encode(manifest))
         os.replace(temporary, place)
-
-
-def _now() -> int:
-    import time
-
-    return time.time_ns()

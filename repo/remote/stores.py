@@ -182,7 +182,7 @@ class S3Store(Store):
         s3fs = import_module("s3fs")
         config = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {"max_attempts": 2}}
         self._options = options
-        return s3fs.S3FileSystem(
+        found = s3fs.S3FileSystem(
             endpoint_url=self.address.endpoint or None,
             anon=anonymous,
             config_kwargs=config,
@@ -190,6 +190,8 @@ class S3Store(Store):
             use_listings_cache=False,
             **options,
         )
+        found.retries = 2  # downloads have attempts of their own
+        return found
 
     def _list(self) -> Any:
         return self._fs.ls(self._root(), detail=True, refresh=True)

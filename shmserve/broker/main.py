@@ -226,11 +226,16 @@ class ServerProcess:
         self._control.downloads = remote.downloads
         self._control.is_starting = self._is_downloading
         self._control.is_complete = lambda: not remote.unreadable
+        remote.retired = self._tidy_soon
         return RemoteChanges(remote, self._catalog, self._operations, self._downloaded)
 
     def _is_downloading(self) -> bool:
         """Whether models that are served from the start are being downloaded."""
         return self._remote_changes is not None and self._remote_changes.starting
+
+    def _tidy_soon(self) -> None:
+        self._operations.untidy = True
+        self._broker.put(events.Closed(0))  # a no-op event, for a turn
 
     def _downloaded(self) -> None:
         self._broker.put(events.Closed(0))  # a no-op event: after its turn, the server may be ready

@@ -92,6 +92,8 @@ class RemoteModels:
         """A model of that name was published or removed."""
         self.failed: Callable[[str, str], None] = lambda model, text: None
         """A model that is not served cannot be downloaded, and why."""
+        self.retired: Callable[[], None] = lambda: None
+        """A directory was replaced: `drop_unused` may be called."""
         self.unreadable: set[str] = set()
         """Repositories that cannot be read now, and of which the cache has nothing."""
         self.folders = [slot.view(key).resolve() for key in addresses]
@@ -172,7 +174,7 @@ class RemoteModels:
             case "outcome":
                 self._outcome(event)
             case "retired":
-                self._retired.add(event["tree"])
+                self._retire(event["tree"])
             case "done":
                 request = self._requests.pop(event["id"], None)
                 if request is not None:
@@ -200,7 +202,7 @@ class RemoteModels:
         model, state = event["model"], event["state"]
         download = self._downloads.pop((event["repository"], model), None)
         if event["old"]:
-            self._retired.add(event["old"])
+            self._retire(event["old"])
         if state == "published" and download is not None:
             seconds = time.monotonic() - download.began
             text = f"downloaded {size_text(download.total)} in {seconds:.1f} s"
@@ -209,6 +211,10 @@ class RemoteModels:
             self.changed(model)
         elif state == "failed" and event["is_new"]:
             self.failed(model, event["text"])
+
+    def _retire(self, tree: str) -> None:
+        self._retired.add(tree)
+        self.retired()
 
     def downloads(self) -> dict[str, str]:
         """Model -> how far its download is."""

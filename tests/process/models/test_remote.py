@@ -148,6 +148,25 @@ def test_a_killed_download_is_resumed_and_nothing_shows_the_secret(
         assert KEY_ID not in shown
 
 
+def test_an_unloaded_model_makes_room_for_another(store: ObjectStore, proxy: Proxy, tmp_path: Path) -> None:
+    url = proxy.url.replace("/repo", "/room")
+    for name in ("first", "second"):
+        put(store, tmp_path, name, 1, "room")
+        store.put(f"room/{name}/1/weights.bin", os.urandom(60_000))
+    (tmp_path / "local").mkdir()
+    options = ("--model-repository", url, "--model-control-mode", "explicit", "--remote-cache-size", "100000")
+    cache = ("--remote-cache-directory", str(tmp_path / "cache"))
+    with Server(tmp_path / "local", *options, *cache) as server, server.client() as client:
+        client.load("first")
+        with pytest.raises(shmserve.Unavailable, match="raise --remote-cache-size, or unload models"):
+            client.load("second")
+        assert answer(client, "first") == 1
+        client.unload("first")
+        client.load("second")
+        assert answer(client, "second") == 1
+        assert not client.load("second")["changed"]
+
+
 @pytest.fixture
 def failing(store: ObjectStore) -> Iterator[Proxy]:
     """One that the test closes."""
