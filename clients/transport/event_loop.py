@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,13 @@ RETRY_S = 0.002
 """Retry interval for a full link: ZeroMQ does not reliably signal that there is room again."""
 
 monotonic = time.monotonic
+
+
+def _has_input(descriptor: int) -> bool:
+    """Also at the end of the connection."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class LoopLink(SessionLink):
@@ -141,11 +149,15 @@ class LoopLink(SessionLink):
             del self._watched[1:]
 
     def _lease_readable(self, descriptor: int) -> None:
-        """An answer, or the end of a lease. After that nothing comes until LeaseEnd closes the socket."""
+        """An answer, or the end of a lease. After its end nothing comes until LeaseEnd closes the socket. Without one of
+        these, the answer has been read already in this turn of the loop, after a packet of the lane.
+        """
         link = self._link
         expected = link is not None and link.awaits_lease
         self._readable()
-        if not expected and self._loop is not None:
+        if expected or link is None or self._link is not link or link.awaits_lease or self._loop is None:
+            return
+        if descriptor in self._watched and _has_input(descriptor):
             self._loop.remove_reader(descriptor)
 
     # ------------------------------------------------------------------------------------ receiving
