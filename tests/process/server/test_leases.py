@@ -3,24 +3,27 @@ broker, whoever ends the lease."""
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
 import re
+import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 import shmserve
 from shmserve.core.batching.lending import ALONE
 from shmserve.testing import Server
 from tests.support.client_faces import FACES
-from tests.support.living import pids, renew, until
+from tests.support.living import PATIENCE_S, pids, renew, until
 from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
@@ -111,6 +114,47 @@ def borrow(client: Any, model: str = "m", width: int = 2) -> int:
         if model in models(client):
             return count
     raise AssertionError("the client got no lease")
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_an_answer_that_is_read_with_a_packet_of_the_lane(
+    leases: Leases, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Both arrive before the same turn of the event loop, the packet first. The lease goes on, and its socket is still
+    watched."""
+
+    def await_input(descriptor: int) -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        assert poll.poll(PATIENCE_S * 1000)
+
+    async def main() -> None:
+        async with shmserve.AsyncClient(leases.server.url) as client:
+            for _ in range(4096):
+                await client.infer("m", inputs())
+                if "m" in models(client):
+                    break
+            assert client._link._link is not None
+            lane, lease = client._link._link.descriptors()
+            answer = asyncio.ensure_future(client.infer("m", inputs(STICK)))
+            await asyncio.sleep(0)
+            client._link.flush()
+            question = asyncio.ensure_future(client.live())
+            await asyncio.sleep(0)
+            client._link.flush()
+            await_input(lane)
+            leases.release()
+            await_input(lease)
+            await asyncio.gather(answer, question)
+            assert "m" in models(client)
+            await asyncio.wait_for(client.infer("m", inputs()), PATIENCE_S)
+
+    loop = new_loop()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
+        leases.clear()
 
 
 @pytest.mark.parametrize("face", FACES)
