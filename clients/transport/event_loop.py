@@ -149,8 +149,8 @@ class LoopLink(SessionLink):
             del self._watched[1:]
 
     def _lease_readable(self, descriptor: int) -> None:
-        """An answer, or the end of a lease. After its end nothing comes until LeaseEnd closes the socket. Without one of
-        these, the answer has been read already in this turn of the loop, after a packet of the lane.
+        """An answer, or the end of a lease. After its end nothing comes until LeaseEnd closes the socket. If there is
+        nothing any more, the answer has been read already in this turn of the loop, after a packet of the lane.
         """
         link = self._link
         expected = link is not None and link.awaits_lease
