@@ -20,6 +20,8 @@ from typing import Any
 from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Handle, Hello, Lease, Map, Return, Tensor, Unmap, Welcome
 
+PATIENCE_S = 60.0
+"""Waiting for a message that must come: long, as other programs may use the machine."""
 ROOM = messages.PACKET_BYTES + 4096
 
 
@@ -49,7 +51,7 @@ class Link:
     def send(self, *batch: Any) -> None:
         self.send_bytes(codec.encode(batch))
 
-    def receive(self, seconds: float = 10.0) -> Any:
+    def receive(self, seconds: float = PATIENCE_S) -> Any:
         """The next message. Raises TimeoutError if none arrives."""
         end = monotonic() + seconds
         while not self.inbox:
@@ -59,7 +61,7 @@ class Link:
                     raise TimeoutError(f"no message within {seconds:g} s")
         return self.inbox.popleft()
 
-    def receive_kind(self, *kinds: type[Any], seconds: float = 10.0) -> Any:
+    def receive_kind(self, *kinds: type[Any], seconds: float = PATIENCE_S) -> Any:
         """The next message of these types; others are dropped."""
         end = monotonic() + seconds
         while True:
@@ -231,7 +233,7 @@ class Zmq(Link):
         assert used == len(frames), "frames came that no tensor names"
         return True
 
-    def receive(self, seconds: float = 10.0) -> Any:
+    def receive(self, seconds: float = PATIENCE_S) -> Any:
         # The descriptor of a ZeroMQ socket is edge-triggered, so waiting is only safe with the socket's own poll.
         end = monotonic() + seconds
         while not self.inbox:

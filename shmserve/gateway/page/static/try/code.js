@@ -55,21 +55,18 @@ function ownCode({model, version, inputs, outputs, parameters, stream}) {
 }
 
 function tritonCode({model, version, inputs, outputs, parameters, stream}) {
-	const header = name => hasToken() && `headers={"${name}": "Bearer TOKEN"}`
-	const args = list(json(model), "inputs", version && `model_version="${version}"`, "outputs=outputs", options(parameters))
-	const secure = location.protocol === "https:" && "ssl=True"
-	const result = outputs.map(({name}) => `print(result.as_numpy(${json(name)}))`)
-	return lines(stream && "import queue", imports(inputs, `tritonclient.${stream ? "grpc" : "http"} as triton`), "inputs = []",
+	const header = hasToken() && `headers={"${stream ? "a" : "A"}uthorization": "Bearer TOKEN"}`
+	const wanted = outputs.map(({name, classes}) => `triton.InferRequestedOutput(${list(json(name), classes && `class_count=${classes}`)})`)
+	const args = list(json(model), "inputs", version && `model_version="${version}"`, `outputs=[${list(wanted)}]`, options(parameters))
+	const host = stream ? `${location.hostname}:8001` : location.host // where gRPC listens by default
+	const shown = outputs.map(({name}) => `result.as_numpy(${json(name)})`)
+	return lines(imports(inputs, `tritonclient.${stream ? "grpc" : "http"} as triton`), "inputs = []",
 		inputs.flatMap(input => [`array = ${array(input)}`,
 			`inputs.append(triton.InferInput(${json(input.name)}, array.shape, "${input.datatype}"))`, "inputs[-1].set_data_from_numpy(array)"]),
-		"outputs = [", outputs.map(({name, classes}) => `    triton.InferRequestedOutput(${list(json(name), classes && `class_count=${classes}`)}),`), "]",
-		stream ? [`client = triton.InferenceServerClient(${list(json(`${location.hostname}:8001`), secure)})  # the port of gRPC, --grpc-port`,
-			"answers = queue.Queue()", `client.start_stream(${list("lambda result, error: answers.put((result, error))", header("authorization"))})`,
-			`client.async_stream_infer(${list(args, "enable_empty_final_response=True")})`, "final = False", "while not final:",
-			"    result, error = answers.get()", "    if error:", "        raise error", "    response = result.get_response()",
-			'    final = response.parameters["triton_final_response"].bool_param', "    if response.outputs:", result.map(line => `        ${line}`), "client.stop_stream()"]
-			: [`client = triton.InferenceServerClient(${list(json(location.host), secure)})`,
-				`result = client.infer(${list(args, header("Authorization"))})`, result])
+		`client = triton.InferenceServerClient(${list(json(host), location.protocol === "https:" && "ssl=True")})`,
+		stream ? ["def answer(result, error):", shown.map(one => `    print(error or ${one})`),
+			`client.start_stream(${list("answer", header)})`, `client.async_stream_infer(${args})`, "client.stop_stream()  # waits for the answers"]
+			: [`result = client.infer(${list(args, header)})`, shown.map(one => `print(${one})`)])
 }
 
 export const fitsJson = ({inputs}) => inputs.every(({datatype, values, files}) => !files && !/^B?FP?16/.test(datatype) && values.length <= MOST_JSON)

@@ -10,9 +10,7 @@ import {tryForm} from "../try/form.js"
 import {graph} from "./ensemble.js"
 import {stateCell} from "./overview.js"
 
-const REFETCH_MS = 2000
-/** An ensemble's steps are counted from the first time on. */
-const FIRST_MS = 500
+const REFETCH_MS = 1000
 const REASONS = {
 	full: "nothing more fits",
 	preferred: "has a preferred size",
@@ -66,7 +64,7 @@ export function modelView(store, {model, version}) {
 	function refresh({row, version: number, counters}) {
 		const now = JSON.stringify([changes, row.state, row.loading_seconds, row.reloading, counters.failed, counters.rejected, row.ensemble && counters.success])
 		if (timer || now === fetched) return
-		timer = setTimeout(() => (timer = 0), detail ? REFETCH_MS : FIRST_MS)
+		timer = setTimeout(() => (timer = 0), REFETCH_MS)
 		fetched = now
 		call("GET", modelPath("/page/model", model, number))
 			.then(answer => answer.json()).catch(({message}) => ({error: message}))
