@@ -40,8 +40,10 @@ ONCE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
 )
-PREPARED = ("-m shmserve.workers.zygote", " --type=")
-"""Processes that a server has from the first worker on, and those that a browser starts and ends as it likes."""
+PREPARED = "-m shmserve.workers.zygote"
+"""A server has it from the first worker on."""
+BROWSER = " --headless"
+"""A browser starts and ends processes as it likes. Those that survive it are found as orphans."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether this kernel lists the children of a thread."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -141,7 +143,8 @@ def _processes() -> Generator[Thing, None, None]:
         for pid in children(parent):
             if pid not in seen:
                 seen.add(pid)
-                todo.append(pid)
+                if BROWSER not in _command(pid):
+                    todo.append(pid)
                 found = _stat(str(pid))
                 if found:
                     _family.add((pid, found[2]))
@@ -152,9 +155,7 @@ def _processes() -> Generator[Thing, None, None]:
 
 def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
     command = _command(pid)
-    if not any(part in command for part in ONCE) and not (
-        parent != os.getpid() and any(part in command for part in PREPARED)
-    ):
+    if not any(part in command for part in ONCE) and not (parent != os.getpid() and PREPARED in command):
         what = (
             f"zombie {pid}, never waited for by {parent}: {_command(parent)}"
             if state == "Z"
