@@ -4,12 +4,11 @@ import {find, write} from "./dom.js"
 
 let token = ""
 
-/** Of the token. */
-export let changes = 0
+export let changes = 0 // of the token
 
 export const hasToken = () => token !== ""
 
-/** A response, or an Error with the `status` of the response. Asks for a token if one is missing. */
+/** A response, or an Error with its `status`. Asks for a missing token. */
 export async function call(method, path, body, headers = {}, signal = undefined) {
 	if (token) headers.Authorization = `Bearer ${token}`
 	let answer

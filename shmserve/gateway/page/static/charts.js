@@ -7,7 +7,6 @@ const HEIGHT = 100
 const SLOTS = 300
 const FRAME = {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none"}
 
-/** The path of a curve that ends at the right edge; a missing value is a gap. */
 function path(values, top, slots, closed) {
 	const x = at => ((slots - values.length + at) * WIDTH / (slots - 1)).toFixed(1)
 	let text = ""
@@ -65,7 +64,6 @@ export function chart(title, text, ...series) {
 	return {node: h("figure.panel", h("b", title), keys, h("div.plot", scale, picture), h("div.axis", h("span", "5 min ago"), h("span", "now"))), update}
 }
 
-/** Bars as a list. `rows`: {label, value, text, title}; the value is a share of 1. */
 export function bars(label, rows) {
 	if (!rows.length) return h("p.empty", "No requests yet")
 	return h("ul.bars", {label}, rows.map(row => h("li", {title: row.title}, h("span.label", row.label),

@@ -51,7 +51,6 @@ export function table(label, heads, rows) {
 		h("tbody", rows.map(cells => row("td", cells)))))
 }
 
-/** Fills a list of names and values; `rows` may contain false. */
 export function facts(node, rows) {
 	refill(node, rows, () => rows.filter(Boolean).map(([name, value]) => h("div", h("dt", name), h("dd", value))))
 }

@@ -34,7 +34,6 @@ export const duration = known(seconds => {
 	return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`
 })
 
-/** A Unix time; the locale has the notation of ISO 8601. */
 export const clock = seconds => new Date(seconds * 1000).toLocaleString("sv")
 
 export function element(value) {

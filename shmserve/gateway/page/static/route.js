@@ -8,7 +8,6 @@ export const route = (...names) => modelPath("#/model", ...names)
 
 const PATTERN = /^#\/model\/([^/]+)(?:\/versions\/(\d+))?(?:\/(try|config))?$/
 
-/** {model, version, part}; texts are empty where the address does not have them. */
 export function place() {
 	const [, name = "", version = "", part = ""] = location.hash.match(PATTERN) ?? []
 	return {model: decodeURIComponent(name), version, part}

@@ -30,7 +30,6 @@ class Entry {
 		this.memory = instances.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0)
 	}
 
-	/** The share of the time in which its instances ran a batch. */
 	get busy() {
 		return this.rates && this.ready ? Math.min(1, this.rates.spent / this.ready) : null
 	}
@@ -49,7 +48,6 @@ export class Store {
 		this.listeners = new Set()
 	}
 
-	/** Calls `listener()` after each event; returns a function that ends this. */
 	watch(listener) {
 		this.listeners.add(listener)
 		return () => this.listeners.delete(listener)

@@ -53,7 +53,6 @@ export function follow(open, event, lost) {
 	return connect
 }
 
-/** Reads server-sent events to the end of a response. */
 export async function read(answer, event, progress = () => {}) {
 	const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader()
 	let rest = ""

@@ -90,7 +90,6 @@ function curl(call, length) {
 		hasToken() && "-H 'Authorization: Bearer TOKEN'", body].filter(Boolean).join(" \\\n  ")
 }
 
-/** `call`: {model, version, inputs, outputs, parameters, stream}; `length`: of the JSON part of its binary form. */
 export const code = (call, length) => ({
 	curl: curl(call, length),
 	python: ownCode(call),

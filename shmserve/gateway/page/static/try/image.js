@@ -20,7 +20,6 @@ export function imageLayout(shape, format) {
 	return fits(c, a, b) ? {planes: false, channels: c, height: a, width: b} : null
 }
 
-/** Draws a file on the canvas, and returns the values of the tensor. */
 export async function imageValues(file, {width, height, scale, layout: {planes, channels}}, canvas) {
 	const bitmap = await createImageBitmap(file)
 	Object.assign(canvas, {width, height})

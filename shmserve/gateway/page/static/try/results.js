@@ -10,7 +10,7 @@ const ROWS = 100
 const COLUMNS = 16
 const text = value => (value instanceof Uint8Array ? textOf(value) : element(value))
 
-/** The panel of an output. `classes`: whether its values are "value:index:label". */
+/** `classes`: whether the values are "value:index:label". */
 export function result(output, classes) {
 	const {name, datatype, shape, values} = output
 	const layout = datatype !== "BYTES" && imageLayout(shape)

@@ -80,7 +80,6 @@ function decode(bytes, dtype) {
 	return dtype === "BOOL" ? values.map(Boolean) : values
 }
 
-/** {body, length}; `length`: of the JSON part, which the tensors follow. */
 export function request({inputs, outputs, parameters}, binary) {
 	const head = new Blob([JSON.stringify({
 		inputs: inputs.map(({name, shape, datatype, bytes}) => ({name, shape, datatype, parameters: {binary_data_size: bytes.size}})),
@@ -101,7 +100,6 @@ export async function outputsOf(answer) {
 	return outputs
 }
 
-/** Bytes as text, or as base64 if they are not UTF-8. */
 export function textOf(value) {
 	if (typeof value === "string") return value
 	try {
@@ -111,7 +109,6 @@ export function textOf(value) {
 	}
 }
 
-/** Values as nested lists; `literal(value)`: the text of one. */
 export function nested(values, shape, literal, from = 0, count = values.length) {
 	if (!shape.length) return literal(values[from])
 	const step = count / shape[0] || 0

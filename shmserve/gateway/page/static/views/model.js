@@ -60,7 +60,6 @@ export function modelView(store, {model, version}) {
 		refresh(entry)
 	}
 
-	/** Fetches what is not in the stream, after changes. */
 	function refresh({row, version: number, counters}) {
 		const now = JSON.stringify([changes, row.state, row.loading_seconds, row.reloading, counters.failed, counters.rejected, row.ensemble && counters.success])
 		if (timer || now === fetched) return

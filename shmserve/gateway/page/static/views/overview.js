@@ -38,7 +38,6 @@ function trendCell() {
 	return {node, update: ({history}) => update(history.last("requests", 60))}
 }
 
-/** A column of numbers. `value` is a function, or the name of a rate. */
 function number(id, title, text, value) {
 	const get = value ?? (({rates}) => rates?.[id])
 	const cell = () => {
@@ -79,7 +78,6 @@ export function overview(store) {
 		value: kept.words, oninput: () => list("words", search.value)})
 	const chips = Object.keys(GROUPS).map(group => h("button.chip", {onclick: () => list("group", group)}, `${group} `, h("b")))
 
-	/** Shows the table, after a change of what is kept. */
 	function list(name, value) {
 		if (name) kept[name] = value
 		const words = kept.words.toLowerCase().split(/\s+/)
