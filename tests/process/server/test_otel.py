@@ -44,6 +44,8 @@ class TritonPythonModel:
         call = pb_utils.InferenceRequest(model_name="add1", requested_output_names=["y"], inputs=[x])
         return pb_utils.InferenceResponse([pb_utils.get_output_tensor_by_name(call.exec(), "y")])
 """
+TOGETHER = "max_batch_size: 20 dynamic_batching { preferred_batch_size: 20 max_queue_delay_microseconds: 600000000 }\n"
+"""Waits until there are 20 rows."""
 SPAN = 0x00F067AA0BA902B7
 
 
@@ -57,6 +59,7 @@ def parent_of(number: int) -> tuple[str, str]:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     model(root, "add1", ADD, BATCHES, dims="[4]")
+    model(root, "together", ADD, TOGETHER, dims="[4]")
     model(root, "calls", CALLER, BATCHES, dims="[4]")
     ensemble(root, "twice", "x:FP32:[4]", "y", "add1(x:x)->(y:z)", "add1(x:z)->(y:y)", more="max_batch_size: 64")
     return root
@@ -157,7 +160,7 @@ def test_ensembles_and_calls(server: Server, collector: Collector) -> None:
 def test_a_batch_and_a_failure(server: Server, collector: Collector) -> None:
     with server.client() as client:
         given = [parent_of(number) for number in range(30, 50)]
-        sent = [client.submit("add1", {"x": numbers(1, 4)}, parameters={"traceparent": one[1]}) for one in given]
+        sent = [client.submit("together", {"x": numbers(1, 4)}, parameters={"traceparent": one[1]}) for one in given]
         for future in sent:
             future.result()
         trace_id, parent = parent_of(50)
@@ -166,11 +169,9 @@ def test_a_batch_and_a_failure(server: Server, collector: Collector) -> None:
     failed = of_trace(collector, trace_id, 3)["infer add1"]
     assert (failed.status.code, attributes(failed)["error.type"]) == (2, "MODEL_FAILED")
     spans = [of_trace(collector, one[0], 3) for one in given]
-    rows = [attributes(one["batch"])["shmserve.batch.rows"] for one in spans]
-    assert max(rows) > 1
-    for one, count in zip(spans, rows, strict=True):
-        assert len(one["batch"].links) <= count - 1
-    assert any(one["batch"].links for one in spans)
+    assert {attributes(one["batch"])["shmserve.batch.rows"] for one in spans} == {20}
+    for one in spans:
+        assert len(one["batch"].links) == 19
 
 
 # ---------------------------------------------------------------------------------------- collectors
