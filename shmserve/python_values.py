@@ -16,6 +16,11 @@ from shmserve.errors import InvalidRequest
 Array = np.ndarray[Any, np.dtype[Any]]
 _SHOWN = 60
 _PLAIN = (bool, int, float, str, bytes)
+_NUMBERS = {bool, int, float}
+_BOOL = (bool, np.bool_)
+_WHOLE = (int, np.integer)
+_EXACT = {"FP16": 1 << 11, "FP32": 1 << 24, "FP64": 1 << 53, "BF16": 1 << 8}
+"""Data types of floats, with the limit up to which they have every integer."""
 
 
 def is_python_value(value: Any) -> bool:
@@ -41,25 +46,27 @@ def to_array(value: Any, dtype: str) -> Array:
         if odd:
             raise InvalidRequest(f"{_shown(odd[0])} is not a number, as {dtype} needs")
         raise InvalidRequest(f"{_shown(max(_leaves(value), key=abs))} does not fit in {dtype}")  # beyond 64 bits
+    types = _types(value)
     if dtype == "BOOL":
-        if not array.size:
-            return array.astype(np.bool_)
-        if array.dtype.kind == "f" or not np.isin(array, (0, 1)).all():
-            raise InvalidRequest(f"{_shown(_first(array, ~np.isin(array, (0, 1))))} is not true or false")
+        if array.size and (array.dtype.kind == "f" or not np.isin(array, (0, 1)).all()):
+            odd = next(item for item in _leaves(value) if not isinstance(item, (*_BOOL, *_WHOLE)) or item not in (0, 1))
+            raise InvalidRequest(f"{_shown(odd)} is not true or false")
         return array.astype(np.bool_)
-    if array.dtype.kind == "b":
-        raise InvalidRequest(f"{array.flat[0]} is not a number, as {dtype} needs")
-    if dtype == "BF16":
-        return _bfloat16(array)
-    return _numbers(array, dtype)
+    if array.dtype.kind == "b" or not types.isdisjoint(_BOOL):
+        booleans = [item for item in _leaves(value) if isinstance(item, _BOOL)] or [True]
+        raise InvalidRequest(f"{booleans[0]} is not a number, as {dtype} needs")
+    if dtype in _EXACT:
+        return _floats(array, None if types <= {float} else value, dtype)
+    return _integers(array, value, dtype)
 
 
-def _numbers(array: Array, dtype: str) -> Array:
-    wanted = to_numpy(dtype)
-    if wanted.kind == "f":
-        return _floats(array, wanted, dtype)
+def _integers(array: Array, value: Any, dtype: str) -> Array:
     if array.size and array.dtype.kind == "f":
-        raise InvalidRequest(f"{_shown(_first(array, np.ones(array.shape, bool)))} is not an integer, as {dtype} needs")
+        odd = [item for item in _leaves(value) if not isinstance(item, _WHOLE)]
+        if odd:
+            raise InvalidRequest(f"{_shown(odd[0])} is not an integer, as {dtype} needs")
+        array = np.array(value, object)  # numpy makes floats of integers that need INT64 and UINT64
+    wanted = to_numpy(dtype)
     info = np.iinfo(wanted)
     wrong = (array < info.min) | (array > info.max)
     if wrong.any():
@@ -69,36 +76,27 @@ def _numbers(array: Array, dtype: str) -> Array:
     return array.astype(wanted)
 
 
-def _floats(array: Array, wanted: np.dtype[Any], dtype: str) -> Array:
-    """Floats are rounded; integers must be exact."""
+def _floats(array: Array, value: Any, dtype: str) -> Array:
+    """Floats are rounded; integers must be exact. `value`: None if it has no integers."""
+    wanted = to_numpy(dtype)
     with np.errstate(over="ignore"):
-        converted = array.astype(wanted)
-    wrong = np.isinf(converted) & np.isfinite(array)
+        if wanted.kind == "u":  # BF16, which numpy does not have
+            converted = bfloat16_bits(array.astype(np.float32))
+            rounded = np.asarray(converted.astype(np.uint32) << 16, np.uint32).view(np.float32)
+        else:
+            converted = rounded = array.astype(wanted)
+    wrong = np.isinf(rounded) & np.isfinite(array)
     if wrong.any():
         raise InvalidRequest(f"{_shown(_first(array, wrong))} is beyond the range of {dtype}")
-    if array.dtype.kind != "f":
-        # Compared as integers: a comparison of both would convert them to floats.
-        limit = 1 << (np.finfo(wanted).nmant + 1)
-        large = (array > limit) | (array < -limit)
-        wrong = np.array([item != int(there) for item, there in zip(array[large], converted[large], strict=True)], bool)
-        if wrong.any():
-            raise InvalidRequest(f"{_shown(array[large][wrong][0].item())} is not exact as {dtype}; write a float")
-    return converted
-
-
-def _bfloat16(array: Array) -> Array:
-    wanted = to_numpy("BF16")
-    if wanted.kind != "u":
-        return _floats(array, wanted, "BF16") if array.dtype.kind == "f" else _exact_bfloat16(array, wanted)
-    single = _floats(array, np.dtype(np.float32), "BF16")
-    return bfloat16_bits(single)
-
-
-def _exact_bfloat16(array: Array, wanted: np.dtype[Any]) -> Array:
-    converted = array.astype(wanted)
-    wrong = converted.astype(np.float64) != array
-    if wrong.any():
-        raise InvalidRequest(f"{_shown(_first(array, wrong))} is not exact as BF16; write a float")
+    if value is None:
+        return converted
+    large = (array >= _EXACT[dtype]) | (array <= -_EXACT[dtype])
+    if large.any():
+        # Of integers and floats together, numpy makes floats; and to compare both, too.
+        items = np.array(value, object) if array.dtype.kind == "f" else array
+        for item, there in zip(items[large], rounded[large], strict=True):
+            if isinstance(item, _WHOLE) and int(item) != int(there):
+                raise InvalidRequest(f"{_shown(int(item))} is not exact as {dtype}; write a float")
     return converted
 
 
@@ -118,6 +116,16 @@ def _texts(value: Any) -> Array:
     array = np.empty(len(items), object)
     array[:] = items
     return array.reshape(shape)
+
+
+def _types(value: Any) -> set[type]:
+    """The types of the numbers."""
+    if not isinstance(value, (list, tuple)):
+        return {value.dtype.type if isinstance(value, np.ndarray) else type(value)}
+    types = set(map(type, value))
+    if not types <= _NUMBERS and any(issubclass(kind, (list, tuple, np.ndarray)) for kind in types):
+        return set[type]().union(*map(_types, value))
+    return types
 
 
 def _leaves(value: Any) -> Any:
@@ -151,7 +159,7 @@ def _uneven(value: Any, place: str = "") -> str:
 
 
 def _first(array: Array, wrong: Array) -> Any:
-    return array[wrong][0].item()
+    return array[wrong].item(0)
 
 
 def _shown(item: Any) -> str:

@@ -24,7 +24,7 @@ from shmserve.core.ensembles.advance import Ensembles
 from shmserve.core.events import Event
 from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
-from shmserve.core.models import deployment, handover
+from shmserve.core.models import deployment, handover, memory, resizing, room, scaling, sleep
 from shmserve.core.models.lifecycle import Lifecycle
 from shmserve.core.records import Instance, Version
 from shmserve.core.requests import completion, enqueue, responses
@@ -125,7 +125,9 @@ class Core:
             events.Unload: partial(deployment.unload, state),
             events.Restart: partial(deployment.restart, state),
             events.SetTraffic: partial(deployment.set_traffic, state),
+            events.SetService: partial(deployment.set_service, state),
             events.Exited: lifecycle.exited,
+            events.Measured: partial(memory.measured, state),
             events.Composed: partial(readiness.composed, state),
             events.LeaseRead: partial(leases.on_log_read, state),
             events.Drain: lifecycle.drain,
@@ -171,6 +173,9 @@ class Core:
             Timer.RECALL: of_instance(partial(handover.recall_over, state)),
             Timer.OVERDUE: of_instance(partial(handover.overdue, state)),
             Timer.LEAVE: partial(deployment.leave, state),
+            Timer.UNUSED: partial(sleep.check_idle, state),
+            Timer.ROOM: _ignore,
+            Timer.SCALE: partial(scaling.measure, state),
             Timer.DRAIN: lifecycle.drain_over,
         }
 
@@ -252,7 +257,12 @@ class Core:
         state = self.state
         if state.replaced_versions or state.replaced_instances or state.forced_unloads:
             handover.process(state, now)
+        if state.joined:
+            scaling.joined(state, now)
+            resizing.finish_joins(state)
         self._advance_and_dispatch(now)
+        if state.memory_limited:
+            self._make_room(now)
         if state.deadlock_possible:
             state.deadlock_possible = False
             if state.blocked_instances:
@@ -260,6 +270,8 @@ class Core:
                 self._advance_and_dispatch(now)
         if state.unloading_versions or state.retiring_instances:
             deployment.finish_unloads(state)
+        if state.to_sleep:
+            sleep.put_unused_to_sleep(state, now)
         if state.readiness_changed:
             readiness.update(state, now)
         if state.leases:
@@ -295,11 +307,21 @@ class Core:
                 else:
                     version = state.limiter.first(state.to_dispatch)
                     del state.to_dispatch[version]
+                if version.asleep and version.waits:
+                    sleep.wake(state, version, now)
                 if version.places is None:
                     dispatch.dispatch(state, version, now)
                 else:
                     dispatch.refuse_stranded(state, version, now)
                     scheduler.dispatch(state, version, now)
+                scaler = version.scaler
+                if scaler is not None and not scaler.watched:
+                    scaling.notice(state, version, scaler, now)
+
+    def _make_room(self, now: int) -> None:
+        for version, reason in room.make_room(self.state, now):
+            self._lifecycle.cannot_fit(version, reason, now)
+        self._advance_and_dispatch(now)
 
     def _instance_timer(self, handler: Callable[[Version, Instance, int], None], instance: Instance, now: int) -> None:
         """Timers of removed instances are ignored."""

@@ -19,13 +19,15 @@ class Send(Struct, gc=False):
 
 
 class Spawn(Struct):
-    """Start a worker process for this instance; its peer number is `peer`. `source`: that of `events.Target`."""
+    """Start a worker process for this instance; its peer number is `peer`. `source`: that of `events.Target`. `urgent`:
+    requests wait for it, and nothing else serves them."""
 
     peer: int
     model: str
     version: int
     source: int
     instance: InstanceSpec
+    urgent: bool = False
 
 
 class Compose(Struct):

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
 from shmserve.core.traffic import Traffic
 from shmserve.protocol.messages import Handle, Infer, Map
 
@@ -73,12 +73,15 @@ class OwnSegmentGone(Struct):
 
 class Target(Struct, frozen=True):
     """A version to deploy. `source` identifies its files and configuration: a version that is already served from this
-    source is kept, except for its instances. `policy`: set for ensembles, whose policy needs no worker to load."""
+    source is kept, except for its instances. `policy`: set for ensembles, whose policy needs no worker to load.
+    `memory`: of each instance, until it has been measured."""
 
     number: int
     source: int
     instances: tuple[InstanceSpec, ...]
     policy: ModelPolicy | None = None
+    memory: MemoryEstimate = MemoryEstimate()
+    scaling: ScalingPolicy | None = None
 
 
 class Deploy(Struct):
@@ -87,7 +90,8 @@ class Deploy(Struct):
     Versions that are served continue until all replacements are READY; if a replacement fails, they simply continue.
     Settled reports the outcome of `operation` (0: no report). `fresh`: also reload versions that are already served
     from the same source. `present`: the versions that are in the repository, None if unknown; others are forgotten
-    when they have been unloaded.
+    when they have been unloaded. `traffic`: that of the configuration, which counts until an operator sets another;
+    None: it stays.
     """
 
     model: str
@@ -95,6 +99,7 @@ class Deploy(Struct):
     operation: int = 0
     fresh: bool = False
     present: tuple[int, ...] | None = None
+    traffic: Traffic | None = None
 
 
 class Refuse(Struct):
@@ -115,10 +120,18 @@ class Unload(Struct):
 
 
 class SetTraffic(Struct):
-    """Divide the requests of this model as `traffic` says. No effect if the model is not known."""
+    """Change how the requests of this model are divided: see `Traffic.changed`. No effect if it is not known."""
 
     model: str
-    traffic: Traffic
+    shares: dict[int, int] | None = None
+    aliases: dict[str, int | None] = {}
+    shadow: dict[int, int] | None = None
+
+
+class SetService(Struct):
+    """Take the server out of service, or put it back: it is not ready, and still accepts and answers requests."""
+
+    out_of_service: bool
 
 
 class Restart(Struct):
@@ -160,6 +173,16 @@ class LeaseRead(Struct):
     since: int = 0
     final: bool = False
     """The worker has ended the lease."""
+
+
+class Measured(Struct):
+    """The memory of a worker's process, in bytes: on the host with what it owns in shared memory, the highest value of
+    that so far, and on its GPU. Sent while there are memory budgets."""
+
+    peer: int
+    host: int
+    peak: int
+    gpu: int = 0
 
 
 class Exited(Struct):

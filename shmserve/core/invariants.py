@@ -63,8 +63,9 @@ def check(state: State, questions: Questions) -> None:
     state.cache.check()
     if state.limiter is not None:
         state.limiter.check()
-    for client in (*state.clients.values(), *callers.values()):
-        assert not client.gone
+    _check_shadows(state)
+    for client in (*state.clients.values(), *callers.values(), state.shadow_client):
+        assert client.gone == (client is state.shadow_client)
         steps = [request for request in state.requests.values() if request.client is client and request.step_of]
         own = [state.requests[number] for number in client.requests.values()]
         assert client.bytes == sum(request.inline for request in (*own, *steps))
@@ -83,6 +84,7 @@ def check(state: State, questions: Questions) -> None:
             for instance in version.instances:
                 _check_instance(state, version.idle, instance)
             _check_alive(state, version)
+            _check_sleep(state, version)
         _check_operation(model)
 
 
@@ -110,6 +112,18 @@ def _check_leases(state: State) -> None:
         assert lease.number == number, lease.instance.story()
         if lease.instance.lease == number:
             assert lease.revoked or not lease.version.waits, f"{lease.version.label} is lent while requests wait"
+
+
+def _check_shadows(state: State) -> None:
+    assert state.shadowed.keys() <= state.requests.keys()
+    assert state.comparisons.keys() == state.shadow_client.requests.keys() | {
+        number for number in state.comparisons if state.requests[number].state is RequestState.LINGERING
+    }
+    assert not state.shadow_client.holds, "a shadow holds outputs"
+    assert state.compared_bytes == sum(comparison.size for comparison in state.comparisons.values())
+    pending = Counter(id(comparison.shadow) for comparison in state.comparisons.values())
+    for model, shadow in state.shadows.items():
+        assert shadow.pending == pending[id(shadow)], model
 
 
 def _check_sequences(state: State) -> None:
@@ -160,9 +174,33 @@ def _check_alive(state: State, version: Version) -> None:
         assert not version.waits, f"{version.label}: no instance will run its queued requests"
         assert not any(instance.usable for instance in serving), f"{version.label}: {version.trouble}"
     if version.state in (VersionState.READY, VersionState.UNAVAILABLE) and not state.draining:
-        assert all(i.peer or i.state in (_I.BACKOFF, _I.WAITING) for i in serving), (
+        assert all(i.peer or i.state in (_I.BACKOFF, _I.WAITING, _I.ASLEEP) for i in serving), (
             f"{version.label} has an instance that is not restarted"
         )
+
+
+def _check_sleep(state: State, version: Version) -> None:
+    """A sleeping version has no work, unless a process has to end before it is woken; one that is awake leaves no
+    instance asleep that could be woken."""
+    before = version.asleep
+    version.settle_sleep()
+    assert version.asleep == before, f"{version.label} is asleep: {version.asleep}"
+    ending = [instance for instance in version.instances if instance.asleep_soon and instance.peer]
+    if version.asleep:
+        leaving = [instance for instance in version.instances if instance.usable]
+        assert all(instance.retiring for instance in leaving), version.label
+        assert not version.waits or ending or leaving, f"{version.label} sleeps although requests wait"
+    elif version.state is VersionState.READY and not state.draining:
+        for instance in version.instances:
+            assert instance.state is not _I.ASLEEP or instance.reason, f"nobody wakes {instance.story()}"
+    assert version.yielding == (version in state.yielding), version.label
+    for instance in version.instances:
+        has_memory = bool(instance.peer) or instance.state is _I.BACKOFF
+        assert (instance in state.held) == has_memory or instance.state is _I.WAITING, instance.story()
+        assert not instance.asleep_soon or (instance.sleeping and instance.idle and not instance.streams), (
+            instance.story()
+        )
+        assert not instance.sleeping or instance.state is not _I.READY, instance.story()
 
 
 def _check_instance(state: State, idle: list[Instance], instance: Instance) -> None:

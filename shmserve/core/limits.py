@@ -17,6 +17,10 @@ BURST_S = 10
 """A client with this many seconds' worth of errors is disconnected."""
 
 
+ANY_GPU = -1
+"""In `Limits.gpu_budgets`: each GPU without a budget of its own."""
+
+
 class Limits(Struct, frozen=True):
     connections: int = 4096
     uid_connections: int = 1024
@@ -59,10 +63,20 @@ class Limits(Struct, frozen=True):
     """Grace period for the sequences of a version that is no longer served."""
     exit_ns: int = 30_000_000_000
     """Grace period for running batches of an instance that was restarted; then it is killed."""
+    idle_unload_ns: int = 0
+    """Time without requests after which a version goes to sleep. Models can override it; 0: never."""
+    memory_budget: int = 0
+    """Memory of all instances on the host, in bytes; 0: no limit."""
+    gpu_budgets: tuple[tuple[int, int], ...] = ()
+    """As `memory_budget`, for GPUs: their number (or ANY_GPU) and bytes."""
+    memory_wait_ns: int = 500_000_000
+    """A version that waits for memory gets that of a busy one after this time, and so long does each version serve
+    before it has to make room although it is busy."""
     summaries: bool = False
     """Collect latency quantiles (--metrics-config summary_latencies)."""
     first_responses: bool = False
-    """Collect first response times (--metrics-config histogram_latencies)."""
+    """Collect first response times (--metrics-config histogram_latencies). Those of decoupled models always are, in
+    other buckets."""
     prefetch_ns: int = 100_000_000
     """With several instances, a batch is sent ahead to a busy one only if batches take less than this. It goes to the
     instance that started first; if another one finishes earlier, the batch waits at the wrong instance."""

@@ -127,6 +127,15 @@ class InstanceSpec(Struct, frozen=True):
     turn: int = 1
 
 
+class MemoryEstimate(Struct, frozen=True):
+    """What an instance probably needs, in bytes: on the host and, if it has one, on its GPU. `given`: by the model's
+    parameters."""
+
+    host: int = 0
+    gpu: int = 0
+    given: bool = False
+
+
 class ModelPolicy(Struct, frozen=True):
     """One version of a model. `max_batch` 0: tensors have no batch dimension. `batching` None: no dynamic batching, one
     request at a time."""
@@ -158,5 +167,40 @@ class ModelPolicy(Struct, frozen=True):
     """Consecutive crashes after which an instance counts as broken. None: the server's limit; 0: never."""
     padding: PaddingPolicy | None = None
     """Requires `batching` and a batch dimension."""
+    idle_unload_ns: int | None = None
+    """Time without requests after which it goes to sleep. None: the server's; 0: never."""
+    stays_loaded: bool = False
+    """It never goes to sleep, not even for the memory of others."""
     first_response_ms: tuple[float, ...] = ()
     """Upper bucket bounds of the histogram of first response times; empty: Triton's."""
+
+
+def thread_share(cores: int, quota: int, sharing: int, instances: int) -> int:
+    """The threads of an instance: its cores divided by the model's instances on the same cores. With a quota of CPU
+    time, at most its share of that among all instances of the model."""
+    threads = cores // max(1, sharing)
+    if quota:
+        threads = min(threads, quota // max(1, instances))
+    return max(1, threads)
+
+
+class ScaledGroup(Struct, frozen=True):
+    """Instances of one group on one device, of which there are `least` to `most`. `specs` are those of `most`; if
+    names are free, others of the group use them."""
+
+    group: str
+    least: int
+    most: int
+    specs: tuple[InstanceSpec, ...]
+
+
+class ScalingPolicy(Struct, frozen=True):
+    """The number of instances follows the load. `up_ns`: mean time in the queue above which instances are added.
+    `down_ns`: how long fewer must have been enough before one is removed. `cores` are those of the server, 0 if
+    unknown, and `quota` as in `thread_share`."""
+
+    groups: tuple[ScaledGroup, ...]
+    up_ns: int
+    down_ns: int
+    cores: int = 0
+    quota: int = 0

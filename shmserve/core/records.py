@@ -17,7 +17,16 @@ from shmserve.core.batching.lending import Lending, lending_of
 from shmserve.core.batching.padding import rounded
 from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.ensembles.graph import EnsembleGraph
-from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, PaddingPolicy, QueuePolicy, SequencePolicy
+from shmserve.core.models.scaler import Scaler
+from shmserve.core.policy import (
+    BatchPolicy,
+    InstanceSpec,
+    MemoryEstimate,
+    ModelPolicy,
+    PaddingPolicy,
+    QueuePolicy,
+    SequencePolicy,
+)
 from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.validation import CheckedForm, Checker
 from shmserve.core.states import (
@@ -35,15 +44,18 @@ from shmserve.core.states import (
     legal,
 )
 from shmserve.core.stats.statistics import Statistics
+from shmserve.core.traffic import Shadow
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
     OWNER_SHIFT,
     PACKET_BYTES,
     Fail,
+    FailHeld,
     Failure,
     Handle,
     LabelFile,
     Options,
+    Part,
     Reply,
     Tensor,
     WantedOutputs,
@@ -101,6 +113,8 @@ class Request(Struct, eq=False, gc=False):
     """Its response needs more than sending: it used shared memory, is a step's, is one of several, or is traced."""
     parts: int = 0
     """Responses sent so far."""
+    responded: int = 0
+    """For decoupled models: when its last response with outputs was sent; 0: there was none."""
     state: RequestState = RequestState.QUEUED
     instance: Instance | None = None
     batch: Batch | None = None
@@ -281,10 +295,17 @@ class Instance(Struct, eq=False):
     """The last lines that its last process wrote before it died. For operators only."""
     loaded: bool = False
     """It has been READY. A version that is served without one that never was does not count it as missing."""
+    sleeping: bool = False
+    """Its process was stopped to free memory, and has not been READY since. A `reason` means that it could not be
+    woken, and may not be before `retry_at`."""
+    memory: tuple[int, int] = (0, 0)
+    """Of its process as last measured, on the host and on its GPU."""
     streams: dict[int, Request] = {}
     """Open streams: requests that it will still answer, although their batch has run."""
     replaces: Instance | None = None
     """The instance that this one replaces once it is READY."""
+    joining: bool = False
+    """It was added to a version that is served, outside an operation, and has not been READY yet."""
     retiring: bool = False
     """It accepts no new sequences or other requests, and stops when its sequences and streams have ended."""
     closing: bool = False
@@ -322,6 +343,8 @@ class Instance(Struct, eq=False):
         """It should serve and did so before, but does not now, or not fully."""
         if not self.loaded or self.over or self.spec.passive:
             return False
+        if self.sleeping:
+            return bool(self.reason)
         return self.quarantined or self.state is not InstanceState.READY
 
     @property
@@ -332,6 +355,13 @@ class Instance(Struct, eq=False):
     @property
     def idle(self) -> bool:
         return self.running is None and self.waiting is None and not self.lease
+
+    @property
+    def asleep_soon(self) -> bool:
+        """It is asleep, or will be when its process has ended."""
+        if self.state is InstanceState.KILLED:  # if it was READY, it did not exit in time; else it did not wake
+            return self.sleeping and self.ready_since > 0
+        return self.state in (InstanceState.GOING_TO_SLEEP, InstanceState.ASLEEP)
 
     @property
     def over(self) -> bool:
@@ -361,6 +391,19 @@ class Lease(Struct, eq=False):
     applied from then on."""
     error: Failure | None = None
     """The error of the request that its worker was running when it died; None: the client may send it again."""
+
+
+class Comparison(Struct, eq=False):
+    """A request of a shadow. `answered_by`: the version that has answered the client. `keeper`: the client that keeps
+    the inputs of its request `client_number`, if it has any in its memory."""
+
+    shadow: Shadow
+    answered_by: Version
+    expected: tuple[Tensor, ...]
+    size: int
+    keeper: ClientState | None
+    client_number: int
+    result: Reply | Part | Fail | FailHeld | None = None
 
 
 class Sequence(Struct, eq=False):
@@ -562,6 +605,29 @@ class Places:
         sequence.before = sequence.after = None
 
 
+class Rest(Struct):
+    """When a version goes to sleep, and whether it is waking."""
+
+    idle_ns: int = 0
+    """It goes to sleep after this time without requests; 0: never."""
+    watched: bool = False
+    """The timer for this is set."""
+    stays_loaded: bool = False
+    """It never goes to sleep."""
+    woken: int = 0
+    """When it was woken, until it is READY; 0: it is asleep or serves."""
+    told: bool = False
+    """The log has a line about this."""
+    memory: MemoryEstimate = MemoryEstimate()
+    """Of an instance, until it has been measured."""
+    host: int = 0
+    """The largest memory of an instance that was READY, on the host; 0: it was not measured yet."""
+    host_peak: int = 0
+    """The same while it loaded."""
+    gpu: int = 0
+    gpu_peak: int = 0
+
+
 class Version:
     """One generation of a version: a reload creates a new one, which takes over when it is READY.
 
@@ -569,6 +635,7 @@ class Version:
     """
 
     __slots__ = (
+        "asleep",
         "batch_rules",
         "began",
         "cached",
@@ -598,7 +665,9 @@ class Version:
         "queue",
         "reason",
         "reserved",
+        "rest",
         "retries",
+        "scaler",
         "service_ns",
         "source",
         "spread_ns",
@@ -611,6 +680,7 @@ class Version:
         "trial",
         "users",
         "wake",
+        "yielding",
     )
 
     def __init__(self, model: str, number: int, instances: list[Instance], source: int = 0, began: int = 0) -> None:
@@ -625,6 +695,9 @@ class Version:
         self.traceback = ""
         """The model's traceback of the last failed load; "" once it has been logged."""
         self.logged_traceback = ""
+        self.asleep = False  # no instance serves or is about to: queued requests wake it
+        self.rest = Rest()
+        self.yielding = False  # it starts nothing more, and sleeps when it has finished: others wait for its memory
         self.limit_ns = 0
         """Execution limit: a longer batch counts as hung; 0: no limit."""
         self.crash_limit = 0
@@ -656,12 +729,9 @@ class Version:
         self.batch_rules: BatchRules | None = None
         self.padding: PaddingPolicy | None = None
         self.prefetch = True
-        self.plain = True
-        """No priorities, queue policy or preserved order: requests take the fast path."""
-        self.cached = False
-        """Its responses are cached."""
-        self.decoupled = False
-        """A request may have any number of responses."""
+        self.plain = True  # no priorities, queue policy or preserved order: requests take the fast path
+        self.cached = False  # its responses are
+        self.decoupled = False  # a request may have any number of responses
         self.order: deque[Request] | None = None
         """With preserve_ordering: requests in order of arrival, each until all before it have been answered."""
         self.order_swept = ORDER
@@ -678,8 +748,8 @@ class Version:
         """When to dispatch again if no event arrives; 0: never."""
         self.most_works = 1
         """Requests in one message to a worker, as far as their size without tensors and options allows."""
-        self.lending: Lending | None = None
-        """None: its instances cannot be lent to clients."""
+        self.lending: Lending | None = None  # its instances cannot be lent to clients
+        self.scaler: Scaler | None = None  # its number of instances does not follow its load
         self.statistics = Statistics()
         self.deleted = False
         """It is no longer in the repository: forget it when it is unloaded."""
@@ -733,10 +803,18 @@ class Version:
 
     @property
     def healthy(self) -> bool:
-        """Can an instance run a request now, or after its current batches?"""
+        """Can an instance run a request now, or after its current batches, or when it has been woken?"""
         if self.graph is not None:
             return self.state is VersionState.READY and all(member.healthy for member in self.members)
-        return self.state is VersionState.READY and any(instance.usable for instance in self.instances)
+        return self.state is VersionState.READY and any(
+            instance.usable or (instance.sleeping and not instance.reason and not instance.over)
+            for instance in self.instances
+        )
+
+    def settle_sleep(self) -> None:
+        """Updates `asleep` after a change of instances."""
+        serving = [i for i in self.instances if i.loaded and not (i.over or i.spec.passive)]
+        self.asleep = bool(serving) and all(instance.asleep_soon for instance in serving)
 
     @property
     def alive(self) -> bool:
@@ -759,7 +837,7 @@ class Version:
     @property
     def counts(self) -> tuple[int, int]:
         """Instances that serve fully, and instances that should."""
-        wanted = [i for i in self.instances if not (i.over or i.spec.passive or i.replaces)]
+        wanted = [i for i in self.instances if not (i.over or i.spec.passive or i.replaces or i.joining)]
         return sum(i.state is InstanceState.READY and not i.quarantined for i in wanted), len(wanted)
 
     @property

@@ -15,18 +15,18 @@ from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.effects import Effect, Log, Send
 from shmserve.core.ensembles.run import Run
 from shmserve.core.fair_queue import FairQueue
-from shmserve.core.ledger import Ledger
+from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.models.model import Model
 from shmserve.core.policy import ModelPolicy
-from shmserve.core.records import Instance, Key, Lease, Request, Sequence, Version
+from shmserve.core.records import Comparison, Instance, Key, Lease, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Traces
 from shmserve.core.states import RequestState, SequenceState
 from shmserve.core.stats.latencies import FirstResponses
-from shmserve.core.traffic import ALIAS, Split, Traffic
+from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound
 
 WORKERS_FROM = 1 << 30
@@ -52,6 +52,9 @@ class Timer(Enum):
     RECALL = auto()  # check whether a replaced instance has returned its unstarted requests
     OVERDUE = auto()  # check whether a replaced instance has finished its running batch
     LEAVE = auto()  # end of the grace period for the sequences of an unloaded version
+    ROOM = auto()  # decide again which versions make room in memory
+    UNUSED = auto()  # check whether a version has been without requests for long enough to go to sleep
+    SCALE = auto()  # measure whether a version has enough instances
     DRAIN = auto()  # end of the grace period at shutdown
 
 
@@ -67,6 +70,15 @@ class State:
         self.ready: dict[str, Version] = {}
         """Model name, or alias -> the version for requests that name none."""
         self.splits: dict[str, Split] = {}  # the models whose requests are divided among several versions
+        self.shadows: dict[str, Shadow] = {}  # of the models that have one
+        self.shadowed: dict[int, Shadow] = {}
+        """Requests in flight that a shadow also gets when they are answered."""
+        self.comparisons: dict[int, Comparison] = {}
+        """Requests of shadows."""
+        self.compared_bytes = 0
+        """Tensors in shared memory that these keep."""
+        self.shadow_client = ClientState(0, INTERNAL, "", "frames", "shadow", gone=True, user="shadow")
+        """The client of these, which nothing is sent to."""
         self.requests: dict[int, Request] = {}
         self.runs: dict[int, Run] = {}
         """Number of the request to an ensemble -> its run."""
@@ -97,20 +109,7 @@ class State:
         """Re-evaluate the readiness of ensembles at the end of the turn: what it depends on may have changed."""
         self.wakes: dict[Version, int] = {}
         """Version -> when to dispatch it again if no event does before, e.g. at the end of a queue delay."""
-        self.load_queue: deque[tuple[Version, Instance]] = deque()
-        """Instances queued to load."""
-        self.loading: dict[Instance, None] = {}
-        """Instances that are loading and count towards `Limits.loading`."""
-        self.unloading_versions: dict[Version, None] = {}
-        """Versions that accept no new requests, and are removed when those that they have are answered."""
-        self.replaced_versions: list[tuple[Version, Version]] = []
-        """Versions that restarts have replaced, each with its successor."""
-        self.replaced_instances: list[tuple[Version, Instance]] = []
-        """Instances that restarts have replaced, of versions that continue."""
-        self.forced_unloads: list[Version] = []
-        """Versions to unload by force at the end of the turn."""
-        self.retiring_instances: dict[Instance, Version] = {}
-        """Instances that their versions no longer need, kept until their sequences have ended."""
+        self._begin_lifecycle()
         self.blocked_instances: dict[Instance, None] = {}
         """Instances that block until models that they called have answered."""
         self.answered_calls: list[Request] = []
@@ -125,9 +124,46 @@ class State:
         self.tracing = False
         """Log each batch with the reason for which it was formed."""
         self.draining = self.drained = False
+        """The server is stopping: it accepts no requests; and all are answered."""
+        self.out_of_service = False
+        """The server is not ready, because an operator wants no more requests for it. It accepts those that come."""
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers, self._workers = 0, WORKERS_FROM
+
+    def _begin_lifecycle(self) -> None:
+        """Tables and work lists of versions and instances that come and go."""
+        self.load_queue: deque[tuple[Version, Instance]] = deque()
+        """Instances queued to load."""
+        self.loading: dict[Instance, None] = {}
+        """Instances that are loading and count towards `Limits.loading`."""
+        self.unloading_versions: dict[Version, None] = {}
+        """Versions that accept no new requests, and are removed when those that they have are answered."""
+        self.replaced_versions: list[tuple[Version, Version]] = []
+        """Versions that restarts have replaced, each with its successor."""
+        self.replaced_instances: list[tuple[Version, Instance]] = []
+        """Instances that restarts have replaced, of versions that continue."""
+        self.joined: list[tuple[Version, Instance]] = []
+        """Instances that `resizing.join` has added, and that are READY now or could not load (FAILED)."""
+        self.forced_unloads: list[Version] = []
+        """Versions to unload by force at the end of the turn."""
+        self.retiring_instances: dict[Instance, Version] = {}
+        """Instances that their versions no longer need, kept until their sequences have ended."""
+        self.to_sleep: dict[Version, bool] = {}
+        """Versions that go to sleep as soon as nothing runs on them, not even over a lease. True: because others need
+        their memory."""
+        self.held: dict[Instance, Version] = {}
+        """Instances that have memory: it is granted before they load, and free when their process has ended."""
+        self.yielding: dict[Version, int] = {}
+        """Versions that finish what runs and then sleep, and since when: others wait for their memory."""
+        self.memory_limited = bool(self.limits.memory_budget or self.limits.gpu_budgets)
+        self.memory_changed = False
+        """Decide who gets memory: instances wait to load, were measured or have ended, or a version waits for others to
+        make room."""
+        self.room_at = 0
+        """When the timer ROOM is due, if that is in the future."""
+        self.short_since = 0
+        """Since when instances have had more memory than the budget; 0: they have not."""
 
     def begin(self) -> list[Effect]:
         """Begins a turn. Returns the list that will contain its effects."""
@@ -138,6 +174,11 @@ class State:
     def next_number(self) -> int:
         """A number for a request or an Execute: increasing, never reused."""
         self._numbers += 1
+        return self._numbers
+
+    @property
+    def last_number(self) -> int:
+        """Has grown if a request has arrived."""
         return self._numbers
 
     def next_worker(self) -> int:
@@ -161,7 +202,9 @@ class State:
         model = self.models.get(name)
         if model is None:
             self.ready.pop(name, None)
+            self.shadows.pop(name, None)
             return
+        self._set_shadow(model)
         weights = model.weights()
         split = self.splits.pop(name, None)
         if len(weights) > 1:
@@ -170,6 +213,12 @@ class State:
         for alias, number in model.traffic.aliases.items():
             if (full := f"{name}{ALIAS}{alias}") not in self.models:
                 self._route(full, model.versions[number] if model.is_ready(number) else None)
+
+    def _set_shadow(self, model: Model) -> None:
+        before = self.shadows.pop(model.name, None)
+        for number, percent in model.traffic.shadow.items():
+            same = before is not None and (before.version, before.percent) == (number, percent)
+            self.shadows[model.name] = before if before is not None and same else Shadow(number, percent)
 
     def _route(self, name: str, version: Version | None) -> None:
         if version is None:
@@ -217,7 +266,7 @@ class State:
         """Applies the policy of a version that has loaded."""
         version.adopt(policy, self.cache.limit > 0)
         first = FirstResponses.of(policy.first_response_ms) if self.limits.first_responses else None
-        version.statistics.collect(self.limits.summaries, first)
+        version.statistics.collect(self.limits.summaries, first, policy.decoupled)
 
     # ------------------------------------------------------------------------------------ time
 

@@ -40,6 +40,8 @@ class InstanceState(Enum):
     STARTING = "starting"  # its process runs, its model is loading
     READY = "ready"
     BACKOFF = "backoff"  # its process has ended and will be restarted at a known time
+    GOING_TO_SLEEP = "going to sleep"  # its process is stopping, to free memory; requests wake it again
+    ASLEEP = "asleep"  # without a process until it is woken
     KILLED = "killed"  # its process is being killed: protocol error, hang, or no exit in time
     FAILED = "failed"  # not restarted again, or failed to load; its process has ended
     STOPPING = "stopping"
@@ -78,11 +80,13 @@ BATCH_MOVES = {
 }
 
 INSTANCE_MOVES = {
-    _I.WAITING: {_I.STARTING, _I.STOPPED},
-    _I.STARTING: {_I.READY, _I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED},
-    _I.READY: {_I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED},
-    _I.BACKOFF: {_I.STARTING, _I.STOPPED, _I.FAILED},
-    _I.KILLED: {_I.BACKOFF, _I.FAILED, _I.STOPPED},
+    _I.WAITING: {_I.STARTING, _I.STOPPED, _I.FAILED, _I.ASLEEP},
+    _I.STARTING: {_I.READY, _I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED, _I.ASLEEP},
+    _I.READY: {_I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED, _I.GOING_TO_SLEEP},
+    _I.BACKOFF: {_I.STARTING, _I.STOPPED, _I.FAILED, _I.ASLEEP},
+    _I.GOING_TO_SLEEP: {_I.ASLEEP, _I.STOPPING, _I.STOPPED, _I.KILLED},
+    _I.ASLEEP: {_I.WAITING, _I.STOPPED},
+    _I.KILLED: {_I.BACKOFF, _I.FAILED, _I.STOPPED, _I.ASLEEP},
     _I.FAILED: set[InstanceState](),
     _I.STOPPING: {_I.STOPPED, _I.KILLED},
     _I.STOPPED: set[InstanceState](),

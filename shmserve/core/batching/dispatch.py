@@ -10,7 +10,7 @@ from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_ex
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Batch, Instance, Request, Version
-from shmserve.core.requests import completion
+from shmserve.core.requests import completion, shadow
 from shmserve.core.requests.validation import CheckedForm
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
@@ -44,6 +44,9 @@ def dispatch(state: State, version: Version, now: int) -> None:
     version.wake = 0
     if state.blocked_instances:
         _call_back(state, version)
+    if version.yielding:
+        state.wakes.pop(version, None)
+        return
     if version.suspects or version.reserved is not None:
         _try_suspect(state, version, now)
     if state.limiter is not None:
@@ -226,6 +229,8 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch, no
 
 def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
+    if state.comparisons:
+        shadow.send_expected(state, instance.peer, requests)
     form = requests[0].form or requests[-1].form
     if form is not None and _send_columns(state, instance, batch, requests, join, form):
         return

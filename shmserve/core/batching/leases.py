@@ -48,14 +48,13 @@ def _plain(state: State, lending: Lending, request: Request) -> bool:
     special = request.outputs is not None or request.options is not None or request.suspect
     if special or request.rows > lending.rows:
         return False
-    return not request.segments or _unnamed(state, request.client).issuperset(request.segments)
+    return all(_is_lendable(state, request.client, number) for number in request.segments)
 
 
-def _unnamed(state: State, client: ClientState) -> set[int]:
-    """The client's segments that leased requests may refer to. Those with names are left to the broker: a worker may
+def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
+    """May leased requests of the client refer to this segment? Those with names are left to the broker: a worker may
     fail to open them."""
-    segments = state.ledger.segments
-    return {number for number in client.segments if segments[number].announcement.name is None}
+    return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
 def lend(state: State, version: Version, lending: Lending, instance: Instance, now: int) -> None:
@@ -71,7 +70,7 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
     known = [lease.version.model for lease in state.leases.values() if lease.client is client]
     if len(known) >= CLIENT_LEASES or version.model in known:  # a client knows its leases by model
         return
-    if version.model in state.splits:  # the next request may be for another version
+    if version.model in state.splits or version.model in state.shadows:  # the next one may be for another version
         return
     default = state.ready.get(version.model) is version
     lease = Lease(state.next_number(), client, version, instance, default)
@@ -82,8 +81,9 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
     version.idle.remove(instance)
     # The ledger counts no use by leased requests. It need not: the client keeps their inputs until it has the answer
     # or LeaseEnd, and what a worker reads stays mapped even if the client or its segment is gone.
-    for number in sorted(_unnamed(state, client)):
-        state.ledger.show(number, instance.peer)
+    for number in sorted(client.segments):
+        if _is_lendable(state, client, number):
+            state.ledger.show(number, instance.peer)
     state.effects.append(
         StartLease(
             client.number,
@@ -120,12 +120,21 @@ def _unfit(state: State, lease: Lease) -> bool:
         or not instance.usable
         or instance.retiring
         or version.state is not VersionState.READY
+        or version in state.to_sleep
+        or version.yielding
         or state.models[version.model].operation is not None  # its outcome is for all requests after it
         or state.draining
+        or state.out_of_service
         or state.tracing
         or ((bool(state.traces.samples) or state.recording is not None) and _hides_traces(state, instance))
-        or (lease.default and (state.ready.get(version.model) is not version or version.model in state.splits))
+        or (lease.default and _goes_elsewhere(state, version))
     )
+
+
+def _goes_elsewhere(state: State, version: Version) -> bool:
+    """Are requests that name no version for others, or for others, too?"""
+    model = version.model
+    return state.ready.get(model) is not version or model in state.splits or model in state.shadows
 
 
 def _hides_traces(state: State, instance: Instance) -> bool:

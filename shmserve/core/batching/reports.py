@@ -210,6 +210,9 @@ def _count_answered(version: Version, batch: Batch, arrivals: list[int], rows: i
     if statistics.first is not None:
         for arrived in arrivals:
             statistics.first.add(now - arrived)
+    if statistics.streams is not None:
+        for arrived in arrivals:
+            statistics.streams.first.add(now - arrived)
 
 
 def _usual_columns(

@@ -11,6 +11,7 @@ instances are checked only if something else may have formed a deadlock (`State.
 from __future__ import annotations
 
 from shmserve.core.ensembles.run import Run
+from shmserve.core.models import memory
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState
@@ -116,10 +117,25 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
         blockers = [_served_by(state, member, stuck) for member in version.members]
         return next((blocker for blocker in blockers if blocker is not None), None)
     able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
-    return able[0] if able and all(instance in stuck for instance in able) else None
+    others = [instance for instance in able if instance not in stuck and not memory.may_never_load(state, instance)]
+    if not others:
+        return next((instance for instance in able if instance in stuck), None)
+    if all(memory.waits_for_memory(state, instance) for instance in others):
+        return memory.held_up_by(state, version, stuck)
+    return None
 
 
 def _story(state: State, calls: list[Request], stuck: Stuck) -> str:
+    for call in calls:
+        if call.version.graph is None and memory.held_up_by(state, call.version, stuck) is not None:
+            need = " and ".join(
+                f"{memory.megabytes(size)} of {memory.name_of(place)} ({memory.setting_of(place)})"
+                for place, size in memory.needed_to_wake(call.version).items()
+            )
+            return (
+                f"model '{_caller(state, call)[0].model}' calls '{call.version.model}', which sleeps and cannot be "
+                f"woken: it needs {need}, and the models that wait for it use what is left"
+            )
     names = [_caller(state, calls[0])[0].model]
     for call in calls:
         blocker = _blocked_by(state, call, stuck)

@@ -7,18 +7,22 @@ operation completes when the last thing it waits for has happened, and is report
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from shmserve.core.effects import Kill, Settled, Spawn
-from shmserve.core.events import Deploy, Refuse, Restart, SetTraffic, Target, Unload
+from shmserve.core.events import Deploy, Refuse, Restart, SetService, SetTraffic, Target, Unload
+from shmserve.core.models import memory
 from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
+from shmserve.core.models.scaler import Scaler
+from shmserve.core.models.sizes import keep_size
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.core.traffic import UNSET
+from shmserve.core.traffic import UNSET, Traffic
 from shmserve.protocol.messages import Stop
 
 _I, _V = InstanceState, VersionState
@@ -45,11 +49,19 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
     if under_way is not None:
         if under_way.targets == event.targets and not event.fresh:
             under_way.numbers.append(event.operation)
+            under_way.traffic = event.traffic
             return
         _overtake(state, model, OVERTAKEN)
-    operation = model.operation = Operation([event.operation], event.targets, model.default() is not None)
+    operation = model.operation = Operation(
+        [event.operation], event.targets, model.default() is not None, traffic=event.traffic
+    )
+    if not operation.beside:  # versions may become READY before the others
+        _set_traffic(state, model, event.traffic)
     for target in event.targets:
-        _aim(state, model, operation, target, event.fresh, now)
+        served = model.versions.get(target.number)
+        if served is not None and served.state is not _V.READY and not served.recovering:
+            served = None
+        _aim(state, model, operation, keep_size(target, served), event.fresh, now)
     wanted = {target.number for target in event.targets}
     for number in [number for number in model.coming if number not in wanted]:
         _abandon(state, model, model.coming.pop(number))
@@ -69,6 +81,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
             continue
         if version is current and coming is not None:
             _abandon(state, model, model.coming.pop(number))
+        _set_scaling(state, version, target)
         _fit(state, operation, version, target.instances)
         if version.state is _V.LOADING:
             operation.loading[version] = None
@@ -76,6 +89,8 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
     if coming is not None:
         _abandon(state, model, model.coming.pop(number))
     version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
+    version.rest.memory = memory.estimate_of(target, current)
+    _set_scaling(state, version, target)
     if current is not None and current.reason != UNLOADED:
         version.statistics = current.statistics
     if target.policy is not None:
@@ -90,6 +105,16 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
             _abandon(state, model, current)
         model.versions[number] = version
     state.load_queue.extend((version, instance) for instance in version.instances)
+
+
+def _set_scaling(state: State, version: Version, target: Target) -> None:
+    policy, scaler = target.scaling, version.scaler
+    if policy is None:
+        version.scaler = None
+    elif scaler is None or scaler.policy != policy:
+        version.scaler = Scaler(policy) if scaler is None else scaler
+        version.scaler.change(policy)
+        state.to_dispatch[version] = None  # is measured then
 
 
 def _fit(state: State, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
@@ -149,12 +174,21 @@ def unload(state: State, peer: int, event: Unload, now: int) -> None:
     if event.force:
         state.forced_unloads += model.generations()
     state.set_traffic(model.name, UNSET)
+    model.traffic_set = False
+    model.comparisons.clear()
     complete_departures(state, model)
 
 
 def set_traffic(state: State, peer: int, event: SetTraffic, now: int) -> None:
-    if event.model in state.models:
-        state.set_traffic(event.model, event.traffic)
+    model = state.models.get(event.model)
+    if model is not None:
+        model.traffic_set = True
+        state.set_traffic(event.model, model.traffic.changed(event.shares, event.aliases, event.shadow))
+
+
+def set_service(state: State, peer: int, event: SetService, now: int) -> None:
+    """Leases are revoked at the end of the turn, so that all requests that arrive are seen."""
+    state.out_of_service = event.out_of_service
 
 
 def restart(state: State, peer: int, event: Restart, now: int) -> None:
@@ -203,8 +237,8 @@ def _replace(state: State, model: Model, versions: list[Version], event: Restart
 
 
 def interrupt(state: State, model: Model) -> None:
-    """The server stops: cancels all loading."""
-    state.load_queue.clear()
+    """The server stops: cancels all loading, except of sleeping versions with requests."""
+    state.load_queue = deque((version, instance) for version, instance in state.load_queue if instance.sleeping)
     _overtake(state, model, STOPPING)
     for number in list(model.coming):
         _abandon(state, model, model.coming.pop(number))
@@ -225,9 +259,14 @@ def _overtake(state: State, model: Model, why: str) -> None:
 
 
 def start_waiting(state: State) -> None:
-    """Starts queued instances, as many as the limit of concurrent loads allows."""
-    while state.load_queue and len(state.loading) < state.limits.loading:
-        version, instance = state.load_queue.popleft()
+    """Starts queued instances, as many as the limit of concurrent loads allows. With memory budgets, `room` grants them
+    memory first."""
+    state.memory_changed = True
+    while len(state.loading) < state.limits.loading:
+        entry = memory.next_to_load(state)
+        if entry is None:
+            return
+        version, instance = entry
         if instance.state is _I.WAITING:
             spawn(state, version, instance)
             state.loading[instance] = None
@@ -238,11 +277,14 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
     instance.spawned = state.now
     instance.ready_since = 0
     instance.hung = False
+    instance.memory = (0, 0)
+    state.held[instance] = version
     if state.limits.load_ns:
         state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
     instance.peer = state.next_worker()
     state.instances[instance.peer] = (version, instance)
-    state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec))
+    urgent = instance.sleeping and version.waits > 0
+    state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec, urgent))
 
 
 def load_over(state: State, instance: Instance) -> None:
@@ -257,6 +299,9 @@ def load_over(state: State, instance: Instance) -> None:
 
 def has_loaded(state: State, version: Version, instance: Instance) -> None:
     """The instance is READY, and perhaps the version with it."""
+    if instance.joining:
+        instance.joining = False
+        state.joined.append((version, instance))
     operation = state.models[version.model].operation
     if operation is not None:
         operation.starting.pop(instance, None)
@@ -276,6 +321,8 @@ def has_failed(state: State, version: Version, reason: str, instance: Instance |
     """The version failed to load, or only this new instance of a version that is served."""
     model = state.models[version.model]
     operation = model.operation
+    if instance is not None and instance.joining:
+        state.joined.append((version, instance))
     if operation is None:
         return
     if instance in operation.starting:
@@ -322,7 +369,16 @@ def settle(state: State, model: Model) -> None:
         _report(state, number, "UNAVAILABLE" if text else "", text)
 
 
+def _set_traffic(state: State, model: Model, traffic: Traffic | None) -> None:
+    """Applies the traffic of a configuration."""
+    if traffic is None or model.traffic_set or traffic == model.traffic:
+        return
+    state.log("info", f"traffic of model '{model.name}': {traffic.text}", model=model.name)
+    state.set_traffic(model.name, traffic)
+
+
 def _commit(state: State, model: Model, operation: Operation) -> None:
+    _set_traffic(state, model, operation.traffic)
     for number, version in model.coming.items():
         old = model.versions[number]
         model.versions[number] = version
@@ -378,14 +434,18 @@ def retire(state: State, version: Version) -> None:
             stop(state, version, instance)
 
 
-def stop(state: State, version: Version, instance: Instance) -> None:
-    """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to
-    finish."""
+def stop(state: State, version: Version, instance: Instance, hurry: bool = True) -> None:
+    """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to finish.
+    `hurry`: its sequences have a limited time to end."""
     state.deadlock_possible = True
-    if instance.state in (_I.WAITING, _I.BACKOFF):
+    if instance.state in (_I.WAITING, _I.BACKOFF, _I.ASLEEP):
         instance.move(_I.STOPPED)
+        state.held.pop(instance, None)
+        state.memory_changed = True
         remove_stopped(state, version, instance)
-    elif instance.state is _I.READY and _let_finish(state, version, instance):
+    elif instance.state is _I.GOING_TO_SLEEP:
+        instance.move(_I.STOPPING)
+    elif instance.state is _I.READY and _let_finish(state, version, instance, hurry):
         pass
     elif instance.state is _I.READY:
         state.retiring_instances.pop(instance, None)
@@ -405,6 +465,7 @@ def stop(state: State, version: Version, instance: Instance) -> None:
         load_over(state, instance)
     elif instance.state is _I.KILLED:
         instance.retiring = instance.closing = True
+    version.settle_sleep()
     settle_lost(state, version)
 
 
@@ -424,15 +485,16 @@ def settle_lost(state: State, version: Version) -> bool:
     return False
 
 
-def _let_finish(state: State, version: Version, instance: Instance) -> bool:
-    """An instance removed from a version that continues stays for its sequences (for a limited time) and its
-    streams."""
+def _let_finish(state: State, version: Version, instance: Instance, hurry: bool) -> bool:
+    """An instance removed from a version that continues stays for its sequences (with `hurry`, for a limited time) and
+    its streams."""
     if version.state is not _V.READY or instance.retiring or not version.needs(instance):
         return False
     instance.retiring = True
     state.retiring_instances[instance] = version
     if version.places is not None:
-        state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
+        if hurry:
+            state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
     else:
         instance.closing = True
         if instance in version.idle:
@@ -515,4 +577,5 @@ def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:
 def _target_of(version: Version) -> Target:
     specs = tuple(instance.spec for instance in version.instances if not instance.over)
     policy = version.policy if version.graph is not None else None
-    return Target(version.number, version.source, specs, policy)
+    scaling = version.scaler.policy if version.scaler is not None else None
+    return Target(version.number, version.source, specs, policy, version.rest.memory, scaling)

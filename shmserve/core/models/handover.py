@@ -94,7 +94,11 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
     """The grace period for the batch or the leased request that ran when the instance was replaced is over. A batch
     started since gets another one."""
     limit_ns = state.limits.exit_ns
-    if not instance.peer or now < instance.due or instance.state is InstanceState.KILLED:
+    if not instance.peer or not instance.due or now < instance.due or instance.state is InstanceState.KILLED:
+        return
+    if instance.state is InstanceState.GOING_TO_SLEEP:
+        limit = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
+        kill(state, version, instance, f"it was idle and did not exit within {limit}")
         return
     running = instance.running
     old = instance.streams or (running is not None and running.began <= instance.due - limit_ns)

@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
-from shmserve.core.models import deployment
+from shmserve.core.models import deployment, sleep
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, responses
@@ -40,12 +40,15 @@ class Lifecycle:
         instance.move(_I.READY)
         instance.loaded = True
         instance.ready_since = now
+        if instance.sleeping:
+            sleep.has_woken(self._state, version, instance, now)
         if version.policy is None:
             self._state.adopt(version, event.policy)
             limits, policy = self._state.limits, event.policy
             own, crashes = policy.execution_limit_ns, policy.crash_limit
             version.limit_ns = limits.execution_ns if own is None else own
             version.crash_limit = limits.crashes if crashes is None else crashes
+            sleep.configure(self._state, version, policy)
         if instance.usable:
             version.idle.append(instance)
         if self._state.limiter is not None:
@@ -66,8 +69,10 @@ class Lifecycle:
             version.move(_V.READY)
             self._state.refresh(version.model)
         self._state.to_dispatch[version] = None
+        version.settle_sleep()
         deployment.load_over(self._state, instance)
         deployment.has_loaded(self._state, version, instance)
+        sleep.serves(self._state, version, now)
 
     def _is_back(self, version: Version, instance: Instance) -> None:
         """Logs that an instance whose restarts had failed has recovered. A quarantined one recovers only with a
@@ -95,9 +100,21 @@ class Lifecycle:
             version.retries += 1
             text = f"{version.label} failed to load and will be retried (--model-load-retry-count): {reason}"
             self._state.log("warning", text, **_about(version, instance))
-            self._back_off(instance, self._state.limits.backoff_ns, now)
+            self._back_off(version, instance, self._state.limits.backoff_ns, now)
         else:
             self._give_up(version, instance, reason)
+
+    def cannot_fit(self, version: Version, reason: str, now: int) -> None:
+        """There is not enough memory for its instances that wait to load."""
+        waiting = [one for one in version.instances if one.state is _I.WAITING and not one.sleeping]
+        for instance in waiting:
+            if instance.state is not _I.WAITING:  # the first one has failed the version
+                break
+            if version.state is _V.LOADING:
+                self._give_up(version, instance, reason)
+            else:
+                self._failed_to_load(version, instance, reason, now)
+        version.settle_sleep()
 
     def _give_up(self, version: Version, instance: Instance, reason: str) -> None:
         """The version fails to load, because it needs all of its instances."""
@@ -140,7 +157,10 @@ class Lifecycle:
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
             self._lose_tensors(lost, instance, now)
+        del self._state.held[instance]
+        self._state.memory_changed = True
         self._handle_exit(version, instance, event, explained, now)
+        version.settle_sleep()
         deployment.load_over(self._state, instance)
         deployment.complete_departures(self._state, self._state.models[version.model])
         self._state.to_dispatch[version] = None
@@ -148,11 +168,13 @@ class Lifecycle:
     def _handle_exit(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
         """Decides after the end of a process whether it was expected, final, or needs a restart. `explained`: the cause
         is a request that has killed another worker before."""
-        load_error = instance.load_error or event.loading_error
+        load_error = told = instance.load_error or event.loading_error
         if instance.state is _I.STARTING and not load_error:
             load_error = f"its worker process ended while loading: {event.reason}"
         instance.last_words = "\n".join(text for text in (event.detail, version.traceback) if text)
-        if self._state.draining:
+        if instance.asleep_soon and not instance.retiring:
+            sleep.fell_asleep(self._state, version, instance, event.reason)
+        elif self._state.draining:
             instance.move(_I.STOPPED)
             self._no_more(version, now)
         elif instance.state is _I.STOPPING or instance.retiring:
@@ -171,6 +193,12 @@ class Lifecycle:
             else:
                 version.reason = f"instance '{instance.spec.name}': {load_error or event.reason}"
                 instance.move(_I.STOPPED)
+        elif instance.sleeping:
+            about = _about(version, instance)
+            if told or instance.deaths:
+                sleep.wake_failed(self._state, version, instance, load_error or event.reason, now, about)
+            else:
+                sleep.died_waking(self._state, version, instance, event.reason, about)
         elif not instance.loaded or (load_error and version.state is _V.LOADING):
             self._failed_to_load(version, instance, load_error or event.reason, now)
         elif load_error:
@@ -270,7 +298,7 @@ class Lifecycle:
         if instance.lost and version.state is _V.LOADING:
             self._give_up(version, instance, f"instance '{instance.spec.name}' ended{again}, the last time: {reason}")
             return
-        self._await_restart(instance, reason + again, now)
+        self._await_restart(version, instance, reason + again, now)
         others_answer = version.statistics.execution_count > instance.row_began
         if instance.lost and others_answer and not instance.quarantined:
             instance.quarantined = True
@@ -285,7 +313,7 @@ class Lifecycle:
         self._count_restart(version, instance)
         instance.deaths += 1
         instance.lost = True
-        self._await_restart(instance, reason, now)
+        self._await_restart(version, instance, reason, now)
         text = f"instance '{instance.spec.name}' of {version.label} could not be restarted: {reason}"
         self._log_restart(version, instance, "error", text)
 
@@ -300,10 +328,10 @@ class Lifecycle:
         restarts, name = version.statistics.restarts, instance.spec.name
         restarts[name] = restarts.get(name, 0) + 1
 
-    def _await_restart(self, instance: Instance, reason: str, now: int) -> None:
+    def _await_restart(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         limits = self._state.limits
         instance.reason = reason
-        self._back_off(instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now)
+        self._back_off(version, instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now)
 
     def _log_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
         """Writes the log entry about this death and its effect on the version."""
@@ -313,14 +341,17 @@ class Lifecycle:
         text += f"; next attempt in {pause / 1e9:g} s" if pause else ""
         self._state.log(level, text, **_about(version, instance))
 
-    def _back_off(self, instance: Instance, pause: int, now: int) -> None:
+    def _back_off(self, version: Version, instance: Instance, pause: int, now: int) -> None:
         instance.move(_I.BACKOFF)
+        self._state.held[instance] = version
         instance.load_error = ""
         instance.retry_at = now + pause
         self._state.set_timer(instance.retry_at, Timer.RETRY, instance)
 
     def retry(self, version: Version, instance: Instance, now: int) -> None:
-        if instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
+        if instance.state is _I.ASLEEP and instance.retry_at <= now:
+            sleep.may_wake_again(self._state, version, instance)
+        elif instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
             deployment.spawn(self._state, version, instance)
 
     def late(self, version: Version, instance: Instance, now: int) -> None:
@@ -357,8 +388,9 @@ class Lifecycle:
             deployment.interrupt(self._state, model)
             for version in model.generations():
                 for instance in version.instances:
-                    if instance.state in (_I.BACKOFF, _I.WAITING):
+                    if instance.state in (_I.BACKOFF, _I.WAITING) and not instance.sleeping:
                         instance.move(_I.STOPPED)
+                        self._state.held.pop(instance, None)
                 self._no_more(version, now)
         self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
@@ -375,7 +407,7 @@ class Lifecycle:
 
     def _no_more(self, version: Version, now: int) -> None:
         """During a drain workers are not restarted: fails queued requests of a version that has none left."""
-        if not any(instance.peer for instance in version.instances):
+        if not any(instance.peer or (instance.sleeping and not instance.over) for instance in version.instances):
             text = f"{STOPPING}, and no worker of '{version.model}' is left to run this request"
             dispatch.empty_queue(self._state, version, text, now)
 

@@ -32,6 +32,8 @@ class Operation(Struct, eq=False):
     deleted: frozenset[int] = frozenset()
     """Those of them that are no longer in the repository."""
     failures: list[str] = []
+    traffic: Traffic | None = None
+    """The traffic of the configuration; None: it stays."""
     traceback: str = ""
     """The model's traceback, for the log."""
 
@@ -77,6 +79,10 @@ class Model(Struct, eq=False):
     departures: list[Departure] = []
     loads: Loads = field(default_factory=Loads)
     traffic: Traffic = UNSET
+    comparisons: dict[tuple[int, int], dict[str, int]] = {}
+    """(version that answered, shadow) -> result of the comparison of their answers -> requests."""
+    traffic_set: bool = False
+    """An operator has set the traffic, so that loads do not change it."""
 
     def default(self) -> Version | None:
         """The version that gets most of the requests that name none: the highest that is READY, unless operators have
@@ -87,6 +93,13 @@ class Model(Struct, eq=False):
     def weights(self) -> list[tuple[int, int]]:
         """The versions among which requests that name none are divided."""
         return self.traffic.weights([number for number in self.versions if self.is_ready(number)])
+
+    def shares_now(self, traffic: Traffic | None = None) -> dict[int, float]:
+        """The percentage of these requests that each version gets, or would get with other traffic, the largest
+        first."""
+        weights = (traffic or self.traffic).weights([number for number in self.versions if self.is_ready(number)])
+        total = sum(weight for _, weight in weights)
+        return {number: round(100 * weight / total, 1) for number, weight in weights}
 
     def is_ready(self, number: int) -> bool:
         version = self.versions.get(number)

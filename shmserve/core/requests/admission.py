@@ -13,7 +13,7 @@ from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request, Version
-from shmserve.core.requests import completion, enqueue, responses
+from shmserve.core.requests import completion, enqueue, responses, shadow
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import SECOND, Quotas
@@ -131,6 +131,7 @@ class Admission:
             client.roles = client.granted
             client.name = message.name
             client.leases = message.leases and client.plane == "lane"
+            client.keeps = message.keeps and client.plane == "lane"
             client.audience = {"memfd": "", "posix": "posix:", "frames": INTERNAL}[message.outputs] + (
                 client.audience if message.outputs != "frames" else ""
             )
@@ -266,7 +267,7 @@ class Admission:
             client is not None and client.roles & _INFER and version is not None and not message.version
             and version.plain and not version.decoupled and not state.draining
             and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
-            and client.held_bytes <= self._heavy and not state.accused
+            and client.held_bytes <= self._heavy and not state.accused and message.model not in state.shadows
         ):  # fmt: skip
             self._admit_all(client, version, message, now)
             return
@@ -381,18 +382,23 @@ class Admission:
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if state.shadows and not message.version and message.model in state.shadows:
+            shadow.choose(state, request, state.shadows[message.model])
         if state.traces.samples:
             state.traces.sample_due(version, (request,))
         if options is not None and TRACE in options.parameters:
-            record = state.traces.begin_by_id(request, now)
-            if record is not None:
-                state.effects.append(record)
+            self._trace_by_id(request, now)
         if version.plain:
             if not (state.accused and leases.queue_accused(state, version, request)):
                 version.queue.add(request)
             state.to_dispatch[version] = None
         else:
             enqueue.put(self._state, version, message.version, request, now)
+
+    def _trace_by_id(self, request: Request, now: int) -> None:
+        record = self._state.traces.begin_by_id(request, now)
+        if record is not None:
+            self._state.effects.append(record)
 
     def _memory(
         self, client: ClientState, message: Infer, blocks: tuple[Handle, ...]

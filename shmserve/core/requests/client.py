@@ -39,6 +39,8 @@ class ClientState(Struct, eq=False):
     denied: bool = False
     leases: bool = False
     """It accepts leases."""
+    keeps: bool = False
+    """It accepts ReplyHeld."""
     fined_until: int = 0
     """Position of its protocol errors against client_errors: each one advances it by 1 s / client_errors."""
 

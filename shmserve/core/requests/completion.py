@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from shmserve.core.effects import Free
 from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.records import ORDER, Request, Version
+from shmserve.core.requests import shadow
 from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState
@@ -22,6 +23,8 @@ _GONE = (_LINGERING, _ENDED)
 
 def answer(state: State, request: Request, message: Reply | Fail) -> None:
     """Answers a request that no worker has any more: now or, with preserve_ordering, in order."""
+    if state.shadowed and request.number in state.shadowed and isinstance(message, Reply):
+        message = shadow.answered(state, request, message)
     order = request.version.order
     if order is None:
         deliver(state, request, message)
@@ -75,12 +78,19 @@ def part(
 
 
 def _record_outputs(state: State, request: Request, outputs: tuple[Tensor, ...]) -> None:
-    """Records a response for traces and first response times."""
+    """Records a response for traces and response times."""
     if state.traces.active:
         state.traces.record_outputs(request, outputs)
-    first = request.version.statistics.first
+    statistics = request.version.statistics
+    first, streams = statistics.first, statistics.streams
     if first is not None and not request.parts:
         first.add(state.now - request.arrived)
+    if streams is not None:
+        if request.responded:
+            streams.between.add(state.now - request.responded)
+        else:
+            streams.first.add(state.now - request.arrived)
+        request.responded = state.now
 
 
 def copied_out(state: State, request: Request, outputs: tuple[Tensor, ...]) -> None:
@@ -109,6 +119,8 @@ def send(state: State, request: Request, message: Reply | Part | Fail | FailHeld
         if isinstance(message, Reply) and request.version.decoupled and options is not None and options.window:
             message = Part(message.request, message.version, message.outputs, message.parameters, True)
         state.send(request.client.number, message)
+    elif request.number in state.comparisons:
+        shadow.concluded(state, request, message)
 
 
 def send_failure(state: State, request: Request, code: str, text: str) -> None:
@@ -195,6 +207,8 @@ def end(state: State, request: Request) -> None:
         leaves(state, request)
     request.move(_ENDED)
     del state.requests[request.number]
+    if state.shadowed or state.comparisons:
+        shadow.ended(state, request)
     if final is _LINGERING and is_stream(request):
         state.abandoned[request.client.user] -= 1
         if not state.abandoned[request.client.user]:

@@ -170,7 +170,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
         changed, places.changed = places.changed, {}
         for sequence in changed:
             _process_change(state, places, sequence, now)
-    if places.backlog and version.state is not VersionState.UNAVAILABLE:
+    if places.backlog and version.state is not VersionState.UNAVAILABLE and not version.yielding:
         places.bind_waiting(version.instances)
     for instance in list(version.idle):
         if instance.idle:

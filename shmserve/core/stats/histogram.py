@@ -9,12 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from msgspec import Struct, field
+
 BUCKETS = 66
 """Enough for the difference of any two 63-bit times, valid or not."""
 
 
 def empty() -> list[int]:
     return [0] * BUCKETS
+
+
+class Durations(Struct):
+    """A histogram with the sum of its durations."""
+
+    counts: list[int] = field(default_factory=empty)
+    sum_ns: int = 0
+
+    def add(self, ns: int) -> None:
+        self.counts[ns.bit_length()] += 1
+        self.sum_ns += ns
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
 
 
 def edge(bucket: int) -> int:

@@ -97,6 +97,15 @@ class StepCount(Struct):
             self.output_ns += spent[2]
 
 
+class StreamTimes(Struct):
+    """When the responses of a decoupled model were sent. Responses without outputs do not count."""
+
+    first: histogram.Durations = field(default_factory=histogram.Durations)
+    """From the arrival of each request to its first response."""
+    between: histogram.Durations = field(default_factory=histogram.Durations)
+    """Between consecutive responses of a request."""
+
+
 RECENT_ERRORS = 10
 ERROR_CHARACTERS = 2000
 _OF_MODELS = "MODEL_FAILED"
@@ -138,6 +147,10 @@ class Statistics(Struct):
     """Cache lookup and insertion time of the misses."""
     restarts: dict[str, int] = {}
     """Instance name -> number of restarts."""
+    scaled_up: int = 0
+    """Instances added because requests waited too long."""
+    scaled_down: int = 0
+    """Instances removed because fewer were enough."""
     failures: list[int] = field(default_factory=_none)
     """By Failure; the sum is fail_count."""
     reasons: dict[Reason, int] = {}
@@ -145,6 +158,12 @@ class Statistics(Struct):
     """By rows."""
     responses: list[ResponseCount] = []
     """For decoupled models: by index within the request. At most RESPONSES elements."""
+    wakes: int = 0
+    """How often it was woken from sleep."""
+    failed_wakes: int = 0
+    wake_ns: int = 0
+    """Total time from a request that woke it until it was READY."""
+    wake_times: list[int] = field(default_factory=histogram.empty)
     elements: int = 0
     """For models with padding: sum of rows x padded length of all batches."""
     padded_elements: int = 0
@@ -156,6 +175,8 @@ class Statistics(Struct):
     batch_times: list[int] = field(default_factory=histogram.empty)
     """Per batch: from taken until its outputs are placed."""
 
+    streams: StreamTimes | None = None
+    """For decoupled models."""
     errors: list[RecentError] = []
     """The latest RECENT_ERRORS different errors, oldest first."""
     steps: list[StepCount] | None = None
@@ -164,8 +185,11 @@ class Statistics(Struct):
     first: FirstResponses | None = None
     """None: not collected, the default."""
 
-    def collect(self, summaries: bool, first: FirstResponses | None) -> None:
-        """Turns on the latencies configured by the operator. Counters are kept unless the bucket bounds change."""
+    def collect(self, summaries: bool, first: FirstResponses | None, decoupled: bool) -> None:
+        """Turns on the latencies configured by the operator, and those of streams. Counters are kept unless the bucket
+        bounds change."""
+        if decoupled and self.streams is None:
+            self.streams = StreamTimes()
         if summaries and self.summaries is None:
             self.summaries = Summaries()
         if first is not None and (self.first is None or self.first.edges_ms != first.edges_ms):
@@ -178,6 +202,16 @@ class Statistics(Struct):
     @property
     def cancelled(self) -> int:
         return self.failures[FailureKind.CANCELED]
+
+    @property
+    def busy_ns(self) -> int:
+        """Time for which instances have run batches that are done."""
+        return sum(batch.input_ns + batch.infer_ns + batch.output_ns for batch in self.batches.values())
+
+    @property
+    def queued_requests(self) -> int:
+        """Requests that have been queued, and are in `queue_ns`."""
+        return sum(self.queue_times)
 
     def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
         """Counts successful requests of a batch, answered now. Equal arrival times are adjacent, and are counted
@@ -268,6 +302,12 @@ class Statistics(Struct):
         self.errors.append(RecentError(code, text, now))
         if len(self.errors) > RECENT_ERRORS:
             del self.errors[0]
+
+    def woken(self, ns: int) -> None:
+        """Counts a wake. `ns`: from the request until the version was READY."""
+        self.wakes += 1
+        self.wake_ns += ns
+        self.wake_times[ns.bit_length()] += 1
 
     def cache_hit(self, ns: int, now: int) -> None:
         """Counts a request answered from the cache."""

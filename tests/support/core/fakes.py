@@ -19,6 +19,7 @@ from shmserve.protocol.messages import (
     Done,
     EndSequences,
     Execute,
+    Expect,
     Fail,
     FailHeld,
     Failure,
@@ -41,6 +42,7 @@ from shmserve.protocol.messages import (
     Released,
     Reply,
     ReplyBatch,
+    ReplyHeld,
     Return,
     Revoke,
     Row,
@@ -177,6 +179,10 @@ class FakeWorker:
         self.lease: FakeLease | None = None
         self.leased = 0
         """Requests that it has recorded in logs of leases."""
+        self.expected: dict[int, Expect] = {}
+        """What outputs of requests are to be compared with."""
+        self.differs: set[str] = set()
+        """Outputs that it finds to differ."""
         self.in_columns = False
         """It answers in columns where it may, but not every third batch."""
 
@@ -193,6 +199,11 @@ class FakeWorker:
     def take(self, message: Any) -> None:
         if isinstance(message, Execute):
             self._execute(message)
+        elif isinstance(message, Expect):
+            for handle in references(message.outputs):
+                own = handle.segment in self.arenas.values()
+                assert own or handle.segment in self.mapped, f"{self.name} was never told of segment {handle.segment}"
+            self.expected[message.request] = message
         elif isinstance(message, Withdraw):
             self._withdraw(message)
         elif isinstance(message, Map):
@@ -238,6 +249,9 @@ class FakeWorker:
         batches = self.waiting + running
         works = [work for batch in batches for work in batch.works] + list(self.streams.values())
         found = {handle.segment for work in works for handle in references(work.inputs)}
+        numbers = {work.request for work in works}
+        for number, order in self.expected.items():
+            found |= {handle.segment for handle in references(order.outputs) if number in numbers}
         return found | {w.place.segment for work in works for w in work.outputs or () if w.place is not None}
 
     def _execute(self, order: Execute) -> None:
@@ -435,8 +449,13 @@ class FakeWorker:
             self.part(request, error=("UNAVAILABLE", "the model is being unloaded"))
 
     def _row(self, work: Work, error: tuple[str, str] | None) -> Row:
+        expected = self.expected.pop(work.request, None)
         if error is not None:
             return Row(work.request, (), Failure(*error))
+        if expected is not None:
+            different = [tensor.name for tensor in expected.outputs if tensor.name in self.differs]
+            report = {"output": different[0], "difference": "by 7 %"} if different else {}
+            return Row(work.request, (), None, {"equal": not different, **report})
         if self.compute is not None:
             return self.compute(self, work)
         places = {wanted.name: wanted.place for wanted in work.outputs or ()}
@@ -540,6 +559,8 @@ class FakeClient:
             self.windows.pop(message.request, None)
             self._answered(message.request, message)
             self._take(message)
+            if isinstance(message, ReplyHeld):
+                self.held_inputs.add(message.request)
         elif isinstance(message, (Fail, FailHeld)):
             if message.request == 0:
                 assert isinstance(message, Fail)

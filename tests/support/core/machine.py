@@ -139,7 +139,7 @@ class WorldMachine(RuleBasedStateMachine):
     def finish_everything(self) -> None:
         """All links become fast, and everything that runs or waits ends."""
         world = self.world
-        for _ in range(200):
+        for _ in range(400):
             world.slow_to.clear()
             world.slow_from.clear()
             self.give_room()

@@ -7,7 +7,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.core import events
-from tests.support.core.policies import policy_of, step_of
+from shmserve.core.models import resizing
+from shmserve.core.policy import InstanceSpec
+from tests.support.core.policies import policy_of, scaling_of, step_of
 from tests.support.core.world import World
 
 Event = tuple[int, Any]
@@ -15,6 +17,20 @@ Event = tuple[int, Any]
 
 class Operating(World):
     model = ""
+
+    def scale(self, name: str, text: str) -> None:
+        """1-3,up=50ms,down=2s: its bounds and when it changes."""
+        bounds, *more = text.split(",")
+        options = dict(word.split("=") for word in more)
+        self.scalings[name] = scaling_of(name, bounds, options.get("up", "50ms"), options.get("down", "2s"))
+
+    def do_scale(self, name: str, bounds: str, up: str = "50ms", down: str = "2s") -> None:
+        """scale m 1-3 up=50ms down=2s: what the next deploy says about the number of instances."""
+        self.scalings[name] = scaling_of(name, bounds, up, down)
+
+    def do_by_hand(self, name: str) -> None:
+        """From now on its workers do not load by themselves."""
+        self.loads_itself[name] = False
 
     def do_deploy(self, name: str, *versions: str, op: str = "0", present: str = "") -> list[Event]:
         """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
@@ -50,6 +66,17 @@ class Operating(World):
 
     def do_restart(self, name: str, instance: str = "", version: str = "0", op: str = "0") -> list[Event]:
         return [(0, events.Restart(name, int(version), instance, int(op)))]
+
+    def do_join(self, name: str, instance: str, *flags: str) -> None:
+        """join m m_1: as if the core had decided that m needs this instance, too. `unloaded`: it does not load."""
+        self.loads_itself[name] = "unloaded" not in flags
+        version = self.core.state.look_up(name, 0)
+        self.change(lambda state: resizing.join(state, version, InstanceSpec(instance)))
+
+    def do_leave(self, name: str, instance: str) -> None:
+        version = self.core.state.look_up(name, 0)
+        found = next(one for one in version.instances if one.spec.name == instance and not one.over)
+        self.change(lambda state: resizing.leave(state, version, found))
 
     def do_refuse(self, name: str, version: str, reason: str) -> list[Event]:
         return [(0, events.Refuse(name, int(version), reason))]

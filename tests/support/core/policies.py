@@ -8,9 +8,12 @@ from typing import Any
 from shmserve.core.policy import (
     BatchPolicy,
     IdControl,
+    InstanceSpec,
     ModelPolicy,
     PaddingPolicy,
     QueuePolicy,
+    ScaledGroup,
+    ScalingPolicy,
     SequencePolicy,
     StepPolicy,
     TensorSpec,
@@ -74,7 +77,9 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
     retry, decoupled = "no_retry" not in flags, "decoupled" in flags
     return ModelPolicy(
         name, version, most, inputs, outputs, batching, limit, retry, sequence=sequence, decoupled=decoupled,
-        cached="cached" in flags, padding=_padding(options["padding"]) if "padding" in options else None,
+        cached="cached" in flags, stays_loaded="stays" in flags,
+        idle_unload_ns=nanoseconds(options["idle_unload"]) if "idle_unload" in options else None,
+        padding=_padding(options["padding"]) if "padding" in options else None,
     )  # fmt: skip
 
 
@@ -133,3 +138,10 @@ def step_of(text: str) -> StepPolicy:
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     found = [part.partition(":") for part in text.split(",")]
     return tuple(sorted((own, name) for own, _, name in found))
+
+
+def scaling_of(name: str, bounds: str, up: str = "50ms", down: str = "2s", cores: int = 0) -> ScalingPolicy:
+    """`bounds`: 1-4. One group of CPU instances, `name`_0 and so on."""
+    least, most = map(int, bounds.split("-"))
+    specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(most))
+    return ScalingPolicy((ScaledGroup(name, least, most, specs),), nanoseconds(up), nanoseconds(down), cores)

@@ -13,8 +13,8 @@ from typing import Any
 
 from shmserve.core import events
 from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
-from shmserve.core.limits import Limits
-from shmserve.core.policy import ModelPolicy
+from shmserve.core.limits import ANY_GPU, Limits
+from shmserve.core.policy import MemoryEstimate, ModelPolicy
 from shmserve.core.records import Instance, Request
 from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import (
@@ -65,6 +65,11 @@ def clock(ns: int) -> str:
         if ns % size == 0 or (unit == "s" and ns >= size and ns % 10**6 == 0):
             return f"{ns / size:g}{unit}"
     return f"{ns}ns"
+
+
+def size(text: str) -> int:
+    """40m is 40 MB."""
+    return int(text.removesuffix("m")) * 10**6
 
 
 def plural(count: int, what: str) -> str:
@@ -232,10 +237,22 @@ class Scenario(Operating, Streaming, Calling):
         """model m max_batch=8 preferred=2,6 delay=10s inputs=x:FP32:[-1] y:... levels=3 timeout=1s ordered ..."""
         policy = policy_of(name, flags, options)
         self.model = name
+        if "memory" in options:
+            self.sizes[name] = MemoryEstimate(
+                size(options["memory"]), size(options.get("on_gpu", "0")), "guess" not in flags
+            )
+        if "gpu" in options:
+            self.gpus[name] = int(options["gpu"])
+        if "scale" in options:
+            self.scale(name, options["scale"])
         before = len(self.lines)
         self.deploy(policy, int(options.get("instances", 1)), options.get("large", ""), "unloaded" not in flags)
         if "unloaded" not in flags:  # nobody wants to read a hundred times that m_0 was spawned and is ready
             del self.lines[before:]
+
+    def do_measure(self, name: str, host: str = "0", peak: str = "0", gpu: str = "0") -> list[Event]:
+        """measure m_0 host=40m: the memory of its process."""
+        return [(0, events.Measured(self.worker(name).peer, size(host), max(size(peak), size(host)), size(gpu)))]
 
     def do_use(self, name: str) -> None:
         self.model = name
@@ -459,9 +476,13 @@ class Scenario(Operating, Streaming, Calling):
 
 def _server(line: str) -> Scenario:
     words = dict(word.split("=", 1) for word in line.split()[1:])
+    gpus = words.pop("gpu_budget", "")
     values: dict[str, Any] = {
-        key: nanoseconds(value) if value[-1] == "s" else int(value) for key, value in words.items()
+        key: nanoseconds(value) if value[-1] == "s" else size(value) if value[-1] == "m" else int(value)
+        for key, value in words.items()
     }
+    if gpus:
+        values["gpu_budgets"] = ((ANY_GPU, size(gpus)),)
     return Scenario(Limits(**values))
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.core import events
@@ -27,8 +28,8 @@ from shmserve.core.effects import (
     Traced,
 )
 from shmserve.core.limits import Limits
-from shmserve.core.policy import InstanceSpec, ModelPolicy
-from shmserve.core.state import WORKERS_FROM
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
+from shmserve.core.state import WORKERS_FROM, State
 from shmserve.protocol.messages import Hello, LeaseOver, Map
 from shmserve.protocol.roles import EVERYTHING
 from tests.support.core.fakes import FakeClient, FakeWorker
@@ -47,8 +48,13 @@ class World:
         self.workers: dict[int, FakeWorker] = {}
         self.policies: dict[tuple[str, int], ModelPolicy] = {}
         self.targets: dict[str, dict[int, events.Target]] = {}
+        self.scalings: dict[str, ScalingPolicy] = {}
+        """How the number of instances of a model follows its load."""
         self.large: dict[str, frozenset[str]] = {}
         self.loads_itself: dict[str, bool] = {}
+        self.sizes: dict[str, MemoryEstimate] = {}
+        self.gpus: dict[str, int] = {}
+        """Models whose instances are on a GPU."""
         self.slow_to: set[int] = set()
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
@@ -134,6 +140,15 @@ class World:
             self.settle()
         self.now = max(self.now, until)
 
+    def change(self, what: Callable[[State], Any]) -> None:
+        """A turn in which a part of the core decides to change something."""
+        effects = self.core.state.begin()
+        self.core.state.now = self.now
+        what(self.core.state)
+        self.core._process_work(self.now)
+        self._carry_out(effects)
+        self.settle()
+
     def _carry_out(self, effects: list[Any]) -> None:
         if self.checks:
             self.core.check()
@@ -217,8 +232,11 @@ class World:
     def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
         if policy.steps is not None:
             return events.Target(policy.version, source, (), policy)
-        specs = tuple(InstanceSpec(f"{policy.name}_{index}") for index in range(instances))
-        return events.Target(policy.version, source, specs)
+        gpu = self.gpus.get(policy.name)
+        kind = "KIND_CPU" if gpu is None else "KIND_GPU"
+        specs = tuple(InstanceSpec(f"{policy.name}_{index}", kind, gpu or 0) for index in range(instances))
+        memory, scaling = self.sizes.get(policy.name, MemoryEstimate()), self.scalings.get(policy.name)
+        return events.Target(policy.version, source, specs, memory=memory, scaling=scaling)
 
     def _spawn(self, effect: Spawn) -> None:
         policy = self.policies[effect.model, effect.version]
@@ -273,14 +291,14 @@ class World:
 
     def connect(
         self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = EVERYTHING,
-        leases: bool = False,
+        leases: bool = False, keeps: bool = False,
     ) -> FakeClient:  # fmt: skip
         self._last_client += 1
         peer = self._last_client
         client = FakeClient(peer, name, plane, outputs or OUTPUTS[plane])
         self.clients[peer] = client
         client.takes_leases = leases
-        hello = Hello(1, 4000 + peer, name, client.outputs, leases)
+        hello = Hello(1, 4000 + peer, name, client.outputs, leases, keeps)
         self.turn([(0, events.Opened(peer, audience, plane, roles)), (peer, hello)])
         return client
 

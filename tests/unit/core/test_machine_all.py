@@ -25,12 +25,13 @@ from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.support.core.fakes import FakeClient, FakeWorker, references
 from tests.support.core.machine import in_batches, not_a_rule, run_machine
+from tests.support.core.policies import scaling_of
 from tests.support.trace_events import check
 from tests.unit.core.test_machine import BROKER_SEGMENT, LIMITS
 from tests.unit.core.test_machine_operations import OperatedMachine, _loads, _may_leave
 
 NAMES = sorted(MODELS)
-RARE = ["come", "go", "segment", "unmap", "crash", "deploy", "deploy", "unload", "restart", "fail"]
+RARE = ["come", "go", "segment", "unmap", "crash", "deploy", "deploy", "unload", "restart", "fail", "resize", "long"]
 GIVEN = [None, None, Options(priority=1), Options(priority=3), Options(queue_timeout_us=2000), Options(window=1)]
 ALL_LIMITS = replace(LIMITS, cache_bytes=2200, leaving_ns=25 * MS)
 
@@ -214,12 +215,20 @@ class EverythingMachine(OperatedMachine):
         elif what == "crash":
             self.crash(which)
         elif what == "deploy":
+            if MODELS[name].policy.steps is None and flag:
+                self.world.scalings[name] = scaling_of(name, f"1-{2 + which % 3}", up="1ms", down="20ms")
+            else:
+                self.world.scalings.pop(name, None)
             target = self.world.target(MODELS[name].policy, number, 1 + which % 3)
             self.operate(events.Deploy(name, (target,), 0, flag and number == 0), together)
         elif what == "unload" and not number:
             self.operate(events.Unload(name), together)
         elif what == "restart":
             self.restart(which, flag, together)
+        elif what == "long":
+            self.long_time(which, 2 * number, 1 + which)
+        elif what == "resize":
+            self.resize(which, number, flag)
         elif what == "fail" and self.workers(_loads):
             self.cannot_load(which, flag)
 
@@ -242,6 +251,8 @@ class EverythingMachine(OperatedMachine):
     unload = not_a_rule(OperatedMachine.unload)
     restart = not_a_rule(OperatedMachine.restart)
     deploy = not_a_rule(OperatedMachine.deploy)
+    resize = not_a_rule(OperatedMachine.resize)
+    long_time = not_a_rule(OperatedMachine.long_time)
     cannot_load = not_a_rule(OperatedMachine.cannot_load)
 
     # ------------------------------------------------------------------------------------ the end

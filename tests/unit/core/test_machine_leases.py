@@ -37,8 +37,8 @@ NEEDED = 2
 
 
 class LentWorld(Operated):
-    def __init__(self) -> None:
-        super().__init__(replace(LIMITS, execution_ns=30 * MS, leases=3))
+    def __init__(self, **limits: int) -> None:
+        super().__init__(replace(LIMITS, execution_ns=30 * MS, leases=3, **limits))
         self.all_workers: list[FakeWorker] = []
         self.statistics: dict[int, Statistics] = {}
         self.batches = 0

@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Settled
 from shmserve.core.limits import Limits
+from shmserve.core.models import resizing, sizes
+from shmserve.core.models.scaler import WINDOW_NS
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.states import VersionState
 from shmserve.protocol.messages import LoadFailed
 from tests.support.core.fakes import FakeWorker
 from tests.support.core.machine import run_machine
+from tests.support.core.policies import scaling_of
 from tests.unit.core.test_machine import LIMITS, CoreMachine, Slow
 
 NAMES = ["plain", "pair", "timed", "ranked", "strict", "single", "flat"]
@@ -60,16 +63,19 @@ class OperatedMachine(CoreMachine):
     @rule(
         which=st.integers(0, 9), source=st.integers(0, 3), count=st.integers(1, 3), fresh=st.booleans(),
         numbers=st.sampled_from([(1,), (1,), (1, 2), (2,)]), known=st.booleans(), together=st.booleans(),
+        scaled=st.booleans(),
     )  # fmt: skip
     def deploy(
-        self, which: int, source: int, count: int, fresh: bool, numbers: tuple[int, ...], known: bool, together: bool
-    ) -> None:
-        """`known`: versions that are not in it were deleted."""
+        self, which: int, source: int, count: int, fresh: bool, numbers: tuple[int, ...], known: bool, together: bool,
+        scaled: bool = False,
+    ) -> None:  # fmt: skip
+        """`known`: versions that are not in it were deleted. `scaled`: the number of instances follows the load."""
         name = self.names[which % len(self.names)]
         specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(count))
         first = self.world.policies[name, 1]
         self.world.policies[name, 2] = replace(first, version=2)
-        targets = tuple(events.Target(number, source + 10 * (number - 1), specs) for number in numbers)
+        scaling = scaling_of(name, f"1-{count + 1}", up="1ms", down="20ms") if scaled else None
+        targets = tuple(events.Target(number, source + 10 * (number - 1), specs, scaling=scaling) for number in numbers)
         self.operate(events.Deploy(name, targets, 0, fresh and source == 0, numbers if known else None), together)
 
     @rule(which=st.integers(0, 9), really=st.integers(0, 2), together=st.booleans())
@@ -81,6 +87,36 @@ class OperatedMachine(CoreMachine):
     def restart(self, which: int, one: bool, together: bool) -> None:
         name = self.names[which % len(self.names)]
         self.operate(events.Restart(name, 0, f"{name}_0" if one else ""), together)
+
+    @rule(which=st.integers(0, 9), number=st.integers(0, 3), grow=st.booleans())
+    def resize(self, which: int, number: int, grow: bool) -> None:
+        """The core adds an instance or removes one, but not the last that serves."""
+        version = self.world.core.state.ready.get(self.names[which % len(self.names)])
+        if version is None or version.graph is not None:
+            return
+        self.send([])
+        if version.state is not VersionState.READY:
+            return
+        here = [instance for instance in version.instances if not instance.over]
+        chosen = here[number % len(here)]
+        others = [instance for instance in here if instance is not chosen and instance.usable]
+        operation = self.world.core.state.models[version.model].operation
+        if operation is not None and chosen in operation.starting:
+            return
+        if grow and len(here) < 4:
+            name = sizes.free_name(version, version.model)
+            spec = replace(chosen.spec, name=name)
+            self.world.change(lambda state: resizing.join(state, version, spec))
+        elif not grow and others:
+            self.world.change(lambda state: resizing.leave(state, version, chosen))
+
+    @precondition(lambda self: self.clients)
+    @rule(which=st.integers(0, 9), count=st.integers(0, 8), windows=st.integers(1, 8))
+    def long_time(self, which: int, count: int, windows: int) -> None:
+        """Long enough for some measurements of what is scaled, while requests wait."""
+        self.load(which, which, [count] if count else [])
+        self.send([])
+        self.world.advance(self.world.now + windows * WINDOW_NS)
 
     @precondition(lambda self: self.workers(_loads))
     @rule(which=st.integers(0, 9), says=st.booleans())
@@ -102,9 +138,11 @@ class OperatedMachine(CoreMachine):
         self.send([])
         self.finish_everything()
         state = self.world.core.state
+        self.check_sizes()
         assert set(self.world.settled) == set(range(1, self.operations + 1)), "an operation that is never over"
         assert not state.load_queue
         assert not state.loading
+        assert not state.joined
         assert not state.unloading_versions
         for model in state.models.values():
             assert model.operation is None
@@ -114,6 +152,16 @@ class OperatedMachine(CoreMachine):
             for version in model.versions.values():
                 assert version.state in (VersionState.READY, VersionState.UNAVAILABLE)
         super().teardown()
+
+    @invariant()
+    def check_sizes(self) -> None:
+        """No version is scaled beyond its bounds."""
+        for model in self.world.core.state.models.values():
+            for version in model.versions.values():
+                if version.scaler is not None and version.state is VersionState.READY and model.operation is None:
+                    (group,) = version.scaler.policy.groups
+                    assert len(sizes.specs_of(version)) >= 1, version.label
+                    assert len(sizes.specs_of(version)) <= max(group.most, 4), version.label
 
 
 def _loads(worker: FakeWorker) -> bool:

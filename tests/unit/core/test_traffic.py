@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from shmserve.broker.models.traffic import TrafficControl
 from shmserve.core import events
 from shmserve.core.batching.lending import ALONE
 from shmserve.core.state import State
@@ -29,7 +31,10 @@ class Divided(Lent):
         self.set(**traffic)
 
     def set(self, **traffic: Any) -> None:
-        self.turn([(0, events.SetTraffic("m", Traffic(**traffic)))])
+        """These shares and aliases, and no others."""
+        before = self.core.state.models["m"].traffic.aliases
+        aliases = dict.fromkeys(before) | traffic.get("aliases", {})
+        self.turn([(0, events.SetTraffic("m", traffic.get("shares", {}), aliases))])
 
     def version_of(self, name: str = "m", version: int = 0) -> int | str:
         """The version that answers a request, or the error."""
@@ -164,3 +169,66 @@ def test_no_lease_while_requests_are_divided() -> None:
     message = world.ask(world.client)
     world.finish_running()
     assert isinstance(world.client.answers[message.request], Reply)
+
+
+def test_no_lease_for_a_model_with_a_shadow() -> None:
+    world = Divided()
+    world.turn([(0, events.SetTraffic("m", shadow={1: 1}))])
+    for _ in range(3 * ALONE):
+        world.alone(1)
+        assert not world.client.leases
+    world.turn([(0, events.SetTraffic("m", shadow={}))])
+    while not world.client.leases:
+        world.alone(1)
+        assert world.numbers < 5 * ALONE
+    world.turn([(0, events.SetTraffic("m", shadow={1: 1}))])
+    assert not world.client.leases
+
+
+def test_traffic_of_a_configuration() -> None:
+    """It is set by the first load at once, by others when they succeed, and never after an operator has set one."""
+    world = Divided()
+    given = Traffic({2: 100}, {"prod": 1})
+    model_of = world.state.models["m"]
+    model_of.traffic_set = False
+
+    def load(traffic: Traffic | None, *numbers: int) -> None:
+        targets = tuple(world.targets["m"][number] for number in numbers or (1, 2, 3))
+        world.turn([(0, events.Deploy("m", targets, traffic=traffic))])
+
+    load(given)
+    assert (world.version_of(), world.version_of("m@prod")) == (2, 1)
+    load(None)
+    assert model_of.traffic == given
+    load(Traffic())
+    assert (world.version_of(), model_of.traffic) == (3, Traffic())
+    world.set(shares={1: 100})
+    load(given)
+    assert (world.version_of(), model_of.traffic) == (1, Traffic({1: 100}))
+    world.turn([(0, events.Unload("m", 1))])
+    load(given)
+    assert (world.version_of(), model_of.traffic) == (2, given)
+
+
+def test_a_load_that_fails_leaves_the_traffic() -> None:
+    world = Divided()
+    world.state.models["m"].traffic_set = False
+    world.loads_itself["m"] = False
+    targets = tuple(replace(world.targets["m"][number], source=90 + number) for number in (1, 2, 3))
+    world.turn([(0, events.Deploy("m", targets, traffic=Traffic({1: 100})))])
+    assert world.version_of() == 3, "not before the new generation serves"
+    starting = [worker for worker in world.workers.values() if worker.name.endswith("~")]
+    world.crash(starting[0], loading_error="no such file")
+    assert (world.version_of(), world.state.models["m"].traffic) == (3, Traffic())
+
+
+def test_changes_of_one_turn_are_all_applied() -> None:
+    world = Divided()
+    changes: list[events.SetTraffic] = []
+    control = TrafficControl(world.state, changes.append)
+    control.change("m", b'{"aliases": {"prod": 1}}')
+    control.change("m", b'{"aliases": {"next": 3}}')
+    control.change("m", b'{"shares": {"2": 100}}')
+    world.turn([(0, change) for change in changes])
+    assert world.state.models["m"].traffic == Traffic({2: 100}, {"prod": 1, "next": 3})
+    assert control.document("m")["now"] == {"2": 100.0}

@@ -373,6 +373,21 @@ def test_leases_end_if_they_would_hide_what_is_traced(what: str) -> None:
     assert len(world.started()) == 1
 
 
+def test_out_of_service_all_requests_come_to_the_broker() -> None:
+    """They tell that a server is not empty. In service again, leases begin as before."""
+    world = Lent()
+    world.alone()
+    world.turn([(0, events.SetService(True))])
+    world.advance(world.now + 1)
+    world.turn([])
+    assert world.is_over()
+    world.alone(2 * ALONE)
+    assert len(world.started()) == 1
+    world.turn([(0, events.SetService(False))])
+    world.alone(ALONE + 1)
+    assert len(world.started()) == 2
+
+
 def test_leased_requests_are_sampled_with_the_others() -> None:
     """Every third request: those that came to the broker count, as do those that it sees in the log."""
     world = Lent()

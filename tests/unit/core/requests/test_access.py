@@ -64,6 +64,8 @@ NEEDED = {
     "logs": OPERATE,
     "trace": LOOK,
     "traffic": LOOK,
+    "text_models": LOOK,
+    "service": LOOK,
     "load": OPERATE,
     "unload": OPERATE,
     "restart": OPERATE,
@@ -71,6 +73,7 @@ NEEDED = {
     "set_log": OPERATE,
     "set_trace": OPERATE,
     "set_traffic": OPERATE,
+    "set_service": OPERATE,
     "record": OPERATE,
 }
 """Query -> the roles of which one is enough."""

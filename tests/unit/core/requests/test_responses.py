@@ -117,6 +117,22 @@ def test_time_to_the_first_of_many_responses() -> None:
     assert counted.first is not None
     assert counted.first.counts == [1, 0, 0, 0, 0]
     assert counted.first.sum_ns == 25 * MS
+    assert counted.streams is not None
+    first_response, between = counted.streams.first, counted.streams.between
+    assert (first_response.count, first_response.sum_ns) == (1, 25 * MS)
+    assert (between.count, between.sum_ns) == (2, 1040 * MS)
+    assert between.counts[(20 * MS).bit_length()] == between.counts[(1020 * MS).bit_length()] == 1
+
+
+def test_times_of_responses_that_come_with_the_batch() -> None:
+    world = Streaming()
+    world.begin({1: 5, 2: 5})
+    world.streaming.policy = plain("stream", 4)
+    world.finish("stream_0")
+    counted = world.counted().streams
+    assert counted is not None
+    assert len(world.client.answers) == 2
+    assert (counted.first.count, counted.first.sum_ns, counted.between.count) == (2, 10 * MS, 0)
 
 
 def test_statistics_of_responses_by_their_index() -> None:

@@ -1,0 +1,211 @@
+"""Memory of instances, and the budgets for it: on the host, and on each GPU.
+
+An instance is charged from the moment when it may load until its process has ended: with the largest memory that the
+processes of its version had, and while it loads with the largest that they had while loading. Until they have been
+measured, an estimate counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+
+from msgspec.structs import replace
+
+from shmserve.core.events import Measured, Target
+from shmserve.core.limits import ANY_GPU
+from shmserve.core.policy import InstanceSpec, MemoryEstimate
+from shmserve.core.records import Instance, Version
+from shmserve.core.state import State
+from shmserve.core.states import InstanceState
+
+_I = InstanceState
+
+HOST = -2
+"""A place with memory; the others are the numbers of GPUs."""
+
+Places = Counter[int]
+"""Bytes by place."""
+
+
+def budget_of(state: State, place: int) -> int:
+    """0: no limit."""
+    if place == HOST:
+        return state.limits.memory_budget
+    budgets = dict(state.limits.gpu_budgets)
+    return budgets.get(place, budgets.get(ANY_GPU, 0))
+
+
+def setting_of(place: int) -> str:
+    return "--model-memory-budget" if place == HOST else "--gpu-memory-budget"
+
+
+def name_of(place: int) -> str:
+    return "memory" if place == HOST else f"memory of GPU {place}"
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"
+
+
+def estimate_of(target: Target, current: Version | None) -> MemoryEstimate:
+    """For a new generation. What the present one was measured to have is better than a guess from its files."""
+    if current is None or target.memory.given or not current.rest.host:
+        return target.memory
+    rest = current.rest
+    return MemoryEstimate(max(rest.host, rest.host_peak), max(rest.gpu, rest.gpu_peak))
+
+
+def charge_of(version: Version, instance: Instance) -> Places:
+    rest = version.rest
+    loads = instance.state in (_I.WAITING, _I.STARTING, _I.ASLEEP)
+    host, gpu = instance.memory
+    host = max(host, rest.host or rest.memory.host, rest.host_peak if loads else 0)
+    found = Counter({HOST: host})
+    if instance.spec.kind == "KIND_GPU":
+        found[instance.spec.device] = max(gpu, rest.gpu or rest.memory.gpu, rest.gpu_peak if loads else 0)
+    return found
+
+
+def of_version(version: Version, held: Container[Instance]) -> Places:
+    found: Places = Counter()
+    for instance in version.instances:
+        if instance in held:
+            found.update(charge_of(version, instance))
+    return found
+
+
+def label_of(place: int) -> str:
+    return "host" if place == HOST else f"gpu{place}"
+
+
+def budgets(state: State) -> Places:
+    """All that are known: of each GPU that instances have used."""
+    devices = {instance.spec.device for instance in state.held if instance.spec.kind == "KIND_GPU"}
+    devices.update(gpu for gpu, _ in state.limits.gpu_budgets if gpu != ANY_GPU)
+    found = Counter({place: budget_of(state, place) for place in (HOST, *devices)})
+    return +found
+
+
+def is_measured(version: Version) -> bool:
+    return version.rest.host > 0 or version.rest.memory.given
+
+
+def used(state: State) -> Places:
+    found: Places = Counter()
+    for instance, version in state.held.items():
+        found.update(charge_of(version, instance))
+    return found
+
+
+def shortage(state: State, now_used: Places) -> Places:
+    """Bytes above the budgets."""
+    over: Places = Counter()
+    for place, size in now_used.items():
+        budget = budget_of(state, place)
+        if budget and size > budget:
+            over[place] = size - budget
+    return over
+
+
+def measured(state: State, peer: int, event: Measured, now: int) -> None:
+    known = state.instances.get(event.peer)
+    if known is None:
+        return
+    version, instance = known
+    rest = version.rest
+    state.memory_changed = True
+    instance.memory = (event.host, event.gpu)
+    rest.host_peak = max(rest.host_peak, event.peak)
+    rest.gpu_peak = max(rest.gpu_peak, event.gpu)
+    if instance.state is _I.READY:
+        rest.host = max(rest.host, event.host)
+        rest.gpu = max(rest.gpu, event.gpu)
+
+
+# ------------------------------------------------------------------------------------ waiting for memory
+
+
+def next_to_load(state: State) -> tuple[Version, Instance] | None:
+    """Takes the next instance that may load from the queue. With budgets, it must have been granted its memory."""
+    queue = state.load_queue
+    if not state.memory_limited:
+        return queue.popleft() if queue else None
+    for index, (version, instance) in enumerate(queue):
+        if instance in state.held or instance.state is not _I.WAITING:
+            del queue[index]
+            return version, instance
+    return None
+
+
+def needed(version: Version, instances: Iterable[Instance]) -> Places:
+    """By instances that are to load."""
+    found: Places = Counter()
+    for instance in instances:
+        found.update(charge_of(version, instance))
+    return found
+
+
+def needed_to_wake(version: Version) -> Places:
+    """One instance is enough."""
+    asleep = [one for one in version.instances if one.sleeping and not one.over and not one.spec.passive]
+    return needed(version, asleep[:1])
+
+
+def fits(state: State, version: Version, spec: InstanceSpec) -> bool:
+    """Is there memory for one more instance, without putting others to sleep?"""
+    if not state.memory_limited:
+        return True
+    need = charge_of(version, Instance(spec))
+    short = shortage(state, used(state) + need)
+    return not any(need[place] for place in short)
+
+
+def is_fixed(version: Version, instance: Instance) -> bool:
+    """Does it have its memory for good?"""
+    return version.rest.stays_loaded and not (instance.over or instance.asleep_soon)
+
+
+def guess_less(version: Version, place: int, size: int) -> None:
+    """The estimate for an instance was too large to be tried."""
+    known = version.rest.memory
+    version.rest.memory = replace(known, host=size) if place == HOST else replace(known, gpu=size)
+
+
+def fixed(state: State, but: Version | None = None) -> Places:
+    """What versions have that stay loaded. One of the same model makes room for its replacement."""
+    found: Places = Counter()
+    for instance, version in state.held.items():
+        if is_fixed(version, instance) and (but is None or version.model != but.model):
+            found.update(charge_of(version, instance))
+    return found
+
+
+def waits_for_memory(state: State, instance: Instance) -> bool:
+    """Does it sleep, and would have to be granted memory first?"""
+    return state.memory_limited and instance.sleeping and instance not in state.held
+
+
+def may_never_load(state: State, instance: Instance) -> bool:
+    """Was it added for more throughput, and waits until there happens to be memory for it?"""
+    return state.memory_limited and instance.joining and instance not in state.held
+
+
+def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> Instance | None:
+    """One of these instances, whose versions cannot make room, if this version, whose other instances have no memory,
+    cannot get it without that."""
+    if not state.memory_limited:
+        return None
+    need = needed_to_wake(version)
+    taken: Places = Counter()
+    blocker = None
+    for instance, other in state.held.items():
+        blocking = next((one for one in other.instances if one in stuck), None)
+        if blocking is not None or (other is not version and is_fixed(other, instance)):
+            taken.update(charge_of(other, instance))
+            blocker = blocker or blocking
+    for place, size in need.items():
+        budget = budget_of(state, place)
+        if budget and size + taken[place] > budget:
+            return blocker
+    return None

@@ -1,0 +1,287 @@
+"""Room in memory: grants memory to instances that are to load, and puts other versions to sleep for them.
+
+Versions with requests come first, in the order in which they were woken, before those that are only to be loaded. The
+first in line for a place (the host, a GPU) gets its memory before all others. Versions at rest go to sleep for it, the
+least recently used first. If that is not enough, after `Limits.memory_wait_ns` the busy one that has been awake for the
+longest time starts nothing more, finishes what runs and sleeps; its queue then waits in line for its turn.
+
+Invariant: memory is granted only within the budgets.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shmserve.core.models import deployment, memory, sleep
+from shmserve.core.models.memory import Places, megabytes
+from shmserve.core.models.termination import kill
+from shmserve.core.records import Instance, Request, Version
+from shmserve.core.state import State, Timer
+from shmserve.core.states import InstanceState, VersionState
+
+_I, _V = InstanceState, VersionState
+_LEAVING = (_I.GOING_TO_SLEEP, _I.STOPPING)
+
+
+class _Claim(Struct, eq=False):
+    """Instances of a version that wait for memory."""
+
+    version: Version
+    instances: list[Instance]
+    since: int
+    extra: bool
+    """The version can serve without them: nobody makes room for them."""
+
+
+def make_room(state: State, now: int) -> list[tuple[Version, str]]:
+    """At the end of a turn. Returns the versions whose loads can never fit, with the reasons."""
+    if not (state.memory_changed or state.yielding or state.short_since):
+        return []
+    _let_yielding_sleep(state)
+    used = memory.used(state)
+    over = memory.shortage(state, used)
+    _settle_shortage(state, over, now)
+    refused: list[tuple[Version, str]] = []
+    waits = False
+    blocked = set(over)
+    stays = memory.fixed(state)
+    for claim in _claims(state):
+        claim.instances = [instance for instance in claim.instances if instance.state is _I.WAITING]
+        if not claim.instances:  # its version sleeps for another one
+            continue
+        need = memory.needed(claim.version, claim.instances)
+        why = _never_fits(state, claim, need, stays)
+        if why and claim.extra and not any(instance.joining for instance in claim.instances):
+            continue
+        if why:
+            if sleeping := [instance for instance in claim.instances if instance.sleeping]:
+                sleep.cannot_wake(state, claim.version, sleeping, why, now)
+            if len(sleeping) < len(claim.instances):
+                refused.append((claim.version, why))
+            continue
+        limited = {place for place, size in need.items() if size and memory.budget_of(state, place)}
+        short = _missing(state, used, need)
+        if not short and not blocked & limited:
+            for instance in claim.instances:
+                state.held[instance] = claim.version
+            used.update(need)
+            _tell(state, claim, need)
+        elif not claim.extra:
+            if not blocked & limited:
+                _tell(state, claim, need, *_free(state, short, claim.version, claim.since, now))
+                state.deadlock_possible = True
+            blocked |= limited
+            waits = True
+    if not blocked:
+        _stop_yielding(state)
+    deployment.start_waiting(state)
+    state.memory_changed = waits
+    return refused
+
+
+def _settle_shortage(state: State, over: Places, now: int) -> None:
+    """Instances have more memory than the budget, because they have grown."""
+    if not over:
+        state.short_since = 0
+        return
+    if not state.short_since:
+        state.short_since = now
+        what = ", ".join(
+            f"{megabytes(size + memory.budget_of(state, place))} of {memory.name_of(place)}, and the budget is "
+            f"{megabytes(memory.budget_of(state, place))} ({memory.setting_of(place)})"
+            for place, size in over.items()
+        )
+        state.log("warning", f"models use {what}")
+    for instance, version in list(state.held.items()):
+        sizes = zip((memory.HOST, instance.spec.device), instance.memory, strict=True)
+        large = [(p, size) for p, size in sizes if p in over and size > memory.budget_of(state, p)]
+        if instance.state is _I.STARTING and large:
+            place, size = large[0]
+            instance.load_error = (
+                f"it needs more than {megabytes(size)} of {memory.name_of(place)} to load, and the budget is "
+                f"{megabytes(memory.budget_of(state, place))} ({memory.setting_of(place)})"
+            )
+            kill(state, version, instance, instance.load_error)
+    _free(state, over, None, state.short_since, now)
+
+
+# ------------------------------------------------------------------------------------ claims
+
+
+def _claims(state: State) -> list[_Claim]:
+    """The first instance of a version that wakes is needed, and all of one that loads for the first time."""
+    found: dict[tuple[Version, bool], _Claim] = {}
+    for version, instance in list(state.load_queue):
+        if instance.state is not _I.WAITING or instance in state.held:
+            continue
+        serves = any((other.usable and not other.waits) or _loads(state, other) for other in version.instances)
+        if instance.sleeping and not serves and not version.waits:  # nothing waits for it any more
+            sleep.back_to_sleep(state, version, instance)
+            continue
+        extra = instance.joining or (
+            instance.sleeping and (serves or instance.spec.passive or (version, False) in found)
+        )
+        claim = found.get((version, extra))
+        if claim is None:
+            claim = found[version, extra] = _Claim(version, [], version.rest.woken or version.began, extra)
+        claim.instances.append(instance)
+    if not found:
+        return []
+    called = _called(state)
+    return sorted(
+        found.values(), key=lambda one: (one.extra, one.version not in called, not one.version.waits, one.since)
+    )
+
+
+def _loads(state: State, instance: Instance) -> bool:
+    """Does it load, or will it?"""
+    if instance.spec.passive or instance.over:
+        return False
+    return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.held)
+
+
+def _called(state: State) -> set[Version]:
+    """Versions with requests for which instances are blocked. These come first, because nobody else may be able to make
+    room before they are answered."""
+    found: set[Version] = set()
+    todo: list[Request] = []
+    for instance in state.blocked_instances:
+        if instance.caller is not None:
+            todo += [state.requests[number] for number in instance.caller.requests.values()]
+    while todo:
+        request = todo.pop()
+        run = state.runs.get(request.number)
+        if run is not None:
+            todo += run.out.values()
+        else:
+            found.add(request.version)
+    return found
+
+
+def _never_fits(state: State, claim: _Claim, need: Places, stays: Places) -> str:
+    """Why; "" if it can. A mere guess of the need is reduced to what can be had. `stays`: what versions have that stay
+    loaded."""
+    for place, size in need.items():
+        budget = memory.budget_of(state, place)
+        if not budget or size + stays[place] <= budget:
+            continue
+        stays = memory.fixed(state, claim.version)
+        if size + stays[place] <= budget:
+            continue
+        if not memory.is_measured(claim.version) and stays[place] < budget:
+            need[place] = budget - stays[place]
+            memory.guess_less(claim.version, place, need[place] // len(claim.instances))
+            continue
+        taken = f", of which models that stay loaded use {megabytes(stays[place])}" if stays[place] else ""
+        return (
+            f"it needs {megabytes(size)} of {memory.name_of(place)}, and the budget is {megabytes(budget)}{taken} "
+            f"({memory.setting_of(place)})"
+        )
+    return ""
+
+
+def _missing(state: State, used: Places, need: Places) -> Places:
+    after = used + need
+    return Places({place: size for place, size in memory.shortage(state, after).items() if need[place]})
+
+
+def _tell(state: State, claim: _Claim, need: Places, sleeping: int = 0, waits: bool = False) -> None:
+    version = claim.version
+    if not version.rest.woken or version.rest.told:
+        return
+    version.rest.told = True
+    size = " and ".join(f"{megabytes(size)} of {memory.name_of(place)}" for place, size in need.items() if size)
+    more = f", {sleeping} model{'s go' if sleeping > 1 else ' goes'} to sleep" if sleeping else ""
+    more += ", which busy models use" if waits else ""
+    text = f"model '{version.model}' is waking for a request (needs {size}{more})"
+    state.log("info", text, model=version.model, version=version.number)
+
+
+# ------------------------------------------------------------------------------------ making room
+
+
+def _free(state: State, short: Places, keep: Version | None, since: int, now: int) -> tuple[int, bool]:
+    """Puts versions to sleep until these bytes will be free. Returns how many, and whether it must wait for busy
+    ones."""
+    wait = state.limits.memory_wait_ns
+    short = Places(short)
+    for instance, version in state.held.items():
+        soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait
+        if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
+            short.subtract(memory.charge_of(version, instance))
+    candidates = [version for version in dict.fromkeys(state.held.values()) if _may_sleep(version, keep)]
+    leased = {lease.version for lease in state.leases.values()}
+    resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
+    resting.sort(key=lambda version: (version in leased, sleep.last_used(version)))
+    sleeping = 0
+    for version in resting:
+        if _take(state, version, short):
+            sleeping += 1
+            if version in leased:
+                state.to_sleep[version] = True
+            else:
+                state.log("debug", f"{version.label} goes to sleep: others need its memory", model=version.model)
+                sleep.put_to_sleep(state, version)
+    if max(short.values(), default=0) <= 0:
+        return sleeping, False
+    busy = [version for version in candidates if sleep.is_busy(state, version) and version not in state.yielding]
+    later = [since + wait, *(since + wait for since in state.yielding.values())]
+    for version in sorted(busy, key=sleep.ready_since):
+        due = max(since, sleep.ready_since(version)) + wait
+        if due > now:
+            later.append(due)
+        elif _take(state, version, short):
+            _yield(state, version, now)
+    _decide_again(state, min((at for at in later if at > now), default=now + wait), now)
+    return sleeping, True
+
+
+def _decide_again(state: State, at: int, now: int) -> None:
+    if not now < state.room_at <= at:
+        state.room_at = at
+        state.set_timer(at, Timer.ROOM, None)
+
+
+def _may_sleep(version: Version, keep: Version | None) -> bool:
+    if version is keep or version.state is not _V.READY or version.asleep:
+        return False
+    if version.rest.stays_loaded and not (keep is not None and keep.model == version.model):
+        return False
+    return any(instance.usable for instance in version.instances)
+
+
+def _take(state: State, version: Version, short: Places) -> bool:
+    """Counts on the memory of this version, if it helps."""
+    charge = memory.of_version(version, state.held)
+    if not any(size > 0 and charge[place] for place, size in short.items()):
+        return False
+    short.subtract(charge)
+    return True
+
+
+def _yield(state: State, version: Version, now: int) -> None:
+    state.yielding[version] = now
+    version.yielding = True
+    text = f"{version.label} makes room for others: it finishes what runs, and its queue waits for its turn"
+    state.log("info", text, model=version.model, version=version.number)
+
+
+def _let_yielding_sleep(state: State) -> None:
+    for version in list(state.yielding):
+        if version.state is not _V.READY or version.asleep:
+            _end_yielding(state, version)
+        elif not sleep.is_running(state, version):
+            sleep.put_to_sleep(state, version)
+            _end_yielding(state, version)
+
+
+def _stop_yielding(state: State) -> None:
+    """Room was found otherwise."""
+    for version in list(state.yielding):
+        _end_yielding(state, version)
+
+
+def _end_yielding(state: State, version: Version) -> None:
+    del state.yielding[version]
+    version.yielding = False
+    state.to_dispatch[version] = None

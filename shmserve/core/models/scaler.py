@@ -1,0 +1,141 @@
+"""Measures whether a version has enough instances. `scaling` acts on the result.
+
+All is derived from counters that exist anyway, a few times a second, and only while there is something to measure.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from msgspec import Struct
+
+from shmserve.core.policy import ScalingPolicy
+
+WINDOW_NS = 250_000_000
+"""How often a version is measured."""
+SLOW_WINDOW_NS = 1_000_000_000
+"""How often while it is idle and has more instances than it needs."""
+SUSTAINED = 3
+"""Consecutive windows in which requests must have waited too long: a single burst is over sooner."""
+FALLING = 0.9
+"""If the time in the queue falls below this share of that in the previous window, the instances are catching up."""
+FULLEST = 0.8
+"""Share of the time for which the remaining instances may be busy after one is removed."""
+NOTHING_NS = 1_000_000
+"""A time in the queue that is due to messages and turns, not to busy instances."""
+MOST_PATIENCE = 16
+
+
+class Reading(Struct, frozen=True):
+    """The counters of a version, and its state, at the end of a window."""
+
+    at: int
+    busy_ns: int
+    """Sum over all instances of the time for which they have run batches."""
+    queue_ns: int
+    """Sum over all requests of the time that they were queued."""
+    requests: int
+    oldest_ns: int
+    """How long the oldest request has been queued that has not started."""
+    instances: int
+    spare: bool
+    """An instance is idle or, for sequences, has a free slot."""
+    needed: int
+    """Instances that are needed for streams and sequences in progress."""
+    service_ns: int
+    """Mean time of a batch."""
+
+
+class Measured(Struct, frozen=True):
+    """What a window has shown. `wait_ns`: mean time in the queue. `busy`: mean number of instances that ran a batch."""
+
+    wait_ns: int
+    busy: float
+    is_short: bool
+    """Requests wait too long although all instances are busy."""
+    is_falling: bool
+    is_calm: bool
+    """One instance less would be enough."""
+
+
+def expected_wait(service_ns: int, busy: float, instances: int) -> float:
+    """The mean time in the queue, in ns, with this many instances, if `busy` of them are busy on average. Sakasegawa's
+    approximation, for requests and batches of random times."""
+    share = busy / instances
+    if share >= 1:
+        return float("inf")
+    return float(service_ns * share ** (sqrt(2 * (instances + 1)) - 1) / (instances * (1 - share)))
+
+
+class Scaler(Struct):
+    """The measurements of a version whose number of instances follows the load."""
+
+    policy: ScalingPolicy
+    watched: bool = False
+    """Its timer is set."""
+    last: Reading | None = None
+    """The end of the last window; None: the version has not been measured, or not since its bounds have changed."""
+    last_wait_ns: int = 0
+    short: int = 0
+    """Consecutive windows in which requests waited too long."""
+    calm_since: int = 0
+    """Since when one instance less would have been enough; 0: it would not."""
+    patience: int = 1
+    """Multiple of `down_ns` for which this must be so. Doubles if an instance was needed again soon after a removal."""
+    shrunk_at: int = 0
+    failures: int = 0
+    """Consecutive instances that could not load."""
+    retry_at: int = 0
+    """When the next one may be added after that."""
+
+    def change(self, policy: ScalingPolicy) -> None:
+        self.policy = policy
+        if not self.watched:
+            self.last = None
+
+    def begin(self, reading: Reading) -> None:
+        """Begins the first window."""
+        self.last, self.last_wait_ns, self.short, self.calm_since = reading, 0, 0, 0
+
+    def measure(self, now: Reading, delay_ns: int) -> Measured:
+        """The end of a window. `delay_ns`: for how long requests are queued on purpose, to form larger batches."""
+        before = self.last or now
+        self.last = now
+        limit_ns = self.policy.up_ns + delay_ns
+        passed = max(1, now.at - before.at)
+        busy = max(0.0, (now.busy_ns - before.busy_ns) / passed)
+        started = now.requests - before.requests
+        # Those that are queued have waited for half the time of the oldest, on average.
+        wait_ns = max((now.queue_ns - before.queue_ns) // started if started > 0 else 0, now.oldest_ns // 2)
+        is_falling, self.last_wait_ns = wait_ns < FALLING * self.last_wait_ns, wait_ns
+        is_short = wait_ns > limit_ns and not now.spare
+        self.short = self.short + 1 if is_short else 0
+        is_calm = wait_ns <= limit_ns // 2 and now.needed < now.instances and self._is_enough(now, busy)
+        if not is_calm:
+            self.calm_since = 0
+        elif not self.calm_since:
+            self.calm_since = before.at
+        return Measured(wait_ns, busy, is_short, is_falling, is_calm)
+
+    def _is_enough(self, now: Reading, busy: float) -> bool:
+        """Would one instance less be enough? Yes if one was to spare and nothing waited, as for callers that send one
+        request at a time; or if the expected time in the queue is far below the limit."""
+        fewer = now.instances - 1
+        if fewer < 1:
+            return False
+        if busy <= FULLEST * fewer and expected_wait(now.service_ns, busy, fewer) <= self.policy.up_ns / 2:
+            return True
+        return now.spare and self.last_wait_ns <= max(now.service_ns // 20, NOTHING_NS)
+
+    @property
+    def down_ns(self) -> int:
+        return self.policy.down_ns * self.patience
+
+    def has_grown(self, now: int) -> None:
+        soon = self.shrunk_at and now - self.shrunk_at < 2 * self.down_ns
+        self.patience = min(2 * self.patience, MOST_PATIENCE) if soon else 1
+        self.short = self.calm_since = 0
+
+    def has_shrunk(self, now: int) -> None:
+        self.shrunk_at = now
+        self.short = self.calm_since = 0

@@ -1,0 +1,204 @@
+"""Scaling: the number of instances of a version follows its load, within the bounds of its groups.
+
+An instance is added when requests wait in the queue although all instances are busy, and removed when fewer would have
+been enough for long. A version is measured by a timer, only while requests meet busy instances or there are more
+instances than the fewest; otherwise it costs nothing.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.batching import leases
+from shmserve.core.models import resizing, sizes
+from shmserve.core.models.lifecycle import pause_ns
+from shmserve.core.models.scaler import SLOW_WINDOW_NS, SUSTAINED, WINDOW_NS, Measured, Reading, Scaler
+from shmserve.core.policy import ScaledGroup
+from shmserve.core.records import Instance, Version
+from shmserve.core.state import State, Timer
+from shmserve.core.states import InstanceState, RequestState, VersionState
+
+_I = InstanceState
+FREE = 0.8
+"""Share of the slots for sequences that may be taken after an instance is removed."""
+
+
+def notice(state: State, version: Version, scaler: Scaler, now: int) -> None:
+    """Called with each version that is dispatched: starts to measure it if there may be something to change."""
+    if version.state is not VersionState.READY or version.asleep or state.draining:
+        return
+    if version.idle and not version.waits and scaler.last is not None:
+        return
+    scaler.begin(_read(version, now))
+    scaler.watched = True
+    state.set_timer(now + WINDOW_NS, Timer.SCALE, version)
+
+
+def measure(state: State, version: Version, now: int) -> None:
+    """The timer: a window is over."""
+    scaler = version.scaler
+    if scaler is None or not scaler.watched:
+        return
+    scaler.watched = False
+    if version.state is not VersionState.READY or version.asleep or state.draining:
+        scaler.last = None
+        return
+    before, reading = scaler.last, _read(version, now)
+    policy = version.policy
+    delay_ns = policy.batching.delay_ns if policy is not None and policy.batching is not None else 0
+    measured = scaler.measure(reading, delay_ns)
+    if not _changes(state, version):
+        if scaler.short >= SUSTAINED and not measured.is_falling and now >= scaler.retry_at:
+            if not _loads(version):
+                _grow(state, version, scaler, measured, now)
+        elif scaler.calm_since and now - scaler.calm_since >= scaler.down_ns:
+            _shrink(state, version, scaler, measured, now)
+    if state.leases and _can_shrink(version, scaler):
+        _read_leases(state, version)
+    unused = before is not None and reading.busy_ns == before.busy_ns and not reading.oldest_ns
+    if unused and reading.spare and not _can_shrink(version, scaler):
+        return  # until `notice`
+    scaler.watched = True
+    state.set_timer(now + (SLOW_WINDOW_NS if unused else WINDOW_NS), Timer.SCALE, version)
+
+
+def joined(state: State, now: int) -> None:
+    """At the end of a turn: instances that were added are READY, or could not load."""
+    for version, instance in state.joined:
+        scaler = version.scaler
+        if scaler is None:
+            continue
+        failed = instance.state is _I.FAILED
+        scaler.failures = scaler.failures + 1 if failed else 0
+        scaler.short = 0
+        if failed:
+            limits = state.limits
+            scaler.retry_at = now + pause_ns(scaler.failures + 1, limits.backoff_ns, limits.backoff_max_ns)
+            instance.retry_at = scaler.retry_at
+
+
+# ------------------------------------------------------------------------------------ measuring
+
+
+def _read(version: Version, now: int) -> Reading:
+    statistics = version.statistics
+    busy_ns, oldest = statistics.busy_ns, now
+    needed = 0
+    for instance in version.instances:
+        running, waiting = instance.running, instance.waiting
+        if running is not None:
+            busy_ns += max(0, now - running.began)
+        if instance.leased_since:
+            busy_ns += max(0, now - instance.leased_since)
+        if waiting is not None:
+            oldest = min([oldest, *(request.arrived for request in waiting.requests())])
+        needed += bool(instance.streams)
+    oldest = min(oldest, _oldest_queued(version, now))
+    spare = bool(version.idle)
+    if version.places is not None:
+        slots = version.places.policy.slots
+        needed = -(-version.places.count // max(1, int(slots * FREE)))
+        spare = spare and not version.places.backlog
+    return Reading(
+        now, busy_ns, statistics.queue_ns, statistics.queued_requests, now - oldest, _count(version), spare, needed,
+        version.service_ns,
+    )  # fmt: skip
+
+
+def _count(version: Version) -> int:
+    return sum(not (instance.over or instance.spec.passive) for instance in version.instances)
+
+
+def _oldest_queued(version: Version, now: int) -> int:
+    """When the request arrived that has been in the broker's queue for longest."""
+    if version.places is not None:
+        waiting = (sequence.requests[0].arrived for sequence in version.places.backlog if sequence.requests)
+        return min(waiting, default=now)
+    found = [request.arrived for request in version.suspects]
+    if version.queue.count:
+        # At each priority, and for each user, requests are in order of arrival.
+        found += [request.arrived for request in version.queue.in_order() if request.state is RequestState.QUEUED]
+    return min(found, default=now)
+
+
+def _changes(state: State, version: Version) -> bool:
+    """Is its number of instances changing anyway?"""
+    model = state.models[version.model]
+    return model.operation is not None or model.versions.get(version.number) is not version
+
+
+def _loads(version: Version) -> bool:
+    """Is an instance loading, or waiting for that or for memory?"""
+    loading = (_I.WAITING, _I.STARTING, _I.BACKOFF, _I.GOING_TO_SLEEP)
+    return any(i.state in loading and not i.lost and not i.over for i in version.instances)
+
+
+def _size(version: Version, group: ScaledGroup) -> int:
+    return sum(sizes.belongs(spec, group) for spec in sizes.specs_of(version))
+
+
+def _can_shrink(version: Version, scaler: Scaler) -> bool:
+    return any(_size(version, group) > group.least for group in scaler.policy.groups)
+
+
+def _read_leases(state: State, version: Version) -> None:
+    """What clients have sent to instances directly is not counted before the log is read."""
+    for instance in version.instances:
+        if instance.lease:
+            leases.ask_for_log(state, instance)
+
+
+# ------------------------------------------------------------------------------------ changing
+
+
+def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
+    """Adds an instance to the group that is smallest, in relation to its bounds."""
+    room = [group for group in scaler.policy.groups if _size(version, group) < group.most]
+    if not room:
+        return
+    group = min(room, key=lambda group: _size(version, group) / group.most)
+    count = _count(version)
+    instance = resizing.join(state, version, sizes.next_spec(version, scaler.policy, group))
+    scaler.has_grown(now)
+    version.statistics.scaled_up += 1
+    _, most = sizes.bounds(version, scaler.policy)
+    state.log(
+        "info",
+        f"{version.label} gets one more instance, '{instance.spec.name}' ({count + 1} of at most "
+        f"{most}): requests waited {_ms(measured.wait_ns)} on average, more than "
+        f"{_ms(scaler.policy.up_ns)} (scale_up_queue_ms), while all were busy",
+        model=version.model, version=version.number, instance=instance.spec.name,
+    )  # fmt: skip
+
+
+def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
+    """Removes the instance that is missed least."""
+    served = [i for i in version.instances if not i.over]
+    groups = [group for group in scaler.policy.groups if _size(version, group) > group.least]
+    found = [i for i in served if any(sizes.belongs(i.spec, group) for group in groups)]
+    found = [i for i in found if any(other.usable for other in served if other is not i)]
+    if not found:
+        return
+    instance = min(found, key=lambda i: _value(version, i))
+    down_s = scaler.down_ns / 1e9
+    resizing.leave(state, version, instance)
+    scaler.has_shrunk(now)
+    version.statistics.scaled_down += 1
+    least, _ = sizes.bounds(version, scaler.policy)
+    state.log(
+        "info",
+        f"{version.label} needs one instance less, so '{instance.spec.name}' leaves ({_count(version)} remain, of at "
+        f"least {least}): fewer were enough for {down_s:g} s (scale_down_secs), and {measured.busy:.2f} were busy on "
+        f"average",
+        model=version.model, version=version.number, instance=instance.spec.name,
+    )  # fmt: skip
+
+
+def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool, bool, int]:
+    """Removed first: one that does not serve, then one without sequences or streams, an idle one, the newest."""
+    works = instance.state is _I.READY
+    held = len(version.places.at(instance)) if version.places is not None else len(instance.streams)
+    number = int(instance.spec.name.rpartition("_")[2])
+    return works, not instance.quarantined and works, held, not instance.idle, bool(instance.lease), -number
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.4g} ms"

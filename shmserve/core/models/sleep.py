@@ -1,0 +1,291 @@
+"""Sleep: a version that is not used stays deployed, but its processes end, so that their memory is free.
+
+A sleeping version is READY: requests are admitted, validated and queued as always, and wake it. Then its instances load
+again, from the same source. It goes to sleep when nothing is queued or runs on it; a lease is revoked first.
+
+    READY -> GOING_TO_SLEEP -> ASLEEP -> WAITING -> STARTING -> READY
+
+Invariant: `Version.asleep` is true if all instances that serve are asleep, or will be when their processes have ended
+(`Version.settle_sleep`). In a version that is awake, an instance is only asleep if it could not be woken, and is woken
+again after a back-off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.core.batching import dispatch
+from shmserve.core.models import deployment
+from shmserve.core.policy import ModelPolicy
+from shmserve.core.records import Instance, Version
+from shmserve.core.state import State, Timer
+from shmserve.core.states import InstanceState, VersionState
+from shmserve.protocol.messages import DEVICE, Stop
+
+_I, _V = InstanceState, VersionState
+
+
+def configure(state: State, version: Version, policy: ModelPolicy) -> None:
+    version.rest.stays_loaded = policy.stays_loaded
+    own = policy.idle_unload_ns
+    version.rest.idle_ns = 0 if policy.stays_loaded else state.limits.idle_unload_ns if own is None else own
+
+
+# ------------------------------------------------------------------------------------ to sleep
+
+
+def serves(state: State, version: Version, now: int) -> None:
+    """An instance has become READY: starts to watch for idle time, and wakes the other instances."""
+    if version.rest.idle_ns and not version.rest.watched:
+        version.rest.watched = True
+        state.set_timer(now + version.rest.idle_ns, Timer.UNUSED, version)
+    if version.asleep:  # the instance leaves again
+        return
+    for instance in version.instances:
+        if instance.state is _I.ASLEEP and not instance.reason:
+            _start(state, version, instance)
+    deployment.start_waiting(state)
+
+
+def check_idle(state: State, version: Version, now: int) -> None:
+    """The idle timer: the version goes to sleep if it was not used since."""
+    version.rest.watched = False
+    if version.state is not _V.READY or version.asleep or state.draining:
+        return
+    if not is_busy(state, version) and last_used(version) + version.rest.idle_ns <= now:
+        state.to_sleep[version] = False
+    else:
+        _watch(state, version, now)
+
+
+def _watch(state: State, version: Version, now: int) -> None:
+    version.rest.watched = True
+    due = last_used(version) + version.rest.idle_ns
+    state.set_timer(due if due > now else now + version.rest.idle_ns, Timer.UNUSED, version)
+
+
+def ready_since(version: Version) -> int:
+    return max(instance.ready_since for instance in version.instances)
+
+
+def last_used(version: Version) -> int:
+    return max(version.statistics.last_inference_ns, ready_since(version))
+
+
+def is_busy(state: State, version: Version) -> bool:
+    """Is something queued, running or loading? Leases do not count."""
+    if version.waits or (version.places is not None and version.places.count):
+        return True
+    return any(_is_busy(state, instance) for instance in version.instances)
+
+
+def is_running(state: State, version: Version) -> bool:
+    """As `is_busy`, without what is only queued, and with leases."""
+    if version.places is not None and any(version.places.at(instance) for instance in version.instances):
+        return True
+    if any(lease.version is version for lease in state.leases.values()):
+        return True
+    return any(_is_busy(state, instance) for instance in version.instances)
+
+
+def _is_busy(state: State, instance: Instance) -> bool:
+    if instance.state is _I.READY:
+        calls = instance.caller is not None and bool(instance.caller.requests)
+        return bool(instance.batches() or instance.streams or calls or _keeps_tensors(state, instance))
+    if _is_extra(state, instance):
+        return False
+    return not (instance.over or instance.state in (_I.BACKOFF, _I.ASLEEP))
+
+
+def _keeps_tensors(state: State, instance: Instance) -> bool:
+    """Do others use tensors on its GPU? They are lost when its process ends, unlike those on the host."""
+    if instance.spec.kind != "KIND_GPU":
+        return False
+    for segment in state.ledger.segments.values():
+        if segment.owner == instance.peer and (segment.blocks or segment.uses):
+            name = segment.announcement.name
+            if name is not None and name.startswith(DEVICE):
+                return True
+    return False
+
+
+def _is_extra(state: State, instance: Instance) -> bool:
+    """Does it wait for memory that nobody makes room for?"""
+    return instance.state is _I.WAITING and (instance.sleeping or instance.joining) and instance not in state.held
+
+
+def put_unused_to_sleep(state: State, now: int) -> None:
+    """At the end of a turn: puts versions to sleep, unless they have been used meanwhile. Those with a lease follow
+    when its log has been read, which shows its last use."""
+    for version, for_others in list(state.to_sleep.items()):
+        if version.state is not _V.READY or version.asleep or state.draining:
+            del state.to_sleep[version]
+        elif is_busy(state, version) or not (for_others or last_used(version) + version.rest.idle_ns <= now):
+            del state.to_sleep[version]
+            if version.rest.idle_ns and not version.rest.watched:
+                _watch(state, version, now)
+        elif not any(lease.version is version for lease in state.leases.values()):
+            del state.to_sleep[version]
+            if not for_others:
+                idle = f"it had no request for {version.rest.idle_ns / 1e9:g} s (--idle-unload-secs, idle_unload_secs)"
+                state.log("info", f"{version.label} goes to sleep: {idle}", model=version.model, version=version.number)
+            put_to_sleep(state, version)
+
+
+def put_to_sleep(state: State, version: Version) -> None:
+    version.reserved = None
+    for instance in list(version.instances):
+        if instance.over or instance.state is _I.ASLEEP:
+            continue
+        if instance.joining:
+            state.load_queue.remove((version, instance))
+            deployment.stop(state, version, instance)
+            continue
+        if instance.state is _I.WAITING:
+            back_to_sleep(state, version, instance)
+            continue
+        instance.sleeping = True
+        if instance.state is _I.BACKOFF:
+            instance.lost = False
+            instance.move(_I.ASLEEP)
+            state.held.pop(instance, None)
+            continue
+        if instance in version.idle:
+            version.idle.remove(instance)
+        instance.move(_I.GOING_TO_SLEEP)
+        instance.reason = ""
+        instance.due = state.now + state.limits.exit_ns
+        state.set_timer(instance.due, Timer.OVERDUE, instance)
+        state.send(instance.peer, Stop())
+    version.settle_sleep()
+
+
+def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
+    """It waits to load, and is not needed any more."""
+    state.load_queue.remove((version, instance))
+    state.held.pop(instance, None)
+    instance.move(_I.ASLEEP)
+    version.settle_sleep()
+    if version.asleep:
+        version.rest.woken = 0
+
+
+def fell_asleep(state: State, version: Version, instance: Instance, reason: str) -> None:
+    """Its process has ended. The queue may have grown meanwhile; the dispatcher then wakes the version."""
+    if reason.startswith("signal "):  # not one that we have sent
+        text = f"worker of {version.label} instance '{instance.spec.name}' ended while going to sleep: {reason}"
+        state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
+    instance.move(_I.ASLEEP)
+    instance.reason = ""
+    instance.due = 0
+    if not version.asleep:
+        _start(state, version, instance)
+        deployment.start_waiting(state)
+
+
+# ------------------------------------------------------------------------------------ waking
+
+
+def wake(state: State, version: Version, now: int) -> None:
+    """Loads the version's instances again, for its queued requests. Fails these if that cannot be tried yet. Processes
+    that have not ended are waited for."""
+    if any(instance.peer and instance.asleep_soon for instance in version.instances):
+        return
+    able = [instance for instance in version.instances if instance.state is _I.ASLEEP and not instance.reason]
+    if not able:
+        if not any(instance.usable for instance in version.instances):  # one that leaves may still run its sequences
+            _refuse(state, version, now)
+        return
+    version.rest.woken = version.rest.woken or now
+    version.rest.told = not state.memory_limited  # else when it is known who makes room
+    if version.rest.told:
+        text = f"model '{version.model}' is waking for a request"
+        state.log("info", text, model=version.model, version=version.number)
+    for instance in able:
+        _start(state, version, instance)
+    version.settle_sleep()
+    deployment.start_waiting(state)
+
+
+def _start(state: State, version: Version, instance: Instance) -> None:
+    """Queues it behind others that wake, and before those that load for the first time."""
+    instance.move(_I.WAITING)
+    waking = sum(other.sleeping for _, other in state.load_queue)
+    state.load_queue.insert(waking, (version, instance))
+
+
+def _refuse(state: State, version: Version, now: int) -> None:
+    failed = [instance for instance in version.instances if instance.state is _I.ASLEEP]
+    pause = min((instance.retry_at for instance in failed), default=now) - now
+    why = "; ".join(dict.fromkeys(f"instance '{instance.spec.name}': {instance.reason}" for instance in failed))
+    text = f"{version.label} was asleep and cannot be loaded: {why}; it is tried again in {max(pause, 0) / 1e9:g} s"
+    dispatch.empty_queue(state, version, text, now)
+
+
+def has_woken(state: State, version: Version, instance: Instance, now: int) -> None:
+    instance.sleeping = False
+    instance.reason = ""
+    if version.rest.woken:
+        took = now - version.rest.woken
+        version.rest.woken = 0
+        version.statistics.woken(took)
+        text = f"{version.label} is READY after {took / 1e9:.3g} s"
+        state.log("info", text, model=version.model, version=version.number)
+
+
+def died_waking(state: State, version: Version, instance: Instance, reason: str, about: dict[str, Any]) -> None:
+    """Its process was killed or crashed while it loaded, for the first time: tries again at once, as after any
+    death."""
+    instance.deaths += 1
+    instance.move(_I.ASLEEP)
+    text = f"worker of {version.label} instance '{instance.spec.name}' ended while waking: {reason}"
+    state.log("error", text, **about)
+    version.settle_sleep()
+    if not version.asleep:
+        _start(state, version, instance)
+        deployment.start_waiting(state)
+
+
+def wake_failed(
+    state: State, version: Version, instance: Instance, reason: str, now: int, about: dict[str, Any]
+) -> None:
+    """Its process ended while it loaded. If no other instance serves or loads, the dispatcher fails the queue; after
+    the back-off, requests may wake it again."""
+    instance.load_error = ""
+    pause = _sleep_on(state, version, instance, reason, now)
+    text = f"instance '{instance.spec.name}' of {version.label} could not be woken: {reason}"
+    state.log("error", f"{text}; it is not tried again for {pause / 1e9:g} s", **about)
+
+
+def cannot_wake(state: State, version: Version, instances: list[Instance], reason: str, now: int) -> None:
+    """There is not enough memory for its instances."""
+    for instance in instances:
+        _sleep_on(state, version, instance, reason, now)
+        state.load_queue.remove((version, instance))
+    state.to_dispatch[version] = None
+    text = f"{version.label} could not be woken: {reason}"
+    state.log("error", text, model=version.model, version=version.number)
+
+
+def _sleep_on(state: State, version: Version, instance: Instance, reason: str, now: int) -> int:
+    """Returns the time for which it cannot be woken."""
+    limits = state.limits
+    instance.deaths += 1
+    instance.move(_I.ASLEEP)
+    instance.reason = reason
+    pause = min(limits.backoff_ns << (instance.deaths - 1), limits.backoff_max_ns)
+    instance.retry_at = now + pause
+    state.set_timer(instance.retry_at, Timer.RETRY, instance)
+    version.settle_sleep()
+    if version.asleep:
+        version.rest.woken = 0
+        version.statistics.failed_wakes += 1
+    return pause
+
+
+def may_wake_again(state: State, version: Version, instance: Instance) -> None:
+    """The back-off is over. A sleeping version waits for the next request."""
+    instance.reason = ""
+    if not version.asleep and version.state is _V.READY and not state.draining:
+        _start(state, version, instance)
+        deployment.start_waiting(state)

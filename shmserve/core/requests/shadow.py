@@ -1,0 +1,192 @@
+"""Shadows: a share of the requests that name no version also goes to one more version, whose answers are compared.
+
+The request itself is answered as always. Then an internal request with the same inputs is queued for the shadow, behind
+all others. Its worker compares its outputs with those of the answer (`Expect`) and reports only the result.
+
+Invariant: what the shadow reads stays as it was when the request was answered: the ledger holds it, or the client,
+which ReplyHeld tells to keep its inputs until Released. Requests with other inputs are skipped.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.ensembles.graph import handles_of
+from shmserve.core.ledger import INTERNAL
+from shmserve.core.records import Comparison, Request, Version
+from shmserve.core.state import State
+from shmserve.core.traffic import Shadow
+from shmserve.errors import ServeError
+from shmserve.protocol.messages import (
+    DEVICE,
+    OWNER_SHIFT,
+    Expect,
+    Fail,
+    FailHeld,
+    Handle,
+    Part,
+    Released,
+    Reply,
+    ReplyHeld,
+)
+
+PENDING_BATCHES = 2
+"""Limit of requests at a shadow: this many full batches for each instance."""
+PENDING_BYTES = 256 << 20
+"""Limit of tensors in shared memory that are kept for all shadows."""
+LOG_NS = 60 * 1_000_000_000
+LEVEL = 1 << 30
+"""A priority level behind all others."""
+EQUAL, OUTPUT, DIFFERENCE = "equal", "output", "difference"
+"""Parameters with which a worker reports a comparison."""
+
+
+def choose(state: State, request: Request, shadow: Shadow) -> None:
+    """Decides whether the shadow also gets a request, which has just been admitted and names no version."""
+    version = request.version
+    if version.number == shadow.version or version.graph is not None or version.decoupled or version.places is not None:
+        return
+    if shadow.choose():
+        request.special = True
+        state.shadowed[request.number] = shadow
+
+
+def answered(state: State, request: Request, reply: Reply) -> Reply:
+    """A chosen request is about to be answered: queues the request of the shadow, if there is room. Returns the message
+    for the client."""
+    shadow, version = state.shadowed.pop(request.number), request.version
+    target = state.models[version.model].versions.get(shadow.version)
+    inputs = request.tensors()
+    size = sum(handle.size for tensors in (inputs, reply.outputs) for handle in handles_of(tensors))
+    if target is None or not _has_room(state, shadow, target, size) or not _can_be_kept(state, request, reply):
+        _count(state, version, shadow, "skipped")
+        return reply
+    assert target.checker is not None
+    try:
+        rows, signature, inline, _, length = target.checker.check(inputs, request.outputs)
+    except ServeError as error:
+        _count(state, version, shadow, "failed")
+        _log(state, version, shadow, f"cannot run a request that version {version.number} answers: {error.message}")
+        return reply
+    number, client = state.next_number(), state.shadow_client
+    segments, pins = _share(state, request, reply)
+    compared = Request(
+        number, client, number, target, inputs, request.outputs, request.options, rows, rows or 1, inline,
+        signature, segments, pins, (), state.now, LEVEL, audience=INTERNAL, special=True, length=length,
+    )  # fmt: skip
+    keeper = request.client if _in_memory_of_client(request) else None
+    comparison = Comparison(shadow, version, reply.outputs, size, keeper, request.client_number)
+    state.comparisons[number] = comparison
+    state.compared_bytes += size
+    shadow.pending += 1
+    state.requests[number] = compared
+    client.requests[number] = number
+    client.bytes += inline
+    target.queue.add(compared)
+    state.to_dispatch[target] = None
+    return reply if keeper is None else ReplyHeld(reply.request, reply.version, reply.outputs, reply.parameters)
+
+
+def _has_room(state: State, shadow: Shadow, target: Version, size: int) -> bool:
+    """A shadow must not delay others: no request of a client waits for it, and what it has is bounded."""
+    if state.draining or not target.healthy or target.places is not None or target.order is not None:
+        return False
+    if target.decoupled or target.graph is not None or target.suspects or target.waits > shadow.pending:
+        return False
+    usable = sum(instance.usable and not (instance.lease or instance.quarantined) for instance in target.instances)
+    rows = target.policy.max_batch if target.policy is not None else 0
+    if shadow.pending >= PENDING_BATCHES * max(1, rows) * usable:
+        return False
+    return state.compared_bytes + size <= PENDING_BYTES and 2 * len(state.requests) < state.limits.requests
+
+
+def _can_be_kept(state: State, request: Request, reply: Reply) -> bool:
+    if any(wanted.place is not None for wanted in request.outputs or ()):
+        return False
+    client, segments = request.client, state.ledger.segments
+    for number in (*request.segments, *(handle.segment for handle in handles_of(reply.outputs))):
+        name = segments[number].announcement.name
+        if name is not None and name.startswith(DEVICE):
+            return False
+        if number >> OWNER_SHIFT == client.number and (name is not None or not client.keeps):
+            return False  # the client may overwrite it: a region that it shares with others, or an array of its user
+    return True
+
+
+def _in_memory_of_client(request: Request) -> bool:
+    return any(number >> OWNER_SHIFT == request.client.number for number in request.segments)
+
+
+def _share(state: State, request: Request, reply: Reply) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
+    """The segments and pins of the shadow's request: inputs that are not the client's own, and the expected outputs."""
+    ledger = state.ledger
+    for block in request.blocks:  # a frame, which belongs to one request: make it a block that several can use
+        ledger.keep(block)
+    request.pins += request.blocks
+    request.blocks = ()
+    outputs = tuple(handles_of(reply.outputs))
+    pins = request.pins + outputs
+    for handle in pins:
+        ledger.keep(handle)
+    segments = request.segments + tuple([handle.segment for handle in outputs])
+    ledger.use(segments)
+    return segments, pins
+
+
+def send_expected(state: State, peer: int, requests: list[Request]) -> None:
+    """Before a batch is sent: tells the worker what to compare the outputs with."""
+    for request in requests:
+        comparison = state.comparisons.get(request.number)
+        if comparison is not None:
+            for handle in handles_of(comparison.expected):
+                state.ledger.show(handle.segment, peer)
+            state.send(peer, Expect(request.number, comparison.expected))
+
+
+def concluded(state: State, request: Request, result: Reply | Part | Fail | FailHeld) -> None:
+    """The shadow has answered. The worker may still read the inputs."""
+    state.comparisons[request.number].result = result
+    if isinstance(result, Reply | Part):
+        for handle in handles_of(result.outputs):  # of a worker that has not compared
+            state.ledger.take_back(request.client, handle)
+
+
+def ended(state: State, request: Request) -> None:
+    """Any request has ended. Counts it if it was a shadow's, or was to get one."""
+    shadow = state.shadowed.pop(request.number, None)
+    if shadow is not None:
+        _count(state, request.version, shadow, "skipped")  # it failed
+        return
+    comparison = state.comparisons.pop(request.number, None)
+    if comparison is None:
+        return
+    shadow = comparison.shadow
+    shadow.pending -= 1
+    state.compared_bytes -= comparison.size
+    result, version = comparison.result, comparison.answered_by
+    parameters = result.parameters if isinstance(result, Reply | Part) and result.parameters is not None else {}
+    if parameters.get(EQUAL) is True:
+        _count(state, version, shadow, "equal")
+    elif EQUAL in parameters:
+        _count(state, version, shadow, "different")
+        output, difference = parameters.get(OUTPUT, ""), parameters.get(DIFFERENCE, "")
+        _log(state, version, shadow, f"answers otherwise than version {version.number}: output '{output}' {difference}")
+    else:
+        text = result.text if isinstance(result, Fail | FailHeld) else "its outputs were not compared"
+        _count(state, version, shadow, "failed")
+        _log(state, version, shadow, f"fails a request that version {version.number} answers: {text}")
+    keeper = comparison.keeper
+    if keeper is not None and not keeper.gone:
+        state.send(keeper.number, Released(comparison.client_number))
+
+
+def _count(state: State, version: Version, shadow: Shadow, result: str) -> None:
+    model = state.models.get(version.model)
+    if model is not None:
+        counts = model.comparisons.setdefault((version.number, shadow.version), {})
+        counts[result] = counts.get(result, 0) + 1
+
+
+def _log(state: State, version: Version, shadow: Shadow, text: str) -> None:
+    """At most once a minute."""
+    if state.now >= shadow.log_at:
+        shadow.log_at = state.now + LOG_NS
+        state.log("warning", f"shadow of model '{version.model}': version {shadow.version} {text}", model=version.model)

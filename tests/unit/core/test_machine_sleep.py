@@ -1,0 +1,163 @@
+"""The state machines of test_machine_all.py, test_machine_leases.py and test_machine_calls.py with models that go to
+sleep after a few milliseconds without requests, or because others need their memory, and are woken by clients, steps,
+calls and operators while all the rest happens.
+
+What must be true beyond that: no request is lost in a version that sleeps, at the end all versions sleep, and the
+processes never have more memory than the budget.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from msgspec.structs import replace
+
+from shmserve.core import events
+from shmserve.core.effects import Kill
+from shmserve.core.limits import Limits
+from shmserve.core.policy import MemoryEstimate, ModelPolicy
+from shmserve.core.state import State
+from shmserve.core.states import InstanceState, VersionState
+from tests.support.core.everything import Everything
+from tests.support.core.machine import MS, run_machine
+from tests.unit.core.test_machine_all import EverythingMachine
+from tests.unit.core.test_machine_calls import CallingMachine, EverythingCalls
+from tests.unit.core.test_machine_leases import LeaseMachine, LentWorld
+
+IDLE = 4 * MS
+BUDGET = 90
+"""Three instances of the largest model fit."""
+
+
+def _is_slow_exit(effect: Any) -> bool:
+    """Workers that do not read are killed."""
+    return isinstance(effect, Kill) and effect.reason.startswith("it was idle and did not exit within")
+
+
+class SleepyWorld(Everything):
+    def tell(self, effect: Any) -> None:
+        if not _is_slow_exit(effect):
+            super().tell(effect)
+
+
+def check_all_sleep(state: State) -> None:
+    for model in state.models.values():
+        for version in model.versions.values():
+            if version.state is VersionState.READY and version.graph is None:
+                assert version.asleep, version.label
+    left = [instance for _, instance in state.instances.values() if instance.state is not InstanceState.STOPPING]
+    assert not left, f"{left[0].state} {left[0].story()}"
+    assert not state.to_sleep
+
+
+class SleepMachine(EverythingMachine):
+    def new_world(self, limits: Limits, limited: bool) -> Everything:
+        return SleepyWorld(replace(limits, idle_unload_ns=IDLE), limited)
+
+    @rule()
+    def rest(self) -> None:
+        """Long enough to fall asleep for what has nothing to do."""
+        self.send([])
+        for worker in self.workers(lambda worker: worker.inbox):
+            worker.read()
+            self.world.let_start(worker)
+        self.world.advance(self.world.now + IDLE)
+
+    @rule(count=st.integers(1, 3))
+    def wake_and_rest(self, count: int) -> None:
+        for _ in range(count):
+            for worker in self.workers(lambda worker: worker.outbox):
+                self.send(self.world.heard(worker))
+            self.rest()
+
+    def teardown(self) -> None:
+        self.send([])
+        self.finish_everything()
+        check_all_sleep(self.world.core.state)
+        super().teardown()
+
+
+class TightWorld(SleepyWorld):
+    """Memory for a few of the models, and each of a size of its own."""
+
+    def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
+        target = super().target(policy, source, instances)
+        return replace(target, memory=MemoryEstimate(size_of(policy.name), 0, True)) if policy.steps is None else target
+
+    def _handle(self, happened: list[tuple[int, Any]]) -> None:
+        super()._handle(happened)
+        names = [worker.policy.name for worker in self.workers.values()]
+        assert sum(map(size_of, names)) <= BUDGET, f"above the budget: {names}"
+
+
+def size_of(name: str) -> int:
+    return 10 + 5 * (len(name) % 5)
+
+
+class TightMachine(SleepMachine):
+    """Not all models fit. Some have stopped to sleep for being idle only."""
+
+    def new_world(self, limits: Limits, limited: bool) -> Everything:
+        return TightWorld(replace(limits, memory_budget=BUDGET, memory_wait_ns=3 * MS, idle_unload_ns=30 * MS), limited)
+
+    @rule(which=st.integers(0, 30))
+    def measure(self, which: int) -> None:
+        workers = self.workers(bool)
+        if workers:
+            worker = workers[which % len(workers)]
+            size = size_of(worker.policy.name)
+            self.send([(0, events.Measured(worker.peer, size, size))])
+
+
+class TightCalls(TightWorld, EverythingCalls):
+    """Models that call each other, and may wait for each other's memory."""
+
+
+class TightCallingMachine(CallingMachine):
+    def new_world(self, limits: Limits, limited: bool) -> Everything:
+        limits = replace(limits, memory_budget=BUDGET, memory_wait_ns=3 * MS, idle_unload_ns=30 * MS)
+        return TightCalls(limits, limited)
+
+    def teardown(self) -> None:
+        self.send([])
+        self.finish_everything()
+        check_all_sleep(self.world.core.state)
+        super().teardown()
+
+
+class SleepyLentWorld(LentWorld):
+    def __init__(self) -> None:
+        super().__init__(idle_unload_ns=IDLE)
+
+    def tell(self, effect: Any) -> None:
+        if not _is_slow_exit(effect):
+            super().tell(effect)
+
+
+class SleepyLeaseMachine(LeaseMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = SleepyLentWorld()
+
+
+@pytest.mark.hypothesis
+def test_with_everything_at_once_all_that_sleeps_wakes() -> None:
+    run_machine(SleepMachine, 40)
+
+
+@pytest.mark.hypothesis
+def test_with_everything_at_once_in_little_memory() -> None:
+    run_machine(TightMachine, 60)
+
+
+@pytest.mark.hypothesis
+def test_models_that_call_each_other_in_little_memory() -> None:
+    run_machine(TightCallingMachine, 30)
+
+
+@pytest.mark.hypothesis
+def test_what_is_lent_sleeps_when_its_client_is_silent() -> None:
+    run_machine(SleepyLeaseMachine, 40)

@@ -1,0 +1,64 @@
+"""When a version may go to sleep: what the scenarios cannot say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.core.effects import Spawn
+from shmserve.core.limits import Limits
+from shmserve.protocol.messages import DEVICE, Handle, Infer, Map, Tensor
+from tests.support.core.machine import MS
+from tests.support.core.policies import plain
+from tests.support.core.world import World
+
+
+def test_tensors_on_a_gpu_keep_their_owner_awake() -> None:
+    """They end with its process. Those on the host do not."""
+    world = World(Limits(idle_unload_ns=10 * MS))
+    world.gpus["m"] = 0
+    world.deploy(plain())
+    ledger = world.core.state.ledger
+    (peer,) = world.workers
+
+    def asleep() -> bool:
+        return world.core.state.models["m"].versions[1].asleep
+
+    for number, name in ((1, f"{DEVICE}0/1"), (2, None)):
+        world.turn([(peer, Map((peer << 32) + number, 4096, name, "uid:1000"))])
+    on_gpu, on_host = (Handle((peer << 32) + number, 0, 64) for number in (1, 2))
+    for handle in (on_gpu, on_host):
+        world.workers[peer].out[handle] = 1
+        ledger.keep(handle)
+    world.advance(world.now + 100 * MS)
+    assert not asleep()
+    ledger.unpin(on_gpu)
+    world.advance(world.now + 100 * MS)
+    assert asleep()
+    ledger.unpin(on_host)
+    world.turn([])
+    assert not ledger.segments
+
+
+class Spawning(World):
+    """Notes which processes are urgent."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.urgent: list[bool] = []
+        super().__init__(limits)
+
+    def tell(self, effect: Any) -> None:
+        if isinstance(effect, Spawn):
+            self.urgent.append(effect.urgent)
+
+
+def test_what_requests_wait_for_is_urgent() -> None:
+    """A process that loads for an operator lowers its priority, in favour of requests."""
+    world = Spawning(Limits(idle_unload_ns=10 * MS))
+    world.deploy(plain(), 2)
+    world.advance(world.now + 10 * MS)
+    client = world.connect("c")
+    client.sends(1)
+    world.turn([(client.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
+    world.finish_running()
+    world.deploy(plain(), 3)
+    assert world.urgent == [False, False, True, True, False]
