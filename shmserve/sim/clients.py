@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -54,10 +54,21 @@ class SimSequence(Struct):
     left: int
 
 
+class Source(Protocol):
+    """Sends requests through its clients."""
+
+    closed: bool
+    """Its callers wait for answers."""
+    result: ModelResult
+
+    def answered(self, request: SimRequest, at: int, code: str) -> None: ...
+    def replace(self, dead: SimClient) -> None: ...
+
+
 class SimRequest(Struct):
     """A request in flight. `until`: its deadline, 0 for none."""
 
-    source: LoadSource
+    source: Source
     sent: int
     until: int
     sequence: SimSequence | None = None
@@ -82,7 +93,7 @@ class SimClient:
         "source",
     )
 
-    def __init__(self, world: World, peer: int, source: LoadSource, hold_ns: int) -> None:
+    def __init__(self, world: World, peer: int, source: Source, hold_ns: int) -> None:
         self._world = world
         self._hold_ns = hold_ns
         self._next = 0

@@ -308,7 +308,8 @@ def _lines(model: ModelResult) -> list[tuple[str, str]]:
         lines.append(("latency ms", f"mean {latency.mean / MS:.3f}  {shares}  max {latency.largest / MS:.3f}"))
     if model.batches:
         lines.append(("batches", f"{sum(model.batches.values())}, of {model.mean_batch:.2f} rows on average"))
-        lines.append(("instances", f"{model.instances}, busy {model.utilisation:.1%} of the time"))
+        sizes = ", ".join(f"{count} from {at:.2f} s" for at, count in model.sizes)
+        lines.append(("instances", f"{sizes or model.instances}, busy {model.utilisation:.1%} of the time"))
     if model.elements:
         share = model.padded_elements / model.elements
         lines.append(("padding", f"{share:.1%} of {model.elements} elements (rows x padded length)"))

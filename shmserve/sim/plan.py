@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from shmserve.core.limits import Limits
-from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.core.policy import InstanceSpec, ModelPolicy, ScalingPolicy
 from shmserve.sim.faults import Faults
 from shmserve.sim.load import Load
 from shmserve.sim.service import Constant, Service
@@ -34,6 +34,8 @@ class SimModel(Struct, frozen=True):
     iterations: int = 1
     calls: tuple[str, ...] = ()
     """Models that it calls for each request, one after the other, before it computes. The calls block its instance."""
+    scaling: ScalingPolicy | None = None
+    """How the number of instances follows the load; `instances` are those at the start."""
 
 
 class Plan(Struct, frozen=True):
@@ -46,7 +48,7 @@ class Plan(Struct, frozen=True):
     """
 
     models: tuple[SimModel, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[Load, ...] = ()
     seconds: float = 0.0
     requests: int = 0
     seed: int = 0

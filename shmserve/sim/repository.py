@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.backends import BACKENDS
-from shmserve.repo.compile import compile_instances, compile_policy
+from shmserve.repo.compile import compile_instances, compile_policy, compile_scaling
 from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import CONFIG_FILE, ModelContext, examine, parse
@@ -65,10 +65,12 @@ def _model(
             f"the configuration of model '{name}' names no {'outputs' if policy.inputs else 'inputs'}; a server finds "
             f"them in the model file, a simulation needs them in config.pbtxt (`shmserve config {name}` prints one)"
         )
+    service = services.get(name) or services.get("") or Constant(MS)
     specs = () if policy.steps is not None else compile_instances(config)
     if instances and specs:
         specs = tuple(replace(specs[0], name=f"{name}_{index}", passive=False) for index in range(instances))
-    return SimModel(policy, specs, services.get(name) or services.get("") or Constant(MS))
+        return SimModel(policy, specs, service)
+    return SimModel(policy, specs, service, scaling=compile_scaling(config))
 
 
 def _read(path: Path) -> tuple[ModelConfig, int]:

@@ -92,6 +92,9 @@ class ModelResult(Struct):
     """Duration of the load."""
     elapsed_s: float = 0.0
     """Time until the last response."""
+    sizes: list[tuple[float, int]] = []
+    """For a model that is scaled: its number of loaded instances, from these seconds of the load on."""
+    _changes: list[tuple[int, int]] = []
 
     @property
     def goodput(self) -> float:
@@ -101,7 +104,28 @@ class ModelResult(Struct):
     @property
     def utilisation(self) -> float:
         """The share of time during which an instance runs batches."""
-        return self.busy_ns / SECOND / self.elapsed_s / self.instances if self.elapsed_s and self.instances else 0.0
+        there = self.mean_instances * self.elapsed_s
+        return self.busy_ns / SECOND / there if there else 0.0
+
+    @property
+    def mean_instances(self) -> float:
+        if not self.sizes or not self.elapsed_s:
+            return float(self.instances)
+        ends = [at for at, _ in self.sizes[1:]] + [self.elapsed_s]
+        return sum(count * (end - at) for (at, count), end in zip(self.sizes, ends, strict=True)) / self.elapsed_s
+
+    def resized(self, now: int, more: int) -> None:
+        """An instance has loaded, or one that had has ended."""
+        self._changes.append((now, more))
+
+    def end_sizes(self, began: int, elapsed_s: float) -> None:
+        """Fills in `sizes`, unless `elapsed_s` is 0. `began`: when the load did."""
+        count, self.sizes = 0, []
+        for at, more in self._changes:
+            seconds = max(0.0, (at - began) / SECOND)
+            if seconds < elapsed_s:
+                count += more
+                self.sizes = [*(size for size in self.sizes if size[0] != seconds), (seconds, count)]
 
     @property
     def mean_batch(self) -> float:
@@ -132,6 +156,7 @@ class ModelResult(Struct):
             "elements": self.elements,
             "padded_elements": self.padded_elements,
             "instances": self.instances,
+            "sizes": [[round(at, 3), count] for at, count in self.sizes],
             "utilisation": round(self.utilisation, 4),
             "deaths": self.deaths,
         }

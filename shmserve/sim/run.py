@@ -14,7 +14,7 @@ from shmserve.core.effects import Close, Compose, Drained, Kill, Log, ReadLease,
 from shmserve.core.state import WORKERS_FROM
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.protocol.messages import LeaseOver
-from shmserve.sim.clients import LoadSource, SimClient
+from shmserve.sim.clients import LoadSource, SimClient, Source
 from shmserve.sim.leases import SimLease
 from shmserve.sim.load import Replay
 from shmserve.sim.plan import Plan, SimModel
@@ -39,7 +39,7 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self.core = Core("simulated", plan.limits)
         self._plan = plan
-        self._world = World(plan, self._turn)
+        self._world = self.world = World(plan, self._turn)
         self._turns = 0
         self._armed = 0
         self._models: dict[tuple[str, int], SimModel] = {}
@@ -52,7 +52,7 @@ class Simulation:
         self._last_client = 0
         self._settled = self._operations = 0
         self._reloads = Random(f"{plan.seed} reloads")
-        self._drained = False
+        self._stopping = self._drained = False
         self._spins = 0
         self._last_turn = START
         for model in plan.models:
@@ -167,7 +167,14 @@ class Simulation:
 
     def _loaded(self, worker: SimWorker) -> None:
         if not worker.dead:
+            self._count_instance(worker, 1)
             self._world.send_from_worker(worker.peer, events.Compiled(worker.model.policy))
+
+    def _count_instance(self, worker: SimWorker, more: int) -> None:
+        worker.loaded = more > 0
+        if self._stopping:
+            return
+        self._results[worker.model.policy.name].resized(self._world.now, more)
 
     def _dies(self, worker: SimWorker) -> None:
         if not worker.dead:
@@ -181,6 +188,8 @@ class Simulation:
     def _end_worker(self, worker: SimWorker, reason: str) -> None:
         """A worker process ends. Messages that it sent before arrive first."""
         worker.dead = True
+        if worker.loaded:
+            self._count_instance(worker, -1)
         result = self._results[worker.model.policy.name]
         if worker.running is not None:
             result.busy_ns += self._world.now - worker.running.began
@@ -194,7 +203,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------ clients
 
-    def _connect(self, source: LoadSource) -> SimClient:
+    def connect(self, source: Source) -> SimClient:
         world = self._world
         self._last_client += 1
         hold, dies = world.faults.client()
@@ -234,7 +243,7 @@ class Simulation:
             policy = model.policy
             if policy.name == name:
                 known = policy if policy.steps is not None else None
-                targets.append(events.Target(policy.version, source, model.instances, known))
+                targets.append(events.Target(policy.version, source, model.instances, known, scaling=model.scaling))
         self._operations += 1
         self._world.arrive((0, events.Deploy(name, tuple(targets), self._operations, fresh)))
 
@@ -273,7 +282,7 @@ class Simulation:
             if not found:
                 raise InvalidRequest(f"the load asks for model '{load.model}', which the plan does not have")
             model = max(found, key=lambda model: model.policy.version)
-            sources.append(LoadSource(self._world, load, model, self._results[load.model], number, self._connect))
+            sources.append(LoadSource(self._world, load, model, self._results[load.model], number, self.connect))
         return sources
 
     def _at_rest(self) -> bool:
@@ -283,6 +292,7 @@ class Simulation:
         )
 
     def _stop(self, patience: int) -> None:
+        self._stopping = True
         for client in self._clients.values():
             client.dead = True
             self._world.arrive((0, events.Closed(client.peer)))
@@ -296,13 +306,19 @@ class Simulation:
             assert not state.ledger.holds, "memory is held by nobody"
             assert not state.ledger.segments, "segments are left"
 
+    def model_result(self, name: str) -> ModelResult:
+        """What the instances of a model have done so far."""
+        return self._results[name]
+
     def result(self) -> Result:
         world, cache = self._world, self.core.state.cache
+        scaled = {model.policy.name for model in self._plan.models if model.scaling is not None}
         seconds = (world.ends - world.began) / SECOND
         elapsed = (world.last_answer - world.began) / SECOND
         for result in self._results.values():
             result.seconds = seconds
             result.elapsed_s = max(elapsed, seconds)
+            result.end_sizes(world.began, result.elapsed_s if result.name in scaled else 0.0)
         return Result(
             self._results,
             seconds,

@@ -42,6 +42,10 @@ class SimInputs:
             found = self._known[rows, length, segment] = self._build(rows, segment, b"", length)
         return found
 
+    def of_key(self, rows: int, key: int) -> tuple[Tensor, ...]:
+        """The inputs of the request with this number; the same number gives the same contents."""
+        return self._build(rows, 0, key.to_bytes(8, "little"), 1)
+
     def _various(self, rows: int, random: Random, length: int) -> tuple[Tensor, ...]:
         self._newest += 1
         which = random.randrange(self._distinct) if self._distinct else self._newest

@@ -88,6 +88,7 @@ class SimWorker:
         "_waiting",
         "_world",
         "dead",
+        "loaded",
         "model",
         "peer",
         "running",
@@ -122,7 +123,7 @@ class SimWorker:
         self.peer = peer
         self.model = model
         self.running: SimBatch | None = None
-        self.dead = False
+        self.dead = self.loaded = False
 
     # ------------------------------------------------------------------------------------ messages
 

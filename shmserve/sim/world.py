@@ -71,6 +71,14 @@ class World:
             self.now, _, what, argument = pop(heap)
             what(argument)
 
+    def advance(self, end: int) -> int:
+        """Runs everything before `end`, for a simulation of several worlds. Returns the time of the next event."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] < end:
+            self.now, _, what, argument = pop(heap)
+            what(argument)
+        return heap[0][0] if heap else FOREVER
+
     def run_load(self) -> None:
         """Runs until all requests to be sent have arrived."""
         heap, pop = self._heap, heapq.heappop

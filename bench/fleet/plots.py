@@ -1,0 +1,70 @@
+"""The plots of docs/plan.md, from the saved results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.fleet.experiments import GPUS
+from shmserve.clients.load.report.charts import Axis, Series, lines
+
+Rows = list[dict[str, Any]]
+STYLE = (
+    "text { font-family: system-ui, sans-serif; fill: #1b1f24; } .t { font-weight: 600; font-size: 14px; } "
+    ".s { font-size: 11px; } .g { stroke: #d0d7de; } .a { stroke: #1b1f24; }"
+)
+P99 = Axis("p99 in ms", log=True)
+IN_TIME = Axis("answered within two seconds", lambda value: f"{value:.0%}")
+SHARE = Axis("load", lambda value: f"{value:.0%}", from_zero=False)
+
+
+def standalone(svg: str) -> str:
+    """A chart of a page as a file of its own, readable on any background."""
+    head, _, rest = svg.partition(">")
+    head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
+    return f'{head}>\n<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>{rest}\n'
+
+
+def series(rows: Rows, name: Callable[[dict[str, Any]], str], x: str, y: str) -> list[Series]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        found.setdefault(name(row), []).append((row[x], row[y]))
+    return [Series(name, points) for name, points in found.items()]
+
+
+def over_time(rows: Rows, name: Callable[[dict[str, Any]], str]) -> list[Series]:
+    return [Series(name(row), [(each["at_s"], each["in_time"]) for each in row["timeline"]]) for row in rows]
+
+
+def plots(results: dict[str, Rows]) -> dict[str, str]:
+    """File name -> SVG."""
+    seconds = Axis("seconds, when requests were sent")
+    told = [row for row in results["reports"] if row["policy"] == "least" or row["gpus"] == GPUS[1]]
+    ends = [row for row in results["zone"] if row["gpus"] in (GPUS[0], GPUS[-1])]
+    found = {
+        "load": lines(
+            f"p99 by load, {GPUS[1]:,} GPUs", SHARE, P99,
+            series(results["load"], lambda row: row["policy"], "load", "p99_ms"),
+        ),
+        "size": lines(
+            "p99 by size, at a load of 90%", Axis("GPUs", lambda value: f"{value:,.0f}", log=True), P99,
+            series(results["size"], lambda row: row["policy"], "gpus", "p99_ms"),
+        ),
+        "reports": lines(
+            "Old reports, 20 balancers", Axis("reports every ms", log=True), P99,
+            series(told, lambda row: f"{row['policy'].partition('-')[0]} {row['gpus']:,}", "every_ms", "p99_ms"),
+        ),
+        "balancers": lines(
+            "least, by the number of balancers", Axis("balancers", log=True), P99,
+            series(results["balancers"], lambda row: f"{row['gpus']:,} GPUs", "balancers", "p99_ms"),
+        ),
+        "zone": lines(
+            "A zone fails", seconds, IN_TIME,
+            over_time(ends, lambda row: f"{row['gpus']:,}, {row['load']:.0%}"),
+        ),
+        "scaling": lines(
+            "The load doubles at 20 s", seconds, IN_TIME,
+            over_time(results["scaling"], lambda row: f"starts in {row['start_s']} s"),
+        ),
+    }  # fmt: skip
+    return {name: standalone(svg) for name, svg in found.items()}

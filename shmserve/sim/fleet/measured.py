@@ -1,0 +1,91 @@
+"""Service times for a plan that were measured: by `bench --save`, `tune --json`, or a server's statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.sim.service import Measured
+
+
+class MeasuredModel(Struct, frozen=True):
+    """`instances`, `max_batch` and `delay_ns`: those of the measured model; 0 and -1: not known."""
+
+    service: Measured
+    origin: str
+    instances: int = 0
+    max_batch: int = 0
+    delay_ns: int = -1
+
+
+def read_measured(document: Any, model: str = "") -> MeasuredModel:
+    """Raises InvalidRequest if the document is none of these, or has no times."""
+    if isinstance(document, dict):
+        try:
+            if "service_times" in document:
+                return _of_tune(document)
+            if "points" in document:
+                return _of_bench(document)
+            if "model_stats" in document:
+                return _of_statistics(document, model)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequest(f"it is incomplete: {type(error).__name__} {error}") from error
+    raise InvalidRequest("it is neither from `bench --save` or `tune --json` nor statistics (`stats --json`)")
+
+
+def _service(times: dict[int, list[float]], where: str) -> Measured:
+    if not times:
+        raise InvalidRequest(f"{where} has no execution times; send requests first")
+    return Measured(tuple((rows, sum(found) / len(found)) for rows, found in sorted(times.items())))
+
+
+def _of_tune(document: dict[str, Any]) -> MeasuredModel:
+    """The times of the chosen setting, else of the present one."""
+    setting = document["chosen"] or document["present"]
+    times: dict[int, list[float]] = {}
+    for sample in document["service_times"]:
+        if sample["instances"] == setting["instances"] and (sample["threads"] or 0) == setting["threads"]:
+            times.setdefault(max(1, round(sample["rows"])), []).append(sample["measured_ms"] * 1e6)
+    if not times:  # the chosen setting was not measured itself
+        for sample in document["service_times"]:
+            times.setdefault(max(1, round(sample["rows"])), []).append(sample["measured_ms"] * 1e6)
+    service = _service(times, "the report")
+    return MeasuredModel(
+        service,
+        f"tune of {document['model']}",
+        setting["instances"],
+        setting["batch"],
+        round(setting["delay_us"] * 1e3),
+    )
+
+
+def _of_bench(document: dict[str, Any]) -> MeasuredModel:
+    """What the server counted: the time of a batch, at the mean batch size of each load."""
+    times: dict[int, list[float]] = {}
+    for point in document["points"]:
+        server = point.get("server")
+        if server and server["batches"]:
+            parts = server["parts"]
+            took = parts["compute"] + parts.get("gather", 0.0) + parts.get("scatter", 0.0)
+            times.setdefault(max(1, round(server["rows"] / server["batches"])), []).append(took)
+    return MeasuredModel(_service(times, "the run"), "bench", max_batch=max(times, default=0))
+
+
+def _of_statistics(document: dict[str, Any], model: str) -> MeasuredModel:
+    found = [entry for entry in document["model_stats"] if not model or entry["name"] == model]
+    names = sorted({str(entry["name"]) for entry in found})
+    if len(names) != 1:
+        known = ", ".join(sorted({str(entry["name"]) for entry in document["model_stats"]})) or "none"
+        raise InvalidRequest(f"choose a model with --model; the models are {known}")
+    times: dict[int, list[float]] = {}
+    latest = max(found, key=lambda entry: int(entry["version"]))
+    for batch in latest.get("batch_stats", []):
+        parts = [batch[f"compute_{part}"] for part in ("input", "infer", "output")]
+        if int(parts[1]["count"]):
+            took = sum(int(part["ns"]) for part in parts) / int(parts[1]["count"])
+            times.setdefault(int(batch["batch_size"]), []).append(took)
+    return MeasuredModel(
+        _service(times, f"model '{names[0]}'"), f"statistics of {names[0]}", max_batch=max(times, default=0)
+    )

@@ -1,0 +1,131 @@
+"""What to simulate: the servers, the balancers before them, the load, and what goes wrong. Immutable values only."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.sim.plan import SimModel
+
+MS = 1_000_000
+SECOND = 1_000_000_000
+
+POLICIES = {
+    "random": "any server",
+    "round-robin": "one after the other",
+    "two-choices": "of two random servers the one with fewer requests in flight",
+    "least": "the server with the fewest requests in flight",
+    "hash": "by the request's key: consistent hashing",
+    "bounded-hash": "the same, but past servers with more than --bound times the mean in flight",
+}
+KEYED = ("hash", "bounded-hash")
+
+
+class Outage(Struct, frozen=True):
+    """At `at_ns`, servers fail: all of `zone`, or, if that is -1, `servers` of them at random. They return after
+    `for_ns`; 0: never."""
+
+    at_ns: int
+    for_ns: int = 0
+    zone: int = -1
+    servers: int = 1
+
+
+class Surge(Struct, frozen=True):
+    """The rate is multiplied by `factor` from `at_ns` on, for `for_ns` (0: to the end)."""
+
+    factor: float
+    at_ns: int
+    for_ns: int = 0
+
+
+class Autoscale(Struct, frozen=True):
+    """The number of servers follows the load: every `every_ns` as many are wanted as bring the requests in flight per
+    instance to `target`. A new server needs `start_ns` until it is ready. The number falls to the most that were wanted
+    within the last `down_ns`."""
+
+    least: int
+    most: int
+    target: float = 1.0
+    every_ns: int = 15 * SECOND
+    start_ns: int = 60 * SECOND
+    down_ns: int = 300 * SECOND
+
+
+class FleetPlan(Struct, frozen=True, kw_only=True):
+    """`model` has the instances of one server. Arrivals end after `seconds` or `requests`, whichever is first (0: no
+    limit), and the simulation when all have been answered.
+
+    `balancers`: each has its share of the requests, and knows those that it has in flight itself. With `report_ns`,
+    servers report their requests in flight every so often, and a balancer adds what it has sent since.
+    """
+
+    model: SimModel
+    servers: int
+    rate: float
+    seconds: float = 0.0
+    requests: int = 0
+    policy: str = "two-choices"
+    balancers: int = 1
+    report_ns: int = 0
+    bound: float = 1.25
+    """For bounded-hash: the most requests in flight, relative to the mean."""
+    keys: int = 0
+    """Number of different requests; 0: all differ."""
+    skew: float = 1.0
+    """Exponent of Zipf's law: how much more frequent the first keys are."""
+    cached: int = 0
+    """Responses that the cache of a server holds; 0: no cache."""
+    network_ns: int = 250_000
+    """One way between a balancer and a server."""
+    timeout_ns: int = 0
+    zones: int = 3
+    outages: tuple[Outage, ...] = ()
+    mtbf_s: float = 0.0
+    """Mean time between failures of one server; 0: none."""
+    repair_ns: int = 60 * SECOND
+    """Time until such a server is back."""
+    detect_ns: int = 2 * SECOND
+    """Time until balancers stop sending to a server that failed."""
+    connect_ns: int = 200 * MS
+    """Time until a balancer gives up a connection to a server that failed."""
+    retries: int = 2
+    """How often a request that did not reach a server is sent to another one."""
+    retry_lost: bool = False
+    """Also send again what was at a server that failed. It may run twice."""
+    surges: tuple[Surge, ...] = ()
+    autoscale: Autoscale | None = None
+    fast: bool = False
+    """Servers are queues instead of the core."""
+    seed: int = 0
+    windows: int = 40
+    """Parts into which the time of the load is divided for the timeline."""
+
+    def check(self) -> None:
+        if self.policy not in POLICIES:
+            raise InvalidRequest(f"'{self.policy}' is no policy; the policies are {', '.join(POLICIES)}")
+        if self.policy in KEYED and not self.keys:
+            raise InvalidRequest(f"policy {self.policy} needs keys: the number of different requests")
+        if not self.seconds and not self.requests:
+            raise InvalidRequest("a plan needs an end: seconds, or a number of requests")
+        worst = max((outage.zone for outage in self.outages), default=-1)
+        if worst >= self.zones:
+            raise InvalidRequest(f"zone {worst} fails, and there are {self.zones}, from 0 on")
+        begins = max([0, *(outage.at_ns for outage in self.outages), *(surge.at_ns for surge in self.surges)])
+        if begins >= self.duration_ns:
+            times = f"{begins / SECOND:g} s, and requests are sent for {self.duration_ns / SECOND:.3g} s"
+            raise InvalidRequest(f"something begins after {times}: simulate more seconds or requests")
+        scale = self.autoscale
+        if scale is not None and not scale.least <= self.servers <= scale.most:
+            raise InvalidRequest(f"{self.servers} servers are not within {scale.least} to {scale.most}")
+
+    @property
+    def instances(self) -> int:
+        """Instances of one server."""
+        return len(self.model.instances)
+
+    @property
+    def duration_ns(self) -> int:
+        """How long requests are sent; with a number of requests about that long."""
+        by_count = self.requests / self.rate if self.requests else self.seconds
+        return max(1, round(min(self.seconds or by_count, by_count) * SECOND))

@@ -1,0 +1,41 @@
+"""How many servers there should be: the rule of Kubernetes' horizontal autoscaler, with requests in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil
+
+from shmserve.sim.fleet.plan import Autoscale
+
+TOLERANCE = 0.1
+"""Relative difference from the target at which nothing is changed."""
+
+
+class Scaler:
+    def __init__(self, rules: Autoscale, instances: int) -> None:
+        self._rules = rules
+        self._instances = instances
+        self._wanted: deque[tuple[int, int]] = deque()
+        self._in_flight = 0.0
+        self._since = self._seen = 0
+        self._level = 0
+
+    def count(self, in_flight: int, now: int) -> None:
+        """The number of requests in flight has changed."""
+        self._in_flight += self._level * (now - self._seen)
+        self._level, self._seen = in_flight, now
+
+    def wanted(self, ready: int, coming: int, now: int) -> int:
+        """The number of servers from now on. `ready` of them share the load, `coming` have been started."""
+        rules = self._rules
+        self.count(self._level, now)
+        mean = self._in_flight / max(now - self._since, 1)
+        self._in_flight, self._since = 0.0, now
+        share = mean / (max(ready, 1) * self._instances * rules.target)
+        number = ready if abs(share - 1) <= TOLERANCE else ceil(max(ready, 1) * share)
+        number = min(max(number, rules.least), rules.most)
+        self._wanted.append((now, number))
+        while self._wanted[0][0] < now - rules.down_ns:
+            self._wanted.popleft()
+        present = ready + coming
+        return number if number >= present else min(present, max(number for _, number in self._wanted))
