@@ -13,6 +13,7 @@ from shmserve.protocol.messages import (
     Done,
     EndSequences,
     Execute,
+    Expect,
     More,
     Ping,
     Pong,
@@ -29,6 +30,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.messages import Withdrawn as WithdrawnReport
 from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
+from shmserve.workers.batch.comparison import Comparisons
 from shmserve.workers.leases import LeaseHolder
 
 if TYPE_CHECKING:
@@ -68,11 +70,13 @@ class Loop:
             self._streams.connect(self._send_response, runner.row, runner.discard)
         self._calls = backend.calls
         self._prober = backend.probe
+        self._comparisons = Comparisons(mapped, runner.discard)
         self._leases = LeaseHolder(link, outbox, runner, mapped, backend.streams)
         inbox.add_lend(self._leases.lend)
         inbox.add(
             {
                 Execute: self._waiting.add,
+                Expect: self._comparisons.expect,
                 Return: self._return,
                 Withdraw: self._withdraw,
                 Ping: self._ping,
@@ -124,6 +128,8 @@ class Loop:
         """Runs a batch and reports its results. Returns the next batch, whose start the same report announces."""
         self._outbox.flush()
         results, times, again = self._runner.run_batch(batch.works)
+        if self._comparisons.expected:
+            results = self._comparisons.compared(rows_of(results))
         # Orders that arrived meanwhile may extend the next batch or withdraw requests from it.
         self._drain()
         if self._streams is not None:
@@ -146,6 +152,7 @@ class Loop:
         self._arenas.free(order.handles)
 
     def _withdraw(self, order: Withdraw) -> None:
+        self._comparisons.forget(order.requests)
         withdrawn = self._waiting.withdraw(order.requests)
         self._outbox.add(WithdrawnReport(withdrawn))
         if self._streams is not None and len(withdrawn) < len(order.requests):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from shmserve.errors import NotFound
+from shmserve.errors import InvalidRequest, NotFound
+from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -39,6 +40,13 @@ class Context(Struct, frozen=True):
     def setting(self, backend: str, key: str, default: str = "") -> str:
         """Returns a --backend-config value for this backend, or the value for all backends."""
         return self.settings.get(f"{backend},{key}", self.settings.get(f",{key}", default))
+
+    def default_max_batch(self, backend: str) -> int:
+        """max_batch_size of models of this backend that can batch and do not set it. Raises InvalidRequest."""
+        text = self.setting(backend, "default-max-batch-size", str(DEFAULT_MAX_BATCH))
+        if not (text.isascii() and text.isdecimal()):
+            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{text}'")
+        return int(text)
 
     @property
     def engine_threads(self) -> int:

@@ -6,10 +6,8 @@ an error in a sample fails only its request. As it also breaks the pipeline, tha
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +26,7 @@ from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.model_facts import completed, none_missing
 from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.backends.source_file import import_file
 from shmserve.workers.batch.specs import Spec, outputs_of, request_inputs_of
 from shmserve.workers.model_calls.answer import Answer, failure_of
 from shmserve.workers.process.device import device_of, visible_number
@@ -194,14 +193,7 @@ class Dali(SeparateBackend):
 
     def _defined(self, config: ModelConfig, path: Path) -> bytes:
         """Returns the pipeline that the file marks with @autoserialize."""
-        if os.fspath(path.parent) not in sys.path:
-            sys.path.insert(0, os.fspath(path.parent))
-        spec = importlib.util.spec_from_file_location("shmserve_model_dali", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = import_file(path, "shmserve_model_dali", [path.parent], f"'{path.name}' of model '{config.name}'")
         marked = [value for value in vars(module).values() if getattr(value, "_is_autoserialize", False)]
         if len(marked) != 1 or not inspect.isfunction(marked[0]):
             raise InvalidRequest(

@@ -68,10 +68,8 @@ class OpenVino(StackedBackend):
         if config.input and config.output:
             return config
         model = self._read(config, Parameters(config))
-        default = self.context.setting("openvino", "default-max-batch-size", "4")
-        if not (default.isascii() and default.isdecimal()):
-            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
-        return completed(config, _facts(model.inputs, False), _facts(model.outputs, False), int(default))
+        default = self.context.default_max_batch("openvino")
+        return completed(config, _facts(model.inputs, False), _facts(model.outputs, False), default)
 
     def load(self, config: ModelConfig) -> None:
         parameters = Parameters(config)

@@ -79,10 +79,8 @@ class Paddle(StackedBackend):
         if config.input and config.output:
             return config
         inputs, outputs = _facts(self._file(config))
-        default = self.context.setting("paddle", "default-max-batch-size", "4")
-        if not (default.isascii() and default.isdecimal()):
-            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
-        return completed(config, inputs, outputs, int(default))
+        default = self.context.default_max_batch("paddle")
+        return completed(config, inputs, outputs, default)
 
     def load(self, config: ModelConfig) -> None:
         parameters = Parameters(config, _of_accelerators(config))

@@ -8,9 +8,6 @@ need it.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +16,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command
 from shmserve.repo.backends import FILE, GROUP, MODEL, in_directory
 from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
+from shmserve.workers.backends.source_file import import_file
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -35,6 +33,7 @@ BACKENDS = {
     "dali": KnownBackend("shmserve.workers.backends.dali:Dali", "dali"),
     "fil": KnownBackend("shmserve.workers.backends.trees:Trees", "trees"),
     "identity": KnownBackend("shmserve.workers.backends.identity:Identity", ""),
+    "llamacpp": KnownBackend("shmserve.workers.backends.llamacpp.backend:LlamaCpp", "llm"),
     "onnxruntime": KnownBackend("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
     "openvino": KnownBackend("shmserve.workers.backends.openvino:OpenVino", "openvino"),
     "paddle": KnownBackend("shmserve.workers.backends.paddle:Paddle", "paddle"),
@@ -86,7 +85,8 @@ def from_directory(directory: str, name: str) -> type[Backend] | None:
     folder = Path(directory) / name
     if not (folder / FILE).is_file():
         return _python_based(folder)
-    return backend_in(_imported(folder / FILE, name), name)
+    module = import_file(folder / FILE, f"shmserve_backend_{name}", [folder], f"{FILE} of backend '{name}'")
+    return backend_in(module, name)
 
 
 def backend_in(module: ModuleType, name: str) -> type[Backend]:
@@ -120,21 +120,3 @@ def _python_based(folder: Path) -> type[Backend]:
             return made
 
     return PythonBased
-
-
-def _imported(path: Path, name: str) -> ModuleType:
-    """Imports a file that can import the modules beside it."""
-    _reach(path.parent)
-    spec = importlib.util.spec_from_file_location(f"shmserve_backend_{name}", path)
-    if spec is None or spec.loader is None:
-        raise InvalidRequest(f"{FILE} of backend '{name}' is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _reach(folder: Path) -> None:
-    """Adds the folder to the module search path."""
-    if os.fspath(folder) not in sys.path:
-        sys.path.insert(0, os.fspath(folder))

@@ -55,11 +55,9 @@ class TfLite(StackedBackend):
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
-        default = self.context.setting(NAME, "default-max-batch-size", "4")
-        if not (default.isascii() and default.isdecimal()):
-            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
+        default = self.context.default_max_batch(NAME)
         inputs, outputs = self._open(config)
-        return completed(config, _facts(inputs), _facts(outputs), int(default))
+        return completed(config, _facts(inputs), _facts(outputs), default)
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
         inputs, outputs = self._open(config)

@@ -52,14 +52,12 @@ class Trees(StackedBackend):
         parameters = Parameters(config)
         self._read(config, parameters)
         width = self._answers.width if self._answers.raw else self._targets
-        default = self.context.setting("fil", "default-max-batch-size", "4")
-        if not (default.isascii() and default.isdecimal()):
-            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
+        default = self.context.default_max_batch("fil")
         return completed(
             config,
             [TensorFacts(_INPUT, "FP32", (-1, self._features))],
             [TensorFacts(_OUTPUT, "FP32", (-1, width))],
-            int(default),
+            default,
         )
 
     def load(self, config: ModelConfig) -> None:

@@ -353,6 +353,7 @@ def test_a_file_without_one_pipeline(script: str, number: int, tmp_path: Path) -
     (tmp_path / "1" / "beside.py").write_text("FACTOR = 3.0\n")
     failure = load_failure(config("dali", {}, {}), tmp_path)
     assert f"dali.py must have one pipeline with @autoserialize, it has {number}" in failure.text
+    assert not list(tmp_path.glob("**/__pycache__")), "nothing is written beside it"
 
 
 def test_an_instance_for_a_gpu_gets_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

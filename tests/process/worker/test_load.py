@@ -33,7 +33,7 @@ RAISES = EXECUTE + "  def initialize(self, args): raise KeyError('k')"
             "nothing",
             "",
             "UNSUPPORTED",
-            "unknown backend 'nothing'; known are: dali, fil, identity, onnxruntime, openvino, p",
+            "unknown backend 'nothing'; known are: dali, fil, identity, llamacpp, onnxruntime, openvino, p",
         ),
         ("python", RAISES, "MODEL_FAILED", "KeyError: 'k'"),
     ],

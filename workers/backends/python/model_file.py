@@ -5,7 +5,6 @@ Invariants: nothing is written to the file's directory, and the module's name ca
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -22,6 +21,7 @@ from shmserve.repo.backends import FUNCTION, MODEL, SOURCE_FILE
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.python import pb_utils
+from shmserve.workers.backends.source_file import import_file
 from shmserve.workers.process.device import device_of, visible_number
 
 if TYPE_CHECKING:
@@ -55,38 +55,20 @@ class ModelFile:
     def _import(self, config: ModelConfig) -> ModuleType:
         """Imports the file under a unique name, because a model may have the name of any module. Modules beside it can
         be imported. The file of a backend is the module `model`, as in Triton: modules beside it can import it.
-
-        Bytecode is not written: it would end up in the user's repository, also for modules that the model imports
-        later.
         """
-        sys.dont_write_bytecode = True
         sys.argv = [""]  # as in Triton: libraries that parse it must not see the worker's arguments
         for name in ("triton_python_backend_utils", "c_python_backend_utils"):
             sys.modules[name] = pb_utils
+        what = f"'{self._name(config)}' of model '{config.name}'"
         if self._path is not None:
             with _explained(config.backend):
-                return self._executed(config, self._path, self._path.stem, [self._path.parent])
+                return import_file(self._path, self._path.stem, [self._path.parent], what)
         path = self.context.model_file(config, MODEL)
         name, places = f"shmserve_model_{self.context.version}", [self.context.folder, self.context.version_folder]
         if original := self.context.settings.get(SOURCE_FILE, ""):
             places.append(Path(original).parent)
-            return self._executed(config, Path(original), name, places, _CopyLoader(name, original, path))
-        return self._executed(config, path, name, places)
-
-    def _executed(
-        self, config: ModelConfig, path: Path, name: str, places: list[Path], loader: SourceFileLoader | None = None
-    ) -> ModuleType:
-        """Imports the file as module `name`, which can import modules from `places`."""
-        for place in map(str, places):
-            if place not in sys.path:
-                sys.path.insert(0, place)
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-        if spec is None or spec.loader is None:
-            raise InvalidRequest(f"'{self._name(config)}' of model '{config.name}' is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
+            return import_file(Path(original), name, places, what, _CopyLoader(name, original, path))
+        return import_file(path, name, places, what)
 
     def arguments(self, config: ModelConfig) -> dict[str, str]:
         kind, number = device_of(config, self.context.instance)

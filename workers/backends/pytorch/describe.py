@@ -18,6 +18,7 @@ import torch
 
 from shmserve.errors import ServeError
 from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.starters.starter import WRONG_FILE
 from shmserve.workers.backends.pytorch.programs import DTYPES, Program, Script, open_program
 
 ROWS = 3
@@ -124,7 +125,7 @@ def main() -> int:
         print(json.dumps(describe(Path(sys.argv[1]))))
     except ServeError as error:
         print(error, file=sys.stderr)
-        return 1
+        return WRONG_FILE
     return 0
 
 

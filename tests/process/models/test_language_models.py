@@ -1,0 +1,343 @@
+"""Language models in GGUF files through a real server. The oracle is the bare engine (`llm_oracle`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import DeadlineExceeded, InvalidRequest, ServeError, Unsupported
+from shmserve.testing import Server
+from shmserve.workers.backends.llamacpp import requests
+from tests.process.models import llm_oracle
+from tests.support.living import pids, until
+from tests.support.model_files import parameters
+from tests.support.workers import gguf_models
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
+]
+
+PROMPTS = [f"{number}: prompt {'abc' * number}" for number in range(32)]
+TOKENS = 24
+CONTEXT = 1024
+ENDLESS = 1 << 17
+"""The context of the model `one`. To fill it takes minutes, so what follows a long request shows that it has ended."""
+PATIENCE_S = 40.0
+
+
+class Text:
+    """A server with language models, and how the bare engine continues PROMPTS."""
+
+    def __init__(self, server: Server, client: shmserve.Client, expected: Mapping[str, str]) -> None:
+        self.server, self.client, self.expected = server, client, expected
+
+    def stream(
+        self, prompt: str, model: str = "text", *, sampling: Mapping[str, Any] | None = None, **more: Any
+    ) -> shmserve.Stream:
+        """`more`: inputs, and `timeout` and `window`."""
+        options = {name: more.pop(name) for name in ("timeout", "window") if name in more}
+        given = {"text_input": prompt, "stream": True, **more}
+        given["sampling_parameters"] = json.dumps({"temperature": 0, "max_tokens": TOKENS, **(sampling or {})})
+        return self.client.stream(model, tensors(given), **{"timeout": PATIENCE_S, **options})
+
+    def complete(self, prompt: str, model: str = "text", **more: Any) -> shmserve.Result:
+        """The only response of a request that does not stream."""
+        (found,) = self.stream(prompt, model, **{"stream": False, "exclude_input_in_output": True, **more})
+        return found
+
+
+def tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of inputs, as arrays of one element."""
+    return {
+        name: np.array([value], object if isinstance(value, str) else None) if np.isscalar(value) else value
+        for name, value in values.items()
+    }
+
+
+def said(stream: Iterator[shmserve.Result]) -> str:
+    return "".join(text_of(part) for part in stream)
+
+
+def text_of(part: shmserve.Result) -> str:
+    (text,) = part["text_output"]
+    return str(text.decode())
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, str]]]:
+    root = tmp_path_factory.mktemp("repository")
+    settings = {
+        "text": {"slots": "8", "context_length": str(CONTEXT), "threads": "1"},
+        "one": {"slots": "1", "context_length": str(ENDLESS), "threads": "1"},
+    }
+    for name, own in settings.items():
+        (root / name / "1").mkdir(parents=True)
+        (root / name / "config.pbtxt").write_text('backend: "llamacpp"\n' + parameters(**own))
+        gguf_models.write(root / name / "1" / "model.gguf", context=ENDLESS)
+    given = [{"prompt": prompt, "max_tokens": TOKENS, "temperature": 0} for prompt in PROMPTS]
+    found = llm_oracle.texts(root / "text" / "1" / "model.gguf", given)
+    assert len(set(found)) == len(PROMPTS), "the network tells prompts apart"
+    with Server(root, gateway=True) as server:
+        yield server, dict(zip(PROMPTS, found, strict=True))
+
+
+@pytest.fixture
+def text(serving: tuple[Server, dict[str, str]]) -> Iterator[Text]:
+    with serving[0].client() as client:
+        yield Text(serving[0], client, serving[1])
+
+
+# ---------------------------------------------------------------------------------------------- what is generated
+
+
+def test_texts_are_those_of_the_engine(text: Text) -> None:
+    config = text.client.config("text")
+    assert [entry["name"] for entry in config["input"]][:3] == ["text_input", "prompt_token_ids", "messages"]
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    prompt = PROMPTS[3]
+    assert said(text.stream(prompt)) == text.expected[prompt]
+    assert text_of(text.complete(prompt)) == text.expected[prompt]
+    (whole,) = text.client.stream("text", tensors({"text_input": prompt}), parameters={"temperature": "0.0"})
+    assert whole.keys() == {"text_output"}
+    assert text_of(whole) == prompt + text.expected[prompt][:16], "as in vLLM: the prompt, and 16 tokens"
+
+
+def test_streams_share_a_batch(text: Text) -> None:
+    """32 streams for 8 slots, which are read in turn: each is what it would be alone."""
+    streams = {prompt: text.stream(prompt) for prompt in PROMPTS}
+    found = dict.fromkeys(PROMPTS, "")
+    while streams:
+        for prompt, stream in list(streams.items()):
+            part = next(stream, None)
+            if part is None:
+                del streams[prompt]
+            else:
+                found[prompt] += text_of(part)
+    assert found == text.expected
+
+
+def test_outputs_that_are_asked_for(text: Text) -> None:
+    asked: dict[str, Any] = dict.fromkeys(requests.RETURNED, True)
+    prompt = PROMPTS[1]
+    parts = list(text.stream(prompt, sampling={"logprobs": 2}, **asked))
+    assert [part["finish_reason"].tolist() for part in parts] == [[b"None"]] * (len(parts) - 1) + [[b"length"]]
+    assert sum(part["num_output_tokens"].item() for part in parts) == TOKENS
+    assert {part["num_input_tokens"].item() for part in parts} == {len(prompt) + 2}, "a token begins it, and a space"
+    tokens = [token for part in parts for token in json.loads(part["token_ids"][0])]
+    scores = [score for part in parts for score in json.loads(part["logprobs"][0])]
+    assert len(tokens) == len(scores) == TOKENS
+    assert (
+        "".join(score[str(token)]["decoded_token"] for token, score in zip(tokens, scores, strict=True))
+        == (text.expected[prompt])
+    )
+    assert {score[str(token)]["rank"] for token, score in zip(tokens, scores, strict=True)} == {1}
+    assert {len(score) for score in scores} == {2}
+    total = sum(score[str(token)]["logprob"] for token, score in zip(tokens, scores, strict=True))
+    assert parts[-1]["cumulative_logprob"].item() == pytest.approx(total, rel=1e-4)
+    ids = np.array([1, *tokens[:4]], np.uint32)
+    again = text.complete("", prompt_token_ids=ids, return_num_input_tokens=True)
+    assert again["num_input_tokens"].item() == 5
+
+
+def test_sampling_parameters(text: Text) -> None:
+    prompt = PROMPTS[2]
+    expected = text.expected[prompt]
+
+    def drawn(**sampling: Any) -> list[str]:
+        found = text.complete(prompt, sampling={"temperature": 1, **sampling})
+        return [one.decode(errors="replace") for one in found["text_output"]]
+
+    assert drawn(seed=7) == drawn(seed=7)
+    assert drawn(seed=7) != drawn(seed=8)
+    assert drawn(seed=7, top_k=1) == [expected]
+    assert drawn(seed="7", top_k="1", max_tokens="5") == [expected[:5]], "the string map of vLLM's backend"
+    several = drawn(n=3, seed=3)
+    assert len(set(several)) == 3
+    stop = expected[8:10]
+    assert drawn(top_k=1, stop=stop) == [expected[: expected.index(stop)]]
+    (banned,) = drawn(top_k=1, logit_bias={"260": -100.0, str(3 + 256 + ord(expected[0]) - 0x20): -100.0})
+    assert banned[0] != expected[0]
+    assert drawn(structured_outputs={"choice": ["yes", "no"]})[0] in ("yes", "no")
+    found = text.complete(prompt, sampling={"stop": [stop]}, return_finish_reason=True)
+    assert found["finish_reason"].tolist() == [b"stop"]
+
+
+def test_several_texts_stream(text: Text) -> None:
+    parts = list(text.stream(PROMPTS[5], sampling={"n": 2}, return_num_output_tokens=True))
+    texts = [b"".join(part["text_output"][index] for part in parts).decode() for index in range(2)]
+    assert texts == [text.expected[PROMPTS[5]]] * 2
+    assert np.sum([part["num_output_tokens"] for part in parts], 0).tolist() == [TOKENS, TOKENS]
+
+
+def test_chats_use_the_template_of_the_model(text: Text) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
+    rendered = f"system: be brief\nuser: {PROMPTS[0]}\nassistant:"
+    by_hand = text_of(text.complete(rendered))
+    found = text.complete("", messages=json.dumps({"messages": messages}))
+    assert text_of(found) == by_hand
+    assert said(text.stream("", messages=json.dumps({"messages": messages}))) == by_hand
+
+
+def test_the_generate_extension(text: Text) -> None:
+    prompt = PROMPTS[4]
+    body = {"text_input": prompt, "stream": True, "parameters": {"temperature": 0, "max_tokens": TOKENS}}
+    url = f"http://{text.server.endpoints['http']}/v2/models/text/generate_stream"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=120) as answer:
+        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
+    assert "".join(event["text_output"] for event in events) == text.expected[prompt]
+
+
+# ---------------------------------------------------------------------------------------------- what ends a request
+
+
+def endless(text: Text, **more: Any) -> shmserve.Stream:
+    """A stream that has begun and does not end by itself while the test runs."""
+    stream = text.stream("endless", "one", sampling={"max_tokens": ENDLESS, "ignore_eos": True}, **more)
+    next(stream)
+    return stream
+
+
+def assert_free(text: Text) -> None:
+    """The model `one` has a single slot."""
+    assert len(text_of(text.complete("next", "one", sampling={"max_tokens": 5}))) == 5
+
+
+def test_a_cancelled_stream_leaves_the_engine(text: Text) -> None:
+    stream = endless(text)
+    waiting = [text.stream("next", "one", sampling={"max_tokens": 5}) for _ in range(3)]
+    waiting[1].close()
+    stream.close()
+    assert [len(said(one)) for one in (waiting[0], waiting[2])] == [5, 5]
+    assert_free(text)
+
+
+def test_a_stream_that_misses_its_deadline_leaves_the_engine(text: Text) -> None:
+    with pytest.raises(DeadlineExceeded):
+        said(text.stream("endless", "one", sampling={"max_tokens": ENDLESS, "ignore_eos": True}, timeout=0.5))
+    assert_free(text)
+
+
+CLIENT = """
+import json, os, sys
+import numpy as np
+import shmserve
+
+client = shmserve.Client(sys.argv[1])
+sampling = json.dumps({"temperature": 0, "max_tokens": 1 << 17, "ignore_eos": True})
+given = {"text_input": np.array(["endless"], object), "stream": np.array([True]),
+         "sampling_parameters": np.array([sampling], object)}
+for part in client.stream("one", given):
+    print("begun", flush=True)
+"""
+
+
+def test_the_stream_of_a_client_that_dies_leaves_the_engine(text: Text) -> None:
+    with subprocess.Popen([sys.executable, "-c", CLIENT, text.server.url], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.kill()
+    assert_free(text)
+
+
+def test_a_slow_reader_delays_nobody_else(text: Text) -> None:
+    """Nor does it lose anything, although the engine has long generated it."""
+    slow = text.stream(PROMPTS[6], window=1)
+    first = text_of(next(slow))
+    streams = [text.stream(prompt) for prompt in PROMPTS]
+    assert [said(stream) for stream in streams] == list(text.expected.values())
+    assert first + said(slow) == text.expected[PROMPTS[6]]
+
+
+def test_a_worker_that_dies_ends_its_streams(text: Text) -> None:
+    stream = endless(text)
+    (killed,) = pids(text.client, "one").values()
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(ServeError, match="SIGKILL"):
+        said(stream)
+    until(text.client, lambda: killed not in pids(text.client, "one").values(), "the server has noticed it")
+    assert_free(text)
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more", "kind", "words"),
+    [
+        ({"temperature": -1}, {}, InvalidRequest, "temperature"),
+        ({"tempratur": 1}, {}, InvalidRequest, "unknown parameter 'tempratur'"),
+        ({"n": 9}, {}, InvalidRequest, "at most 8 sequences at once; its parameter 'slots'"),
+        ({"min_tokens": 3}, {}, Unsupported, "no 'min_tokens'"),
+        ({"structured_outputs": {"grammar": "root := x"}}, {}, InvalidRequest, "failed to parse grammar"),
+        ({}, {"text_input": "x" * CONTEXT}, InvalidRequest, "parameter context_length of the model"),
+        ({}, {"text_input": ""}, InvalidRequest, "input 'text_input' is empty"),
+        ({}, {"messages": "{}"}, InvalidRequest, "with a list 'messages'"),
+        ({}, {"messages": '{"messages": [{"role": 5}]}'}, InvalidRequest, "'content'"),
+        ({}, {"messages": '{"messages": [], "n_predict": 7}'}, InvalidRequest, "has 'n_predict'"),
+        ({}, {"prompt_token_ids": np.array([1, 1 << 30], np.uint32)}, InvalidRequest, "invalid tokens"),
+        ({}, {"exclude_input_in_output": False}, InvalidRequest, "When streaming"),
+    ],
+)
+def test_errors_of_a_request(
+    text: Text, sampling: dict[str, Any], more: dict[str, Any], kind: type[ServeError], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        said(text.stream(**{"prompt": more.pop("text_input", "hello"), "sampling": sampling, **more}))
+    assert text_of(text.complete(PROMPTS[0])) == text.expected[PROMPTS[0]]
+
+
+def broken(folder: Path, data: bytes | None = None, config: str = "", **own: str) -> None:
+    (folder / "1").mkdir(parents=True)
+    file = gguf_models.write(folder / "1" / "model.gguf", context=512)
+    if data is not None:
+        file.write_bytes(data if data else file.read_bytes()[: file.stat().st_size // 2])
+    (folder / "config.pbtxt").write_text('backend: "llamacpp"\n' + config + parameters(**own))
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    wrong_type = 'input [ { name: "text_input" data_type: TYPE_UINT8 dims: [ 1 ] } ]\n'
+    broken(tmp_path / "garbage", b"garbage" * 99)
+    broken(tmp_path / "half", b"")
+    broken(tmp_path / "slots", slots="999")
+    broken(tmp_path / "context", context_length="513")
+    broken(tmp_path / "cache", cache_type="f17")
+    broken(tmp_path / "batch", config="max_batch_size: 4\n")
+    broken(tmp_path / "plain", config="model_transaction_policy { decoupled: false }\n")
+    broken(tmp_path / "input", config=wrong_type)
+    broken(tmp_path / "defaults", sampling_parameters=r"{\"top_p\": 2}")
+    with Server(tmp_path) as server, server.client() as client:
+        reasons = {entry["name"]: entry["reason"] for entry in client.models()}
+    words = {
+        "garbage": "model.gguf is not a GGUF file that llama.cpp can run: it does not begin with 'GGUF'",
+        "half": "llama.cpp cannot load model.gguf; the log of the server has its messages",
+        "slots": "parameter slots of model 'slots' must be a number of sequences from 1 to 256, not '999'",
+        "context": "must be at most 512, the context length for which the model was trained, not '513'",
+        "cache": "must be one of f32",
+        "batch": "max_batch_size must be 0",
+        "plain": "needs model_transaction_policy { decoupled: true }",
+        "input": "input 'text_input' must be TYPE_STRING, not TYPE_UINT8",
+        "defaults": "parameter sampling_parameters of model 'defaults'",
+    }
+    assert {name: reasons[name] for name in words if words[name] not in reasons[name]} == {}
+    assert reasons.keys() == words.keys()
+
+
+def test_a_file_is_served_by_itself(tmp_path: Path) -> None:
+    file = gguf_models.write(tmp_path / "chat.gguf", context=512)
+    (expected,) = llm_oracle.texts(file, [{"prompt": "hello", "max_tokens": 16, "temperature": 0}])
+    with Server(file) as server, server.client() as client:
+        (found,) = client.stream("chat", tensors({"text_input": "hello"}), parameters={"temperature": 0})
+    assert text_of(found) == "hello" + expected

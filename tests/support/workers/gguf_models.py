@@ -1,0 +1,93 @@
+"""Small language models with random weights, written as GGUF files.
+
+The vocabulary has one token for each printable character of ASCII. Tokens of other bytes and the end of a text have the
+logit 0 and so are never the most probable.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CHARACTERS = [chr(code) for code in range(0x20, 0x7F)]
+SPECIAL = ["<unk>", "<s>", "</s>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+ALIGNMENT = 32
+_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def write(path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, seed: int = 0) -> Path:
+    """A Llama network."""
+    tokens = [*SPECIAL, *BYTES, *("▁" if one == " " else one for one in CHARACTERS)]
+    kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * len(BYTES), *[_NORMAL] * len(CHARACTERS)]
+    settings: list[tuple[str, int, Any]] = [
+        ("general.architecture", _STRING, "llama"),
+        ("general.name", _STRING, "random"),
+        ("llama.context_length", _UINT32, context),
+        ("llama.embedding_length", _UINT32, width),
+        ("llama.block_count", _UINT32, layers),
+        ("llama.feed_forward_length", _UINT32, 2 * width),
+        ("llama.attention.head_count", _UINT32, 4),
+        ("llama.attention.layer_norm_rms_epsilon", _FLOAT32, 1e-5),
+        ("tokenizer.ggml.model", _STRING, "llama"),
+        ("tokenizer.ggml.tokens", _STRING, tokens),
+        ("tokenizer.ggml.scores", _FLOAT32, [0.0] * len(tokens)),
+        ("tokenizer.ggml.token_type", _INT32, kinds),
+        ("tokenizer.ggml.bos_token_id", _UINT32, 1),
+        ("tokenizer.ggml.eos_token_id", _UINT32, 2),
+        ("tokenizer.chat_template", _STRING, TEMPLATE),
+    ]
+    tensors = _weights(width, layers, len(tokens), np.random.default_rng(seed))
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(settings))
+    header += b"".join(_text(key) + _value(kind, value) for key, kind, value in settings)
+    data = b""
+    for name, array in tensors.items():
+        header += _text(name) + struct.pack("<I", array.ndim) + struct.pack(f"<{array.ndim}Q", *array.shape[::-1])
+        header += struct.pack("<IQ", 0, len(data))
+        data += _padded(array.tobytes())
+    path.write_bytes(_padded(header) + data)
+    return path
+
+
+def _weights(width: int, layers: int, count: int, random: np.random.Generator) -> dict[str, Any]:
+    def weight(rows: int, columns: int) -> Any:
+        return (random.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
+
+    ones = np.ones(width, np.float32)
+    output = 4 * weight(count, width)
+    output[: len(SPECIAL) + len(BYTES)] = 0
+    found = {"token_embd.weight": 4 * weight(count, width), "output_norm.weight": ones, "output.weight": output}
+    for layer in range(layers):
+        shapes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (width, width))
+        shapes |= {"ffn_gate": (2 * width, width), "ffn_up": (2 * width, width), "ffn_down": (width, 2 * width)}
+        found |= {f"blk.{layer}.{name}.weight": 2 * weight(*shape) for name, shape in shapes.items()}
+        found |= {f"blk.{layer}.{name}.weight": ones for name in ("attn_norm", "ffn_norm")}
+    return found
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(kind: int, value: Any) -> bytes:
+    if isinstance(value, list):
+        items = b"".join(_plain(kind, item) for item in value)
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + items
+    return struct.pack("<I", kind) + _plain(kind, value)
+
+
+def _plain(kind: int, value: Any) -> bytes:
+    return _text(value) if kind == _STRING else struct.pack({_UINT32: "<I", _INT32: "<i", _FLOAT32: "<f"}[kind], value)
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)

@@ -1,0 +1,183 @@
+"""Language models without their engine: headers of files, sampling parameters, and pieces that become responses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable, Unsupported
+from shmserve.workers.backends.llamacpp.files import trained_context
+from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
+from shmserve.workers.backends.llamacpp.requests import RETURNED, Generation
+from shmserve.workers.backends.llamacpp.sampling import engine_parameters, merged, sampling_in
+from tests.support.workers import gguf_models
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def test_the_header_of_a_file(tmp_path: Path) -> None:
+    file = gguf_models.write(tmp_path / "model.gguf", context=1234)
+    assert trained_context(file) == 1234
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"llama.context_length", b"llama.context_lenght"))
+    assert trained_context(file) == 0, "the whole header was read"
+    for wrong, words in (
+        (b"", "it does not begin with 'GGUF'"),
+        (data[:60], "its header is damaged or cut off"),
+        (data[:4] + b"\x09" + data[5:], "its version is 9"),
+        (data[:24] + b"\xff" * 8 + data[32:], "it has a name of 18446744073709551615 bytes"),
+        (data.replace(b"general.architecture", b"general.architektur_"), "it does not name an architecture"),
+    ):
+        file.write_bytes(wrong)
+        with pytest.raises(InvalidRequest, match=f"model.gguf is not a GGUF file that llama.cpp can run: {words}"):
+            trained_context(file)
+
+
+# ---------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"temperature": 1.0, "top_k": 0, "max_tokens": 16}),
+        (
+            {"temperature": "0.5", "top_k": -1, "ignore_eos": "true"},
+            {"temperature": 0.5, "top_k": 0, "ignore_eos": True},
+        ),
+        ({"repetition_penalty": 1.5, "max_tokens": 7}, {"repeat_penalty": 1.5, "max_tokens": 7}),
+        ({"max_tokens": None, "stop": None, "seed": None, "logprobs": None}, {"max_tokens": 16}),
+        ({"stop": "a"}, {"stop": ["a"]}),
+        ({"stop": ["a", "", "b"], "seed": -1}, {"stop": ["a", "b"], "seed": 0x7FFFFFFF}),
+        ({"logit_bias": '{"5": -1}'}, {"logit_bias": [[5, -1.0]]}),
+        ({"structured_outputs": '{"json": "{\\"type\\": \\"array\\"}"}'}, {"json_schema": {"type": "array"}}),
+        ({"structured_outputs": {"json_object": True, "json": None}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"choice": ["a", 'b"']}}, {"grammar": 'root ::= "a" | "b\\""'}),
+        ({"min_tokens": 0, "skip_special_tokens": True, "stop_token_ids": []}, {"max_tokens": 16}),
+    ],
+)
+def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = engine_parameters(sampling_in(json.dumps(given)), 16)
+    assert expected.items() <= found.items()
+    neutral = engine_parameters(sampling_in(""), 16)
+    assert {name: value for name, value in found.items() if name not in expected} == {
+        name: value for name, value in neutral.items() if name not in expected
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("[]", InvalidRequest, "is not a JSON object"),
+        ("{", InvalidRequest, "is not JSON"),
+        ("[" * 100_000, InvalidRequest, "is not JSON"),
+        ('{"logprobs": 21}', InvalidRequest, "logprobs"),
+        ('{"n": 0}', InvalidRequest, "n`"),
+        ('{"top_p": 0}', InvalidRequest, "top_p"),
+        ('{"temperature": "hot"}', InvalidRequest, "temperature"),
+        ('{"n": 2, "best_of": 3}', Unsupported, "best_of"),
+        ('{"bad_words": ["a"]}', Unsupported, "no 'bad_words'"),
+        ('{"logit_bias": {"a": 1}}', InvalidRequest, "ids of tokens, not 'a'"),
+        ('{"structured_outputs": {"regex": "a"}}', Unsupported, "with 'regex' is not supported"),
+        ('{"structured_outputs": {"json": {}, "choice": ["a"]}}', InvalidRequest, "must have one of"),
+    ],
+)
+def test_sampling_parameters_that_are_refused(text: str, kind: type[ServeError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        engine_parameters(sampling_in(text), 16)
+
+
+def test_a_request_overrides_the_defaults_of_its_model() -> None:
+    both = merged(sampling_in('{"temperature": 0.2, "top_p": 0.9}'), sampling_in('{"temperature": 1}'))
+    assert (both.temperature, both.top_p) == (1, 0.9)
+
+
+# ---------------------------------------------------------------------------------------------- replies
+
+
+def piece(index: int = 0, text: str = "", finish: str | None = None, **more: Any) -> bytes:
+    return json.dumps({"choices": [{"index": index, "text": text, "finish_reason": finish, **more}]}).encode()
+
+
+def chat(**delta: Any) -> bytes:
+    return json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode()
+
+
+def reply(count: int = 1, stream: bool = True, chatting: bool = False, prefix: str = "") -> Reply:
+    return Reply(Generation(chatting, b"", count, stream, prefix, 0, frozenset(RETURNED.values())))
+
+
+def outputs(made: Reply) -> dict[str, Any]:
+    return {name: array.tolist() for name, array in made.outputs()}
+
+
+def end(index: int, tokens: int, finish: str = "stop") -> bytes:
+    given = json.loads(piece(index, finish=finish))
+    return json.dumps(given | {"timings": {"prompt_n": 3, "cache_n": 2, "predicted_n": tokens}}).encode()
+
+
+def test_pieces_that_are_not_sent_join_the_next() -> None:
+    """As those of a caller that reads slowly do."""
+    made = reply()
+    assert not made.add(piece_of(b'{"choices": [{}], "prompt_progress": {"total": 5, "processed": 5}}'))
+    for text in "ab":
+        assert made.add(piece_of(piece(text=text)))
+    found = outputs(made)
+    assert (found["text_output"], found["num_output_tokens"], found["num_input_tokens"]) == (["ab"], [2], [5])
+    assert found["finish_reason"] == ["None"]
+    assert made.add(piece_of(piece(text="c")))
+    assert made.add(piece_of(end(0, 4)))
+    assert made.complete
+    found = outputs(made)
+    assert (found["text_output"], found["num_output_tokens"], found["finish_reason"]) == (["c"], [2], ["stop"])
+
+
+def test_texts_end_at_different_times() -> None:
+    made = reply(count=2, stream=False, prefix="> ")
+    due = [made.add(piece_of(data)) for data in (piece(1, "a"), piece(0, "b"), end(1, 1, "length"), piece(0, "c"))]
+    assert due == [False] * 4
+    assert made.add(piece_of(end(0, 2)))
+    found = outputs(made)
+    assert (found["text_output"], found["finish_reason"]) == (["> bc", "> a"], ["stop", "length"])
+    assert (found["num_output_tokens"], found["num_input_tokens"]) == ([2, 1], [5])
+
+
+def test_tool_calls_are_put_together() -> None:
+    begin = {"index": 0, "id": "x", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    pieces = [
+        [begin],
+        [{"index": 0, "function": {"arguments": '{"city":'}}],
+        [{"index": 0, "function": {"arguments": '"P"}'}}],
+    ]
+    made = reply(chatting=True)
+    assert not made.add(piece_of(chat(role="assistant", content=None)))
+    assert made.add(piece_of(chat(tool_calls=pieces[0])))
+    assert json.loads(outputs(made)["tool_calls"][0]) == [begin]
+    for more in pieces[1:]:
+        assert made.add(piece_of(chat(tool_calls=more)))
+    (call,) = json.loads(outputs(made)["tool_calls"][0])
+    assert call == {"index": 0, "function": {"arguments": '{"city":"P"}'}}
+    made = reply(chatting=True, stream=False)
+    for part in pieces:
+        made.add(piece_of(chat(tool_calls=part)))
+    made.add(piece_of(end(0, 9, "tool_calls")))
+    (call,) = json.loads(outputs(made)["tool_calls"][0])
+    assert call["function"] == {"name": "weather", "arguments": '{"city":"P"}'}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ({"code": 400, "message": "no"}, InvalidRequest),
+        ({"code": 400, "message": "no", "type": "exceed_context_size_error"}, InvalidRequest),
+        ({"code": 503, "message": "no"}, Unavailable),
+        ({"code": 500, "message": "no"}, ModelFailed),
+    ],
+)
+def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> None:
+    with pytest.raises(kind, match="no"):
+        piece_of(json.dumps({"error": error}).encode())
+    with pytest.raises(ModelFailed, match="cannot be read"):
+        piece_of(b"[]")

@@ -1,0 +1,221 @@
+"""Serves GGUF models: `model.gguf`.
+
+Invariants: each request in the engine has places in its batch (`slots`), one for each of its texts, so that requests
+beyond the slots wait in the server's queue. Nothing waits for a caller that reads slowly: what the engine generates for
+it becomes one response, which is bounded by the context length, and the slot is free once the text has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from shmserve.errors import Cancelled, InvalidRequest, Unsupported
+from shmserve.protocol.messages import Failure
+from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
+from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.llamacpp import requests
+from shmserve.workers.backends.llamacpp.engine import Engine
+from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
+from shmserve.workers.backends.llamacpp.requests import Generation, generation_of
+from shmserve.workers.backends.llamacpp.settings import settings_of
+from shmserve.workers.batch.specs import request_inputs_of
+from shmserve.workers.model_calls.answer import Answer, Request, failure_of
+from shmserve.workers.model_calls.responses import OpenResponses
+from shmserve.workers.process.device import device_of
+from shmserve.workers.process.log import log_traceback
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.model_calls.stream import ResponseSender
+
+INPUTS = (
+    ModelInput(name=requests.PROMPT, data_type="TYPE_STRING", dims=(1,)),
+    ModelInput(name=requests.TOKENS, data_type="TYPE_UINT32", dims=(-1,), optional=True),
+    ModelInput(name=requests.MESSAGES, data_type="TYPE_STRING", dims=(1,), optional=True),
+    ModelInput(name=requests.SAMPLING, data_type="TYPE_STRING", dims=(1,), optional=True),
+    *(
+        ModelInput(name=name, data_type="TYPE_BOOL", dims=(1,), optional=True)
+        for name in (requests.STREAM, requests.EXCLUDE, *requests.RETURNED)
+    ),
+)
+OUTPUTS = (
+    ModelOutput(name="text_output", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="tool_calls", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="finish_reason", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="cumulative_logprob", data_type="TYPE_FP32", dims=(-1,)),
+    ModelOutput(name="logprobs", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="token_ids", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="num_input_tokens", data_type="TYPE_UINT32", dims=(1,)),
+    ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),
+)
+_CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
+
+
+class LlamaCpp(SeparateBackend):
+    asks = True  # so that orders are received while `execute` waits
+    strict = False  # outputs that are not requested are absent
+    streams: OpenResponses
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._engine: Engine | None = None
+        self._free = 0
+        """Slots without a request. With the turn."""
+        self._threads: set[threading.Thread] = set()
+        """Those that run a request. With the turn."""
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        inputs, outputs = {entry.name for entry in config.input}, {entry.name for entry in config.output}
+        return replace(
+            config,
+            input=config.input + tuple(entry for entry in INPUTS if entry.name not in inputs),
+            output=config.output + tuple(entry for entry in OUTPUTS if entry.name not in outputs),
+            model_transaction_policy=config.model_transaction_policy or ModelTransactionPolicy(decoupled=True),
+        )
+
+    def load(self, config: ModelConfig) -> None:
+        _check(config, self.context)
+        self._settings = settings_of(config, self.context)
+        self._names = [spec.name for spec in request_inputs_of(config)]
+        self._outputs = frozenset(entry.name for entry in config.output)
+        self.streams = OpenResponses(decoupled=True)
+        if self.calls is not None:
+            self.calls.connect(self.streams)
+        self._free = self._settings.slots
+        self._engine = Engine(self._settings)
+
+    def close(self) -> None:
+        streams: OpenResponses | None = self.streams  # None: the model was not loaded
+        if streams is None:
+            return
+        streams.stop(False)
+        for thread in list(self._threads):
+            thread.join()
+        if self._engine is not None:
+            self._engine.close()
+        streams.close()
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, requests: list[Request]) -> list[Answer | None]:
+        streams = [self._begin(request) for request in requests]
+        self.streams.withdrawn.clear()
+        if self.streams.connected:
+            return [None] * len(requests)
+        answers = [self.streams.collect(stream) for stream in streams]  # a warm-up: only its failure matters
+        return [answer if answer is not None and answer.error is not None else None for answer in answers]
+
+    def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
+        return [answer if self.streams.take_over(request.work.request) else None for request in requests]
+
+    def _begin(self, request: Request) -> ResponseSender:
+        """Starts a request; waits until the engine has room for it."""
+        host, work = self.streams, request.work
+        stream = host.begin(work)
+        parameters = work.options.parameters if work.options is not None else {}
+        try:
+            generation = generation_of(dict(zip(self._names, request.arrays, strict=True)), parameters, self._settings)
+            self._take_slots(generation.count, stream)
+        except Exception as error:
+            host.fail(stream, self._failure(error))
+            return stream
+        if stream.over or stream.cancelled:
+            self._free += generation.count
+            host.fail(stream, _CANCELLED)
+            return stream
+        thread = threading.Thread(target=self._run, args=(generation, stream), name="sequence", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return stream
+
+    def _take_slots(self, count: int, stream: ResponseSender) -> None:
+        if self._free < count and not stream.cancelled:
+            self.streams.turn.release()
+            try:
+                self.streams.wait_for(lambda: self._free >= count or stream.cancelled or stream.over)
+            finally:
+                self.streams.turn.acquire()
+        self._free -= count
+
+    # ------------------------------------------------------------------------------------ in the thread of a request
+
+    def _run(self, generation: Generation, stream: ResponseSender) -> None:
+        assert self._engine is not None
+        replying = _Replying(generation, stream, self.streams, self._outputs)
+        try:
+            self._engine.generate(generation.chat, generation.body, replying.receive)
+            error = replying.error
+        except Exception as raised:
+            error = replying.error or raised
+        host = self.streams
+        try:
+            if error is not None:
+                host.fail_all([stream], self._failure(error))
+            elif not stream.final and not stream.over:
+                host.send(stream, None, True)
+        finally:
+            with host.turn:
+                self._free += generation.count
+                self._threads.discard(threading.current_thread())
+            host.wake()
+
+    def _failure(self, error: Exception) -> Failure:
+        return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)
+
+
+class _Replying:
+    """Sends what the engine generates for a request. `error`: the reason why it was stopped."""
+
+    def __init__(
+        self, generation: Generation, stream: ResponseSender, host: OpenResponses, outputs: frozenset[str]
+    ) -> None:
+        self.error: Exception | None = None
+        self._reply = Reply(generation)
+        self._stream = stream
+        self._host = host
+        self._outputs = outputs
+
+    def receive(self, data: bytes) -> bool:
+        """Returns whether the engine is to stop. While the caller's window has no room, only the last response is sent,
+        which is queued."""
+        stream, reply = self._stream, self._reply
+        if stream.cancelled or stream.over:
+            return True
+        try:
+            if reply.add(piece_of(data)) and (stream.room > 0 or reply.complete):
+                outputs = [pair for pair in reply.outputs() if pair[0] in self._outputs]
+                self._host.send_soon(stream, Answer(outputs), reply.complete, None)
+        except Exception as error:
+            self.error = error
+            return True
+        return stream.cancelled or stream.over
+
+
+def _check(config: ModelConfig, context: Context) -> None:
+    """Raises unless the configuration is one of a language model on the CPU."""
+    failed = f"unable to load model '{config.name}'"
+    kind, number = device_of(config, context.instance)
+    if kind == "GPU":
+        raise Unsupported(
+            f"instance '{context.instance}' is to run on GPU {number}, and this build of llama.cpp runs on the CPU: "
+            "choose KIND_CPU"
+        )
+    if config.max_batch_size:
+        raise InvalidRequest(f"{failed}: max_batch_size must be 0, as the engine forms its batches itself")
+    policy = config.model_transaction_policy
+    if policy is None or not policy.decoupled:
+        raise InvalidRequest(f"{failed}: a language model needs model_transaction_policy {{ decoupled: true }}")
+    for what, entries, known in (("input", config.input, INPUTS), ("output", config.output, OUTPUTS)):
+        types = {entry.name: entry.data_type for entry in known}
+        for entry in entries:
+            if entry.name not in types:
+                raise InvalidRequest(f"{failed}: unexpected {what} '{entry.name}', allowed are: {', '.join(types)}")
+            if entry.data_type != types[entry.name]:
+                raise InvalidRequest(
+                    f"{failed}: {what} '{entry.name}' must be {types[entry.name]}, not {entry.data_type}"
+                )
+    if not {requests.PROMPT} <= {entry.name for entry in config.input}:
+        raise InvalidRequest(f"{failed}: it has no input '{requests.PROMPT}'")

@@ -1,0 +1,92 @@
+"""The header of a GGUF file, as far as it is needed before the engine loads the file."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from shmserve.errors import InvalidRequest
+
+MAGIC = b"GGUF"
+_FORMATS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
+"""Type of a value -> its format."""
+_STRING, _ARRAY = 8, 9
+_ARCHITECTURE = "general.architecture"
+_KEYS = 4096
+_TEXT = 1 << 16
+
+
+def trained_context(path: Path) -> int:
+    """The context length for which the model was trained; 0: the header does not say. Raises InvalidRequest for a file
+    that is not a model."""
+    try:
+        with path.open("rb") as file:
+            return _trained_context(file)
+    except (struct.error, KeyError, ValueError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path.name} is not a GGUF file that llama.cpp can run: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if type(error) is ValueError else "its header is damaged or cut off"
+
+
+def _trained_context(file: BinaryIO) -> int:
+    if file.read(4) != MAGIC:
+        raise ValueError("it does not begin with 'GGUF'")
+    version, _, keys = struct.unpack("<IQQ", file.read(20))
+    if not 2 <= version <= 3:
+        raise ValueError(f"its version is {version}, and only 2 and 3 are supported")
+    architecture = ""
+    found: dict[str, int] = {}
+    for _ in range(min(keys, _KEYS)):
+        key, value = _text(file), _value(file)
+        if key == _ARCHITECTURE and isinstance(value, str):
+            architecture = value
+        elif key.endswith(".context_length") and isinstance(value, int):
+            found[key] = value
+        wanted = f"{architecture}.context_length"
+        if wanted in found:
+            return found[wanted]
+    if not architecture:
+        raise ValueError("it does not name an architecture")
+    return 0
+
+
+def _text(file: BinaryIO) -> str:
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > _TEXT:
+        raise ValueError(f"it has a name of {length} bytes")
+    return file.read(length).decode()
+
+
+def _value(file: BinaryIO) -> object:
+    """The value of a key; None for an array or a long text, which are skipped."""
+    (kind,) = struct.unpack("<I", file.read(4))
+    return _READERS[kind](file) if kind in _READERS else _number(file, _FORMATS[kind])
+
+
+def _number(file: BinaryIO, form: str) -> object:
+    return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+
+
+def _long_text(file: BinaryIO) -> object:
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length <= _TEXT:
+        return file.read(length).decode(errors="replace")
+    file.seek(length, 1)
+    return None
+
+
+def _array(file: BinaryIO) -> object:
+    kind, count = struct.unpack("<IQ", file.read(12))
+    if kind in _FORMATS:
+        file.seek(count * struct.calcsize(_FORMATS[kind]), 1)
+        return None
+    for _ in range(count):  # ends with an error where the file ends
+        _READERS[kind](file)
+    return None
+
+
+_READERS: dict[int, Callable[[BinaryIO], object]] = {_STRING: _long_text, _ARRAY: _array}

@@ -1,0 +1,225 @@
+"""What the engine generates for a request, as responses of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.llamacpp.requests import Generation
+
+Array = np.ndarray[Any, np.dtype[Any]]
+NOT_FINISHED = "None"
+"""The finish reason of a text that goes on, as in vLLM's backend."""
+
+
+class Alternative(Struct):
+    id: int
+    token: str
+    logprob: float
+
+
+class Token(Alternative):
+    top_logprobs: list[Alternative] = []
+
+
+class Logprobs(Struct):
+    content: list[Token] | None = None
+
+
+class Delta(Struct):
+    content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Choice(Struct):
+    """`text` of a prompt that was continued, `delta` of a chat."""
+
+    index: int = 0
+    text: str = ""
+    delta: Delta | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class Progress(Struct):
+    total: int
+
+
+class Timings(Struct):
+    """Numbers of tokens: of the prompt, computed and found in the cache; and of the output."""
+
+    prompt_n: int = 0
+    cache_n: int = 0
+    predicted_n: int = 0
+
+
+class EngineError(Struct):
+    message: str = ""
+    code: int = 500
+    type: str = ""
+
+
+class Piece(Struct):
+    choices: list[Choice] = []
+    prompt_progress: Progress | None = None
+    timings: Timings | None = None
+    error: EngineError | None = None
+
+
+_decode = msgspec.json.Decoder(Piece).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def piece_of(data: bytes) -> Piece:
+    """Raises the engine's error, or ModelFailed for what cannot be read."""
+    try:
+        piece = _decode(data)
+    except msgspec.DecodeError as error:
+        raise ModelFailed(f"llama.cpp sent what cannot be read: {error}") from error
+    if piece.error is not None:
+        raise _error(piece.error)
+    return piece
+
+
+def _error(error: EngineError) -> ServeError:
+    text = " ".join(error.message.split()).rstrip(".")
+    if error.type == "exceed_context_size_error":
+        return InvalidRequest(f"{text}: the parameter context_length of the model sets it")
+    if error.code == 503:
+        return Unavailable(text)
+    return InvalidRequest(text) if 400 <= error.code < 500 else ModelFailed(text)
+
+
+class Text:
+    """One of the texts of a request: what was generated and not yet sent."""
+
+    __slots__ = ("calls", "cumulative", "finish", "ids", "parts", "scores", "sent", "tokens")
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.calls: list[Any] = []
+        self.scores: list[dict[str, Any]] = []
+        self.ids: list[int] = []
+        self.tokens = 0
+        self.sent = 0
+        """Tokens that were sent."""
+        self.cumulative = 0.0
+        self.finish = NOT_FINISHED
+
+    def clear(self) -> None:
+        """After what was generated was sent."""
+        self.parts, self.calls, self.scores, self.ids = [], [], [], []
+        self.sent += self.tokens
+        self.tokens = 0
+
+
+class Reply:
+    """Collects pieces into responses. Streamed, each piece with output is one; otherwise there is one at the end."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._texts = [Text() for _ in range(generation.count)]
+        self._open = generation.count
+        self._prompt_tokens = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all texts have ended."""
+        return self._open == 0
+
+    def add(self, piece: Piece) -> bool:
+        """Returns whether a response is due."""
+        due = False
+        if piece.prompt_progress is not None:
+            self._prompt_tokens = piece.prompt_progress.total
+        for choice in piece.choices:
+            due = self._add(choice, piece) or due
+        return due and (self._generation.stream or self.complete)
+
+    def _add(self, choice: Choice, piece: Piece) -> bool:
+        text = self._texts[choice.index]
+        delta = choice.delta
+        content = choice.text if delta is None else delta.content or ""
+        calls = delta.tool_calls if delta is not None else None
+        tokens = choice.logprobs.content if choice.logprobs is not None else None
+        if content:
+            text.parts.append(content)
+        if calls:
+            text.calls = _with(text.calls, calls)
+        if tokens:
+            self._score(text, tokens)
+        if choice.finish_reason is None:
+            text.tokens += 1 if content or calls else 0
+            return bool(content or calls)
+        text.finish = choice.finish_reason
+        self._open -= 1
+        if piece.timings is not None:  # tokens of which the engine sent no piece: the end mark, a stop text
+            text.tokens = piece.timings.predicted_n - text.sent
+            self._prompt_tokens = piece.timings.prompt_n + piece.timings.cache_n
+        return True
+
+    def _score(self, text: Text, tokens: list[Token]) -> None:
+        top = self._generation.top
+        for token in tokens:
+            text.ids.append(token.id)
+            text.cumulative += token.logprob
+            ranks = {other.id: rank for rank, other in enumerate(token.top_logprobs, 1)}
+            found = {str(token.id): _described(token, ranks.get(token.id, len(ranks) + 1))}
+            for rank, other in enumerate(token.top_logprobs[:top], 1):
+                found.setdefault(str(other.id), _described(other, rank))
+            text.scores.append(found)
+
+    def outputs(self) -> list[tuple[str, Array]]:
+        """The outputs of a response, with all that was not yet sent."""
+        returned, texts = self._generation.returned, self._texts
+        prefix = self._generation.prefix
+        found = [("text_output", _strings([prefix + "".join(text.parts) for text in texts]))]
+        if any(text.calls for text in texts):
+            found.append(("tool_calls", _strings([_encode(text.calls) for text in texts])))
+        if returned:
+            found += [(name, array) for name, array in self._optional() if name in returned]
+        for text in texts:
+            text.clear()
+        return found
+
+    def _optional(self) -> list[tuple[str, Array]]:
+        texts = self._texts
+        return [
+            ("finish_reason", _strings([text.finish for text in texts])),
+            ("cumulative_logprob", np.array([text.cumulative for text in texts], np.float32)),
+            ("logprobs", _strings([_encode(text.scores) for text in texts])),
+            ("token_ids", _strings([_encode(text.ids) for text in texts])),
+            ("num_input_tokens", np.array([self._prompt_tokens], np.uint32)),
+            ("num_output_tokens", np.array([text.tokens for text in texts], np.uint32)),
+        ]
+
+
+def _strings(values: list[Any]) -> Array:
+    array = np.empty(len(values), np.object_)
+    array[:] = values
+    return array
+
+
+def _described(token: Alternative, rank: int) -> dict[str, Any]:
+    return {"logprob": token.logprob, "rank": rank, "decoded_token": token.token}
+
+
+def _with(calls: list[Any], more: list[Any]) -> list[Any]:
+    """Puts pieces of tool calls together: those of a call have its index."""
+    found = list(calls)
+    for piece in more:
+        same = next((one for one in found if one.get("index") == piece.get("index")), None)
+        if same is None:
+            found.append({**piece, "function": dict(piece.get("function") or {})})
+            continue
+        function = same["function"]
+        for name, value in (piece.get("function") or {}).items():
+            function[name] = function.get(name, "") + value if name == "arguments" else value
+        same |= {name: value for name, value in piece.items() if name not in ("function", "index")}
+    return found

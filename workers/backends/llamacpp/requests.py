@@ -1,0 +1,133 @@
+"""One request: its tensors, as the engine's request, and what its responses contain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.workers.backends.llamacpp.sampling import (
+    TEXT_MAX_TOKENS,
+    Sampling,
+    engine_parameters,
+    merged,
+    sampling_in,
+    sampling_of,
+)
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.llamacpp.settings import Settings
+
+PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
+STREAM, EXCLUDE = "stream", "exclude_input_in_output"
+RETURNED = {
+    "return_finish_reason": "finish_reason",
+    "return_cumulative_logprob": "cumulative_logprob",
+    "return_logprobs": "logprobs",
+    "return_token_ids": "token_ids",
+    "return_num_input_tokens": "num_input_tokens",
+    "return_num_output_tokens": "num_output_tokens",
+}
+"""Input -> the output that it asks for."""
+_CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs")
+_OWN = frozenset({STREAM, EXCLUDE, *RETURNED})
+_RESERVED = "triton_"
+_encode = msgspec.json.Encoder().encode
+
+
+class Generation(Struct):
+    """A request to the engine. `chat`: it has messages. `prefix`: the prompt, if texts begin with it. `top`: number of
+    alternatives for each token. `returned`: optional outputs."""
+
+    chat: bool
+    body: bytes
+    count: int
+    stream: bool
+    prefix: str
+    top: int
+    returned: frozenset[str]
+
+
+def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], settings: Settings) -> Generation:
+    """`inputs`: arrays by name, None for those that are absent. `parameters`: of the request; sampling parameters, if
+    the input for them is absent."""
+    stream = _flag(inputs, parameters, STREAM)
+    returned = frozenset(output for name, output in RETURNED.items() if _flag(inputs, parameters, name))
+    body: dict[str, Any] = {"stream": True, "return_progress": True, "cache_prompt": settings.prompt_cache}
+    body["repeat_last_n"] = settings.context  # penalties are for all tokens of a sequence
+    messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)
+    chat = messages is not None
+    sampling = merged(settings.sampling, _sampling(inputs.get(SAMPLING), parameters))
+    limit = settings.max_tokens or (0 if chat else TEXT_MAX_TOKENS)
+    body |= engine_parameters(sampling, limit)
+    top = sampling.logprobs or 0
+    scored = bool(returned & {"cumulative_logprob", "logprobs", "token_ids"})
+    prefix = ""
+    if messages is not None:
+        body |= {**_chat(_text(messages, MESSAGES)), "reasoning_format": "none"}
+        body |= {"logprobs": True, "top_logprobs": max(1, top)} if scored else {}
+    else:
+        if tokens is not None and tokens.size:
+            body["prompt"] = tokens.tolist()
+        else:
+            body["prompt"] = _text(inputs[PROMPT], PROMPT)
+            prefix = _prefix(inputs, parameters, stream, body["prompt"])
+        body |= {"logprobs": max(1, top)} if scored else {}
+        if not body["prompt"]:
+            raise InvalidRequest(f"input '{PROMPT}' is empty; give a prompt, or the input '{MESSAGES}'")
+    count = 1 if sampling.n is UNSET else sampling.n
+    if count > settings.slots:
+        raise InvalidRequest(
+            f"'n' is {count}, and the model runs at most {settings.slots} sequences at once; its parameter 'slots' "
+            "sets this number"
+        )
+    if count > 1:
+        body["n"] = count
+    return Generation(chat, _encode(body), count, stream, prefix, top, returned)
+
+
+def _sampling(given: Any, parameters: Mapping[str, Any]) -> Sampling:
+    if given is not None:
+        return sampling_in(_text(given, SAMPLING))
+    own = {name: value for name, value in parameters.items() if name not in _OWN and not name.startswith(_RESERVED)}
+    return sampling_of(own, "parameters of the request") if own else Sampling()
+
+
+def _prefix(inputs: Mapping[str, Any], parameters: Mapping[str, Any], stream: bool, prompt: str) -> str:
+    given = inputs.get(EXCLUDE) is not None or EXCLUDE in parameters
+    exclude = _flag(inputs, parameters, EXCLUDE) if given else stream
+    if stream and not exclude:
+        raise InvalidRequest("When streaming, `exclude_input_in_output` = False is not allowed.")
+    return "" if exclude else prompt
+
+
+def _flag(inputs: Mapping[str, Any], parameters: Mapping[str, Any], name: str) -> bool:
+    array = inputs.get(name)
+    if array is not None:
+        return bool(array.reshape(-1)[0])
+    value = parameters.get(name, False)
+    return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
+
+
+def _text(array: Any, name: str) -> str:
+    raw: bytes = array.reshape(-1)[0]
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"input '{name}' is not UTF-8") from None
+
+
+def _chat(text: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"input '{MESSAGES}' is not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("messages"), list):
+        raise InvalidRequest(f"input '{MESSAGES}' must be a JSON object with a list 'messages'")
+    unknown = sorted(found.keys() - set(_CHAT))
+    if unknown:
+        raise InvalidRequest(f"input '{MESSAGES}' has '{unknown[0][:80]}'; known are: {', '.join(_CHAT)}")
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,72 @@
+"""The parameters of a configuration that concern the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from shmserve.workers.backends.llamacpp.files import trained_context
+from shmserve.workers.backends.llamacpp.sampling import Sampling, sampling_in
+from shmserve.workers.backends.parameters import Parameters
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Context
+
+SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
+PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
+CHAT_TEMPLATE, MAX_TOKENS, SAMPLING = "chat_template", "default_max_tokens", "sampling_parameters"
+DEFAULT_SLOTS = 4
+LARGEST_CONTEXT = 4096
+"""Context length of models that were trained for more, unless the configuration has another."""
+DEFAULT_CONTEXT = 2048
+"""Of models that do not say for which they were trained."""
+DEFAULT_PROMPT_BATCH = 512
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+
+class Settings(Struct, frozen=True):
+    """`slots`: the most sequences in the running batch. `context`: tokens of a sequence, prompt and output.
+    `prompt_batch`: the most tokens of prompts in one step. `max_tokens`: of requests that have none; 0: the default of
+    the interface."""
+
+    file: Path
+    slots: int
+    context: int
+    threads: int
+    prompt_batch: int
+    cache_type: str
+    prompt_cache: bool
+    chat_template: str
+    max_tokens: int
+    sampling: Sampling
+
+
+def settings_of(config: ModelConfig, context: Context) -> Settings:
+    """Raises NotFound or InvalidRequest."""
+    parameters = Parameters(config)
+    file = context.model_file(config, "model.gguf")
+    trained = trained_context(file)
+    length = parameters.whole(CONTEXT, 0) or min(trained or DEFAULT_CONTEXT, LARGEST_CONTEXT)
+    slots = parameters.whole(SLOTS, DEFAULT_SLOTS)
+    if not 1 <= slots <= 256:
+        raise parameters.wrong(SLOTS, "a number of sequences from 1 to 256")
+    if trained and length > trained:
+        raise parameters.wrong(CONTEXT, f"at most {trained}, the context length for which the model was trained")
+    cache_type = parameters.text(CACHE_TYPE, "f16")
+    if cache_type not in CACHE_TYPES:
+        raise parameters.wrong(CACHE_TYPE, f"one of {', '.join(CACHE_TYPES)}")
+    return Settings(
+        file,
+        slots,
+        length,
+        parameters.whole(THREADS, 0) or context.engine_threads,
+        parameters.whole(PROMPT_BATCH, 0) or DEFAULT_PROMPT_BATCH,
+        cache_type,
+        parameters.flag(PROMPT_CACHE, True),
+        parameters.text(CHAT_TEMPLATE),
+        parameters.whole(MAX_TOKENS, 0),
+        sampling_in(parameters.text(SAMPLING), f"parameter {SAMPLING} of model '{config.name}'"),
+    )
