@@ -15,6 +15,7 @@ BACKENDS = frozenset(
         "dali",
         "fil",
         "identity",
+        "llamacpp",
         "onnxruntime",
         "openvino",
         "paddle",

@@ -6,6 +6,8 @@ No decisions are made here: a field of the policy is a field of the configuratio
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from msgspec import Struct, structs
@@ -14,17 +16,22 @@ from shmserve.core.policy import (
     BatchPolicy,
     IdControl,
     InstanceSpec,
+    MemoryEstimate,
     ModelPolicy,
     PaddingPolicy,
     QueuePolicy,
     Resource,
+    ScaledGroup,
+    ScalingPolicy,
     SequencePolicy,
     TensorSpec,
     TimeoutAction,
+    thread_share,
 )
+from shmserve.core.traffic import Traffic
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.repo.backends import ENVIRONMENT_FILE
-from shmserve.repo.config.complete import SEQUENCE_IDLE_US
+from shmserve.repo.config.complete import SEQUENCE_IDLE_US, is_ensemble
 from shmserve.repo.config.schema import (
     ModelConfig,
     ModelDynamicBatching,
@@ -43,12 +50,24 @@ from shmserve.repo.rules.fields import (
     CRASH_LIMIT,
     ENVIRONMENT,
     EXECUTION_LIMIT,
+    GPU_MEMORY,
     GPU_MEMORY_LIMIT,
+    IDLE_UNLOAD,
+    MEMORY,
     MEMORY_LIMIT,
     MODEL_DIRECTORY,
     RETRY,
+    STAY_LOADED,
+)
+from shmserve.repo.rules.instances import (
+    SCALE_DOWN,
+    SCALE_DOWN_SECS,
+    SCALE_UP_QUEUE,
+    SCALE_UP_QUEUE_MS,
+    scaled_groups,
 )
 from shmserve.repo.rules.padding import padding_of
+from shmserve.repo.rules.traffic import traffic_of
 
 _US = 1000
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
@@ -68,7 +87,9 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         inputs=tuple(_tensor(tensor, is_ensemble, None) for tensor in config.input),
         outputs=tuple(_tensor(tensor, is_ensemble, folder) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
-        execution_limit_ns=_execution_limit_ns(config),
+        execution_limit_ns=_nanoseconds(config, EXECUTION_LIMIT),
+        idle_unload_ns=_nanoseconds(config, IDLE_UNLOAD),
+        stays_loaded=parameter(config, STAY_LOADED).lower() == "true",
         retry=parameter(config, RETRY).lower() != "false",
         crash_limit=_count(config, CRASH_LIMIT),
         first_response_ms=_first_response_buckets(config),
@@ -83,12 +104,16 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
     )
 
 
+def compile_traffic(config: ModelConfig) -> Traffic:
+    return Traffic(*traffic_of(config))
+
+
 def _has_gpu(config: ModelConfig) -> bool:
     return any(group.kind == "KIND_GPU" for group in config.instance_group)
 
 
-def _execution_limit_ns(config: ModelConfig) -> int | None:
-    text = parameter(config, EXECUTION_LIMIT)
+def _nanoseconds(config: ModelConfig, key: str) -> int | None:
+    text = parameter(config, key)
     return round(float(text) * 1e9) if text else None
 
 
@@ -105,6 +130,24 @@ def memory_limit(config: ModelConfig) -> int | None:
 def gpu_memory_limit(config: ModelConfig) -> int | None:
     """As `memory_limit`, for GPU memory."""
     return _mebibytes(config, GPU_MEMORY_LIMIT)
+
+
+HOST_BASE = 40 << 20
+"""A Python process with an engine, without a model: a guess."""
+GPU_BASE = 400 << 20
+"""A CUDA context and the libraries of an engine: a guess."""
+
+
+def memory_estimate(config: ModelConfig, files: int) -> MemoryEstimate:
+    """What an instance probably needs. `files`: the size of its files. Engines need about half as much again for the
+    graph and for intermediate results."""
+    host, gpu = _mebibytes(config, MEMORY), _mebibytes(config, GPU_MEMORY)
+    guess = files * 3 // 2
+    return MemoryEstimate(
+        HOST_BASE + guess if host is None else host,
+        (GPU_BASE + guess if gpu is None else gpu) if _has_gpu(config) else 0,
+        host is not None and (gpu is not None or not _has_gpu(config)),
+    )
 
 
 def _mebibytes(config: ModelConfig, key: str) -> int | None:
@@ -141,15 +184,20 @@ def compile_instances(config: ModelConfig, cores: CoreSet | None = None) -> tupl
 
     A group on GPUs has `count` instances on each of its devices. The default host policy of a group is `cpu` or
     `gpu_<device>`. If only `count` grows, existing specs keep their names and cores, except that a model with fewer
-    instances than there are NUMA nodes is not bound to nodes; `threads` become fewer.
+    instances than there are NUMA nodes is not bound to nodes; `threads` become fewer. A group that is scaled begins
+    with `count` instances, or as many as it has at least.
     """
+    return _compile(config, cores, [max(group.count, least) for group, least, _ in scaled_groups(config)])
+
+
+def _compile(config: ModelConfig, cores: CoreSet | None, counts: Sequence[int]) -> tuple[InstanceSpec, ...]:
     specs: list[InstanceSpec] = []
     numbers: dict[str, int] = {}
     policies: list[str] = []
-    for group in config.instance_group:
+    for group, count in zip(config.instance_group, counts, strict=True):
         gpu = group.kind == "KIND_GPU"
         for device in group.gpus if gpu else (0,):
-            for _ in range(group.count):
+            for _ in range(count):
                 number = numbers.get(group.name, 0)
                 numbers[group.name] = number + 1
                 name = f"{group.name}_{number}"
@@ -163,6 +211,27 @@ def compile_instances(config: ModelConfig, cores: CoreSet | None = None) -> tupl
     bound = [_bound(spec, cores, policy) for spec, policy in zip(specs, policies, strict=True)]
     bound = _dealt(specs, bound, cores)
     return _with_cores(specs, bound, cores)
+
+
+def compile_scaling(config: ModelConfig, cores: CoreSet | None = None) -> ScalingPolicy | None:
+    """How the number of instances follows the load; None: it does not."""
+    bounds = scaled_groups(config)
+    if is_ensemble(config) or not any(least < most for _, least, most in bounds):
+        return None
+    specs = iter(_compile(config, cores, [most for _, _, most in bounds]))
+    groups = []
+    for group, least, most in bounds:
+        for _ in group.gpus if group.kind == "KIND_GPU" else (0,):
+            of_group = tuple(islice(specs, most))
+            if least < most:
+                groups.append(ScaledGroup(group.name, least, most, of_group))
+    return ScalingPolicy(
+        tuple(groups),
+        round(float(parameter(config, SCALE_UP_QUEUE) or SCALE_UP_QUEUE_MS) * 1e6),
+        round(float(parameter(config, SCALE_DOWN) or SCALE_DOWN_SECS) * 1e9),
+        len(cores.usable) if cores is not None else 0,
+        cores.quota if cores is not None else 0,
+    )
 
 
 def unknown_policies(config: ModelConfig, cores: CoreSet) -> tuple[str, ...]:
@@ -198,10 +267,8 @@ def _with_cores(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: 
     sharing = Counter(cpus for spec, cpus in zip(specs, bound, strict=True) if not spec.passive)
     found = []
     for spec, cpus in zip(specs, bound, strict=True):
-        threads = len(cpus or cores.usable) // max(1, sharing[cpus])
-        if cores.quota:
-            threads = min(threads, cores.quota // max(1, sharing.total()))
-        found.append(structs.replace(spec, cpus=cpus, threads=max(1, threads)))
+        threads = thread_share(len(cpus or cores.usable), cores.quota, sharing[cpus], sharing.total())
+        found.append(structs.replace(spec, cpus=cpus, threads=threads))
     return tuple(found)
 
 

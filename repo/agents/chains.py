@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from shmserve.errors import InvalidRequest, Unavailable, from_wire
 from shmserve.repo.agents import registry
 from shmserve.repo.agents.process import AgentProcess
-from shmserve.repo.agents.record import CHAIN, AgentSpec, Chain, read_chain, read_result, write
+from shmserve.repo.agents.record import CHAIN, AgentSpec, Chain, folders_done, read_chain, read_result, write
 from shmserve.repo.config.schema import ModelRepositoryAgents
 
 PREFIX = "chain-"
@@ -126,23 +127,37 @@ class AgentChains:
     def _drop(self, home: Path, name: str) -> None:
         self.discard(lambda: self._release(home, name))
 
-    def _release(self, home: Path, name: str) -> None:
-        if self._live.pop(home, False):
-            self._run(home, "unload", name)
+    def _release(self, home: Path, name: str, left_s: float | None = None) -> None:
+        unloads = self._live.pop(home, None)
+        if unloads is None:
+            return  # close() has released it, or left it for recover()
+        if unloads:
+            self._run(home, "unload", name, left_s)
         shutil.rmtree(home, ignore_errors=True)
 
     def recover(self) -> None:
         """Tells the agents of models that were loaded when the server was killed, and removes what they made."""
         for home in sorted(self._place.glob(f"{PREFIX}*")):
-            with suppress(FileNotFoundError):
-                self._run(home, "unload", read_chain(home).model)
+            result = read_result(home)
+            unloads = result.unloads if result is not None else bool(folders_done(home))
+            if unloads:
+                with suppress(FileNotFoundError):
+                    self._run(home, "unload", read_chain(home).model)
             shutil.rmtree(home, ignore_errors=True)
 
     def close(self) -> None:
-        """Tells the agents of all loaded models, for up to STOP_S. The thread that reads models must have ended."""
-        for home in list(self._live):
+        """Tells the agents of all loaded models, for up to STOP_S. The thread that reads models must have ended.
+
+        What is then left stays for recover().
+        """
+        deadline = time.monotonic() + STOP_S
+        for home, unloads in list(self._live.items()):
+            left = deadline - time.monotonic()
+            if unloads and left <= 0:
+                del self._live[home]
+                continue
             with suppress(FileNotFoundError):
-                self._release(home, read_chain(home).model)
+                self._release(home, read_chain(home).model, left)
 
     def interrupt(self) -> None:
         """Kills the agents that are running, so that the thread that reads models ends. May be called in any thread."""
@@ -153,13 +168,13 @@ class AgentChains:
 
     # ------------------------------------------------------------------------------------ processes
 
-    def _run(self, home: Path, action: str, model: str) -> str:
+    def _run(self, home: Path, action: str, model: str, left_s: float | None = None) -> str:
         """Runs the process of a chain. Returns what was wrong with it; "" if it ended normally."""
         command = [sys.executable, "-m", "shmserve.repo.agents.host", str(home), action, str(os.getpid())]
         self._running = process = AgentProcess(command, lambda line: self._log(line, model))
         if self._closed and action == "load":
             process.kill()
-        code = process.run(self._limit_s(action))
+        code = process.run(self._limit_s(action, left_s))
         self._running = None
         if code is None:
             text = f"its repository agents were killed: they took longer than {self._settings.limit_s:g} s"
@@ -168,9 +183,10 @@ class AgentChains:
             return f"its repository agents were killed by {signal.Signals(-code).name}"
         return f"its repository agents ended with exit code {code}" if code else ""
 
-    def _limit_s(self, action: str) -> float | None:
-        limit = self._settings.limit_s or None
-        return min(limit or STOP_S, STOP_S) if self._closed and action == "unload" else limit
+    def _limit_s(self, action: str, left_s: float | None) -> float | None:
+        if left_s is None and self._closed and action == "unload":
+            left_s = STOP_S
+        return min((limit for limit in (self._settings.limit_s, left_s) if limit), default=None)
 
 
 def _named(home: Path, folder: Path, name: str) -> Path:

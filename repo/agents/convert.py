@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from shmserve.extras import install_command
+from shmserve.repo.agents.built_in import linked
 from shmserve.repo.agents.checksum import digest_of
 from shmserve.repo.agents.model import Agent, AgentModel, Refused
 from shmserve.repo.gpus import discover
@@ -35,13 +36,7 @@ class Convert(Agent):
         if not sources:
             raise Refused(f"no version has a file '{SOURCE}'")
         machine = _machine()
-        target = model.work / model.name
-        target.mkdir(mode=0o700)
-        for name in names:
-            if name.endswith("/"):
-                (target / name).mkdir(mode=0o700)
-            elif name not in sources:
-                (target / name).symlink_to((model.folder / name).resolve())
+        target = linked(model, names, sources)
         for source in sources:
             version = source.partition("/")[0]
             (target / version / TARGET).symlink_to(_plan(model, version, source, machine))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pyrage
 
+from shmserve.repo.agents.built_in import linked, server_file
 from shmserve.repo.agents.model import Agent, AgentModel, Refused
-from shmserve.repo.agents.parameters import server_file
 from shmserve.repo.storage.snapshot import take
 from shmserve.system.mounts import is_tmpfs
 
@@ -28,19 +28,13 @@ class Decrypt(Agent):
         if not _is_in_memory(model.work):
             text = "decrypted files would be written to a disk, as the runtime directory is not on a tmpfs"
             raise Refused(f"{text}; use a --runtime-dir below /run or /dev/shm")
-        target = model.work / model.name
-        target.mkdir(mode=0o700)
         names = sorted(take(model.folder).files)
         encrypted = {name.removesuffix(SUFFIX): name for name in names if name.endswith(SUFFIX)}
         if not encrypted:
             raise Refused(f"no file ends with {SUFFIX}")
-        for name in names:
-            if name.endswith("/"):
-                (target / name).mkdir(mode=0o700)
-            elif name in encrypted.values():
-                _decrypt(model.folder / name, target / name.removesuffix(SUFFIX), identities)
-            elif name not in encrypted:
-                (target / name).symlink_to((model.folder / name).resolve())
+        target = linked(model, names, {*encrypted, *encrypted.values()})
+        for plain, name in encrypted.items():
+            _decrypt(model.folder / name, target / plain, identities)
         return target
 
 

@@ -14,6 +14,8 @@ from threading import RLock
 LINES = 200
 """Most lines of output that are passed on."""
 LINE_BYTES = 4096
+PIPE_BYTES = 1 << 16
+"""As much as a pipe holds: one read empties it."""
 
 
 class AgentProcess:
@@ -74,18 +76,16 @@ class _Output:
         self._count = 0
 
     def read(self, descriptor: int) -> bool:
-        """Reads what is there. False: nothing more will come."""
-        while True:
-            try:
-                piece = os.read(descriptor, 1 << 16)
-            except BlockingIOError:
-                return True
-            if not piece:
-                return False
-            *lines, self._rest = (self._rest + piece).split(b"\n")
-            self._rest = self._rest[:LINE_BYTES]
-            for line in lines:
-                self._add(line)
+        """Reads what is there, once: a process may print faster than it is read. False: nothing more will come."""
+        try:
+            piece = os.read(descriptor, PIPE_BYTES)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        self._rest = self._rest[:LINE_BYTES]
+        for line in lines:
+            self._add(line)
+        return bool(piece)
 
     def _add(self, line: bytes) -> None:
         self._count += 1

@@ -6,7 +6,8 @@
         result.json    the end of a load: the directory to serve, or an error
         0/, 1/, ...    the work directories of the agents
 
-After a crash, `chain.json` and `done` say which agents to tell that the model is no longer loaded.
+After a crash, `chain.json` and `done` say which agents to tell that the model is no longer loaded, unless `result.json`
+says that none wants to know, or that they have been told.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Result(Struct, frozen=True):
     code: str = ""
     error: str = ""
     unloads: bool = False
-    """Whether an agent wants to know when the model is unloaded."""
+    """Whether an agent wants to know when the model is unloaded. False with an error: they have been told."""
 
 
 def write(path: Path, content: Chain | Result) -> None:

@@ -50,6 +50,7 @@ ENGINES = (
     BackendFile("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
     BackendFile("tflite", "", "model.tflite"),
     BackendFile("openvino", "", "model.xml"),
+    BackendFile("llamacpp", "", "model.gguf"),
     BackendFile("dali", "", "model.dali"),
     BackendFile("dali", "", "dali.py"),
     BackendFile("paddle", "", "model.pdmodel"),
@@ -58,7 +59,7 @@ ENGINES = (
 )
 
 COMPLETING = frozenset(
-    {"dali", "fil", "onnxruntime", "python", "tensorrt", "tensorflow", "tflite", "openvino", "paddle"}
+    {"dali", "fil", "llamacpp", "onnxruntime", "python", "tensorrt", "tensorflow", "tflite", "openvino", "paddle"}
 )
 """Backends that can read inputs and outputs from the model file."""
 _Entry = TypeVar("_Entry", ModelInput, ModelOutput)

@@ -64,8 +64,11 @@ _rows("ModelConfig", _Y, "name of the model file in the version directory", "def
 _rows("ModelConfig", _N, "only TensorRT has files per compute capability", "cc_model_filenames", only=_TENSORRT)
 _rows("ModelConfig", _N, "metrics do not have model-specific labels yet", "metric_tags")
 _PARAMETERS = (
-    "passed to the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, retry_alone, crash_limit, "
-    "send_waits, stacked, strict_outputs and the padding parameters are not in Triton"
+    "passed to the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, memory_mb, gpu_memory_mb, "
+    "retry_alone, crash_limit, idle_unload_secs, stay_loaded, min_instances, max_instances, scale_up_queue_ms, "
+    "retry_alone, crash_limit, idle_unload_secs, stay_loaded, min_instances, max_instances, scale_up_queue_ms, "
+    "scale_down_secs, traffic, aliases, shadow, send_waits, stacked, strict_outputs and the padding parameters are not "
+    "in Triton"
 )
 _rows("ModelConfig", _Y, _PARAMETERS, "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it accepts requests", "model_warmup")

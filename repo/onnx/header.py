@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 FIELDS = 500_000
@@ -66,6 +67,11 @@ def read_header(file: BinaryIO) -> Header:
 def external_files(file: BinaryIO) -> list[str]:
     """The files with weights that the model needs, relative to its own. Raises NotOnnx, TooLarge and OSError."""
     return _HeaderReader(file).external_files()
+
+
+def is_beside(name: str) -> bool:
+    """Whether a file that `external_files` has returned lies in the directory of the model's own file, or below it."""
+    return not os.path.isabs(name) and ".." not in Path(name).parts
 
 
 class _Field(NamedTuple):

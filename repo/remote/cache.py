@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
@@ -155,16 +155,22 @@ class Cache:
             return False
 
     @contextlib.contextmanager
-    def wanting(self, blobs: Collection[str]) -> Iterator[None]:
-        """Protects these blobs from eviction."""
-        with self._guard:
-            for name in blobs:
-                self._wanted[name] = self._wanted.get(name, 0) + 1
+    def wanting(self, blobs: Collection[str]) -> Iterator[Callable[[str], None]]:
+        """Protects these blobs from eviction, and those for which what it yields is called, by any thread."""
+        names: list[str] = []
+
+        def want(sha256: str) -> None:
+            with self._guard:
+                names.append(sha256)
+                self._wanted[sha256] = self._wanted.get(sha256, 0) + 1
+
         try:
-            yield
+            for name in blobs:
+                want(name)
+            yield want
         finally:
             with self._guard:
-                for name in blobs:
+                for name in names:
                     self._wanted[name] -= 1
                     if not self._wanted[name]:
                         del self._wanted[name]

@@ -14,7 +14,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,12 +31,14 @@ _NAMES = {"sha256": "SHA-256", "md5": "MD5", "git": "git hash"}
 
 
 class Download:
-    """`advance(bytes)` is called for each piece. `wait(seconds)`: pauses."""
+    """`want(sha256)` protects a blob from eviction. `advance(bytes)` is called for each piece. `wait(seconds)`:
+    pauses."""
 
     def __init__(
         self,
         cache: Cache,
         pieces: Executor,
+        want: Callable[[str], None],
         advance: Callable[[int], None],
         wait: Callable[[float], object],
         piece_bytes: int = PIECE_BYTES,
@@ -44,13 +46,15 @@ class Download:
     ) -> None:
         self._cache = cache
         self._pieces = pieces
+        self._want = want
         self._advance = advance
         self._wait = wait
         self._piece_bytes = piece_bytes
         self._pause_s = pause_s
 
     def fetch(self, store: Store, repository: str, file: RemoteFile) -> str:
-        """Downloads the object into the cache; returns its SHA-256. Raises StoreError, CacheFull and OSError."""
+        """Downloads the object into the cache, as a wanted blob; returns its SHA-256. Raises StoreError, CacheFull and
+        OSError."""
         identity = f"{repository} {file.key} {file.tag} {file.size} {self._piece_bytes}"
         partial = self._cache.partial(hashlib.sha256(identity.encode()).hexdigest()[:32])
         journal = partial.with_name(f"{partial.name}.pieces")
@@ -62,6 +66,7 @@ class Download:
                 partial.unlink(missing_ok=True)
                 journal.unlink(missing_ok=True)
                 raise
+            self._want(sha256)  # first: the room for another file of the model may be made at any time
             self._cache.adopt(partial, sha256)
             journal.unlink(missing_ok=True)
         return sha256
@@ -89,19 +94,13 @@ class Download:
         self._whole(store, file, partial)
 
     def _all(self, futures: list[Future[None]]) -> None:
-        """Waits for all of them, so that no thread writes to the file afterwards. Raises the first error."""
-        first: BaseException | None = None
-        for future in futures:
-            if first is not None:
-                future.cancel()
-        for future in futures:
-            error = None if future.cancelled() else future.exception()
-            if error is not None and first is None:
-                first = error
-                for other in futures:
-                    other.cancel()
-        if first is not None:
-            raise first
+        """Waits for all of them, so that no thread writes to the file afterwards. After an error, which is raised, only
+        for those that run."""
+        done, unfinished = wait(futures, return_when=FIRST_EXCEPTION)
+        running = [future for future in unfinished if not future.cancel()]
+        wait(running)
+        for future in (*done, *running):
+            future.result()
 
     def _piece(self, store: Store, file: RemoteFile, target: _PieceFile, number: int) -> None:
         start, end = target.span(number)

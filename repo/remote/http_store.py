@@ -6,11 +6,13 @@ The tag of a file is its ETag, or its time and size. Every answer with content m
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import aiohttp
 from fsspec.asyn import sync
@@ -37,6 +39,7 @@ _AT_ONCE = 8
 _CHUNK = 1 << 20
 _MISSING = (404, 410)
 _FINAL = (401, 403)
+_LINK = re.compile(r"""<a\s(?:[^<>]*?\s)?href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
 
 
 class HttpStore(Store):
@@ -79,18 +82,16 @@ class HttpStore(Store):
     async def _entries(self, url: str) -> list[str]:
         """The names in a directory; those of directories end with a slash."""
         session = await self._fs.set_session()
-        async with session.get(url) as answer:
+        async with session.get(url, headers={"Accept-Encoding": "identity"}) as answer:
             self._check(answer)
             if answer.content_length is not None and answer.content_length > LISTING_BYTES:
                 raise StoreError(f"the listing of a directory has more than {LISTING_BYTES} bytes", final=True)
             body = await _limited(answer, LISTING_BYTES)
             if answer.content_type == "application/json":
                 return _of_json(body)
-        links = await self._fs._ls(url, detail=False)
-        start = urlsplit(url).path
-        paths = [urlsplit(link).path for link in links if not urlsplit(link).query]
-        names = [unquote(path[len(start) :]) for path in paths if path.startswith(start)]
-        return sorted({name for name in names if _is_name(name)})
+            if answer.content_type == "text/html" or "Content-Type" not in answer.headers:
+                return of_html(body, answer.charset, url)
+            return []
 
     async def _walk(self, model: str) -> list[RemoteFile]:
         found: list[tuple[str, str]] = []
@@ -186,6 +187,21 @@ def _of_json(body: bytes) -> list[str]:
         names = [entry["name"] + ("/" if entry["type"] == "directory" else "") for entry in entries]
     except (ValueError, TypeError, KeyError):
         raise StoreError("a JSON listing is not a list of objects with name and type", final=True) from None
+    return sorted(name for name in names if _is_name(name))
+
+
+def of_html(body: bytes, charset: str | None, url: str) -> list[str]:
+    """The names in a directory to which the page at this URL has links."""
+    try:
+        text = body.decode(charset or "utf-8", "ignore")
+    except LookupError:  # an unknown character set
+        text = body.decode("utf-8", "ignore")
+    base, names = urlsplit(url), set()
+    for href in _LINK.findall(text):
+        with suppress(ValueError):  # it is not a URL
+            link = urlsplit(urljoin(url, html.unescape(href)))
+            if link.netloc == base.netloc and link.path.startswith(base.path) and not link.query:
+                names.add(unquote(link.path[len(base.path) :]))
     return sorted(name for name in names if _is_name(name))
 
 

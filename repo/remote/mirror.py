@@ -153,8 +153,8 @@ class Mirror:
                     files = now
             except Changed as error:
                 files, why = store.files(model), str(error)
-            except FileNotFoundError:  # another server has evicted a file
-                files = store.files(model)
+            except FileNotFoundError:  # of a blob
+                files, why = store.files(model), "another server evicted one of them from the cache"
             if settle_s:
                 self._is_settled(model, files, settle_s)
                 return Outcome(model, "unsettled", tree=current)
@@ -196,9 +196,9 @@ class Mirror:
     def _fetch(
         self, store: Store, model: str, files: Sequence[RemoteFile], manifest: Manifest | None, wanted: ExitStack
     ) -> dict[str, ManifestFile]:
-        """Downloads what the cache lacks. What it has cannot be evicted until `wanted` is closed."""
+        """Downloads what the cache lacks. None of the files can be evicted until `wanted` is closed."""
         known = {file.path: self._known(store, file, manifest) for file in files}
-        wanted.enter_context(self._cache.wanting([sha256 for sha256 in known.values() if sha256]))
+        want = wanted.enter_context(self._cache.wanting([sha256 for sha256 in known.values() if sha256]))
         # Only now can nothing of it be evicted any more.
         sizes = {file.path: file.size for file in files}
         kept = {path: sha256 for path, sha256 in known.items() if sha256 and self._cache.has(sha256, sizes[path])}
@@ -207,6 +207,7 @@ class Mirror:
         download = Download(
             self._cache,
             self._shop.pieces,
+            want,
             progress.advance,
             self._shop.wait,
             self._shop.piece_bytes,
@@ -221,7 +222,6 @@ class Mirror:
             # One that will not pass by itself tells more than that something changed.
             raise next((error for error in errors if not isinstance(error, Changed)), errors[0])
         fetched = {path: future.result() for path, future in futures.items()}
-        wanted.enter_context(self._cache.wanting(list(fetched.values())))
         blobs = kept | fetched
         return {
             file.path: ManifestFile(

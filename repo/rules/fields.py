@@ -22,20 +22,21 @@ from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGr
 from shmserve.repo.config.support import NOT_SUPPORTED
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.rules.data import file_name, validate_warmup
+from shmserve.repo.rules.instances import INSTANCES, PATTERNS, validate_scaling
 from shmserve.repo.rules.padding import validate_padding
 from shmserve.repo.rules.schedulers import validate_scheduler
+from shmserve.repo.rules.traffic import validate_traffic
 
 PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 """Valid names of Python models: Triton derives a process name from it."""
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
 OTHER_NAMES = {
-    "forest": "fil", "libtorch": "pytorch", "lightgbm": "fil", "litert": "tflite", "onnx": "onnxruntime",
-    "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python", "tf": "tensorflow", "torch": "pytorch",
-    "torchscript": "pytorch", "treelite": "fil", "trt": "tensorrt", "vino": "openvino", "xgboost": "fil",
+    "forest": "fil", "gguf": "llamacpp", "libtorch": "pytorch", "lightgbm": "fil", "litert": "tflite",
+    "llama": "llamacpp", "onnx": "onnxruntime", "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python",
+    "tf": "tensorflow", "torch": "pytorch", "torchscript": "pytorch", "treelite": "fil", "trt": "tensorrt",
+    "vino": "openvino", "xgboost": "fil",
 }  # fmt: skip
 """Other names of engines, which people write for the names of backends."""
-INSTANCES = 1024
-"""Most instances of one model; each is a process."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
 """Leaves room for the number that an instance's name appends."""
 EXECUTION_LIMIT = "execution_limit_secs"
@@ -48,24 +49,40 @@ MEMORY_LIMIT = "memory_limit_mb"
 """Model parameter: an instance whose process has more private memory is ended; 0: no limit."""
 GPU_MEMORY_LIMIT = "gpu_memory_limit_mb"
 """Model parameter: an instance whose process has more GPU memory is ended; 0: no limit."""
+IDLE_UNLOAD = "idle_unload_secs"
+"""Model parameter: the processes of a version end after this time without requests; 0: never."""
+STAY_LOADED = "stay_loaded"
+"""Model parameter: "true" if its processes must never end while others need memory, or when it is idle."""
+MEMORY = "memory_mb"
+"""Model parameter: about how much memory an instance needs, until it has been measured; with a memory budget."""
+GPU_MEMORY = "gpu_memory_mb"
+"""As `MEMORY`, for the GPU of an instance."""
 ENVIRONMENT = "EXECUTION_ENV_PATH"
 """Model parameter: the interpreter of its workers, as a directory or an archive of one."""
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 """Path prefix that stands for the model's directory."""
 _MEGABYTES = (re.compile(r"[0-9]{1,9}", re.ASCII), 'MiB, such as "2048", or "0" for no limit')
+_SIZE = (re.compile(r"[0-9]{1,9}", re.ASCII), 'MiB, such as "2048"')
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
+_TRUE_OR_FALSE = (re.compile("true|false", re.ASCII | re.IGNORECASE), '"true" or "false"')
 _OWN_PARAMETERS = {
     EXECUTION_LIMIT: (
-        re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII),
+        _SECONDS,
         'seconds, such as "2.5", or "0" for no limit',
     ),
-    RETRY: (re.compile("true|false", re.ASCII | re.IGNORECASE), '"true" or "false"'),
+    RETRY: _TRUE_OR_FALSE,
+    IDLE_UNLOAD: (_SECONDS, 'seconds, such as "300", or "0" for never'),
+    STAY_LOADED: _TRUE_OR_FALSE,
     CRASH_LIMIT: (re.compile(r"[0-9]{1,6}", re.ASCII), 'a number of crashes, such as "5", or "0" for no limit'),
     MEMORY_LIMIT: _MEGABYTES,
     GPU_MEMORY_LIMIT: _MEGABYTES,
+    MEMORY: _SIZE,
+    GPU_MEMORY: _SIZE,
     ENVIRONMENT: (
         re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+"),
         f"an absolute path, or one that begins with {MODEL_DIRECTORY}/",
     ),
+    **PATTERNS,
 }
 """Parameters that the server reads: key -> valid values, and a description of them."""
 _LARGEST = 2**63 - 1
@@ -96,6 +113,7 @@ def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> 
     validate_scheduler(config, problem)
     validate_warmup(config, problem)
     _own_parameters(config, problem)
+    validate_scaling(config, problem)
     _others(config, problem)
 
 
@@ -131,6 +149,7 @@ def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
         if value is not None and not pattern.fullmatch(value.string_value):
             problem(f'parameters["{key}"]', f'found "{escaped(value.string_value)}", expected {expected}')
     validate_padding(config, config.max_batch_size == 0 and needs_completion(config), problem)
+    validate_traffic(config, problem)
 
 
 def _nearest_backend(found: str, available: Collection[str]) -> str | None:

@@ -18,19 +18,20 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.load import CONFIG_FILE
-from shmserve.repo.onnx.header import Declared, NotOnnx, TooLarge, external_files, read_header
+from shmserve.repo.onnx.header import Declared, NotOnnx, TooLarge, external_files, is_beside, read_header
+from shmserve.repo.rules.fields import PYTHON_NAME
 from shmserve.repo.starters.config_text import Layout, Parameter, config_text
 
 KINDS = ("python", "sklearn", "torch")
 """Models without a file: their templates."""
 PICKLES = (".joblib", ".pkl", ".pickle")
 TORCH_FILES = (".pt", ".pt2")
+WRONG_FILE = 3
+"""Exit code of the process that reads a PyTorch file, if the file is wrong. An uncaught exception has 1."""
 SUFFIXES = (".onnx", *TORCH_FILES, *PICKLES)
 ROWS = 8
 """max_batch_size of a new model that can batch."""
 TEMPLATES = Path(__file__).parent / "templates"
-_SHELL = frozenset(";|&$`<>()[]{}\"'*?~#!")
-"""Characters that the name of a Python model must not have."""
 _COMPLETED = "The server makes it 4 if the first dimension of every tensor can have any size."
 _THREADS = (
     "Threads in each process, by default as many as the cores that it may use. Several processes share the cores."
@@ -97,7 +98,7 @@ def _onnx(path: Path) -> Starter:
         raise InvalidRequest(f"{path}: {str(error) or 'too many fields to read'}") from error
     files = {"model.onnx": path}
     for name in beside:
-        if os.path.isabs(name) or ".." in Path(name).parts:
+        if not is_beside(name):
             raise InvalidRequest(f"{path}: its weights are in {name}, outside its directory; save it again beside them")
         if not (path.parent / name).is_file():
             raise InvalidRequest(f"{path}: its weights in {name} are missing")
@@ -201,8 +202,9 @@ def write(starter: Starter, name: str, repository: Path) -> list[Path]:
     """Write the directory of the model, and return its files. Raises InvalidRequest, and OSError of the file system."""
     if not MODEL_NAME.fullmatch(name):
         raise InvalidRequest(f"'{name}' cannot be the name of a model; expected {NAME_RULE}")
-    if starter.layout.backend == "python" and _SHELL & set(name):
-        raise InvalidRequest(f"'{name}' cannot be the name of a Python model: it contains {min(_SHELL & set(name))}")
+    if starter.layout.backend == "python" and not PYTHON_NAME.fullmatch(name):
+        bad = min(character for character in name if not PYTHON_NAME.fullmatch(character))
+        raise InvalidRequest(f"'{name}' cannot be the name of a Python model: it contains {bad}")
     folder = repository / name
     if os.path.lexists(folder):
         raise InvalidRequest(f"{folder} exists, and is not overwritten; choose another NAME or --repository")

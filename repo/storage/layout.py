@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import os
 import stat
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,16 +24,14 @@ from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.differences import differences
 from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
+from shmserve.repo.storage.python_source import CLASS, parse_source, read_source
 
 ERROR, WARNING = "error", "warning"
 ENTRIES = 10_000
 """Maximum number of files and directories inspected per model."""
-SOURCE_BYTES = 4 * 1024 * 1024
-"""Maximum size of a model.py that is parsed."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ENGINE_FILES = frozenset(engine.file for engine in ENGINES)
-_CLASS = "TritonPythonModel"
 _SOURCE = "model.py"
 
 
@@ -204,7 +201,7 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
         return
     name = "/".join(map(escaped_name, path.relative_to(folder.parent).parts))
     with path.open("rb") as file:
-        start = file.read(SOURCE_BYTES + 1 if config.backend == "python" else 256)
+        start = file.read(256)
     if not start:
         yield Finding(ERROR, name, "an empty file", "copy the model again")
     elif start.startswith(_POINTER):
@@ -216,8 +213,8 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
         )
     elif config.backend == "onnxruntime":
         yield from _onnx(path, name, config)
-    elif config.backend == "python" and len(start) <= SOURCE_BYTES:
-        yield from _source(name, start, FUNCTION in config.parameters)
+    elif config.backend == "python" and (source := read_source(path)) is not None:
+        yield from _source(name, source, FUNCTION in config.parameters)
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
             yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
@@ -242,30 +239,28 @@ def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
     in it is the model.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
+        tree = parse_source(source)
     except SyntaxError as error:
         text = f"not Python: {escaped(error.msg, 200)}"
         yield Finding(ERROR, name, text, line=error.lineno or 0, column=error.offset or 0)
         return
-    except (ValueError, RecursionError, MemoryError) as error:  # contains NUL, or nested too deeply
+    except ValueError as error:
         yield Finding(ERROR, name, f"not Python: {escaped(str(error), 200)}")
         return
     if is_function:
         return
     found: ast.stmt | None = None
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == _CLASS:
+        if isinstance(node, ast.ClassDef) and node.name == CLASS:
             found = node
         elif isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names):
             return
     if found is None:
-        if _CLASS.encode() not in source:  # otherwise it may be imported or assigned
-            yield Finding(ERROR, name, f"has no class {_CLASS}", f"the server needs `class {_CLASS}` with `execute`")
+        if CLASS.encode() not in source:  # otherwise it may be imported or assigned
+            yield Finding(ERROR, name, f"has no class {CLASS}", f"the server needs `class {CLASS}` with `execute`")
     elif isinstance(found, ast.ClassDef) and not found.bases and not found.decorator_list and not found.keywords:
         if not any(_binds(statement, "execute") for statement in found.body):
-            text = f"class {_CLASS} has no execute method"
+            text = f"class {CLASS} has no execute method"
             yield Finding(ERROR, name, text, "add `def execute(self, requests):`", line=found.lineno, column=1)
 
 
@@ -289,9 +284,8 @@ def may_complete_itself(folder: Path, versions: Sequence[int], config: ModelConf
         path = folder / str(version) / config.default_model_filename
         if not path.is_file() or not os.access(path, os.R_OK, effective_ids=True):
             return True
-        with path.open("rb") as file:
-            source = file.read(SOURCE_BYTES + 1)
-        if len(source) > SOURCE_BYTES or b"auto_complete_config" in source or b"import *" in source:
+        source = read_source(path)
+        if source is None or b"auto_complete_config" in source or b"import *" in source:
             return True
     return not versions
 

@@ -26,7 +26,7 @@ from shmserve.repo.backends import BACKENDS, MODEL
 from shmserve.repo.config.complete import ENGINES
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.load import CONFIG_FILE
-from shmserve.repo.onnx.header import NotOnnx, TooLarge, external_files
+from shmserve.repo.onnx.header import NotOnnx, TooLarge, external_files, is_beside
 from shmserve.repo.storage.model_functions import FunctionModel, functions_in
 
 TARGETS: dict[str, str] = {}
@@ -191,9 +191,7 @@ def _companions(path: Path) -> Iterator[tuple[str, str]]:
     """Files that belong to the model: name in the version directory, name beside the file."""
     if path.suffix == ".onnx":
         with suppress(NotOnnx, TooLarge, OSError), path.open("rb") as file:  # loading reports what is wrong
-            for name in external_files(file):
-                if not os.path.isabs(name) and ".." not in Path(name).parts:
-                    yield name, name
+            yield from ((name, name) for name in external_files(file) if is_beside(name))
     elif path.suffix in _WEIGHTS:
         weights = path.with_suffix(_WEIGHTS[path.suffix])
         if weights.exists():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ from shmserve.errors import InvalidRequest
 from shmserve.functions import ModelOptions
 from shmserve.repo.backends import FUNCTION
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
+from shmserve.repo.storage.python_source import CLASS, SOURCE_BYTES, parse_source, read_source
 
-_SOURCE_BYTES = 4 * 1024 * 1024
-_CLASS = "TritonPythonModel"
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -31,25 +29,22 @@ def functions_in(path: Path) -> list[FunctionModel]:
     """The models of a file, in its order; empty for one with a class TritonPythonModel. Raises InvalidRequest and
     OSError.
     """
-    with path.open("rb") as file:
-        source = file.read(_SOURCE_BYTES + 1)
-    if len(source) > _SOURCE_BYTES:
-        raise InvalidRequest(f"{path.name} has more than {_SOURCE_BYTES} bytes; is it a Python file?")
+    source = read_source(path)
+    if source is None:
+        raise InvalidRequest(f"{path.name} has more than {SOURCE_BYTES} bytes; is it a Python file?")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
+        tree = parse_source(source)
     except SyntaxError as error:
         raise InvalidRequest(f"{path.name}, line {error.lineno}: {error.msg}") from error
-    except (ValueError, RecursionError, MemoryError) as error:  # contains NUL, or nested too deeply
+    except ValueError as error:
         raise InvalidRequest(f"{path.name} is not Python: {error}") from error
     finder = _Finder(path.name, tree)
     models = list(finder.models())
-    has_class = _CLASS in source.decode("utf-8", "replace")
-    if models and any(isinstance(node, ast.ClassDef) and node.name == _CLASS for node in tree.body):
-        raise InvalidRequest(f"{path.name} has both a class {_CLASS} and functions with @shmserve.model: keep one form")
+    has_class = CLASS in source.decode("utf-8", "replace")
+    if models and any(isinstance(node, ast.ClassDef) and node.name == CLASS for node in tree.body):
+        raise InvalidRequest(f"{path.name} has both a class {CLASS} and functions with @shmserve.model: keep one form")
     if not models and not has_class:
-        text = f"{path.name} has no model: put @shmserve.model above a function or class, or define a class {_CLASS}"
+        text = f"{path.name} has no model: put @shmserve.model above a function or class, or define a class {CLASS}"
         raise InvalidRequest(text)
     return models
 

@@ -48,6 +48,10 @@ class Snapshot(NamedTuple):
             if is_of_version(path, number) and not _is_configuration(path)
         )
 
+    def bytes_of_version(self, number: int) -> int:
+        """The size of these files."""
+        return sum(look[0] for path, look in self.files.items() if is_of_version(path, number))
+
     def of_configuration(self) -> str:
         return _digest((path, look) for path, look in self.files.items() if _is_configuration(path))
 

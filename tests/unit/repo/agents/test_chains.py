@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import msgspec
 import pytest
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.repo.agents import chains as module
 from shmserve.repo.agents.chains import AgentChains, AgentSettings
+from shmserve.repo.agents.process import AgentProcess
+from shmserve.repo.agents.record import read_chain
 from shmserve.repo.config.schema import ModelRepositoryAgents
 from tests.support.repo.agents import write_agent
 
@@ -22,6 +27,7 @@ class Place:
     """A model `m`, two agents that take notes, and a directory for what they make."""
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self.model = root / "models" / "m"
         (self.model / "1").mkdir(parents=True)
         (self.model / "1" / "generation").write_text("1")
@@ -146,6 +152,37 @@ def test_after_a_crash_the_agents_are_told_at_the_next_start(place: Place) -> No
     assert not place.left(), "the server was killed before it had written the record"
 
 
+def test_at_the_next_start_only_agents_that_were_loaded_are_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else is told, and no process is started for nothing."""
+    killed = place.chains()
+    monkeypatch.setattr(killed, "_release", lambda *_: None)  # the server is killed before it cleans up
+    digest = hashlib.sha256((place.model / "1" / "generation").read_bytes()).hexdigest()
+    checked = {"agents": [{"name": "checksum", "parameters": {"SHA256:1/generation": digest}}]}
+    kept = [killed.prepare("checked", place.model, msgspec.convert(checked, ModelRepositoryAgents), "1")]
+    for name, what in (("refused", "refuse"), ("cut short", "die"), ("at once", "")):
+        agents = place.given(("a", "die")) if name == "at once" else place.agents("", what)
+        with pytest.raises(ServeError):
+            killed.prepare(name, place.model, agents, "1")
+    assert len(place.left()) == 4
+    assert place.noted().count("unload a refused True") == 1
+    started: list[str] = []
+
+    class Process(AgentProcess):
+        def __init__(self, command: Sequence[str], line: Callable[[str], None]) -> None:
+            started.append(read_chain(Path(command[3])).model)
+            super().__init__(command, line)
+
+    monkeypatch.setattr(module, "AgentProcess", Process)
+    place.chains().recover()
+    assert started == ["cut short"]
+    assert [line for line in place.noted() if line.startswith("unload")] == [
+        "unload a refused True",
+        "unload a cut short True",
+    ]
+    assert not place.left()
+    kept.clear()
+
+
 def test_the_end_of_the_server_ends_all(place: Place) -> None:
     chains = place.chains()
     prepared = chains.prepare("m", place.model, place.agents("", "raise at unload"), "1")
@@ -154,6 +191,25 @@ def test_the_end_of_the_server_ends_all(place: Place) -> None:
     chains.close()
     assert place.noted()[2:] == ["unload b m True", "unload a m True"]
     assert any("failed to unload model 'm'" in line for line in place.printed)
+    assert not place.left()
+
+
+def test_the_limit_at_the_end_is_one_for_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STOP_S", 0.5)
+    hang = place.root / "notes.hang"
+    hang.touch()
+    chains = place.chains()
+    agents = place.given(("a", "hang at unload"))
+    prepared = [chains.prepare(name, place.model, agents, name) for name in ("x", "y")]
+    chains.interrupt()
+    chains.close()
+    assert len(place.left()) == 1, "the limit has passed before the second was told"
+    prepared.clear()
+    gc.collect()
+    assert len(place.left()) == 1
+    hang.unlink()
+    place.chains().recover()
+    assert [line for line in place.noted() if " y " in line] == ["load a y True", "unload a y True"]
     assert not place.left()
 
 

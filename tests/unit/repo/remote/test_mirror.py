@@ -23,6 +23,7 @@ class MemoryStore(Store):
 
     def __init__(self, objects: dict[str, str]) -> None:
         self.objects = objects
+        self.reads: list[str] = []
 
     def models(self) -> list[str]:
         return ["m"] if self.objects else []
@@ -33,6 +34,7 @@ class MemoryStore(Store):
         return [RemoteFile(path, path, len(text), text) for path, text in sorted(self.objects.items())]
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        self.reads.append(file.path)
         return self.objects[file.key].encode()[start:end]
 
     def stream(self, file: RemoteFile, write: Callable[[bytes], None]) -> None:
@@ -79,6 +81,48 @@ def test_a_model_that_is_being_written_is_left_alone(
     cache.drop("1")
     assert not (slot.folder / "trees/1").exists()
     assert at(13.0) == "unchanged"
+    slot.close()
+
+
+def test_a_model_that_is_larger_than_the_cache(
+    tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own files are not evicted for further ones of it, so the error says what is wrong, at once."""
+    store = MemoryStore({f"1/{number}": str(number) * 1000 for number in range(6)})
+    monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
+    slot = Slot.acquire(tmp_path, [ADDRESS.key])
+    cache = Cache(slot.folder, 4000)
+    shop = Workshop(cache, Redactor(), pools[0], pools[1], lambda event: None, lambda seconds: None, 1 << 20, 0.0)
+    mirror = Mirror(ADDRESS, shop)
+    outcome = mirror.sync("m")
+    assert outcome.state == "failed"
+    assert "1000 bytes do not fit into the cache: its limit is 4000 bytes" in outcome.text
+    assert "raise --remote-cache-size" in outcome.text
+    assert store.reads == [f"1/{number}" for number in range(4)]
+    # They are protected only until the download has ended.
+    store.objects = {"1/other": "x" * 4000}
+    assert mirror.sync("m").state == "published"
+    slot.close()
+
+
+def test_a_file_that_another_server_evicts_during_the_download(
+    tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore({"1/model": "one"})
+    monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
+    slot = Slot.acquire(tmp_path, [ADDRESS.key])
+    cache = Cache(slot.folder, 1 << 20)
+    shop = Workshop(cache, Redactor(), pools[0], pools[1], lambda event: None, lambda seconds: None, 1 << 20, 0.0)
+    adopt = cache.adopt
+
+    def adopt_and_lose(partial: Path, sha256: str) -> None:
+        adopt(partial, sha256)
+        cache.blob(sha256).unlink()
+
+    monkeypatch.setattr(cache, "adopt", adopt_and_lose)
+    outcome = Mirror(ADDRESS, shop).sync("m")
+    assert outcome.state == "failed"
+    assert outcome.text.endswith("3 times; at last: another server evicted one of them from the cache")
     slot.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ def put(
     return path
 
 
-def scanned(*roots: Path) -> dict[str, ScannedModel]:
-    found = [scan_model(path, backends=BACKENDS) for (path,) in model_names(roots).values()]
+def scanned(*roots: Path, backends: Collection[str] = BACKENDS) -> dict[str, ScannedModel]:
+    found = [scan_model(path, backends=backends) for (path,) in model_names(roots).values()]
     names = [model.name for model in found]
     assert names == sorted(set(names))
     for model in found:
@@ -128,7 +129,7 @@ def test_a_repository_that_is_not_a_directory(tmp_path: Path, kind: str) -> None
 
 
 def test_the_sample_repository() -> None:
-    models = scanned(ROOT / "repo" / "examples")
+    models = scanned(ROOT / "repo" / "examples", backends=(*BACKENDS, "llamacpp"))
     assert {"add_sub", "mlp", "sentiment"} <= models.keys()
     for model in models.values():
         # A sample whose file is fetched at set-up has no version before that.

@@ -1,7 +1,8 @@
-"""Parameters of agents that name files of the server's administrator."""
+"""What the built-in agents share."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from shmserve.repo.agents.model import AgentModel, Refused
@@ -18,3 +19,17 @@ def server_file(model: AgentModel, key: str) -> Path:
     if path.resolve().is_relative_to(model.folder.resolve()):
         raise Refused(f"parameter '{key}': '{given}' is in the model's own directory")
     return path
+
+
+def linked(model: AgentModel, names: Iterable[str], without: Collection[str]) -> Path:
+    """Makes a directory in `work` with links to the files of the model, except those in `without`. `names`: files and,
+    before what is in them, directories, which end with /.
+    """
+    target = model.work / model.name
+    target.mkdir(mode=0o700)
+    for name in names:
+        if name.endswith("/"):
+            (target / name).mkdir(mode=0o700)
+        elif name not in without:
+            (target / name).symlink_to((model.folder / name).resolve())
+    return target

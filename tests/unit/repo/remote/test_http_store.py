@@ -1,0 +1,32 @@
+"""Listings of web servers in HTML, of several kinds. The oracle is what a browser would follow."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("fsspec")
+
+LISTING = """<html><head><title>Index of /repo/</title><link href="style.css/"></head><body>
+<a href="../">Parent</a> <a href="/">Root</a> <a href="/other/">Other</a> <a href="?C=M;O=D">Date</a>
+<a href="near/">near/</a> <A class=entry HREF = 'sp%20ace/'>sp ace/</A> <a href="/a%20b/root/">root/</a>
+<a href="http://host:81/a%20b/whole/">whole/</a> <a href="http://elsewhere/a%20b/far/">far/</a>
+<a href="./here/">here/</a> <a href="a&amp;b/">a&amp;b/</a> <a href="deep/down/">down/</a> <a href="#top">Top</a>
+<a href="http://[1/a%20b/bad/">bad/</a>
+<a href="readme.txt">readme.txt</a> <a name="x">x</a> http://host:81/a%20b/text/ <a href="mailto:me@host">Owner</a>
+<a\nhref="m%C3%B6del/">mödel/</a> <a title="near/" href="near/">again</a></body></html>"""
+
+
+@pytest.mark.parametrize("charset", [None, "utf-8", "unheard-of"])
+def test_the_links_of_a_listing(charset: str | None) -> None:
+    from shmserve.repo.remote.http_store import of_html
+
+    expected = ["a&b/", "here/", "mödel/", "near/", "readme.txt", "root/", "sp ace/", "whole/"]
+    assert of_html(LISTING.encode(), charset, "http://host:81/a%20b/") == expected
+    assert of_html(b"<p>nothing</p>", charset, "http://host:81/a%20b/") == []
+
+
+def test_the_character_set_of_a_listing() -> None:
+    from shmserve.repo.remote.http_store import of_html
+
+    assert of_html('<a href="mödel/">'.encode("latin-1"), "latin-1", "http://host/") == ["mödel/"]
